@@ -9,7 +9,7 @@ by the cycles that libtpu states; docs/scaling.md says what is counted.
 if every response had full length. With `continuous_batching.slots` it is a
 segment of decode steps with every page full, and beside it comes the largest
 `continuous_batching.num_pages` that the HBM left over holds. The time of
-`old_logprobs` is that of all minibatches, although a run needs only one
+`old_logps` is that of all minibatches, although a run needs only one
 micro-batch of the first.
 
 With `--lengths` it also prints what an iteration costs whose responses have

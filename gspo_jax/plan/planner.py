@@ -80,7 +80,7 @@ def plan(
     "slices": slices,
     "devices": mesh.size + len(sampler_devices),
     "mesh": dict(mesh.shape),
-    "sampler_mesh": dict(lower.sampler_mesh(program).shape),
+    "sampler_mesh": dict(program.sampler.generate.mesh.shape),
     "jax": jax.__version__,
     "libtpu": libtpu,
     "note": NOTE,
@@ -101,7 +101,7 @@ def _analyze(functions, config, program, tpu_slice) -> dict:
       f"--functions={','.join(functions)}: this config has no "
       f"{' and no '.join(absent)}; choose of {', '.join(lowered)} "
       "(decode_params and prefill come with continuous_batching.slots, "
-      "reference_and_values with objective.kl_coef or ppo, old_logprobs with "
+      "reference_and_values with objective.kl_coef or ppo, old_logps with "
       "several learner.minibatches)"
     )
   results, done = {}, {}

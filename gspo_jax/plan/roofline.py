@@ -12,10 +12,9 @@ from gspo_jax.learner import train_batch, train_step
 from gspo_jax.logprobs import WANTED_TOKENS
 from gspo_jax.model import experts
 from gspo_jax.plan import chips, hlo, lower, lower_bounds
-from gspo_jax.plan.lower import LEARNING, sampler_mesh
+from gspo_jax.plan.lower import LEARNING
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
-from gspo_jax.sampler.continuous import ContinuousSampler
 
 _TOP = 40  # operations that are listed
 
@@ -46,7 +45,7 @@ def work(
 
 def _cost(name, text, config, program, tpu_slice, by_compiler):
   """The report by one of the two estimates, and its cost."""
-  mesh = program.mesh if name in LEARNING else sampler_mesh(program)
+  mesh = program.mesh if name in LEARNING else program.sampler.generate.mesh
 
   def cost_of(micro_batches=0) -> hlo.HloCost:
     """Of a call with that many micro-batches in each minibatch."""
@@ -104,7 +103,7 @@ def _learning(cost_of, config, program):
 
 def _steps(name, config, program) -> int:
   """Most trips of the loop whose length depends on data."""
-  if not isinstance(program.sampler.generate, ContinuousSampler):
+  if not program.sampler.generate.batching:
     return config.sampler.max_new_tokens - 1 if name == "generate" else 0
   chunks = (
     lower.longest(config, program.sampler.generate)
@@ -147,10 +146,10 @@ def _bandwidth(mesh, tpu_slice):
 
 
 def _decode(step, steps, config, program, tpu_slice) -> dict:
-  mesh = sampler_mesh(program)
+  mesh = program.sampler.generate.mesh
   rows = config.data.prompts * config.rollout.group_size
   tokens, report = lower.cached_tokens(config, program), {}
-  if isinstance(program.sampler.generate, ContinuousSampler):
+  if program.sampler.generate.batching:
     rows = config.continuous_batching.slots
     size = lower_bounds.cache_bytes(program.cfg, tokens) / mesh.size
     # Without the TPU kernel the pages are read in a loop of data-dependent
@@ -197,10 +196,7 @@ def _continuous_flops(name, config, program) -> float:
 
 
 def _model_flops(name, config, program) -> float:
-  if (
-    isinstance(program.sampler.generate, ContinuousSampler)
-    and name not in LEARNING
-  ):
+  if program.sampler.generate.batching and name not in LEARNING:
     return _continuous_flops(name, config, program)
   P, S = config.data.prompts, config.data.max_prompt_length
   B, R = P * config.rollout.group_size, config.sampler.max_new_tokens

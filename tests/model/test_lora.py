@@ -230,7 +230,7 @@ def test_the_gradient_of_experts_in_chunks_has_adapters_too(monkeypatch):
 @pytest.mark.parametrize(
   ("values", "words"),
   [
-    ((0, 1.0), "model.lora.rank=0: expected at least 1"),
+    ((-1, 1.0), "model.lora.rank=-1: expected 0 or more"),
     ((4, 0.0), "model.lora.alpha=0.0: expected more than 0"),
     ((4, 1.0, "mpl"), "model.lora.targets='mpl'.*'mlp'"),
   ],

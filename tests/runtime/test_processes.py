@@ -101,12 +101,18 @@ def free_port():
 def launch(environment, tmp_path_factory):
   """Starts `gspo_jax.main` as `count` processes; kills them at the end.
 
-  `only` has flags for single processes. Keywords are overrides of config keys,
+  `only` has flags for single processes, `cold_start` is the folder of another
+  run. Other keywords are overrides of config keys,
   with __ for a dot.
   """
   with contextlib.ExitStack() as stack:
 
-    def launch(count, workdir, *, devices=1, only=None, **overrides):
+    def launch(
+      count, workdir, *, devices=1, only=None, cold_start=None, **overrides
+    ):
+      if cold_start and not (workdir / "cold_start").exists():
+        workdir.mkdir(exist_ok=True)
+        (workdir / "cold_start").symlink_to(cold_start)
       port, commands = free_port(), []
       shared = [
         f"--config.{k.replace('__', '.')}={v}" for k, v in overrides.items()
@@ -194,7 +200,7 @@ def assert_same_samples(workdir, reference):
   ],
 )
 def test_two_processes_equal_one(launch, reference, tmp_path, devices, mesh):
-  cold = {"cold_start__dir": reference / "cold_start"}
+  cold = {"cold_start": reference / "cold_start"}
   first, second = launch(2, tmp_path, devices=devices, **cold, **mesh).finish()
   assert "4/4" in first
   assert "/4 " not in second
@@ -205,7 +211,6 @@ def test_two_processes_equal_one(launch, reference, tmp_path, devices, mesh):
 PARTIAL = {
   **CONTINUOUS_BATCHING,
   "rollout__max_tokens_per_iteration": 6,
-  "rollout__extra_prompts_in_flight": 2,
   "rollout__max_staleness": 1,
 }
 FILTERED = {
@@ -237,7 +242,7 @@ def test_rollouts_of_two_processes_equal_those_of_one(
 ):
   """`metric`, above `least` in a row, shows that there is what is compared."""
   talks = added.items() >= GUESSING.items()
-  cold = {} if talks else {"cold_start__dir": reference / "cold_start"}
+  cold = {} if talks else {"cold_start": reference / "cold_start"}
   launch(1, tmp_path / "one", devices=2, **cold, **added).finish()
   launch(2, tmp_path / "two", **cold, **added).finish()
   assert any(row[metric] > least for row in rows(tmp_path / "one")[1:])
@@ -261,7 +266,7 @@ def test_two_processes_sample_and_train_on_halves_of_their_devices(
   cold = reference / "cold_start"
   if "rollout__environment" in added:
     cold = tmp_path / "turns/cold_start"
-  added = {"cold_start__dir": cold, **added}
+  added = {"cold_start": cold, **added}
   launch(2, tmp_path / "turns", **added).finish()
   split = {"sampler_mesh__devices": 2, **added}
   out, _ = launch(2, tmp_path / "split", devices=2, **split).finish()
@@ -290,7 +295,7 @@ def test_a_cold_start_of_two_processes_stops_and_resumes(
 def stopped(launch, reference, tmp_path_factory):
   """The workdir of two processes, of which one got a SIGTERM."""
   workdir = tmp_path_factory.mktemp("stopped")
-  cold = {"cold_start__dir": reference / "cold_start"}
+  cold = {"cold_start": reference / "cold_start"}
   job = launch(2, workdir, checkpoint__every=100, **cold)
   job.wait_for("0/4")
   job.processes[1].send_signal(signal.SIGTERM)
@@ -307,7 +312,7 @@ def test_a_sigterm_to_one_stops_all_and_any_number_resumes(
   launch, reference, stopped, tmp_path, count
 ):
   shutil.copytree(stopped, tmp_path / "run")
-  cold = {"cold_start__dir": reference / "cold_start"}
+  cold = {"cold_start": reference / "cold_start"}
   first, *others = launch(count, tmp_path / "run", **cold).finish()
   assert "resumed after step" in first
   assert "4/4" in first
@@ -361,7 +366,7 @@ def test_a_mistake_on_one_process_is_printed_once(
 
 @pytest.mark.slow
 def test_a_reward_function_that_fails_stops_all(launch, reference, tmp_path):
-  flags = {"cold_start__dir": reference / "cold_start"}
+  flags = {"cold_start": reference / "cold_start"}
   flags["reward__names"] = "('operator.setitem',)"  # fails on strings
   first, second = launch(2, tmp_path, **flags).finish(code=2)
   line = first.strip().splitlines()[-1]

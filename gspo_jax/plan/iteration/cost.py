@@ -22,7 +22,6 @@ from gspo_jax.plan.iteration.decoding import Decoding, decode
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
-from gspo_jax.sampler.continuous import ContinuousSampler
 
 _SAMPLING = "generate", "weights"  # parts of an iteration
 
@@ -226,7 +225,7 @@ def _rows(functions, tokens: dict[str, RowTokens]) -> dict:
 def _score_flops(tokens, flops, program) -> float:
   """Model FLOPs of all passes over the rows before the update."""
   total = 0.0
-  if scored := tokens.get("old_logprobs"):
+  if scored := tokens.get("old_logps"):
     total += flops.whole * _ratio(scored.real, tokens["update"].real)
   if "reference_and_values" in tokens:
     has_reference = program.learner.abstract.reference is not None
@@ -238,13 +237,13 @@ def _sampler_cost(functions, config, program, tpu_slice) -> _SamplerCost:
   generate, sampler = functions["generate"], program.sampler.generate
   decode, bandwidth = generate["decode"], tpu_slice.chip.hbm_bandwidth
   step = decode["seconds"]["scheduled"]
-  mesh = lower.sampler_mesh(program)
+  mesh = program.sampler.generate.mesh
   cached = lower_bounds.cache_bytes(program.cfg, 1) / (mesh.size * bandwidth)
   without_cache = step
   if decode.get("kernel", True):  # else the compiled step counts no pages
     without_cache -= cached * lower.cached_tokens(config, program)
   weights = 0.0
-  if isinstance(sampler, ContinuousSampler):
+  if sampler.batching:
     slots, T = sampler.batching.slots, lower.longest(config, sampler)
     prefilled = sampler.prefill_batch(T) * sampler.shards * T
     prefill = functions["prefill"]["seconds"]["scheduled"]

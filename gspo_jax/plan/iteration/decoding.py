@@ -101,7 +101,7 @@ class _CountingSampler:
 def decode(program: Program, config: Config, lengths: Lengths) -> Decoding:
   """By the sampler of the program."""
   generate = program.sampler.generate
-  if isinstance(generate, ContinuousSampler):
+  if generate.batching:
     return replay(generate, lengths)
   return _decode_together(lengths, config)
 
