@@ -107,11 +107,7 @@ class Slice:
 
 
 def parse(topology: str) -> Slice:
-  """Parses a topology such as `v5p:4x4x4`, or an accelerator type, `v5p-128`.
-
-  Raises:
-    UserError: an unknown chip, or a shape that a slice of it cannot have.
-  """
+  """Parses a topology such as v5p:4x4x4, or an accelerator type, v5p-128."""
   family, _, count = topology.partition("-")
   if family in _TYPES and count.isdecimal():
     return _of_type(topology, family, int(count))
@@ -172,10 +168,8 @@ def _compact(cubes: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCoordinates:
-  """The slice of a device, and its coordinates in the torus of that slice."""
-
   slice: int
-  coordinates: tuple[int, ...]
+  coordinates: tuple[int, ...]  # in the torus of that slice
 
 
 # The bandwidth between two devices of a chip, in links: assumed.

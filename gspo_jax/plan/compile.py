@@ -103,7 +103,16 @@ def compile_one(lowered: jax.stages.Lowered) -> Compiled:
       reason = str(error).splitlines()[0]
       return Compiled(seconds, None, None, _buffers(folder), reason)
     seconds = time.monotonic() - start
-    return Compiled(seconds, _memory(compiled), _text(folder), _buffers(folder))
+    m = compiled.memory_analysis()
+    memory = Memory(
+      arguments=m.argument_size_in_bytes,
+      outputs=m.output_size_in_bytes,
+      aliased=m.alias_size_in_bytes,
+      temporaries=m.temp_size_in_bytes,
+      code=m.generated_code_size_in_bytes,
+      peak=m.peak_memory_in_bytes,
+    )
+    return Compiled(seconds, memory, _text(folder), _buffers(folder))
 
 
 def _text(folder) -> str:
@@ -115,18 +124,6 @@ def _text(folder) -> str:
       f"expected libtpu {_DUMPING_VERSION}"
     )
   return text
-
-
-def _memory(compiled) -> Memory:
-  m = compiled.memory_analysis()
-  return Memory(
-    arguments=m.argument_size_in_bytes,
-    outputs=m.output_size_in_bytes,
-    aliased=m.alias_size_in_bytes,
-    temporaries=m.temp_size_in_bytes,
-    code=m.generated_code_size_in_bytes,
-    peak=m.peak_memory_in_bytes,
-  )
 
 
 def _largest(folder, pattern) -> str:

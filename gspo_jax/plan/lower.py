@@ -12,16 +12,9 @@ from gspo_jax.runtime import sharding
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.samples import Prompts
 
-FUNCTIONS = (
-  "update",
-  "old_logps",
-  "reference_and_values",
-  "decode_params",
-  "prefill",
-  "generate",
-)
 # Those that loop over the micro-batches of packed rows.
 LEARNING = ("update", "old_logps", "reference_and_values")
+FUNCTIONS = (*LEARNING, "decode_params", "prefill", "generate")
 
 
 def functions(

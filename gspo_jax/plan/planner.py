@@ -56,16 +56,12 @@ def plan(
   mesh = sharding.make_mesh(devices, **dataclasses.asdict(config.mesh))
   program = build_program(config, mesh, sampler_devices=sampler_devices)
   transfer = _transfer(program, tpu_slice) if sampler_devices else None
-  drawn = (
-    plan_lengths.draw(lengths, config, program.tokenizer) if lengths else None
-  )
+  drawn = lengths and plan_lengths.draw(lengths, config, program.tokenizer)
   results = _analyze(functions, config, program, tpu_slice)
-  for name in results:
-    if "pages" in results[name] or not lower.has_pages(name, program):
-      continue
-    results[name] |= _room_by_a_smaller_pool(name, config, program, tpu_slice)
+  for name, result in results.items():
+    if lower.has_pages(name, program) and "pages" not in result:
+      result |= _room_by_a_smaller_pool(name, config, program, tpu_slice)
   _add_advice(results)
-  fits = all(result["fits"] for result in results.values())
   iteration = None
   if drawn and all("seconds" in result for result in results.values()):
     print("scheduling an iteration ...", file=sys.stderr, flush=True)
@@ -86,7 +82,7 @@ def plan(
     "note": NOTE,
     "hbm": tpu_slice.chip.hbm,
     "functions": results,
-    "fits": fits,
+    "fits": all(result["fits"] for result in results.values()),
     **({"transfer": transfer} if transfer else {}),
     **({"lengths": lengths, "iteration": iteration} if lengths else {}),
   }

@@ -103,16 +103,14 @@ def _learning(cost_of, config, program):
 
 def _steps(name, config, program) -> int:
   """Most trips of the loop whose length depends on data."""
-  if not program.sampler.generate.batching:
-    return config.sampler.max_new_tokens - 1 if name == "generate" else 0
-  chunks = (
-    lower.longest(config, program.sampler.generate)
-    // config.continuous_batching.prefill_chunk
-  )
-  return {
-    "prefill": chunks,
-    "generate": config.continuous_batching.segment_steps,
-  }.get(name, 0)
+  sampler, batching = program.sampler.generate, config.continuous_batching
+  if name == "prefill":
+    return lower.longest(config, sampler) // batching.prefill_chunk
+  if name != "generate":
+    return 0
+  if sampler.batching:
+    return batching.segment_steps
+  return config.sampler.max_new_tokens - 1
 
 
 def _unroll(cost, steps) -> hlo.HloCost | None:
@@ -157,8 +155,8 @@ def _decode(step, steps, config, program, tpu_slice) -> dict:
     report = {
       "pages_bytes": size,
       "kernel": "paged_attention" in step.unknown_kernels,
+      "pages_seconds": size / tpu_slice.chip.hbm_bandwidth,
     }
-    report["pages_seconds"] = size / tpu_slice.chip.hbm_bandwidth
   least = lower_bounds.decode_bytes(
     program.cfg,
     rows=rows,
@@ -179,40 +177,28 @@ def _decode(step, steps, config, program, tpu_slice) -> dict:
   }
 
 
-def _continuous_flops(name, config, program) -> float:
-  """FLOPs of a part of a continuous sampler, with full pages."""
-  cfg, paged = program.cfg, program.sampler.generate
+def _model_flops(name, config, program) -> float:
+  """Of a call; of a continuous sampler with full pages."""
+  flops = functools.partial(lower_bounds.forward_flops, program.cfg)
+  P, S = config.data.prompts, config.data.max_prompt_length
+  B, R = P * config.rollout.group_size, config.sampler.max_new_tokens
+  sampler, state = program.sampler.generate, program.learner.abstract
   if name == "decode_params":
     return 0.0
   if name == "prefill":
-    T = lower.longest(config, paged)
-    return lower_bounds.forward_flops(
-      cfg, paged.prefill_batch(T) * paged.shards, T, 0
-    )
-  rows = paged.batching.slots
-  past = lower.cached_tokens(config, program) / rows
-  one = lower_bounds.forward_flops(cfg, rows, 1, 1, past=past)
-  return paged.batching.segment_steps * one
-
-
-def _model_flops(name, config, program) -> float:
-  if program.sampler.generate.batching and name not in LEARNING:
-    return _continuous_flops(name, config, program)
-  P, S = config.data.prompts, config.data.max_prompt_length
-  B, R = P * config.rollout.group_size, config.sampler.max_new_tokens
+    T = lower.longest(config, sampler)
+    return flops(sampler.prefill_batch(T) * sampler.shards, T, 0)
+  if name == "generate" and sampler.batching:
+    rows = sampler.batching.slots
+    past = lower.cached_tokens(config, program) / rows
+    return sampler.batching.segment_steps * flops(rows, 1, 1, past=past)
   if name == "generate":
-    prefill = lower_bounds.forward_flops(program.cfg, P, S, 1)
-    return prefill + lower_bounds.forward_flops(
-      program.cfg, B, R - 1, R - 1, past=S
-    )
-  forward = lower_bounds.forward_flops(program.cfg, B, S + R, R)
-  critic = 0.0  # without its head, which is a vector
-  if program.learner.abstract.critic is not None:
-    critic = lower_bounds.forward_flops(program.cfg, B, S + R, 0)
+    return flops(P, S, 1) + flops(B, R - 1, R - 1, past=S)
+  forward = flops(B, S + R, R)
+  # A critic's head is a vector.
+  critic = flops(B, S + R, 0) if state.critic is not None else 0.0
   if name == "reference_and_values":
-    return critic + (
-      forward if program.learner.abstract.reference is not None else 0.0
-    )
+    return critic + (forward if state.reference is not None else 0.0)
   if name == "update":
     return lower_bounds.update_passes(program.cfg) * (forward + critic)
   return forward
@@ -266,10 +252,7 @@ def _top(cost) -> list[dict]:
   """The operations that take longest, by either estimate."""
   longest = lambda item: -max(item[1].seconds, item[1].compiler_seconds)
   ranked = sorted(cost.by_source.items(), key=longest)
-  return [
-    {"source": source} | operation._asdict()
-    for source, operation in ranked[:_TOP]
-  ]
+  return [{"source": source} | o._asdict() for source, o in ranked[:_TOP]]
 
 
 def _open(opened) -> list[dict]:

@@ -8,14 +8,9 @@ import re
 from gspo_jax.plan.hlo.module import Computation, Instruction, Module
 
 _KINDS = (
-  "all-gather",
-  "all-reduce",
-  "all-to-all",
-  "collective-broadcast",
-  "collective-permute",
-  "ragged-all-to-all",
-  "reduce-scatter",
-)
+  "all-gather", "all-reduce", "all-to-all", "collective-broadcast",
+  "collective-permute", "ragged-all-to-all", "reduce-scatter",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Matrix products in kernels: attention, and the experts' grouped products.
 
-A kernel's FLOPs and the HBM bytes that it moves follow from its blocks, not
-from its operands alone: a block at an edge, or one that two groups share, costs
-as much as a whole one, and an operand is read again for each column of blocks.
+Their FLOPs and HBM bytes follow from the blocks: one at an edge, or one that
+two groups share, costs as much as a whole one, and an operand is read again for
+each column of blocks.
 """
 
 import math

@@ -24,15 +24,9 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from gspo_jax.plan.chips import Chip
-from gspo_jax.plan.hlo import work
+from gspo_jax.plan.hlo import cost, work
 from gspo_jax.plan.hlo.collectives import awaited, is_collective, started
-from gspo_jax.plan.hlo.cost import (
-  CollectiveKind,
-  DataDependent,
-  HloCost,
-  OperationCost,
-  Traffic,
-)
+from gspo_jax.plan.hlo.cost import DataDependent, HloCost
 from gspo_jax.plan.hlo.loops import trip_count
 from gspo_jax.plan.hlo.module import Computation, Module, parse
 
@@ -143,7 +137,7 @@ class _Walk:
     )
     costs = sorted(
       (self.cost_of(self.module[name]) for name in names),
-      key=lambda cost: cost.no_overlap,
+      key=lambda c: c.no_overlap,
     )
     for scope, most_expensive in self.branches.items():
       if i.source.endswith(f"/{scope}/cond"):
@@ -155,7 +149,7 @@ class _Walk:
   def _async_start(self, total, links, i):
     """Another core starts a computation; its collectives overlap with ours."""
     inner = self.cost_of(self.module[i.called("calls")[0]])
-    overlapping = collections.defaultdict(Traffic)
+    overlapping = collections.defaultdict(cost.Traffic)
     for kind, traffic in inner.collectives.items():
       overlapping[kind._replace(asynchronous=True)] = traffic
     total.add(
@@ -172,7 +166,7 @@ class _Walk:
       seconds = max(c.wire / bandwidth, hbm_seconds)
       total.hbm_bytes += c.hbm_bytes
       total.hbm_seconds += hbm_seconds
-      kind = CollectiveKind(c.kind, len(c.members), c.key is not None)
+      kind = cost.CollectiveKind(c.kind, len(c.members), c.key is not None)
       traffic = total.collectives[kind]
       traffic.count += 1
       traffic.wire += c.wire
@@ -211,5 +205,7 @@ class _Walk:
     if work.is_unknown_kernel(computation, i):
       total.unknown_kernels[i.name.rpartition(".")[0] or i.name] += 1
     if seconds or compiler_seconds:
-      operation = OperationCost(seconds, w.flops, w.hbm_bytes, compiler_seconds)
+      operation = cost.OperationCost(
+        seconds, w.flops, w.hbm_bytes, compiler_seconds
+      )
       total.add_operation(i.source, operation)

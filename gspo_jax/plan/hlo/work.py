@@ -200,7 +200,7 @@ def flops(module: Module, computation: Computation, i: Instruction) -> float:
 
 
 def is_unknown_kernel(computation: Computation, i: Instruction) -> bool:
-  """Whether an instruction is a kernel that reports no FLOPs."""
+  """Whether it is a kernel that reports no FLOPs."""
   return (
     i.op == "custom-call"
     and 'custom_call_target="tpu_custom_call"' in i.attributes
@@ -243,12 +243,9 @@ def _window(i, axis) -> dict[str, int]:
   """The arguments of `_overlaps` for one axis of `window={...}`."""
   fields = (i.find(r"window=\{([^}]*)\}") or "").split()
   window = {k: v.split("x")[axis] for k, v in (f.split("=") for f in fields)}
-  return {
-    "stride": int(window.get("stride", 1)),
-    "low": int(window.get("pad", "0_0").split("_")[0]),
-    "lhs_dilate": int(window.get("lhs_dilate", 1)),
-    "rhs_dilate": int(window.get("rhs_dilate", 1)),
-  }
+  names = "stride", "lhs_dilate", "rhs_dilate"
+  numbers = {name: int(window.get(name, 1)) for name in names}
+  return numbers | {"low": int(window.get("pad", "0_0").split("_")[0])}
 
 
 def _overlaps(left, right, out, *, stride, low, lhs_dilate, rhs_dilate) -> int:

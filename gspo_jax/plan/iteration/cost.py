@@ -27,7 +27,7 @@ _SAMPLING = "generate", "weights"  # parts of an iteration
 
 
 class _SamplerCost(NamedTuple):
-  """Seconds of the parts of a sampler, on all devices together."""
+  """Seconds, on all devices together."""
 
   weights: float  # to prepare the weights, once an iteration
   prefill: float  # of a token
