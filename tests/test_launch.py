@@ -300,28 +300,43 @@ def test_impossible_slices_are_refused(shell, verb, kind, expected):
 # Dry runs.
 
 
+# The beginning of the one command that each verb is; of `setup` there are more.
+WORDS = {
+  "create": "tpu-vm create n --accelerator-type=v5p-128",
+  "queue": "queued-resources create n --node-id=n",
+  "setup": "",
+  "logs": "tpu-vm ssh n --worker=0",
+  "stop": "tpu-vm ssh n --worker=all",
+  "run": "tpu-vm ssh n --worker=all",
+  "delete": "tpu-vm delete n",
+  "unqueue": "queued-resources delete n --force",
+}
+
+
 def dry(shell, verb, *more):
   settings = flags(HOME | TPU_VM_VERBS[verb])
   return printed(shell("tpu_vm.sh", verb, "--dry-run", *settings, *more))
 
 
 @pytest.mark.parametrize(
-  ("verb", "words"),
-  [
-    ("create", "tpu-vm create n --accelerator-type=v5p-128"),
-    ("queue", "queued-resources create n --node-id=n"),
-    ("logs", "tpu-vm ssh n --worker=0"),
-    ("stop", "tpu-vm ssh n --worker=all"),
-    ("run", "tpu-vm ssh n --worker=all"),
-    ("delete", "tpu-vm delete n"),
-    ("unqueue", "queued-resources delete n --force"),
-  ],
+  ("script", "verb", "settings"),
+  [("tpu_vm.sh", verb, HOME | TPU_VM_VERBS[verb]) for verb in WORDS]
+  + [("xpk.sh", verb, XPK) for verb in ("list", "delete")]
+  + [("xpk.sh", "run", XPK_RUN)],
 )
-def test_a_dry_run_prints_one_command(shell, verb, words):
-  (command,) = dry(shell, verb)
-  assert command[:3] == ["gcloud", "compute", "tpus"]
-  assert " ".join(command[3:]).startswith(words)
-  assert command[-2:] == ["--project=p", "--zone=z"]
+def test_what_a_dry_run_prints_is_what_runs(shell, script, verb, settings):
+  dry = printed(shell(script, verb, "--dry-run", *flags(settings)))
+  assert shell.calls() == []  # nothing ran
+  if verb == "setup":  # leave this checkout alone
+    settings = settings | {"git-url": "u"}
+    dry = printed(shell(script, verb, "--dry-run", *flags(settings)))
+  elif script == "tpu_vm.sh":
+    (command,) = dry
+    assert " ".join(command).startswith(f"gcloud compute tpus {WORDS[verb]}")
+    assert command[-2:] == ["--project=p", "--zone=z"]
+  done = shell(script, verb, *flags(settings))
+  assert done.returncode == 0, done.stderr
+  assert shell.calls() == dry
 
 
 @pytest.mark.parametrize("capacity", ["--spot", "--reserved"])
@@ -367,23 +382,6 @@ def test_xpk_gets_a_command_that_passes_sigterm_on(shell):
     *("--config=configs/moe_tpu_v5.py", f"--workdir={WORKDIR}"),
     "--config.seed=3",
   ]
-
-
-@pytest.mark.parametrize(
-  ("script", "verb", "settings"),
-  [("tpu_vm.sh", verb, HOME | more) for verb, more in TPU_VM_VERBS.items()]
-  + [("xpk.sh", verb, XPK) for verb in ("list", "delete")]
-  + [("xpk.sh", "run", XPK_RUN)],
-)
-def test_what_a_dry_run_prints_is_what_runs(shell, script, verb, settings):
-  dry = printed(shell(script, verb, "--dry-run", *flags(settings)))
-  assert shell.calls() == []  # nothing ran
-  if verb == "setup":  # leave this checkout alone
-    settings = settings | {"git-url": "u"}
-    dry = printed(shell(script, verb, "--dry-run", *flags(settings)))
-  done = shell(script, verb, *flags(settings))
-  assert done.returncode == 0, done.stderr
-  assert shell.calls() == dry
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["wet", "dry"])

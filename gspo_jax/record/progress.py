@@ -30,11 +30,6 @@ class Progress:
   rarer, to one a minute. Only process 0 prints, and only whole lines, so that a
   log file reads like a terminal:
 
-    with Progress("cold start", 800, "steps") as progress:
-      for batch in batches:
-        ...
-        progress.advance()
-
     cold start: 150/800 steps in 20 s, 85 s left
     ...
     cold start: 800 steps in 105 s
@@ -167,13 +162,7 @@ class Compilations:
   """A context manager that says what JAX compiles.
 
   What is compiled for over a second has lines, and what is traced or lowered
-  for over ten:
-
-    compiling update: 1 s so far
-    compiling update: 11 s so far
-    compiling update: 34 s
-
-  The time, also that of reading JAX's compilation cache, is added to
+  for over ten. The time, also of reading JAX's compilation cache, is added to
   `Progress.compile_seconds`.
   """
 

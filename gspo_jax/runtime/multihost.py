@@ -97,8 +97,7 @@ def _beat() -> None:
   """Shows that this process lives; process 0 prints which one is silent.
 
   JAX ends all processes for one that died, with a page of C++ that no Python
-  can come after. Where process 0 dies, it does so at once: nothing can be
-  printed before.
+  can come after; where process 0 dies, at once.
   """
   try:
     from jax._src.distributed import global_state
@@ -338,10 +337,7 @@ def local_rows(array: jax.Array) -> dict[int, np.ndarray]:
 
 
 def addressable_rows(array: jax.Array) -> dict[int, np.ndarray]:
-  """The rows of a global [B, ...] array on the devices of this process.
-
-  Unlike with `local_rows`, several processes may have the same row.
-  """
+  """Those on devices of this process; several processes may have a row."""
   return _rows(array.addressable_shards)
 
 

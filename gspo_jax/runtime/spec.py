@@ -92,16 +92,10 @@ def keywords(function: Callable[..., float]) -> dict[str, inspect.Parameter]:
 def chosen(
   key: str, spec: str, table: Mapping[str, Callable[..., Any]]
 ) -> functools.partial:
-  """The function of a table that a key names, with the numbers of its spec.
+  """The function of a table that a `key` names, with the numbers of its spec.
 
-  Args:
-    key: of the config, for errors.
-    spec: `name` or `name:key=value,key=value`; the keys are keyword-only
-      arguments of the function, which have numbers as defaults.
-    table: functions by name.
-
-  Raises:
-    UserError: no such name, no such argument, or no number.
+  `spec` is `name` or `name:argument=value,argument=value`; these are
+  keyword-only arguments, which have numbers as defaults.
   """
   name, colon, text = spec.partition(":")
   if name not in table:

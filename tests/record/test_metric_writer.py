@@ -275,12 +275,6 @@ def test_a_partial_last_line_is_dropped(tmp_path, name, cut):
   assert steps_of(tmp_path, name) == [1, 3]
 
 
-def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
-  (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2}')
-  run_steps(tmp_path, [3], resume=2)
-  assert [row["step"] for row in records_of(tmp_path)] == [1, 2, 3]
-
-
 @pytest.mark.parametrize(
   "line", ["garbage", "[1]", '{"x": 1}', '{"step": "1"}']
 )
@@ -312,7 +306,10 @@ def test_counts_over_other_edges_are_not_mixed(tmp_path, resume):
 
 
 def test_resume_replaces_the_file_atomically(tmp_path, monkeypatch):
-  run_steps(tmp_path, [1, 2, 3])
+  # A whole last line without its newline is kept.
+  (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2}')
+  run_steps(tmp_path, [3], resume=2)
+  assert [row["step"] for row in records_of(tmp_path)] == [1, 2, 3]
   before = (tmp_path / "metrics.jsonl").read_bytes()
 
   def crash(*_):
@@ -325,9 +322,13 @@ def test_resume_replaces_the_file_atomically(tmp_path, monkeypatch):
 
 
 def test_a_new_run_moves_earlier_runs_aside(tmp_path):
+  """Lines and samples of a run get the same number, also after one without."""
+  with open_writer(tmp_path) as writer:
+    writer.write(0, {})  # no samples
   for tag in "abc":
     run_steps(tmp_path, [0, 1], tag=tag)
-  for name, tag in ((".1", "a"), (".2", "b"), ("", "c")):
+  assert not (tmp_path / "samples.1").exists()
+  for name, tag in ((".2", "a"), (".3", "b"), ("", "c")):
     rows = (tmp_path / f"metrics.jsonl{name}").read_text()
     assert [list(json.loads(r))[1] for r in rows.splitlines()] == [tag, tag]
     assert steps_of(tmp_path, f"distributions.jsonl{name}") == [0, 1]
@@ -335,17 +336,6 @@ def test_a_new_run_moves_earlier_runs_aside(tmp_path):
     assert f"{tag}1" in sample.read_text()
   tags = {tag for tag, _ in tensorboard_values(tmp_path)}
   assert tags == {"c", "ratio/x", "moe/x", "samples/text_summary"}
-
-
-def test_lines_and_samples_of_a_run_get_the_same_number(tmp_path):
-  with open_writer(tmp_path) as writer:
-    writer.write(0, {})  # no samples
-  run_steps(tmp_path, [0])
-  with open_writer(tmp_path):
-    pass
-  assert (tmp_path / "metrics.jsonl.2").exists()
-  assert (tmp_path / "samples.2").exists()
-  assert not (tmp_path / "samples.1").exists()
 
 
 def last_line(capsys):
@@ -425,7 +415,7 @@ def test_inactive_writes_nothing(tmp_path, capsys):
   assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("taken", ["run", "run/tensorboard", "run/x/y"])
+@pytest.mark.parametrize("taken", ["run/tensorboard", "run/x/y"])
 def test_an_unwritable_workdir_is_a_user_error(tmp_path, taken):
   workdir = tmp_path / "run" / ("x/y/z" if taken.endswith("y") else "")
   (tmp_path / taken).parent.mkdir(parents=True, exist_ok=True)
