@@ -40,17 +40,13 @@ class Chip:
   on_chip: int = 1  # devices on one chip, which share its links
 
   @property
-  def clock(self) -> float:
-    """Cycles a second."""
+  def clock(self) -> float:  # cycles a second
     return self.flops / self.flops_a_cycle
 
   @property
   def vector_bandwidth(self) -> float:
-    """Bytes a second through the vector registers.
-
-    Assumed: a TensorCore loads one of 8 x 128 x 4 bytes in a cycle, and stores
-    one.
-    """
+    """Bytes a second through the vector registers."""
+    # Assumed: in a cycle a TensorCore loads one of 8 x 128 x 4 bytes.
     return 4096 * self.cores * self.clock
 
   def rings(self, shape: Sequence[int]) -> tuple[bool, ...]:

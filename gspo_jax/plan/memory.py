@@ -27,11 +27,7 @@ def memory(
   tpu_slice: Slice,
   max_staleness: int = 0,
 ) -> dict:
-  """The part of a function's report that is about memory.
-
-  `resident` is the state that stays in HBM though the function does not read
-  it.
-  """
+  """For a report; `resident` is state that the function does not read."""
   separate = program.sampler.separate
   if separate and name not in LEARNING:
     # Each batch queued ahead holds its own copy of the sampler's weights.
@@ -131,8 +127,7 @@ def smaller_pools(
 ) -> Iterator[Config]:
   """The config with pools of 1/2, 1/4 and 1/8 of the HBM, if smaller than its.
 
-  They measure the rest of a function that does not compile with its own pool.
-  A pool holds at least one of the longest responses.
+  To measure what else a function needs that does not compile with its own pool.
   """
   least = sampler.sizes.pages_per_slot + 1
   for parts in (2, 4, 8):

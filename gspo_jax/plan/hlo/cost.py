@@ -87,6 +87,10 @@ class HloCost:
     return sum(traffic.seconds for traffic in self.collectives.values())
 
   @property
+  def now(self) -> float:  # seconds since the start, as scheduled
+    return self.roofline_seconds + self.stalled_seconds
+
+  @property
   def perfect_overlap(self) -> float:
     """Seconds if collectives and computation overlap completely."""
     return max(self.roofline_seconds, self.collective_seconds, self.hbm_seconds)
@@ -94,9 +98,7 @@ class HloCost:
   @property
   def scheduled(self) -> float:
     """Seconds in the order of the compiler's schedule."""
-    return max(
-      self.roofline_seconds + self.stalled_seconds, self.perfect_overlap
-    )
+    return max(self.now, self.perfect_overlap)
 
   @property
   def no_overlap(self) -> float:

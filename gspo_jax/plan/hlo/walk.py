@@ -98,11 +98,8 @@ class _Walk:
       self.costs[id(computation)] = total
     return self.costs[id(computation)]
 
-  def _now(self, total):
-    return total.roofline_seconds + total.stalled_seconds
-
   def _wait(self, total, links, key):
-    total.stalled_seconds += links.wait(key, self._now(total))
+    total.stalled_seconds += links.wait(key, total.now)
 
   def _visit(self, total, links, computation, i):
     if i.op == "while":
@@ -156,7 +153,7 @@ class _Walk:
       dataclasses.replace(inner, stalled_seconds=0.0, collectives=overlapping)
     )
     if overlapping:
-      links.start(i.name, self._now(total), inner.collective_seconds)
+      links.start(i.name, total.now, inner.collective_seconds)
 
   def _operation(self, total, links, computation, i):
     collectives = started(self.module, computation, i, self.devices)
@@ -173,7 +170,7 @@ class _Walk:
       traffic.hbm_bytes += c.hbm_bytes
       traffic.seconds += seconds
       key = c.key or i.name
-      links.start(key, self._now(total), seconds)
+      links.start(key, total.now, seconds)
       if c.key is None:
         self._wait(total, links, key)
     if not is_collective(i):

@@ -220,8 +220,7 @@ def _dot(i, left, right) -> int:
 def _convolution(i, left, right) -> int:
   """The multiplications of a convolution, without those of padding.
 
-  On TPUs a batched matrix product is compiled to a convolution in which most
-  positions are padding or dilation.
+  On TPUs a batched matrix product becomes one that is mostly padding.
   """
   labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
   left_labels, right_labels, out_labels = labels.groups()

@@ -2,7 +2,7 @@
 
 The other modules of `plan` take these:
   lengths   draw: the lengths that `--lengths` describes
-  decoding  Decoding, decode: the decode steps that they take
+  decoding  the decode steps that they take
   cost      cost: the seconds of an iteration
 """
 

@@ -18,7 +18,7 @@ import numpy as np
 from gspo_jax.learner.packing import RowTokens
 from gspo_jax.plan import lower, lower_bounds
 from gspo_jax.plan.chips import Slice
-from gspo_jax.plan.iteration.decoding import Decoding, decode
+from gspo_jax.plan.iteration.decoding import Decoding, decode_together, replay
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
@@ -64,7 +64,11 @@ def cost(
   `functions` are the reports of all functions that the program has; `transfer`
   has the `seconds` to send the weights to a sampler with its own devices.
   """
-  decoding = decode(program, config, lengths)
+  decoding = (
+    replay(program.sampler.generate, lengths)
+    if program.sampler.generate.batching
+    else decode_together(lengths, config)
+  )
   packed = program.learner.pack(*lengths, jax.random.key(config.seed))
   tokens = program.learner.row_tokens(*lengths, packed)
   flops = _flops(program, lengths)

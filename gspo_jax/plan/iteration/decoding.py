@@ -13,7 +13,6 @@ import numpy as np
 
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import Config
-from gspo_jax.program.functions import Program
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.samples import UNFINISHED, Prompts, Samples
 
@@ -41,8 +40,8 @@ class _CountingSampler:
     self._steps, self._lengths = sampler.sizes.segment_steps, lengths
     self._max_new_tokens = sampler.config.max_new_tokens
     self._slots = sampler.batching.slots
-    # steps, slots of a step, sampled tokens, and the sum over steps of the
-    # cached tokens of the active slots
+    # steps, slots of a step, sampled tokens, and cached tokens of active slots,
+    # summed over steps
     self.segments: list[tuple[int, int, int, float]] = []
     self.prefilled = 0
 
@@ -86,24 +85,15 @@ class _CountingSampler:
     self.segments.append(
       (steps, computed, int(sampled.sum()), float(cached.sum()))
     )
-    pages = SimpleNamespace(active=active & (left > steps))
+    num_tokens, active = num_tokens + sampled.astype(np.int32), left > steps
+    pages = SimpleNamespace(active=active)
     state = SimpleNamespace(
-      num_tokens=num_tokens + sampled.astype(np.int32),
-      pages=pages,
-      response=response,
+      num_tokens=num_tokens, pages=pages, response=response
     )
-    return state, samples, (state.num_tokens, pages.active)
+    return state, samples, (num_tokens, active)
 
   def finalize(self, samples):
     return samples
-
-
-def decode(program: Program, config: Config, lengths: Lengths) -> Decoding:
-  """By the sampler of the program."""
-  generate = program.sampler.generate
-  if generate.batching:
-    return replay(generate, lengths)
-  return _decode_together(lengths, config)
 
 
 def replay(sampler: ContinuousSampler, lengths: Lengths) -> Decoding:
@@ -128,7 +118,7 @@ def replay(sampler: ContinuousSampler, lengths: Lengths) -> Decoding:
   )
 
 
-def _decode_together(lengths: Lengths, config: Config) -> Decoding:
+def decode_together(lengths: Lengths, config: Config) -> Decoding:
   """The decoding of the static sampler: all rows, until the longest ends."""
   responses = lengths.responses
   B, longest = len(responses), int(responses.max())
