@@ -27,8 +27,9 @@ from benchmarks import lengths, record
 from benchmarks.replay import least_seconds
 from gspo_jax import model
 from gspo_jax.runtime import sharding
-from gspo_jax.sampler import continuous, paged_decode
-from gspo_jax.sampler.continuous_config import ContinuousBatchingConfig
+from gspo_jax.sampler import continuous
+from gspo_jax.sampler.continuous import paged_decode
+from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import (
   UNFINISHED,
   Prompts,

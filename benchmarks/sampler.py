@@ -43,7 +43,8 @@ from gspo_jax.runtime import sharding
 from gspo_jax.sampler import continuous
 from gspo_jax.sampler import static as static_sampler
 from gspo_jax.sampler.continuous import ContinuousSampler
-from gspo_jax.sampler.continuous_config import ContinuousBatchingConfig
+from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
+from gspo_jax.sampler.continuous.scheduler import Scheduler
 from gspo_jax.sampler.samples import SamplerConfig
 
 
@@ -101,7 +102,7 @@ def count_steps(
 
 def in_turn(call: Callable):
   """The result of a call that plans no segment before the last results."""
-  with mock.patch.object(continuous, "_can_look_ahead", return_value=False):
+  with mock.patch.object(Scheduler, "can_look_ahead", False):
     return jax.block_until_ready(call())
 
 

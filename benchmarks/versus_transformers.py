@@ -34,7 +34,7 @@ from benchmarks import lengths, record
 from benchmarks.sampler import build, static, time_in_turns
 from gspo_jax import model
 from gspo_jax.model import hf
-from gspo_jax.sampler.continuous_config import ContinuousBatchingConfig
+from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import SamplerConfig
 
 _TINY = {"vocab_size": 1024}

@@ -24,26 +24,20 @@ _VOCABULARY_AXES = ("tensor", "expert")  # the vocabulary is sharded over these
 class TokenLogprobs(NamedTuple):
   """Log-probs of R given tokens, and the routing of the pass.
 
-  All but the first two fields are None for a dense model. The routing of a
-  response token is that of the position before it, which predicts it.
-
-  Attributes:
-    logps: [B, R] float32, nats, of softmax(logits / temperature).
-    entropy: [B, R] float32, nats, of the same distribution.
-    experts: [L, B, T, k] unsigned int, the experts of every token, prompts
-      included, in the form of `routes`.
-    router_logps: [L, B, R, k] float32, nats, the routers' log-probs of the
-      routes if they were given, else of the experts.
-    router_entropy: [L, B, R] float32, nats, over all experts.
-    dropped: [L] int32, pairs of a token and an expert that were not processed;
-      always 0, but counted.
+  Log-probs and entropies are in nats, the first two of softmax(logits /
+  temperature). The routing is None for a dense model; that of a response token
+  is of the position before it, which predicts it.
   """
 
-  logps: jax.Array
-  entropy: jax.Array
+  logps: jax.Array  # [B, R] float32
+  entropy: jax.Array  # [B, R] float32
+  # [L, B, T, k] unsigned int, of all tokens, prompts included, as in `routes`
   experts: jax.Array | None = None
+  # [L, B, R, k] float32, of the routes if they were given, else of the experts
   router_logps: jax.Array | None = None
-  router_entropy: jax.Array | None = None
+  router_entropy: jax.Array | None = None  # [L, B, R] float32, of all experts
+  # [L] int32, pairs of a token and an expert not processed: always 0, but
+  # counted
   dropped: jax.Array | None = None
 
 
@@ -88,11 +82,11 @@ def token_logprobs(
   Raises:
     ValueError: a response length outside 1..T-1, or `replay` without routes.
   """
-  R = response_length
-  if not 1 <= R < tokens.shape[1]:
+  R, T = response_length, tokens.shape[1]
+  if not 1 <= R < T:
     raise ValueError(
-      f"{response_length=} must lie in 1..{tokens.shape[1] - 1}: no token "
-      "predicts the first one of a row"
+      f"{response_length=} must lie in 1..{T - 1}: no token predicts the first "
+      "one of a row"
     )
   out = model.hidden_states(
     params,
@@ -110,7 +104,7 @@ def token_logprobs(
     # All columns: R of them would not split evenly over the devices.
     hidden, targets = out.hidden, jnp.roll(tokens, -1, axis=1)
     wanted = jnp.ones_like(tokens[:, -R:], bool) if wanted is None else wanted
-    wanted = jnp.pad(wanted, ((0, 0), (tokens.shape[1] - R - 1, 1)))
+    wanted = jnp.pad(wanted, ((0, 0), (T - R - 1, 1)))
   logps, entropy = logps_and_entropy(
     hidden,
     model.output_matrix(params, cfg),
@@ -123,15 +117,9 @@ def token_logprobs(
     logps, entropy = logps[:, predicting], entropy[:, predicting]
   if out.routing is None:
     return TokenLogprobs(logps, entropy)
-  experts, router_logps, router_entropy, dropped = out.routing
-  return TokenLogprobs(
-    logps,
-    entropy,
-    experts,
-    router_logps[:, :, predicting],
-    router_entropy[:, :, predicting],
-    dropped,
-  )
+  experts, *router, dropped = out.routing
+  router = [x[:, :, predicting] for x in router]  # log-probs and entropy
+  return TokenLogprobs(logps, entropy, experts, *router, dropped)
 
 
 def logps_and_entropy(
@@ -140,9 +128,9 @@ def logps_and_entropy(
   """Log-probs of the targets and entropies, [B, R] each, from hidden states.
 
   Both are 0 where `wanted_BR` is given and false. The devices along `tensor`
-  and `expert` share the vocabulary, and those along `context` the columns of
-  the hidden states. The results have whole rows, so that sums over a sequence
-  are the same on any mesh.
+  and `expert` share the vocabulary, those along `context` the columns. The
+  results have whole rows, so that sums over a sequence are the same on any
+  mesh.
   """
 
   def local(hidden_BRD, head, targets_BR, wanted_BR):
@@ -185,8 +173,8 @@ def _vocabulary_shard(head):
   """This device's columns of the head, [D, v], and their token ids, [v].
 
   The head's rows are sharded over `WEIGHT_AXES` and `expert`, its columns over
-  `tensor`. An all-to-all along `expert` exchanges rows for columns. The columns
-  are padded to divide evenly; padding has the id -1.
+  `tensor`. An all-to-all along `expert` exchanges rows for columns, which are
+  padded to divide evenly; padding has the id -1.
   """
   columns = head.shape[1]
   padding = -columns % sharding.size("expert")

@@ -64,6 +64,8 @@ def test_the_embedded_task_needs_no_extra():
     ("safetensors", "hf", lambda folder: hf.require_new(folder, "float32")),
     ("jinja2", "hf", lambda folder: tokenizers.load(str(folder))),
     ("transformers", "hf", lambda folder: Bytes().save(folder)),
+    ("datasets", "datasets", lambda _: readers.read("hf:squad")),
+    ("datasets", "datasets", lambda _: readers.read("parquet:a.parquet")),
     ("tensorflow_datasets", "tfds", lambda _: readers.tfds("gsm8k")),
     (
       "tensorflow_datasets",

@@ -16,7 +16,6 @@ from absl import logging
 
 from gspo_jax.data import pipeline
 from gspo_jax.data.datasets import Stage
-from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
 from gspo_jax.data.sources import fingerprint
 from gspo_jax.runtime.errors import UserError
@@ -25,21 +24,13 @@ from gspo_jax.runtime.errors import UserError
 class Curriculum:
   """Batches of prompts: a function of stages, seed and recorded rewards.
 
-  Every epoch of a source has each of its problems once; solved ones are passed
-  over. When fewer than a batch of unsolved problems are left in a stage, all
-  problems of the stage count as unsolved again.
+  Every epoch of a source has each of its problems once; with `drop_solved`
+  solved ones are passed over. When fewer than a batch of unsolved problems are
+  left in a stage, all problems of the stage count as unsolved again.
 
-  Args:
-    stages: the first begins at iteration 1, each other one later than the one
-      before. A problem solved in one stage stays solved in the next.
-    cfg: how a problem becomes tokens.
-    batch: prompts in one batch.
-    seed: decides the order.
-    drop_solved: whether solved problems are left out.
-
-  Raises:
-    UserError: the stages do not begin so, or a stage cannot give batches; see
-      `pipeline.prompts`.
+  The first stage begins at iteration 1, each other one later than the one
+  before. A problem solved in one stage stays solved in the next. `batch` is in
+  prompts. UserError for other stages, and as in `pipeline.prompts`.
   """
 
   def __init__(
@@ -59,11 +50,20 @@ class Curriculum:
         "expected 1 and then a later one each"
       )
     self._batch, self._cfg, self._stage = batch, cfg, 0
-    self._history = SolvedProblems() if drop_solved else None
+    self._drop_solved = drop_solved
+    # Arrays [problems of the source] bool, which this class alone writes: by
+    # the content of the source, and by stage and place in the mixture. If a
+    # source is a part of several mixtures, they share its array.
+    self._solved_by_content: dict[str, np.ndarray] = {}
     self._solved, self._num_fitting, self._streams = [], [], []
     for source in self._sources:
       parts = pipeline.parts(source) if drop_solved else ()
-      self._solved.append([self._history.of(part) for part in parts])
+      self._solved.append([])
+      for part in parts:
+        solved = self._solved_by_content.setdefault(
+          fingerprint(part), np.zeros(len(part), bool)
+        )
+        self._solved[-1].append(solved)
       self._num_fitting.append(
         sum(pipeline.num_fitting(part, cfg) for part in parts)
       )
@@ -76,16 +76,11 @@ class Curriculum:
       seed += len(pipeline.parts(source))
 
   def next_batch(self, iteration: int, count: int | None = None) -> PromptBatch:
-    """The next prompts of the stage of that iteration.
-
-    Args:
-      iteration: from 1.
-      count: prompts; None for a batch.
-    """
+    """The next `count` prompts, by default a batch, for an iteration from 1."""
     self._stage = bisect.bisect_right(self._begins, iteration) - 1
     count = self._batch if count is None else count
     unsolved = self._num_fitting[self._stage] - self.num_solved
-    if self._history and unsolved < count:
+    if self._drop_solved and unsolved < count:
       logging.warning(
         "data.drop_solved: %d problems are unsolved, fewer than a batch of %d: "
         "all problems come back",
@@ -105,11 +100,9 @@ class Curriculum:
   def record(self, batch: PromptBatch, correct: np.ndarray) -> None:
     """Records which problems are solved: all their responses are correct.
 
-    Args:
-      batch: P prompts of `next_batch`, in one call or several.
-      correct: [P, G], 1 for a correct response; the same in all processes.
+    `correct` is [P, G], 1 for a correct response, the same in all processes.
     """
-    if self._history:
+    if self._drop_solved:
       all_correct = (correct >= 1).all(axis=1)
       for stage, part, index in batch.positions[all_correct]:
         self._solved[stage][part][index] = True
@@ -129,46 +122,26 @@ class Curriculum:
     """The state between two iterations as JSON, for a checkpoint."""
     positions = [stream.get_state() for stream in self._streams]
     state = {"positions": positions, "stage": self._stage}
-    if self._history:
-      state["solved"] = self._history.get_state()
+    if self._drop_solved:  # at most 170 kB for a million problems
+      state["solved"] = {
+        name: _pack(solved) for name, solved in self._solved_by_content.items()
+      }
     return state
 
   def set_state(self, state: dict) -> None:
     """Returns to a state of `get_state`.
 
-    A state of a run without `drop_solved` sets no problem as solved.
+    Sources that the state lacks become unsolved: all of them if the run had no
+    `drop_solved`.
     """
     self._stage = state["stage"]
     for stream, position in zip(self._streams, state["positions"], strict=True):
       stream.set_state(position)
-    if self._history:
-      self._history.set_state(state.get("solved", {}))
-
-
-class SolvedProblems:
-  """Which problems of each source are solved.
-
-  A source is identified by its content: if it is a part of several mixtures,
-  its problems are solved in all of them.
-  """
-
-  def __init__(self):
-    self._solved: dict[str, np.ndarray] = {}
-
-  def of(self, source: Sequence[Problem]) -> np.ndarray:
-    """[len(source)] bool, true where solved; the caller writes to it."""
-    unsolved = np.zeros(len(source), bool)
-    return self._solved.setdefault(fingerprint(source), unsolved)
-
-  def get_state(self) -> dict[str, str]:
-    """JSON; at most 170 kB for a million problems."""
-    return {name: _pack(solved) for name, solved in self._solved.items()}
-
-  def set_state(self, state: dict[str, str]) -> None:
-    """Sets a state of `get_state`; sources that it lacks become unsolved."""
-    for name, solved in self._solved.items():
-      saved = name in state
-      solved[:] = _unpack(state[name], len(solved)) if saved else False
+    saved = state.get("solved", {})
+    for name, solved in self._solved_by_content.items():
+      # In place: the streams read these arrays.
+      packed = saved.get(name)
+      solved[:] = _unpack(packed, len(solved)) if packed else False
 
 
 def _pack(bits: np.ndarray) -> str:

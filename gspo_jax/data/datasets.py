@@ -24,24 +24,16 @@ class Stage(NamedTuple):
 
 
 class Datasets(NamedTuple):
-  """Problems to learn from, to be evaluated on, and to imitate.
-
-  `notes` are lines that say which columns of the sources were found, and
-  whether problems are equal.
-  """
+  """Problems to learn from, to be evaluated on, and to imitate."""
 
   stages: Sequence[Stage]
   held_out: Sequence[Problem]
   demonstrations: Sequence[Problem]
-  notes: Sequence[str] = ()
+  notes: Sequence[str] = ()  # lines on columns found, and on equal problems
 
 
 def load(data: DataConfig, seed: int) -> Datasets:
-  """The data sets of a config; `data.source` is the first stage.
-
-  Raises:
-    UserError: a source cannot be read, or does not go with another key.
-  """
+  """The data sets of a config; `data.source` is the first stage."""
   c = data
   if c.source.partition(":")[0] in BUILT_IN:
     if c.eval_source or c.weights or c.curriculum:
@@ -58,21 +50,17 @@ def load(data: DataConfig, seed: int) -> Datasets:
 
   load_once = functools.cache(functools.partial(sources.load, fields=fields))
   read = lambda specs: [load_once(name.strip()) for name in specs.split(",")]
-  side = lambda every, evaluation: [
-    dataclasses.replace(s, evaluation=evaluation) for s in every
+  split = lambda whole, evaluation: [
+    dataclasses.replace(source, evaluation=evaluation) for source in whole
   ]
-  first, evaluated = (
-    read(c.source),
-    read(c.eval_source) if c.eval_source else (),
-  )
-  later = [(begin, read(specs)) for begin, specs in c.curriculum]
-  whole = [first, *(every for _, every in later)]
-  parts = whole if evaluated else [side(every, False) for every in whole]
+  whole = [read(specs) for specs in (c.source, *(s for _, s in c.curriculum))]
+  evaluated = read(c.eval_source) if c.eval_source else ()
+  parts = whole if evaluated else [split(stage, False) for stage in whole]
   train = sources.mix(parts[0], c.weights)
   stages = [Stage(1, train)]
-  for (begin, _), part in zip(later, parts[1:], strict=True):
+  for (begin, _), part in zip(c.curriculum, parts[1:], strict=True):
     stages.append(Stage(begin, sources.mix(part)))
-  held_out = sources.mix(evaluated or side(first, True))
+  held_out = sources.mix(evaluated or split(whole[0], True))
   return Datasets(stages, held_out, train, _notes(whole, evaluated))
 
 
@@ -87,10 +75,10 @@ def _built_in(source: str, seed: int) -> Datasets:
 
 def _notes(stages, evaluated) -> tuple[str, ...]:
   """Lines about columns that were found, and about problems that are equal."""
-  sources = {s.spec: s for every in (*stages, evaluated) for s in every}
+  sources = {s.spec: s for stage in (*stages, evaluated) for s in stage}
   lines = [source.note for source in sources.values()]
   # A later stage may name a source again, but a stage names it once.
-  counts = [Counter(s.spec for s in every) for every in stages]
+  counts = [Counter(s.spec for s in stage) for stage in stages]
   trained = functools.reduce(operator.or_, counts).elements()
   trained = [asked for spec in trained for asked in sources[spec].asked]
   known = {*trained}

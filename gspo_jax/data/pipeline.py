@@ -30,7 +30,7 @@ class Batches(Iterator[PromptBatch]):
 
   Args:
     prompts: batches of one prompt, in order; they may be read ahead.
-    batch: prompts in one batch.
+    batch: prompts in a batch.
     solved: for each source of a mixture, [its length] bool: the problems to
       pass over. Read here, not by the threads that read ahead, because the
       caller changes it between batches.
@@ -57,7 +57,7 @@ class Batches(Iterator[PromptBatch]):
     return not (self._solved and self._solved[part][index])
 
   def get_state(self) -> dict:
-    """The position after the last batch: a small dict, for a checkpoint."""
+    """The position after the last batch, for a checkpoint."""
     return self._prompts.get_state()
 
   def set_state(self, state: dict) -> None:
@@ -73,14 +73,7 @@ def prompts(
   seed: int,
   solved: Sequence[np.ndarray] = (),
 ) -> Batches:
-  """Endless batches of prompts, shuffled anew each epoch.
-
-  Args:
-    source: problems.
-    cfg: how a problem becomes tokens.
-    batch: prompts in one batch.
-    seed: decides the order.
-    solved: problems to pass over; see `Batches`.
+  """Endless batches of prompts, shuffled anew each epoch; see `Batches`.
 
   Raises:
     UserError: fewer problems that fit than a batch, or a problem that is too
@@ -130,9 +123,6 @@ def take(source: Source, cfg: PromptConfig, count: int) -> PromptBatch:
   """The first `count` problems that fit, as one batch, in order.
 
   Of a mixture, one problem of each source in turn, whatever the weights.
-
-  Raises:
-    UserError: the source has fewer.
   """
   columns = [
     map(part.__getitem__, range(len(part))) for part in _with_positions(source)
@@ -152,13 +142,7 @@ def take(source: Source, cfg: PromptConfig, count: int) -> PromptBatch:
 def at_positions(
   sources: Sequence[Source], cfg: PromptConfig, positions: Sequence
 ) -> PromptBatch:
-  """The prompts at these positions.
-
-  Args:
-    sources: those of the stages.
-    cfg: how a problem becomes tokens.
-    positions: [P, 3] integers, as in PromptBatch.
-  """
+  """The prompts at positions [P, 3]; `sources` has one for each stage."""
   return join(
     [
       _prompt(parts(sources[stage])[part][index], (stage, part, index), cfg)
@@ -201,7 +185,6 @@ def _demonstration(
   width: int,
   conversations: bool,
 ) -> DemonstrationBatch | None:
-  """One prompt with its demonstration; None if it is dropped."""
   text, tokenizer = problem.demonstration, cfg.tokenizer
   if not text:
     raise UserError(
@@ -243,7 +226,7 @@ def _demonstration(
 
 
 class _Positioned(Sequence):
-  """Problems of a source, each with its position in the data of one stage."""
+  """Problems, each with its position in the data of one stage."""
 
   def __init__(self, part: int, source: Sequence[Problem]):
     self._part, self._source = part, source
@@ -256,7 +239,6 @@ class _Positioned(Sequence):
 
 
 def _with_positions(source: Source) -> list[_Positioned]:
-  """The parts of a source, with positions."""
   return list(itertools.starmap(_Positioned, enumerate(parts(source))))
 
 

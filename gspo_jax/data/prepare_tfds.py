@@ -51,13 +51,7 @@ def _main() -> None:
 def prepare(name: str, files: dict[str, str], data_dir: str) -> dict[str, int]:
   """Writes the set; returns the number of records of each split.
 
-  Args:
-    name: "gsm8k", or lower case letters, digits and underscores.
-    files: by split; see `readers.lines`.
-    data_dir: a folder without that set.
-
-  Raises:
-    UserError: a bad name or file, or the set exists already.
+  `files` are by split, as in `readers.lines`.
   """
   if not (name.isidentifier() and name.islower() and name.isascii()):
     raise UserError(f"--name={name}: expected letters a-z, digits and _")

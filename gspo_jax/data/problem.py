@@ -6,25 +6,15 @@ from typing import Any, NamedTuple
 
 
 class Problem(NamedTuple):
-  """One problem of any source.
+  """One problem of any source; messages are (role, content)."""
 
-  Attributes:
-    text: the problem, before the instruction and the chat template.
-    reference: the target, with which the reward compares the response.
-    demonstration: a worked response to imitate in the cold start; "" for none.
-    columns: the other columns of the record, for rewards: names with values
-      that JSON has.
-    history: the messages before `text`, which is the last one of the user: each
-      (role, content), the first one perhaps of the role "system".
-    turns: the demonstration behind its first response: each (role, content),
-      the last one of the role "assistant".
-  """
-
-  text: str
-  reference: str
-  demonstration: str
-  columns: Mapping[str, Any] = {}
+  text: str  # before the instruction and the chat template
+  reference: str  # the target, with which the reward compares the response
+  demonstration: str  # a response to imitate in the cold start; "" for none
+  columns: Mapping[str, Any] = {}  # the others of the record, as JSON has them
+  # The messages before `text`; the first one may have the role "system".
   history: tuple[tuple[str, str], ...] = ()
+  # Of the demonstration, behind its first response; the assistant has the last.
   turns: tuple[tuple[str, str], ...] = ()
 
 

@@ -14,23 +14,16 @@ from gspo_jax.runtime.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class PromptBatch:
-  """P prompts of S tokens, on the host, the same in every process.
+  """P prompts of S tokens, on the host, the same in every process."""
 
-  Attributes:
-    problems: P of them.
-    tokens: [P, S] int32, padded on the LEFT.
-    lengths: [P] int32, real tokens of each prompt.
-    positions: [P, 3] int32, where the problems stand in the data: stage of the
-      curriculum, source in the mixture, problem in the source.
-  """
-
-  problems: list[Problem]
-  tokens: np.ndarray
-  lengths: np.ndarray
+  problems: list[Problem]  # [P]
+  tokens: np.ndarray  # [P, S] int32, padded on the LEFT
+  lengths: np.ndarray  # [P] int32, without padding
+  # [P, 3] int32, where the problems stand in the data: stage of the curriculum,
+  # source in the mixture, problem in the source.
   positions: np.ndarray
 
   def __len__(self) -> int:
-    """P."""
     return len(self.problems)
 
   def ids(self, p: int) -> list[int]:
@@ -49,17 +42,12 @@ class PromptBatch:
 
 @dataclasses.dataclass(frozen=True)
 class DemonstrationBatch(PromptBatch):
-  """Prompts with demonstrated responses of at most R tokens.
+  """Prompts with demonstrated responses of at most R tokens."""
 
-  Attributes:
-    responses: [P, R] int32, padded on the right.
-    response_lengths: [P] int32, with the stop token.
-    turns: [P, R] int16, in a conversation the turn of each token, from 1; 0 at
-      tokens that are not imitated. None for single responses.
-  """
-
-  responses: np.ndarray
-  response_lengths: np.ndarray
+  responses: np.ndarray  # [P, R] int32, padded on the right
+  response_lengths: np.ndarray  # [P] int32, with the stop token
+  # [P, R] int16, in a conversation the turn of each token, from 1; 0 at tokens
+  # that are not imitated. None for single responses.
   turns: np.ndarray | None
 
 
@@ -84,19 +72,10 @@ def join(batches: Sequence[Batch]) -> Batch:
 
 @dataclasses.dataclass(frozen=True)
 class PromptConfig:
-  """How the text of a problem becomes the tokens of a prompt.
-
-  Attributes:
-    tokenizer: of the policy.
-    width: tokens of the longest prompt, those of the chat template included.
-    system: the system prompt; "" for none.
-    instruction: the text of the prompt; `{problem}` in it is replaced.
-    too_long: what to do with a prompt or demonstration that is too long:
-      "error" or "drop".
-  """
+  """How the text of a problem becomes tokens; see the keys of `DataConfig`."""
 
   tokenizer: Tokenizer
-  width: int
+  width: int  # tokens of the longest prompt, with the chat template
   system: str = ""
   instruction: str = "{problem}"
   too_long: str = "error"
@@ -113,11 +92,7 @@ class PromptConfig:
   def fits(self, ids: Sequence[int], width: int, name: str, key: str) -> bool:
     """Whether ids fit; if not and `too_long` is "error", raises UserError.
 
-    Args:
-      ids: tokens.
-      width: tokens that may be.
-      name: of what the ids are, for the error.
-      key: of the config that sets the width, for the error.
+    The error has `name`, whose ids they are, and `key`, which sets the width.
     """
     if len(ids) > width and self.too_long == "error":
       raise UserError(

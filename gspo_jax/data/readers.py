@@ -45,11 +45,7 @@ class Records(NamedTuple):
 def read(spec: str) -> Records:
   """The records that a spec names.
 
-  Args:
-    spec: of `SPECS`, but `chain`; see the functions below.
-
-  Raises:
-    UserError: there is no such source, or it cannot be read.
+  It is one of `SPECS`, but not `chain`; see the functions below.
   """
   kind, _, rest = spec.partition(":")
   if kind == "jsonl":
@@ -116,17 +112,12 @@ def content(spec: str) -> str:
   return " ".join(map(sha256, files))
 
 
-def _name(spec: str, i: int) -> str:
+def _name(spec: str, i: int) -> str:  # a lambda cannot be pickled
   return f"{spec}[{i}]"
 
 
 def json_lines(path: str) -> Iterator[json_lines_file.Line]:
-  """The lines of a file of problems, each (`file:line`, record).
-
-  Raises:
-    UserError: the file cannot be read, or a line is not an object in JSON and
-      UTF-8.
-  """
+  """The lines of a file of problems, each (`file:line`, record)."""
   for line in json_lines_file.read(path):
     try:
       # JSON can spell half a surrogate pair, which no UTF-8 text can hold.
@@ -148,14 +139,8 @@ def sha256(path: epath.PathLike) -> str:
 def field(record: Mapping, name: str, place: str, key: str = ""):
   """The value of a column; `a.b` is the value of b in the column a.
 
-  Args:
-    record: a record of a source.
-    name: the column.
-    place: the name of the record, for errors.
-    key: the config key that sets `name`, for errors; "" for none.
-
-  Raises:
-    UserError: there is no such column; with the nearest name and all names.
+  UserError without such a column, with `place`, the name of the record, and
+  `key`, the config key that sets `name`, if one does.
   """
   if isinstance(record, Mapping) and name in record:
     return record[name]
@@ -170,11 +155,7 @@ def field(record: Mapping, name: str, place: str, key: str = ""):
 
 
 def fields(record: Mapping, place: str) -> dict:
-  """The columns of a record; b of an object in the column a is `a.b`.
-
-  Raises:
-    UserError: the record is no object.
-  """
+  """The columns of a record; b of an object in the column a is `a.b`."""
   if not isinstance(record, Mapping):
     raise UserError(f"{place}: expected an object, got {str(record)[:60]!r}")
   columns = {}
@@ -220,11 +201,7 @@ def text(value) -> str:
 
 
 def plain(value, place: str):
-  """A value as JSON would give it; data sets have bytes, arrays and dates.
-
-  Raises:
-    UserError: JSON has no such value.
-  """
+  """A value as JSON would give it; data sets have bytes, arrays and dates."""
   if getattr(value, "dtype", None) in ("float16", "float32"):
     # The shortest decimal: .1 and not 0.10000000149011612.
     value = np.asarray(value).astype(str).astype(float)
@@ -267,11 +244,7 @@ def plain_columns(record: Mapping, without: Sequence[str]) -> dict:
 def parquet(path: str) -> Sequence:
   """The rows of a Parquet file, memory-mapped from a copy of `datasets`.
 
-  Args:
-    path: of a file, or a pattern such as `data/train-*.parquet`.
-
-  Raises:
-    UserError: the file cannot be read, or the package `datasets` is missing.
+  The path may be a pattern such as `data/train-*.parquet`.
   """
   if not path:
     raise UserError("parquet: expected parquet:FILE")
@@ -286,14 +259,10 @@ def hugging_face(spec: str) -> Sequence:
   """A split of a data set that the package `datasets` reads, memory-mapped.
 
   Args:
-    spec: `NAME[:SPLIT]`. The split is "train" if not given, and may be a slice
-      such as `train[:1000]`. The name is that of a data set of the Hugging Face
-      Hub, `ORGANISATION/NAME[/CONFIG]`, or a folder or file in a format of
-      `datasets` (parquet, csv, json, ..., or what `save_to_disk` wrote).
-
-  Raises:
-    UserError: there is no such set or split, the Hub cannot be reached, or the
-      package `datasets` is missing.
+    spec: `NAME[:SPLIT]`, by default "train", also a slice `train[:1000]`. NAME
+      is `ORGANISATION/NAME[/CONFIG]` on the Hugging Face Hub, or a folder or
+      file in a format of `datasets` (parquet, csv, json, ..., or what
+      `save_to_disk` wrote).
   """
   parts = _HF.fullmatch(spec)
   if not parts:
@@ -324,7 +293,7 @@ def hugging_face(spec: str) -> Sequence:
 
 
 def _slice(datasets, splits: Mapping, split: str):
-  """The rows of a split, or of slices such as `train[:10]+test[5%:]`."""
+  """Rows of a split, or of slices such as `train[:10]+test[5%:]`."""
   sizes = {name: len(rows) for name, rows in splits.items()}
   parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
   return datasets.concatenate_datasets(
@@ -379,7 +348,6 @@ def _of_text(dataset):
 
 
 def _shorten(narrow: Mapping[str, str], columns: dict) -> dict:
-  """Columns of Python's floats with the digits of their own type."""
   return columns | {
     name: [_short(value, dtype) for value in columns[name]]
     for name, dtype in narrow.items()
@@ -396,11 +364,7 @@ def _short(value, dtype: str):
 def tfds(spec: str) -> Sequence:
   """A split of a TFDS set that is prepared in `TFDS_DATA_DIR`.
 
-  Args:
-    spec: `NAME[/CONFIG][:VERSION][:SPLIT]`; the split is "train" if not given.
-
-  Raises:
-    UserError: the set is not prepared, or has no such split.
+  `spec` is `NAME[/CONFIG][:VERSION][:SPLIT]`, the split by default "train".
   """
   parts = re.fullmatch(r"([\w/.+-]+(?::\d+\.\d+\.\d+)?)(?::(.+))?", spec)
   if not parts:
@@ -431,14 +395,7 @@ def tfds(spec: str) -> Sequence:
 
 
 def from_factory(spec: str) -> Sequence:
-  """The records that a factory of the user returns.
-
-  Args:
-    spec: `package.module.factory`; it is called without arguments.
-
-  Raises:
-    UserError: there is no such factory, or its result has no length or index.
-  """
+  """What `package.module.factory` returns, called without arguments."""
   parts = re.fullmatch(r"([\w.]+)[.:](\w+)", spec)
   file = _by_name(spec)
   hint = f"did you mean {file!r}? " if file else ""

@@ -28,33 +28,23 @@ _PREFIX = "#### "
 
 
 class Fields(NamedTuple):
-  """The names of the columns of a record; `a.b` is b in the column a.
+  """The names of the columns of a record; `a.b` is b in the column a."""
 
-  Attributes:
-    problem: text, or a conversation: a list of messages, each with a `role` and
-      a text `content`. Its last message of the user is the problem, those
-      before it are the history, and a message of the assistant after it is the
-      demonstration. "" for the first of `_PROBLEM` that the records have.
-    reference: the reference is the text after the last `####` (as in GSM8K), or
-      all of it; of a value that is not text, `readers.text`. "" for the first
-      of `_REFERENCE` that the records have, else the demonstration of the
-      conversation.
-    demonstration: a worked response to imitate. "" for that of the
-      conversation; without one, the solution if the reference is in another
-      column, else the text of the reference if that holds `####`,
-      else `#### ` and the reference; none if the reference is JSON.
-  """
-
+  # A text or a conversation. Of its messages the last one of the user is the
+  # problem, those before it are the history, and one of the assistant after it
+  # is the demonstration. "" for the first of `_PROBLEM` that the record has.
   problem: str = ""
+  # The reference is the text after the last `####` (as in GSM8K), or all of it;
+  # of a value that is not text, `readers.text`. "" for the first of
+  # `_REFERENCE`, else the demonstration of the conversation.
   reference: str = ""
+  # "" for that of the conversation; without one, the solution if the reference
+  # is in another column, else the text of the reference if that holds `####`,
+  # else `#### ` and the reference; none if the reference is JSON.
   demonstration: str = ""
 
   def found_in(self, record, place: str) -> "Fields":
-    """These names, with the columns of a record for those that are "".
-
-    Raises:
-      UserError: the record has no such column.
-    """
+    """These names, with the columns of a record for those that are ""."""
     if isinstance(record, Problem):  # has none; a fingerprint holds these names
       return _GSM8K._replace(**{k: v for k, v in self._asdict().items() if v})
     columns = readers.fields(record, place)
@@ -62,8 +52,8 @@ class Fields(NamedTuple):
     by_name |= {name: name for name in columns}  # the exact one goes first
     first = lambda names: next(filter(None, map(by_name.get, names)), "")
 
-    def require(use, names, found):
-      if not found:
+    def require(use, names, column):
+      if not column:
         raise UserError(
           f"{place}: no column for the {use}: none of {', '.join(names)}; set "
           f"data.{use}_field to one of {', '.join(sorted(columns))}"[:300]
@@ -72,7 +62,8 @@ class Fields(NamedTuple):
     problem = self.problem or first(_PROBLEM)
     require("problem", _PROBLEM, problem)
     reference = self.reference or first(_REFERENCE)
-    answer = reference or _asked(record, problem, place).response
+    # Without such a column the response of the conversation.
+    answer = reference or _asked(record, problem, place)[2]
     require("reference", _REFERENCE, answer)
     demonstration = self.demonstration
     # Of MATH: the answer is the reference, and the solution leads to it.
@@ -105,30 +96,21 @@ _KEYS = Fields(*(f"data.{name}_field" for name in Fields._fields))
 
 @dataclasses.dataclass(frozen=True)
 class ProblemSource(Sequence):
-  """The records of a source as problems.
+  """The records of a source as problems."""
 
-  Attributes:
-    records: dicts with `fields`, or problems; random access.
-    place: the name of a record by its index, for errors.
-    fields: column names; problem and reference may not be "" here, but that of
-      the reference in a conversation (`load` has filled them in).
-    evaluation: True for the held-out problems only, False for the others, None
-      for all.
-    content: a hash of all records; "" if unknown.
-    spec: the argument of `load`.
-    asked: a number for each problem that `load` read, on both sides; equal
-      problems, white space aside, have equal ones.
-    note: a line that says which columns `load` found; "" for none.
-  """
-
-  records: Sequence
-  place: Callable[[int], str]
+  records: Sequence  # dicts with `fields`, or problems; random access
+  place: Callable[[int], str]  # the name of a record by its index, for errors
+  # Problem and reference may not be "" here, but that of the reference in a
+  # conversation (`load` has filled them in).
   fields: Fields = _GSM8K
+  # True for the held-out problems only, False for the others, None for all.
   evaluation: bool | None = None
-  content: str = ""
-  spec: str = ""
+  content: str = ""  # a hash of all records; "" if unknown
+  spec: str = ""  # the argument of `load`
+  # A number for each problem that `load` read, on both sides; equal problems,
+  # white space aside, have equal ones.
   asked: tuple[int, ...] = ()
-  note: str = ""
+  note: str = ""  # a line that says which columns `load` found; "" for none
 
   @functools.cached_property
   def _indices(self) -> Sequence[int]:
@@ -190,7 +172,6 @@ def _demonstration(solution) -> str:
 
 
 def _require(text: str, column: str, key: str, place: str) -> None:
-  """UserError unless there is a text."""
   if not text.strip():
     raise UserError(
       f"{place}: {column!r} ({key}) is empty, null or NaN: give it a value, or "
@@ -200,24 +181,16 @@ def _require(text: str, column: str, key: str, place: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-  """Several sources; each problem is sampled from one of them.
+  """Several sources; each problem is sampled from one of them."""
 
-  Attributes:
-    sources: two or more.
-    weights: shares of the problems, before those too long are dropped.
-  """
-
-  sources: tuple[Sequence[Problem], ...]
-  weights: tuple[float, ...]
+  sources: tuple[Sequence[Problem], ...]  # two or more
+  weights: tuple[float, ...]  # shares, before long problems are dropped
 
 
 def load(
-  spec: str,
-  *,
-  fields: Fields = _TO_BE_FOUND,
-  evaluation: bool | None = None,
+  spec: str, *, fields: Fields = _TO_BE_FOUND, evaluation: bool | None = None
 ) -> ProblemSource:
-  """The source that a config names; see `ProblemSource` for the options.
+  """The source that a config names.
 
   Args:
     spec: `jsonl:FILE`, `parquet:FILE`, `hf:NAME[:SPLIT]`, `tfds:NAME[:SPLIT]`
@@ -235,20 +208,21 @@ def load(
   records, place = readers.read(spec)
   if not len(records):
     raise UserError(f"{spec}: no problem in it")
-  found = fields.found_in(records[0], place(0))
+  columns = fields.found_in(records[0], place(0))
   source = ProblemSource(
     records,
     place,
-    found,
+    columns,
     evaluation,
     content=readers.content(spec),
     spec=spec,
-    note="" if all(fields[:2]) else found.note(spec, records[0]),
+    note="" if all(fields[:2]) else columns.note(spec, records[0]),
   )
   if spec.startswith(readers.STORED):
     # A record of a table takes about a tenth of a millisecond.
-    most = len(records) if spec.startswith("jsonl:") else _CHECKED
-    problems = map(source.parse, range(min(len(records), most)))
+    is_table = not spec.startswith("jsonl:")
+    count = min(len(records), _CHECKED) if is_table else len(records)
+    problems = map(source.parse, range(count))
     words = lambda p: (*p.text.split(), *p.history)
     asked = tuple(hash(words(problem)) for problem in problems)
     source = dataclasses.replace(source, asked=asked)
@@ -263,12 +237,7 @@ def mix(
 ) -> Sequence[Problem] | Mixture:
   """A mixture of sources, or the source if there is only one.
 
-  Args:
-    sources: one or more.
-    weights: one for each source, above 0; () for equal weights.
-
-  Raises:
-    UserError: the weights do not fit.
+  `weights` has a number above 0 for each source; () for equal weights.
   """
   weights = tuple(weights) or (1.0,) * len(sources)
   if len(weights) != len(sources):
@@ -314,19 +283,13 @@ def _sample(source: Sequence[Problem]) -> list:
   ]
 
 
-class _Asked(NamedTuple):
-  """What a problem asks."""
-
-  history: tuple[tuple[str, str], ...]  # as in `Problem`
-  text: str
-  response: str  # the message of the assistant that follows; "" for none
-
-
-def _asked(record, name: str, place: str) -> _Asked:
-  """The text or the conversation in a column of a record."""
+def _asked(
+  record, name: str, place: str
+) -> tuple[tuple[tuple[str, str], ...], str, str]:
+  """History and text as in `Problem`; the assistant's response, "" for none."""
   value = _value(record, name, place, _KEYS.problem)
   if isinstance(value, str):
-    return _Asked((), value, "")
+    return (), value, ""
   if not isinstance(value, list):
     _require(readers.text(value), name, _KEYS.problem, place)
     raise UserError(f"{place}: {name!r} must be text or a list of messages")
@@ -349,7 +312,7 @@ def _asked(record, name: str, place: str) -> _Asked:
       f"{place}: {name!r} must end with a message of the user, or with one of "
       f"the assistant after it, got roles {[m.get('role') for m in value]}"
     )
-  return _Asked(tuple(turns[:-1]), turns[-1][1], response)
+  return tuple(turns[:-1]), turns[-1][1], response
 
 
 def _text_of(content):
@@ -367,11 +330,6 @@ def _value(record, name: str, place: str, key: str):
 
 
 def _reference(solution, column: str, place: str) -> str:
-  """The reference in a column.
-
-  Raises:
-    UserError: there is none, or it is a float that has lost digits.
-  """
   marked = numbers.marked(solution) if isinstance(solution, str) else None
   if marked == "":
     raise UserError(

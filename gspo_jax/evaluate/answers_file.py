@@ -29,16 +29,13 @@ class AnswersFile:
 
   Args:
     folder: created if missing; on this machine or in a bucket.
-    settings: JSON; must equal the settings that the folder already has.
+    settings: JSON; UserError if the folder already has other settings.
     sizes: the responses of each batch, in order.
     shorten: record -> what is kept in memory, which may not hold all texts.
 
   Attributes:
     records: shortened records, in the order of the batches.
     batches_done: batches in the file.
-
-  Raises:
-    UserError: the folder cannot be written, or has other settings.
   """
 
   def __init__(
@@ -72,7 +69,7 @@ class AnswersFile:
     self._file.append(lines.encode())
     self._add(records)
 
-  def _add(self, records):
+  def _add(self, records) -> None:
     self.records += map(self._shorten, records)
     self.batches_done += 1
 
@@ -93,7 +90,6 @@ class AnswersFile:
 
 
 def _require_same(path: epath.Path, settings: dict[str, Any]) -> None:
-  """Writes the settings, or compares them with those in the file."""
   settings = json.loads(json.dumps(settings))  # tuples become lists
   if path.exists():
     try:

@@ -43,23 +43,16 @@ class Benchmark(NamedTuple):
 
 
 class _Format(NamedTuple):
-  """How the rows of a benchmark become problems.
+  """How the rows of a benchmark become problems."""
 
-  Attributes:
-    name: as the papers spell it.
-    reward: a name in gspo_jax/rewards/.
-    samples: 32 for AIME and 8 for LiveCodeBench as in GSPO, section 5.1; also
-      32 for AMC, which is as small as AIME, and 8 for CodeForces; 1 for the
-      others, which are large.
-    parse: (record, its name) -> problem; None: as training reads it.
-    rated: whether rows have a rating.
-  """
-
-  name: str
-  reward: str = "math"
+  name: str  # as the papers spell it
+  reward: str = "math"  # a name in gspo_jax/rewards/
+  # 32 for AIME and 8 for LiveCodeBench as in GSPO, section 5.1; also 32 for
+  # AMC, which is as small as AIME, and 8 for CodeForces; the others are large.
   samples: int = 1
+  # (record, its name) -> problem; None: as training reads it
   parse: Callable[[Mapping, str], Problem] | None = None
-  rated: bool = False
+  rated: bool = False  # whether rows have a rating
 
 
 def read(
@@ -73,16 +66,12 @@ def read(
   """Reads a benchmark.
 
   Args:
-    name: one of those above, in any case; or another one, which then needs a
-      reward.
+    name: a benchmark above, in any case; another name needs a reward.
     file: a file or spec; see `readers.spec_of`.
-    reward: the name of a reward, in place of the benchmark's.
-    limit: only so many problems from the start of the file.
+    reward: in place of the benchmark's.
+    limit: reads this many problems from the start of the file.
     fields: names of columns. Of a benchmark above, whose columns are known, one
       that the first row lacks is looked for.
-
-  Raises:
-    UserError: no such benchmark or file, or a row lacks a column.
   """
   known = _FORMATS.get(name.lower())
   if known is None and not reward:
@@ -121,7 +110,8 @@ def read(
     ids=ids,
     ratings=ratings,
     skipped=dict(skipped),
-    content=readers.content(spec) or _hash(problems),
+    content=readers.content(spec)
+    or hashlib.sha256(json.dumps(problems, default=str).encode()).hexdigest(),
     note=note,
   )
 
@@ -129,7 +119,7 @@ def read(
 def _parser(
   form: _Format, spec: str, records: readers.Records, fields: Fields
 ) -> tuple[Callable[[Mapping, str], Problem], str]:
-  """Makes a problem of (record, its name); and a line about its columns."""
+  """(record, its name) -> problem; and a line about the columns."""
   if form.parse:
     plain = functools.partial(readers.plain_columns, without=())
     return lambda record, place: form.parse(plain(record), place), ""
@@ -139,11 +129,6 @@ def _parser(
     fields = Fields(*(name if name in there else "" for name in fields))
   fields = fields.found_in(first, place)
   return ProblemSource(*records, fields).problem, fields.note(spec, first)
-
-
-def _hash(problems: list[Problem]) -> str:
-  text = json.dumps(problems, default=str)
-  return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _id(record: Mapping, i: int) -> str:

@@ -42,11 +42,7 @@ def pass_at_k(correct: np.ndarray, k: int) -> float:
   """Unbiased estimate of the probability that one of k responses is correct.
 
   Mean over problems of `1 - C(n - c, k) / C(n, k)`, with c of n responses
-  correct: Chen et al. 2021, arXiv 2107.03374, eq. 1.
-
-  Args:
-    correct: [N, n] bool, n responses to N problems.
-    k: 1 to n.
+  correct: Chen et al. 2021, arXiv 2107.03374, eq. 1. `correct` is [N, n] bool.
   """
   n = correct.shape[1]
   _require_responses(k, n)
@@ -70,7 +66,7 @@ def majority_at_k(
     correct: [N, n] bool. If only some responses with one vote are correct (a
       vote and a reward may read a text differently), that vote is worth their
       share.
-    k: 1 to n.
+    k: size of the vote, 1 to n.
   """
   n = correct.shape[1]
   _require_responses(k, n)
@@ -123,7 +119,7 @@ def _won(able, rest, winners) -> np.ndarray:
       such results, and the probabilities that one has `top` votes and that it
       has fewer, as values at z.
     rest: the probability of everything else.
-    winners: how many results can have `top` votes at once.
+    winners: the number of results that can have `top` votes at once.
   """
   winners = min(winners, sum(len(worth) for worth, *_ in able))
   u, weights = _nodes((winners + 1) // 2)
@@ -160,19 +156,13 @@ def _require_responses(k: int, n: int) -> None:
 
 
 class Elo(NamedTuple):
-  """A rating, from `elo`.
-
-  Attributes:
-    rating: the estimate.
-    low: end of the 95 % interval; -inf if nothing is solved.
-    high: end of the 95 % interval; inf if all is solved.
-    bounded: less than half a problem is solved, or all but less than half of
-      one: `rating` is computed as if it were half a problem.
-  """
+  """A rating and its 95 % interval."""
 
   rating: float
-  low: float
-  high: float
+  low: float  # -inf if nothing is solved
+  high: float  # inf if all is solved
+  # Less than half a problem is solved, or all but less than half of one:
+  # `rating` is computed as if it were half a problem.
   bounded: bool
 
 
@@ -189,9 +179,8 @@ def elo(solved: np.ndarray, ratings: np.ndarray) -> Elo:
   The interval contains every R with `|sum P - sum solved| < 1.96 sd`, where
   `sd^2 = sum P (1 - P)`: a problem counts once, however many responses it has.
 
-  Args:
-    solved: [N] the share of the responses to each problem that solve it.
-    ratings: [N] the ratings of the problems, finite.
+  `solved` [N] has the share of the responses to each problem that solve it,
+  `ratings` [N] the problems' ratings, finite.
   """
   if not (len(solved) == len(ratings) > 0 and np.isfinite(ratings).all()):
     raise ValueError(

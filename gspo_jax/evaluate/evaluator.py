@@ -22,7 +22,7 @@ from gspo_jax.evaluate.answers_file import AnswersFile
 from gspo_jax.evaluate.benchmarks import Benchmark
 from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
 from gspo_jax.program import load_params
-from gspo_jax.program.config import Config, ConfigDict, parse
+from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.settings import length_warning
 from gspo_jax.record import checkpoint
 from gspo_jax.record.identity import flatten
@@ -34,8 +34,7 @@ from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.workers import sandbox_files
 
-# Seconds of a call beyond the time limit that its reward keeps itself.
-_SPARE = 10.0
+_SPARE = 10.0  # seconds of a call beyond the limit that its reward keeps
 # Longest reference, in characters, that is written beside each response. The
 # tests of a program can have millions; they are in the benchmark's file.
 _LONGEST_REFERENCE = 2000
@@ -59,22 +58,28 @@ def evaluate(
     sets: NAME=FILE for each benchmark.
     out: a folder; each benchmark gets one in it, with its name, for the results
       and the files of `answers_file`.
-    samples: responses to each problem; by default the benchmark's number.
-    limit: only so many problems from the start of a benchmark.
-    reward: a reward in place of the benchmarks' own.
+    samples: responses to each problem; None for the benchmark's number.
+    limit: reads this many problems from the start of a benchmark.
+    reward: in place of the benchmarks' own.
 
   Returns:
     `summary.summarize` of each benchmark, on the first process.
 
   Raises:
-    UserError: a benchmark, the weights, the config or `out` cannot be used; or
-      too many responses of a benchmark so far could not be scored
-      (`reward.max_failed`). The batch that exceeds the limit is not written.
+    UserError: also if too many responses of a benchmark so far could not be
+      scored (`reward.max_failed`). The batch that exceeds the limit is not
+      written.
   """
   multihost.require_joined()
 
   def prepare():
-    parsed = _without_environment(config)
+    parsed = parse(config)
+    if spec := parsed.rollout.environment:
+      raise UserError(
+        f"rollout.environment={spec!r}: expected '', for files are evaluated "
+        "by single responses; a training run evaluates conversations "
+        "(eval.every)"
+      )
     chosen = _read(parsed, sets, samples, limit, reward)
     parsed = load_params.with_checkpoint(parsed, folder)
     devices, _ = sharding.split_devices(parsed.sampler_mesh.devices)
@@ -90,14 +95,19 @@ def evaluate(
     params = load_params.load(parsed, samplers[0].program, folder)
     settings = _settings(parsed, chosen, params)
     multihost.require_same(flatten(settings))
-    files = multihost.run_on_all(
-      lambda: [
-        stack.enter_context(_open(out, settings[benchmark.name], benchmark, s))
-        if multihost.is_primary()
-        else None
-        for benchmark, s in zip(chosen, samplers, strict=True)
-      ]
-    )
+
+    def open_file(benchmark, sampler):
+      if not multihost.is_primary():
+        return None
+      file = AnswersFile(
+        f"{out}/{benchmark.name}",
+        settings[benchmark.name],
+        _batch_sizes(benchmark, sampler),
+        functools.partial(summary.shorten, benchmark.reward),
+      )
+      return stack.enter_context(file)
+
+    files = multihost.run_on_all(lambda: list(map(open_file, chosen, samplers)))
     summaries, threshold = [], parsed.reward.pass_threshold
     for benchmark, sampler, file in zip(chosen, samplers, files, strict=True):
       _run(parsed, benchmark, sampler, params, file)
@@ -126,17 +136,6 @@ def _save_results(benchmark, file, out, folder, settings, threshold) -> list:
   return [results]
 
 
-def _without_environment(keys) -> Config:
-  """The config; UserError if its responses would be turns of conversations."""
-  config = parse(keys)
-  if spec := config.rollout.environment:
-    raise UserError(
-      f"rollout.environment={spec!r}: expected '', for files are evaluated by "
-      "single responses; a training run evaluates conversations (eval.every)"
-    )
-  return config
-
-
 def _read(config, sets, samples, limit, reward) -> list[Benchmark]:
   c, chosen = config.data, []
   fields = Fields(c.problem_field, c.reference_field, c.demonstration_field)
@@ -150,11 +149,7 @@ def _read(config, sets, samples, limit, reward) -> list[Benchmark]:
     path = readers.path_of(readers.spec_of(file))
     sandbox_files.require_hidden(f"--set={pair}", path)
     benchmark = benchmarks.read(
-      name,
-      file,
-      reward=reward,
-      limit=limit,
-      fields=fields,
+      name, file, reward=reward, limit=limit, fields=fields
     )
     if benchmark.name in [b.name for b in chosen]:
       raise UserError(f"--set={pair}: {benchmark.name} is there twice")
@@ -164,7 +159,7 @@ def _read(config, sets, samples, limit, reward) -> list[Benchmark]:
 
 
 def _samplers(config, mesh, chosen) -> list[PolicySampler]:
-  """One for each benchmark; those with one batch shape share one."""
+  """One for each benchmark; equal batch shapes share one."""
   if warning := length_warning(config):
     multihost.print_once(f"warning: {warning}")
   sampler = functools.cache(lambda shape: PolicySampler(config, mesh, shape))
@@ -177,17 +172,7 @@ def _samplers(config, mesh, chosen) -> list[PolicySampler]:
   return samplers
 
 
-def _open(out, settings, benchmark, sampler) -> AnswersFile:
-  return AnswersFile(
-    f"{out}/{benchmark.name}",
-    settings,
-    _batch_sizes(benchmark, sampler),
-    functools.partial(summary.shorten, benchmark.reward),
-  )
-
-
 def _batch_sizes(benchmark, sampler) -> list[int]:
-  """The responses of each batch, in order."""
   count, size = len(benchmark.problems), sampler.batch_size
   return [
     min(size, count - start) * benchmark.samples
@@ -224,11 +209,8 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
 
   The responses of a batch are scored while the next batch is sampled.
   """
-  name, size, count = (
-    benchmark.name,
-    sampler.batch_size,
-    len(benchmark.problems),
-  )
+  name, count = benchmark.name, len(benchmark.problems)
+  size = sampler.batch_size
   # The first process has the file.
   done = "" if file is None else str(file.batches_done)
   first_batch = int(multihost.allgather_text(done)[0])

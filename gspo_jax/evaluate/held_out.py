@@ -45,18 +45,10 @@ def first_rewards(
   key: jax.Array,
   group_size: int,
 ) -> np.ndarray:
-  """The first reward of responses to the N held-out problems, [N, G].
+  """The first reward of G responses to each of N held-out problems, [N, G].
 
-  Args:
-    experiment: the run.
-    generate: G responses to each of `eval_prompts` prompts.
-    params: the policy.
-    key: decides the samples.
-    group_size: G.
-
-  Raises:
-    multihost.AgreedError: more than `reward.max_failed` of the responses could
-      not be scored.
+  Raises multihost.AgreedError if more than `reward.max_failed` of the responses
+  could not be scored.
   """
   sample = _conversations if experiment.conversations else _responses
   params = experiment.program.sampler.weights(params)
@@ -68,7 +60,6 @@ def first_rewards(
 
 
 def _responses(experiment, generate, params, key, group_size) -> list:
-  """The pending rewards of single responses, by batch."""
   problems, program, pending = experiment.held_out, experiment.program, []
   count = len(problems) * group_size
   with Progress("evaluation", count, "responses") as progress:
@@ -95,7 +86,6 @@ def _responses(experiment, generate, params, key, group_size) -> list:
 
 
 def _conversations(experiment, generate, params, key, group_size) -> list:
-  """The rewards of conversations, by batch."""
   problems, size = experiment.held_out, experiment.program.sampler.eval_prompts
   rewards = []
   for i, start in enumerate(range(0, len(problems), size)):

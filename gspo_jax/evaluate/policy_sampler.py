@@ -29,18 +29,11 @@ from gspo_jax.sampler.samples import (
 
 
 class BatchShape(NamedTuple):
-  """The shape of a batch of prompts, for a number of responses to a problem.
+  """A batch of prompts; a problem gets `group_size * repeats` responses."""
 
-  Attributes:
-    group_size: responses to each prompt of a batch.
-    repeats: prompts of each problem, side by side, perhaps in several batches.
-      A problem gets `group_size * repeats` responses.
-    prompts: prompts of a batch.
-  """
-
-  group_size: int
-  repeats: int
-  prompts: int
+  group_size: int  # responses to each prompt of a batch
+  repeats: int  # prompts of each problem, perhaps in several batches
+  prompts: int  # of a batch
 
 
 def batch_shape(
@@ -51,16 +44,7 @@ def batch_shape(
   It holds all problems; or there are as few batches as can be, about equally
   large, of at most `data.prompts * rollout.group_size` responses, as in
   training. Its prompts are rounded up to a multiple of the devices that share
-  rows.
-
-  Args:
-    config: from `config.parse`.
-    mesh: all devices.
-    samples: responses to each problem.
-    problems: how many the benchmark has.
-
-  Raises:
-    UserError: a batch would be empty.
+  rows. `samples` counts the responses to each of `problems` problems.
   """
   limit, prompts = config.rollout.group_size, config.data.prompts
   for name, value in ("rollout.group_size", limit), ("data.prompts", prompts):
@@ -87,13 +71,8 @@ class PolicySampler:
   Keys that only training uses are not checked: their sizes may not fit the
   devices at hand, nor the objective another model.
 
-  Args:
-    config: from `config.parse`.
-    mesh: all devices.
-    shape: from `batch_shape`.
-
   Attributes:
-    program: the program of the config, without what learns.
+    program: of the config, without the learner.
     batch_size: problems that fill a batch.
   """
 
@@ -127,17 +106,10 @@ class PolicySampler:
     key: jax.Array,
     progress: Progress | None = None,
   ) -> tuple[list[Response], list[bool]]:
-    """Responses to some problems; the same on every process.
+    """Responses to any number of problems; the same on every process.
 
-    Args:
-      params: the policy.
-      problems: any number.
-      key: of these responses alone.
-      progress: counts the responses.
-
-    Returns:
-      The responses, those to a problem side by side; and whether each was cut
-      at `sampler.max_new_tokens`.
+    Returns the responses, those to a problem side by side; and whether each was
+    cut at `sampler.max_new_tokens`.
     """
     repeated = np.repeat(np.arange(len(problems)), self._shape.repeats)
     prompts = self.prompts(problems).pick(repeated)

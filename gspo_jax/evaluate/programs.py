@@ -29,9 +29,7 @@ class Skipped(Exception):
 def livecodebench(record: Mapping, place: str) -> Problem:
   """The problem of a record; `place` is its name, for errors.
 
-  Raises:
-    UserError: a column is missing, or of another form.
-    Skipped: its tests call a function, or there are none.
+  Skipped if its tests call a function, or there are none.
   """
   columns = ("public_test_cases", "private_test_cases")
   all_tests = [test for name in columns for test in tests(record, name, place)]
@@ -90,9 +88,7 @@ def _text(record, name: str, place: str) -> str:
 def tests(record: Mapping, name: str, place: str) -> list[dict[str, str]]:
   """Tests of a program, {"input", "output"} each; also of JSON text.
 
-  Raises:
-    UserError: the column is missing, or has another form.
-    Skipped: the tests call a function, and have no standard input.
+  Skipped if the tests call a function, and have no standard input.
   """
   value = readers.field(record, name, place)
   if isinstance(value, str):

@@ -27,9 +27,9 @@ def summarize(
 
   Returns:
     `avg`, the mean score, and its standard error; `pass` and `majority` by k
-    (no majority where responses cannot vote, as programs cannot); `elo` over
-    the `rated` problems; the shares of responses that were `truncated`, and
-    that `failed`: their reward could not be computed, and they score 0.
+    (None where responses cannot vote, as programs cannot); `elo` over the
+    `rated` problems; the shares of responses that were `truncated`, and that
+    `failed`: their reward could not be computed, and they score 0.
   """
   count = len(benchmark.problems)
   table = lambda key: np.array([r[key] for r in records]).reshape(count, -1)
@@ -84,12 +84,8 @@ def vote(reward: str, text: str) -> Hashable | None:
   Two votes are equal if the results are written alike, or are equal numbers.
   The reward `math` takes more results as equal (`\frac{1}{2}` and 0.5), so
   `summarize` counts all correct votes as one. Wrong results that are equal but
-  written differently are separate votes.
-
-  Args:
-    reward: math, gsm8k or final_answer, with or without arguments; how to find
-      the result.
-    text: the response.
+  written differently are separate votes. `reward` says how to find the result:
+  math, gsm8k or final_answer, with or without arguments.
   """
   if _name(reward) not in _READERS:
     return None

@@ -10,11 +10,7 @@ from gspo_jax.runtime import sharding
 
 
 def sharded(shapes, mesh: jax.sharding.Mesh):
-  """A tree of shapes with the sharding of each on a mesh.
-
-  Raises:
-    UserError: a dimension does not divide by the devices of its axes.
-  """
+  """A tree of shapes with the sharding of each on a mesh, or a UserError."""
   return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
     shapes,
@@ -23,12 +19,10 @@ def sharded(shapes, mesh: jax.sharding.Mesh):
 
 
 def shardings(abstract):
-  """The shardings of a tree of abstract arrays."""
   return jax.tree.map(lambda x: x.sharding, abstract)
 
 
 def without_shardings(abstract):
-  """The shapes of a tree of abstract arrays."""
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), abstract
   )

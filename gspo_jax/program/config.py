@@ -37,7 +37,7 @@ from gspo_jax.runtime.key import (
   keys,
 )
 from gspo_jax.runtime.sharding import MeshConfig, SamplerMeshConfig
-from gspo_jax.sampler.continuous_config import ContinuousBatchingConfig
+from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import SamplerConfig
 
 

@@ -34,26 +34,18 @@ from gspo_jax.sampler.functions import SamplerFunctions
 class Program:
   """Jitted functions, compiled once each, with arrays sharded over a mesh.
 
-  Attributes:
-    cfg: the model.
-    mesh: of all devices.
-    prompt_config: how problems become prompts.
-    abstract_params: shapes and shardings of the weights.
-    init_params: key -> the weights of `model.checkpoint`, else random ones.
-    abstract_policy: shapes and shardings of `new_policy`'s result.
-    new_policy: params -> the initial policy. Without LoRA, `params`; with LoRA,
-      the base in `cfg.dtype` plus fresh adapters.
-    sampler: what samples responses.
-    learner: what learns; None without training.
-    cold_start: supervised fine-tuning; None without training.
+  Without training, `learner` and `cold_start` are None.
   """
 
   cfg: model.ModelConfig
-  mesh: jax.sharding.Mesh
+  mesh: jax.sharding.Mesh  # of all devices, or of those that train
   prompt_config: PromptConfig
-  abstract_params: model.Params
+  abstract_params: model.Params  # shapes and shardings
+  # key -> the weights of `model.checkpoint`, else random ones
   init_params: Callable[[jax.Array], model.Params]
-  abstract_policy: model.Params
+  abstract_policy: model.Params  # shapes and shardings
+  # params -> the initial policy: with LoRA, the base in `cfg.dtype` plus fresh
+  # adapters
   new_policy: Callable[[model.Params], model.Params]
   sampler: SamplerFunctions
   learner: LearnerFunctions | None
@@ -61,7 +53,6 @@ class Program:
 
   @property
   def tokenizer(self) -> Tokenizer:
-    """Between text and the model's tokens."""
     return self.prompt_config.tokenizer
 
   def check_compiled_once(self) -> None:
@@ -97,11 +88,8 @@ def build_program(
 ) -> Program:
   """Makes the functions of a config; compiles nothing yet.
 
-  Args:
-    config: from `config.parse`.
-    mesh: all devices, or those that train.
-    training: whether to check and make what learns.
-    sampler_devices: from `sharding.split_devices`; none: those of `mesh`.
+  Without `training`, what learns is neither checked nor made. Without
+  `sampler_devices`, from `sharding.split_devices`, those of `mesh` sample.
 
   Raises:
     UserError: keys do not go together, or sizes do not divide.

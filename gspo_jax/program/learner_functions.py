@@ -47,37 +47,28 @@ _OFFLOADED = (
 
 @dataclasses.dataclass(frozen=True)
 class LearnerFunctions:
-  """What learns from scored responses; B rows, in M minibatches.
+  """What learns from scored responses.
 
-  Attributes:
-    abstract: shapes and shardings of the state, for a restore.
-    init_state: policy, donated -> the first state.
-    learning_rate: the schedule, at an optimizer step from 0.
-    packing: the rows of a batch.
-    make_train_batch: (prompts, samples, packing) -> the batch, with zeros in
-      the fields that are filled in later.
-    needs_old_logps: whether `compute_old_logps` comes before `update`.
-    recompute_first_minibatch: whether that pass also covers minibatch 0, whose
-      old log-probs `update` computes itself; the rewards need them (k1).
-    add_reference_and_values: (state, batch, donated) -> the batch with
-      `reference_logps` and `values`; None if the objective has neither.
-    assign_advantages: (batch, donated, rewards [B], finish [B]) -> the batch
-      with advantages.
-    step: (state, batch, apply_updates) -> (state, batch, metrics), one program
-      for `compute_old_logps` and `update`; donates state and batch.
+  Batches are donated, and states by `step`.
   """
 
-  abstract: TrainState
-  init_state: InitState
-  learning_rate: optax.Schedule
+  abstract: TrainState  # shapes and shardings, for a restore
+  init_state: InitState  # donates the policy
+  learning_rate: optax.Schedule  # at an optimizer step from 0
   packing: PackingConfig
+  # The batch, with zeros in the fields that are filled in later.
   make_train_batch: Callable[[Prompts, Samples, Packing], PackedBatch]
-  needs_old_logps: bool
+  needs_old_logps: bool  # whether `compute_old_logps` comes before `update`
+  # Whether that pass also covers minibatch 0, whose old log-probs `update`
+  # computes itself; the rewards need them (k1).
   recompute_first_minibatch: bool
+  # Adds `reference_logps` and `values`; None if the objective has neither.
   add_reference_and_values: (
     Callable[[TrainState, PackedBatch], PackedBatch] | None
   )
+  # Of rewards [B] and finish [B].
   assign_advantages: Callable[[PackedBatch, jax.Array, jax.Array], PackedBatch]
+  # One program for `compute_old_logps` and `update`, which applies the updates.
   step: Callable[
     [TrainState, PackedBatch, np.bool_],
     tuple[TrainState, PackedBatch, Metrics],
@@ -88,8 +79,8 @@ class LearnerFunctions:
   ) -> Packing:
     """Where each response goes, with whole groups shuffled by `key`.
 
-    Takes the lengths of prompts [P] and of responses [B]; an empty response has
-    no place.
+    Lengths are of prompts [P] and of responses [B]; an empty response has no
+    place.
     """
     P, B = len(prompt_lengths), len(lengths)
     return packing.pack(
@@ -101,10 +92,10 @@ class LearnerFunctions:
   def row_tokens(
     self, prompt_lengths: np.ndarray, lengths: np.ndarray, packed: Packing
   ) -> dict[str, RowTokens]:
-    """The tokens of `update`, `old_logps` and `reference_and_values`, by name.
+    """The tokens of each pass that runs: `update`, `old_logps`,
+    `reference_and_values`, which counts once with one model or two.
 
-    Those that run; each counts once, with one model or several. `packed` is of
-    `pack` with the same lengths.
+    `packed` is of `pack` with the same lengths.
     """
     sequences = _sequence_lengths(prompt_lengths, lengths)
     all_rows = packing.row_tokens(sequences, packed, self.packing)
@@ -127,7 +118,7 @@ class LearnerFunctions:
 
     `update` fills in those of the first minibatch itself. So only one of its
     micro-batches runs here, to compare the two passes, unless
-    `recompute_first_minibatch`. Donates both arguments.
+    `recompute_first_minibatch`.
     """
     return self.step(state, batch, np.bool_(False))
 
@@ -136,7 +127,7 @@ class LearnerFunctions:
   ) -> tuple[TrainState, PackedBatch, Metrics]:
     """The state after `learner.minibatches` optimizer steps, batch, metrics.
 
-    The metrics add to those of `compute_old_logps`. Donates both arguments.
+    The metrics add to those of `compute_old_logps`.
     """
     return self.step(state, batch, np.bool_(True))
 
@@ -155,7 +146,7 @@ def learner_functions(
 ) -> LearnerFunctions:
   """What learns, from an abstract policy; compiles nothing yet."""
   learners = settings.learners(config, cfg)
-  make_state = functools.partial(new_state, learners, config, cfg)
+  make_state = functools.partial(_new_state, learners, config, cfg)
   state, init_state = _init_state(make_state, policy, mesh)
   states = abstract.shardings(state)
   rows = settings.packing(config, sharding.row_shards(mesh))
@@ -176,7 +167,6 @@ def learner_functions(
       temperature=config.sampler.temperature,
     )
 
-  has_either = state.reference is not None or state.critic is not None
   return LearnerFunctions(
     abstract=state,
     init_state=init_state,
@@ -202,9 +192,9 @@ def learner_functions(
       in_shardings=(states, packed),
       out_shardings=packed,
       donate_argnums=1,
-      compiler_options=training_options(mesh),
+      compiler_options=_training_options(mesh),
     )
-    if has_either
+    if state.reference is not None or state.critic is not None
     else None,
     assign_advantages=mesh_jit(
       functools.partial(
@@ -226,7 +216,7 @@ def learner_functions(
       in_shardings=(states, packed, replicated),
       out_shardings=(states, packed, replicated),
       donate_argnums=(0, 1),
-      compiler_options=training_options(mesh),
+      compiler_options=_training_options(mesh),
     ),
   )
 
@@ -265,13 +255,12 @@ def cold_start_functions(
       ),
       out_shardings=(states, replicated),
       donate_argnums=0,
-      compiler_options=training_options(mesh),
+      compiler_options=_training_options(mesh),
     ),
   )
 
 
 def _init_state(make_state, policy, mesh) -> tuple[TrainState, InitState]:
-  """The abstract state, and the function that makes it of a donated policy."""
   shapes = jax.eval_shape(make_state, abstract.without_shardings(policy))
   state = abstract.sharded(shapes, mesh)
   init_state = mesh_jit(
@@ -284,7 +273,7 @@ def _init_state(make_state, policy, mesh) -> tuple[TrainState, InitState]:
   return state, init_state
 
 
-def new_state(learners, config, cfg, policy) -> TrainState:
+def _new_state(learners, config, cfg, policy) -> TrainState:
   """A state of this policy, with the reference and the critic it needs."""
   state = train_step.init_state(policy, optimizer=learners.policy.optimizer)
   reference = value = None
@@ -306,9 +295,14 @@ def _update(state, batch, apply_updates, *, learners, reference_every):
     state, batch, learner=learners.policy, apply_updates=apply_updates
   )
   if learners.critic:
-    learn = functools.partial(
-      _update_critic, state.critic, batch, learners.critic
-    )
+
+    def learn():
+      value, _, metrics = train_step.update(
+        state.critic, batch, learner=learners.critic
+      )
+      metrics["critic/grad_norm"] = metrics.pop("grad/norm")
+      return value, metrics
+
     shapes = jax.eval_shape(learn)[1]
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     value, critic_metrics = train_step.run_if(
@@ -324,19 +318,8 @@ def _update(state, batch, apply_updates, *, learners, reference_every):
   return new, batch, metrics
 
 
-def _update_critic(state, batch, learner):
-  """The critic after an update, and its metrics."""
-  value, _, metrics = train_step.update(state, batch, learner=learner)
-  metrics["critic/grad_norm"] = metrics.pop("grad/norm")
-  return value, metrics
-
-
-def training_options(mesh: jax.sharding.Mesh) -> dict:
-  """Compiler options of what trains.
-
-  They round as the sampler does, and hide large collectives behind matrix
-  products.
-  """
+def _training_options(mesh: jax.sharding.Mesh) -> dict:
+  """They round as the sampler, and hide collectives behind matrix products."""
   if mesh.devices.flat[0].device_kind not in _SPARSE_CORES:
     return rounding.OPTIONS
   offload = "xla_tpu_enable_sparse_core_collective_offload_"

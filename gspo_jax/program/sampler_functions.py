@@ -128,16 +128,13 @@ def shards_of_rows(
 
 
 def _decoding_mesh(config, mesh, devices=()):
-  c = config.sampler_mesh
-  sizes = {
-    axis: size or mesh.shape[axis]
-    for axis, size in (("expert", c.expert), ("tensor", c.tensor))
-  }
+  expert = config.sampler_mesh.expert or mesh.shape["expert"]
+  tensor = config.sampler_mesh.tensor or mesh.shape["tensor"]
   if len(devices) == mesh.size:
     mesh = sharding.beside(mesh, devices)
   elif devices:
     mesh = sharding.make_mesh(devices, data=-1)
-  return sharding.reshape_mesh(mesh, **sizes)
+  return sharding.reshape_mesh(mesh, expert=expert, tensor=tensor)
 
 
 def _sampler_mesh(config, mesh, params, devices):
@@ -155,10 +152,9 @@ def _sampler_mesh(config, mesh, params, devices):
 def _separate_devices(
   policy, params, cfg, here, there, places
 ) -> SeparateDevices:
-  """Functions that move arrays between the meshes `here` and `there`.
+  """`policy` and `params` are the weights of `here` and `there`.
 
-  `policy` and `params` are the abstract weights, `places` the shardings of
-  samples, on the first mesh and on the second. Weights are cast before they are
+  So are `places` the shardings of samples. Weights are cast before they are
   sent.
   """
   cast = lambda policy: jax.tree.map(lambda x: x.astype(cfg.dtype), policy)

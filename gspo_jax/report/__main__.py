@@ -31,15 +31,6 @@ class _Parser(argparse.ArgumentParser):
     )
 
 
-def _page():
-  """The module that writes the page: it needs the extra `report`."""
-  try:
-    from gspo_jax.report import page
-  except ImportError as error:
-    raise missing_package(error, "report", "the report") from error
-  return page
-
-
 def main() -> None:
   """Entry point of the command."""
   parser = _Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -51,7 +42,11 @@ def main() -> None:
   )
   try:
     arguments = parser.parse_args()
-    print(_page().write(arguments.workdir, arguments.to))
+    try:
+      from gspo_jax.report import page
+    except ImportError as error:
+      raise missing_package(error, "report", "the report") from error
+    print(page.write(arguments.workdir, arguments.to))
   except UserError as error:
     sys.exit(complain(error))
 

@@ -45,21 +45,15 @@ _LOGARITHMIC = ("*_std", "*_abs_mean", "*norm")
 
 
 class Plot(NamedTuple):
-  """A figure, and what the page writes around it.
+  """A figure, and what the page writes around it."""
 
-  Attributes:
-    figure: without a template; the page sets that of its colour scheme.
-    summary: what the figure shows, for screen readers.
-    note: text below the figure.
-  """
-
-  figure: go.Figure
-  summary: str
-  note: str = ""
+  figure: go.Figure  # its template is that of the page's colour scheme
+  summary: str  # what the figure shows, for screen readers
+  note: str = ""  # text below the figure
 
   @property
   def title(self) -> str:
-    """The title of the figure, as plain text."""
+    """Plain text."""
     return unescape(self.figure.layout.title.text)
 
 
@@ -116,7 +110,6 @@ def of_section(names: Sequence[str], runs: Sequence[RunRecord]) -> list[Plot]:
 
 
 def _is_constant(name: str, runs: Sequence[RunRecord]) -> bool:
-  """Whether a scalar has one value in all runs, more than twice."""
   series = [run.scalars[name].values for run in runs if name in run.scalars]
   values = np.concatenate(series)
   return len(values) > 2 and len(set(values.tolist())) == 1
@@ -188,19 +181,13 @@ def _curves(
   values = np.concatenate([*values, list(marks.values())])
   figure.update_xaxes(**_whole("step", min(ends), max(ends)))
   figure.update_yaxes(**_vertical(values, _is(names[0], _LOGARITHMIC), skip))
+  finite = {line.label: line.series.finite() for line in lines}
+  text = lambda value: number(value, unit(names[0]))
   summary = "; ".join(
-    f"{label} {number(first, unit(names[0]))} to {number(last, unit(names[0]))}"
-    for label, first, last in (
-      (line.label, *_ends(line.series.values)) for line in lines
-    )
+    f"{label} {text(values[0])} to {text(values[-1])}"
+    for label, values in finite.items()
   )
   return Plot(figure, summary)
-
-
-def _ends(values: np.ndarray) -> tuple[float, float]:
-  """The first and the last finite value."""
-  finite = values[~np.isnan(values)]
-  return (finite[0], finite[-1]) if len(finite) else (np.nan, np.nan)
 
 
 def _vertical(values: np.ndarray, logarithmic: bool, tight: bool) -> dict:
@@ -223,9 +210,9 @@ def _vertical(values: np.ndarray, logarithmic: bool, tight: bool) -> dict:
 
 
 def thin(series: Series) -> Series:
-  """A long series reduced to few of its points, without hiding a spike.
+  """A long series with the smallest and largest value of each stretch.
 
-  Each of equally many steps keep their smallest and largest value, and a NaN.
+  Of a stretch with NaN, one is kept, too.
   """
   steps, values = series
   if len(steps) <= _POINTS:
@@ -335,7 +322,6 @@ def _used(counts: np.ndarray, edges: np.ndarray) -> slice:
 
 
 def _bins(edges: np.ndarray) -> np.ndarray:
-  """The name of each bin."""
   names = [f"{a:.2g} to {b:.2g}" for a, b in itertools.pairwise(edges)]
   names[0], names[-1] = f"below {edges[1]:.2g}", f"above {edges[-2]:.2g}"
   return np.array(names)
@@ -378,12 +364,11 @@ def _whole(name: str, first: int, last: int) -> dict:
 
 
 def _plain(text: str) -> str:
-  """Text in which plotly finds no tags."""
+  # plotly reads tags.
   return escape(text, quote=False)
 
 
 def _figure(title: str, unit: str) -> go.Figure:
-  """An empty figure."""
   if unit not in ("", "%"):
     title = f"{title} ({unit})"
   return go.Figure(
@@ -399,12 +384,9 @@ def _figure(title: str, unit: str) -> go.Figure:
 
 
 def template(base: str, ink: str, paper: str) -> go.layout.Template:
-  """What all figures of a colour scheme share.
+  """What all figures share, on a template of plotly.
 
-  Args:
-    base: name of a template of plotly.
-    ink: colour of text.
-    paper: colour of the background.
+  `ink` and `paper` are the colours of text and background.
   """
   result = go.layout.Template(io.templates[base])
   result.layout.update(

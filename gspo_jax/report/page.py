@@ -11,13 +11,7 @@ from etils import epath
 from plotly.offline import get_plotlyjs
 
 from gspo_jax.report import samples, tables
-from gspo_jax.report.charts import (
-  COLOURS,
-  Plot,
-  of_section,
-  sections,
-  template,
-)
+from gspo_jax.report.charts import COLOURS, Plot, of_section, sections, template
 from gspo_jax.report.workdir import RunRecord, read
 from gspo_jax.runtime.errors import UserError
 
@@ -34,12 +28,7 @@ _THEMES = {
 def write(workdirs: Sequence[str], to: str | None = None) -> epath.Path:
   """Writes the page of these runs; returns its path.
 
-  Args:
-    workdirs: of runs, local or in a bucket; several are compared.
-    to: the file; None for report.html in the only workdir.
-
-  Raises:
-    UserError: a folder has no run, or the page cannot be written.
+  `to` is the file; None for report.html in the only workdir.
   """
   if len(workdirs) > len(COLOURS):
     raise UserError(
@@ -77,7 +66,6 @@ def page(runs: Sequence[RunRecord]) -> str:
 
 
 def _figure(name: str, plot: Plot) -> str:
-  """The place of a plot, with its text."""
   title = escape(plot.title)
   note = f"<p>{escape(plot.note)}</p>" if plot.note else ""
   return (

@@ -4,7 +4,6 @@ import datetime
 import json
 from collections.abc import Sequence
 from html import escape
-from typing import NamedTuple
 
 import numpy as np
 
@@ -50,17 +49,9 @@ def head(runs: Sequence[RunRecord]) -> str:
   return f"<header>{html}</header>"
 
 
-class _Result(NamedTuple):
-  """A main result: its label, last value and first value ("" for none)."""
-
-  label: str
-  value: str
-  first: str
-
-
-def _results(run: RunRecord) -> list[_Result]:
-  """The main results that the run has written."""
-  results = []
+def _results(run: RunRecord) -> dict[str, tuple[str, str]]:
+  """The main results: last value, and first value or "", by label."""
+  results = {}
   averages = [m for m in run.scalars if m.startswith("eval/avg@")]
   # Several where a run went on with another eval.samples.
   average = max(averages, key=lambda m: run.scalars[m].steps[-1], default="")
@@ -72,21 +63,21 @@ def _results(run: RunRecord) -> list[_Result]:
     ("length", "response/length", "tokens"),
   ):
     if metric in run.scalars:
-      many = len(run.scalars[metric].steps) > 1
-      first = number(run.first(metric), "" if unit == "tokens" else unit)
-      last = number(run.last(metric), unit)
-      results.append(_Result(label, last, first if many else ""))
+      values, first = run.scalars[metric].finite(), ""
+      if len(run.scalars[metric].steps) > 1:
+        first = number(values[0], "" if unit == "tokens" else unit)
+      results[label] = number(values[-1], unit), first
   if "time/iteration" in run.scalars:
-    total = datetime.timedelta(seconds=round(run.seconds()))
-    median = float(np.nanmedian(run.scalars["time/iteration"].values))
-    results.append(_Result("time in iterations", str(total), ""))
-    results.append(_Result("an iteration", f"{number(median)} s", ""))
+    times = run.scalars["time/iteration"].values
+    total = datetime.timedelta(seconds=round(np.nansum(times)))
+    results["time in iterations"] = str(total), ""
+    results["an iteration"] = f"{number(np.nanmedian(times))} s", ""
   return results
 
 
 def _tiles(run: RunRecord) -> str:
   tiles = ""
-  for label, value, first in _results(run):
+  for label, (value, first) in _results(run).items():
     before = f'<span class="before">{first} → </span>' if first else ""
     tiles += f"<div><dt>{escape(label)}</dt><dd>{before}{value}</dd></div>"
   if not tiles:
@@ -95,13 +86,13 @@ def _tiles(run: RunRecord) -> str:
 
 
 def _compared(runs: Sequence[RunRecord]) -> str:
-  results = [{r.label: r for r in _results(run)} for run in runs]
+  results = [_results(run) for run in runs]
   labels = list(dict.fromkeys(label for part in results for label in part))
   body = ""
   for i, (run, by_label) in enumerate(zip(runs, results, strict=True)):
     cells = [*_kind(run), steps(run)]
     for label in labels:
-      _, value, first = by_label.get(label, _Result(label, "-", ""))
+      value, first = by_label.get(label, ("-", ""))
       cells.append(f"{first} → {value}" if first else value)
     body += f"<tr><th scope=row>{_swatch(i)}{escape(run.name)}</th>"
     body += "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
@@ -117,7 +108,6 @@ def _heads(*texts: str) -> str:
 
 
 def _swatch(i: int) -> str:
-  """The colour of a run."""
   return f'<i class="swatch" style="background:{COLOURS[i]}"></i>'
 
 
@@ -132,13 +122,12 @@ def legend(runs: Sequence[RunRecord]) -> str:
 
 
 def _warnings(run: RunRecord, named: bool) -> list[str]:
-  of = f"{run.name}: " if named else ""
   warnings = []
   without = run.without_signal()
   if len(without):
     steps = len(run.scalars["reward/mixed_groups"].steps)
     warnings.append(
-      f"{of}No signal at {len(without):,} of {steps:,} steps, first at step "
+      f"No signal at {len(without):,} of {steps:,} steps, first at step "
       f"{without[0]:,}: the rewards of no group differed (reward/mixed_groups "
       "is 0), so no response has an advantage"
     )
@@ -146,10 +135,8 @@ def _warnings(run: RunRecord, named: bool) -> list[str]:
     missing = at[np.isnan(values)]
     if len(missing):
       times = f", {len(missing):,} times" if len(missing) > 1 else ""
-      warnings.append(
-        f"{of}{name} was not finite at step {missing[0]:,}{times}"
-      )
-  return warnings
+      warnings.append(f"{name} was not finite at step {missing[0]:,}{times}")
+  return [f"{run.name}: {w}" if named else w for w in warnings]
 
 
 def numbers(metrics: Sequence[str], runs: Sequence[RunRecord]) -> str:
@@ -159,13 +146,13 @@ def numbers(metrics: Sequence[str], runs: Sequence[RunRecord]) -> str:
     for run in runs:
       if name not in run.scalars:
         continue
-      values = run.scalars[name].values
-      finite = values[~np.isnan(values)]
-      ends = (finite.min(), finite.max()) if len(finite) else (np.nan, np.nan)
-      cells = [number(v) for v in (run.first(name), run.last(name), *ends)]
+      values = run.scalars[name].finite()
+      ends = values[0], values[-1], values.min(), values.max()
+      cells = map(number, ends)
       of_run = f"<td>{escape(run.name)}</td>" if len(runs) > 1 else ""
+      count = len(run.scalars[name].steps)
       rows += f"<tr><th scope=row>{escape(name)}</th>{of_run}" + "".join(
-        f"<td class=n>{cell}</td>" for cell in (*cells, f"{len(values):,}")
+        f"<td class=n>{cell}</td>" for cell in (*cells, f"{count:,}")
       )
       rows += "</tr>"
   if not rows:

@@ -32,6 +32,11 @@ class Series(NamedTuple):
   steps: np.ndarray  # [N] int, ascending
   values: np.ndarray  # [N] float; NaN where the run wrote null
 
+  def finite(self) -> np.ndarray:
+    """The values without NaN; one NaN if there are no others."""
+    values = self.values[~np.isnan(self.values)]
+    return values if len(values) else np.array([np.nan])
+
 
 class Spread(NamedTuple):
   """A distribution: counts between edges, or one number for each layer."""
@@ -42,41 +47,14 @@ class Spread(NamedTuple):
 
 
 class RunRecord(NamedTuple):
-  """The files of a run. Attributes are empty if their file is missing.
+  """The files of a run. A field is empty if its file is missing."""
 
-  Attributes:
-    name: the folder, or the end of its path that differs from other runs.
-    scalars: by metric.
-    spreads: by metric.
-    samples: the sample responses by step.
-    config: nested dicts.
-    last_step: the last step with metrics; 0 if there is none.
-  """
-
-  name: str
-  scalars: dict[str, Series]
-  spreads: dict[str, Spread]
-  samples: dict[int, list[run_files.Sample]]
-  config: dict
-  last_step: int
-
-  def first(self, metric: str) -> float:
-    """The first finite value; NaN if there is none."""
-    return self._end(metric, 0)
-
-  def last(self, metric: str) -> float:
-    """The last finite value; NaN if there is none."""
-    return self._end(metric, -1)
-
-  def _end(self, metric: str, index: int) -> float:
-    series = self.scalars.get(metric)
-    finite = [] if series is None else series.values[~np.isnan(series.values)]
-    return float(finite[index]) if len(finite) else float("nan")
-
-  def seconds(self) -> float:
-    """Time of all iterations, without evaluations and the cold start."""
-    series = self.scalars.get("time/iteration")
-    return float("nan") if series is None else float(np.nansum(series.values))
+  name: str  # the folder, or the end of its path that differs from other runs
+  scalars: dict[str, Series]  # by metric
+  spreads: dict[str, Spread]  # by metric
+  samples: dict[int, list[run_files.Sample]]  # by step
+  config: dict  # nested
+  last_step: int  # with metrics; 0 if there is none
 
   def without_signal(self) -> np.ndarray:
     """Steps without advantages: in no group did the rewards differ.
@@ -95,14 +73,10 @@ class RunRecord(NamedTuple):
     return mixed.steps[mixed.values == 0]
 
   def clips(self, unit: str) -> dict[str, float]:
-    """The log-ratios beyond which the method clips.
+    """The log-ratios beyond which the method clips: "clip low", "clip high".
 
-    Args:
-      unit: "token" or "sequence".
-
-    Returns:
-      {"clip low": ..., "clip high": ...}; {} if the method is unknown or does
-      not clip the ratios of this unit.
+    {} if the method is unknown, or does not clip the ratios of this unit, which
+    is "token" or "sequence".
     """
     spec = self.config.get("objective", {}).get("name", "")
     name, _, text = spec.partition(":")
@@ -124,12 +98,7 @@ class RunRecord(NamedTuple):
 
 
 def read(workdirs: Sequence[str]) -> list[RunRecord]:
-  """Reads runs, in this order.
-
-  Raises:
-    UserError: a folder has no run, or a line of its files is bad. The last line
-      may be cut short: the run may still be writing.
-  """
+  """Reads runs; the last line of a file may be cut short, not yet written."""
   return [
     _read(epath.Path(folder), name)
     for folder, name in zip(workdirs, names(workdirs), strict=True)
@@ -152,7 +121,11 @@ def _read(folder: epath.Path, name: str) -> RunRecord:
   if not (folder / "metrics.jsonl").exists():
     raise UserError(f"{str(folder)!r} has no run: {_hint(folder)}")
   lines = json_lines.read(folder / "metrics.jsonl", drop_partial=True)
-  records = [_record(*line) for line in lines]
+  records = [
+    {"step": run_files.step_of(record, place)}
+    | {k: _number(v, k, place) for k, v in record.items() if k != "step"}
+    for place, record in lines
+  ]
   config = folder / "run_config.json"
   return RunRecord(
     name=name,
@@ -177,7 +150,6 @@ def _hint(folder: epath.Path) -> str:
 
 
 def _config(path: epath.Path) -> dict:
-  """The config of a run; UserError where the page could not show it."""
   config = json_file.read(path)
   with content_of(f"{path}: not the config of a run"):
     flatten(config)
@@ -193,18 +165,11 @@ def _config(path: epath.Path) -> dict:
 
 
 def _is_a(kind, value) -> bool:
-  """Whether a value has this type; a number is that of a key, -1 or more."""
+  """Whether a value has this type; numbers are finite and -1 or more."""
   is_number = isinstance(value, int | float)
   return isinstance(value, kind) and not (
     is_number and not -1 <= value < math.inf
   )
-
-
-def _record(place: str, record: dict) -> dict:
-  """A line of metrics.jsonl, with numbers alone."""
-  step = run_files.step_of(record, place)
-  values = {k: _number(v, k, place) for k, v in record.items() if k != "step"}
-  return {"step": step, **values}
 
 
 def _number(value, name: str, place: str) -> float:

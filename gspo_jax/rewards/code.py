@@ -4,7 +4,6 @@ import json
 import re
 import textwrap
 import time
-from typing import NamedTuple
 
 from gspo_jax.rewards.reward import Reward
 from gspo_jax.runtime import errors
@@ -17,13 +16,6 @@ _FENCE = re.compile(r"(.*?)(?<!`)(`{3,}(?=[^`]*$)|~{3,})(.*)")
 _ITEM = re.compile(r"(?:(?:[-*+]|\d+[.)])\s+)*")  # of a list
 _WORD = re.compile(r"[\w.+#-]+")
 _PYTHON = re.compile(r"\.?(?:i?python|py|pypy)(?:3(?:\.\d+)?)?")
-
-
-class _Test(NamedTuple):
-  """One test of a program: text for stdin, expected text of stdout."""
-
-  stdin: str
-  stdout: str
 
 
 def passes(
@@ -48,27 +40,23 @@ def passes(
     reference: JSON, `{"inputs": [...], "outputs": [...]}` or a list of
       `{"input": ..., "output": ...}`: text for stdin and of stdout.
     seconds: wall-clock time for one test.
-    total: wall-clock time for all tests; must be below the pool's time for one
-      call.
+    total: seconds for all tests, below the pool's time for one call.
     memory: address space of the program, MiB.
-
-  Raises:
-    ValueError: the reference is not of that form.
   """
   tests = _tests(reference)
   source = program(response)
   if source is None:
     return 0.0
   end = time.monotonic() + total
-  for test in tests:
+  for stdin, expected in tests:
     output = sandbox.run(
       source,
-      test.stdin,
+      stdin,
       seconds=min(seconds, max(0.0, end - time.monotonic())),
       memory=memory,
-      max_output=2 * len(test.stdout.encode("utf-8", "replace")) + SLACK,
+      max_output=2 * len(expected.encode("utf-8", "replace")) + SLACK,
     )
-    if output is None or _lines(output) != _lines(test.stdout):
+    if output is None or _lines(output) != _lines(expected):
       return 0.0
   return 1.0
 
@@ -81,18 +69,18 @@ def program(response: str) -> str | None:
   each may end in 3 or 3.x. A block ends at a line of as many backticks or
   tildes as it began with, or more, and nothing else.
   """
-  last_of, lines, opened, language = {}, [], "", ""
+  programs, lines, opened, language = {}, [], "", ""
   for line in response.split("\n"):
     match = _FENCE.fullmatch(line.strip())
     before, marks, info = match.groups() if match else ("", "", "")
     if opened and marks.startswith(opened) and not before + info:
-      last_of[language], opened = _dedent(lines), ""
+      programs[language], opened = _dedent(lines), ""
     elif opened:
       lines.append(line)
     elif match and (_ITEM.fullmatch(before) or _language(info) == "python"):
       lines, opened, language = [], marks, _language(info)
-      last_of[language] = None
-  return last_of.get("python", last_of.get(""))
+      programs[language] = None
+  return programs.get("python", programs.get(""))
 
 
 def _language(info: str) -> str:
@@ -109,20 +97,19 @@ def _dedent(lines: list[str]) -> str:
   return textwrap.dedent(text) if is_indented else text
 
 
-def _tests(reference: str) -> list[_Test]:
-  """The tests of a reference: at least one, and one must print something."""
+def _tests(reference: str) -> list[tuple[str, str]]:
+  """Texts of stdin and stdout, one pair or more; one prints something."""
   try:
     tests = json.loads(reference)
     if isinstance(tests, dict):
-      pairs = zip(tests["inputs"], tests["outputs"], strict=True)
-      tests = list(map(_Test._make, pairs))
+      tests = list(zip(tests["inputs"], tests["outputs"], strict=True))
     else:
-      tests = [_Test(test["input"], test["output"]) for test in tests]
+      tests = [(test["input"], test["output"]) for test in tests]
   except (KeyError, TypeError, ValueError) as e:
     raise ValueError(f"{_EXPECTED}, got {reference[:80]!r}") from e
   if not tests or not all(isinstance(s, str) for test in tests for s in test):
     raise ValueError(f"{_EXPECTED}, got {reference[:80]!r}")
-  if not any(test.stdout.strip() for test in tests):
+  if not any(stdout.strip() for _, stdout in tests):
     raise ValueError(
       "expected at least one test that prints something: these are passed by "
       f"doing nothing: {reference[:80]!r}"

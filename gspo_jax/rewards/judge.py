@@ -94,14 +94,8 @@ async def score(
   `scale`; any other digit or % before the next comma or full stop is an error.
 
   A refused connection, a time-out, and the HTTP statuses 408, 409, 425, 429 and
-  5xx are tried again, after 0.5 s, 1 s, ... up to 8 s.
-
-  The arguments are those of docs/rewards.md; `total`, the seconds for all
-  tries, must be below the pool's time for one call.
-
-  Raises:
-    JudgeError: no reply in time, an error of the server, no score in the reply
-      or one outside of 0 to `scale`.
+  5xx are tried again, after 0.5 s, 1 s, ... up to 8 s. `total`, the seconds for
+  all tries, must be below the pool's time for one call.
   """
   values = {"prompt": prompt, "response": response, "reference": reference}
   text = _fill(_template(template), columns | values | {"scale": f"{scale:g}"})
@@ -145,13 +139,13 @@ def _template(path: str) -> str:
 def _body(model: str, text: str, temperature: float, max_tokens: int) -> bytes:
   # Half of a surrogate pair is no UTF-8, and servers refuse it.
   text = text.encode("utf-8", "replace").decode()
-  message = {"role": "user", "content": text}
   request = {
     "model": str(model),
-    "messages": [message],
+    "messages": [{"role": "user", "content": text}],
     "max_tokens": max_tokens,
+    "temperature": temperature,
   }
-  return json.dumps(request | {"temperature": temperature}).encode()
+  return json.dumps(request).encode()
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -182,7 +176,13 @@ def _ask(url: str, body: bytes, key_variable: str, seconds: float) -> dict:
       again=e.code >= 500 or e.code in _BUSY,
     ) from e
   except (OSError, http.client.HTTPException) as e:
-    raise JudgeError(f"{url}: {_why(e, seconds)}", again=True) from e
+    cause = getattr(e, "reason", e)
+    text = (
+      getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}"
+    )
+    if isinstance(cause, TimeoutError):
+      text = f"no answer within {seconds:.1f} s"
+    raise JudgeError(f"{url}: {text}", again=True) from e
   try:
     choice = json.loads(data)["choices"][0]
     choice["message"]["content"]
@@ -197,18 +197,13 @@ def _key(variable: str) -> str:
   return os.environ[variable].strip() if variable else ""
 
 
-def _without_key(said: str | bytes, variable: str) -> str:
-  """What a server said, for an error: it may quote the header with the key."""
-  text = said if isinstance(said, str) else said.decode("utf-8", "replace")
+def _without_key(answer: str | bytes, variable: str) -> str:
+  """A server's answer, for an error: it may quote the header with the key."""
+  text = (
+    answer if isinstance(answer, str) else answer.decode("utf-8", "replace")
+  )
   key = _key(variable)
   return text.replace(key, "...") if key else text
-
-
-def _why(error: Exception, seconds: float) -> str:
-  cause = getattr(error, "reason", error)
-  if isinstance(cause, TimeoutError):
-    return f"no answer within {seconds:.1f} s"
-  return getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}"
 
 
 def _read_score(
@@ -235,8 +230,8 @@ def _labelled(answer: str) -> tuple[str | None, str] | None:
   None: nothing is called "score". No number: it cannot be read, or another one
   is called "score" on a later line.
   """
-  found = (list(label.finditer(answer)) for label in _LABELS)
-  labels = next(filter(None, found), None)
+  matches = (list(label.finditer(answer)) for label in _LABELS)
+  labels = next(filter(None, matches), None)
   if not labels:
     return None
   named, number, tail = labels[-1].groups(default="")
@@ -287,18 +282,15 @@ def _prepare(
     raise _wrong("template", "a text file", f"{template} ({e})") from e
   if "{response}" not in text:
     raise _wrong("template", "a file with {response} in it", template)
-  if key_variable and not os.environ.get(str(key_variable)):
+  variable = str(key_variable)
+  if variable and not os.environ.get(variable):
     raise _wrong(
-      "key_variable", "an environment variable that is set", key_variable
+      "key_variable", "an environment variable that is set", variable
     )
-  if not re.fullmatch(r"[!-~]*", _key(str(key_variable))):
-    raise _wrong(
-      "key_variable",
-      "an environment variable of visible ASCII, without spaces",
-      key_variable,
-    )
-  body = _body(model, "Say 1.", temperature, 1)
-  _require_server(url, body, str(key_variable))
+  if not re.fullmatch(r"[!-~]*", _key(variable)):
+    expected = "an environment variable of visible ASCII, without spaces"
+    raise _wrong("key_variable", expected, variable)
+  _require_server(url, _body(model, "Say 1.", temperature, 1), variable)
 
 
 def _wrong(name: str, expected: str, value) -> errors.UserError:

@@ -17,19 +17,10 @@ def overlong(
 
   0 up to `limit - buffer` tokens, then linear down to -1 at `limit` tokens.
 
-  Args:
-    prompt: not used.
-    response: not used.
-    reference: not used.
-    tokens: length of the response, stop token included.
-    limit: L_max, the largest length allowed; 20,480 in the paper.
-    buffer: L_cache, the tokens over which it falls; 4,096 in the paper.
-
-  Raises:
-    ValueError: the buffer is larger than the limit, which would punish every
-      response.
+  `tokens` counts the stop token; `limit` is the paper's L_max = 20,480, and
+  `buffer` its L_cache = 4,096.
   """
-  if buffer > limit:
+  if buffer > limit:  # every response would be punished
     raise ValueError(
       f"reward 'overlong': expected a buffer up to the {limit} tokens that a "
       f"response may have, got {buffer}"

@@ -45,9 +45,6 @@ def gsm8k(prompt: str, response: str, reference: str) -> float:
   exponents, NaN, and digits other than 0 to 9.
 
   The reference is a number, or a solution that ends in one after `####`.
-
-  Raises:
-    ValueError: it is neither.
   """
   expected = number(marked(reference) or reference)
   if expected is None:
@@ -78,10 +75,7 @@ def without_separators(text: str) -> str:
 
 
 def result(response: str) -> str | None:
-  r"""The text behind the last marker or in the last box; None if none.
-
-  The marker is `####`, as `marked` finds it; a box is `\boxed{}`.
-  """
+  r"""The text behind the last `####`, or in the last `\boxed{}` after it."""
   *_, box = [None, *_BOX.finditer(response)]
   marker = _marker(response)
   if marker and not (box and box.start() > marker.start()):

@@ -10,7 +10,6 @@ caller should stop.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy as np
 from gspo_jax.rewards import reward
 from gspo_jax.rewards.reward import EXAMPLE, Needs, Number, Response
 from gspo_jax.runtime import errors
-from gspo_jax.workers.pool import Call, Pool
+from gspo_jax.workers.pool import Call, Pool, Started
 
 _MAX_REASONS = 3  # for failures
 
@@ -28,21 +27,17 @@ class Rewards(NamedTuple):
 
   Their shape is [N] in the order of `RewardPool.submit`, and [P, G] for the
   batch of an iteration.
-
-  Attributes:
-    total: float32, the weighted sum of `parts`. Where `failed`, at most 0: a
-      failure must not pay better than a wrong response. In a batch see also
-      `rollout.scoring.pay_failures_least`.
-    parts: name of a reward, without its arguments -> float32, unweighted; 0
-      where it could not be computed.
-    failed: bool, whether a reward could not be computed.
-    reasons: up to three different reasons of failures, of this host.
   """
 
+  # float32, the weighted sum of `parts`. Where `failed`, at most 0: a failure
+  # must not pay better than a wrong response. In a batch see also
+  # `rollout.scoring.pay_failures_least`.
   total: np.ndarray
+  # By name of the reward, without its arguments: float32, unweighted; 0 where
+  # it could not be computed.
   parts: dict[str, np.ndarray]
-  failed: np.ndarray
-  reasons: tuple[str, ...] = ()
+  failed: np.ndarray  # bool, whether a reward could not be computed
+  reasons: tuple[str, ...] = ()  # up to 3 of failures, of this host
 
   @property
   def first(self) -> np.ndarray:
@@ -56,45 +51,37 @@ class Rewards(NamedTuple):
 
 
 class PendingCall(NamedTuple):
-  """A call that a response waits for.
+  """A call that a response waits for."""
 
-  Attributes:
-    name: of the reward.
-    future: of a `workers.pool.Result`, a list of `reward.Number`s.
-    index: of the response in that list.
-  """
+  reward: str  # its name
+  started: Started
+  place: int  # of the call in `started`
+  index: int  # of the response in the `reward.Number`s that the call returns
 
-  name: str
-  future: futures.Future
-  index: int
+  @property
+  def has_ended(self) -> bool:
+    return bool(self.started.results[self.place]) or self.started.done.done()
 
   def number(self) -> Number:
     """Waits for the number that the reward returned."""
-    value, failure = self.future.result()
-    number = Number(None, failure) if failure else Number(*value[self.index])
-    if number.failure:
-      return number._replace(failure=f"{self.name}: {number.failure}")
-    return number
+    results = self.started.results
+    value, failure = results[self.place] or self.started.wait()[self.place]
+    return Number(None, failure) if failure else Number(*value[self.index])
+
+  def failure(self) -> str:
+    """Waits; why the reward has no number, or ""."""
+    failure = self.number().failure
+    return failure and f"{self.reward}: {failure}"
 
 
 class PendingRewards:
-  """Rewards that are being computed, of this host or of all.
-
-  Args:
-    size: responses that get rewards, of all hosts if these are of all.
-    calls: [responses of this host][rewards].
-    compute: makes the rewards; it waits for the calls. `result` calls it once.
-
-  Attributes:
-    size: as above.
-    calls: as above.
-  """
+  """Rewards that are being computed, of this host or of all."""
 
   def __init__(
     self,
-    size: int,
-    calls: Sequence[Sequence[PendingCall]],
-    compute: Callable[[], Rewards],
+    size: int,  # responses, of all hosts if these rewards are
+    calls: Sequence[Sequence[PendingCall]],  # [responses of this host][rewards]
+    compute: Callable[[], Rewards],  # waits for the calls; called once
   ):
     self.size, self.calls = size, calls
     self._compute, self._rewards = compute, None
@@ -118,21 +105,11 @@ class RewardPool(Pool):
   number. It may raise there: the text of an example may not have the form that
   the reward expects of a response.
 
-  Attributes:
-    names: of the rewards, without arguments.
-    takes_groups: whether some reward takes all responses to a problem at once.
-
   Args:
     names: the rewards, as `reward.named` reads them.
     weights: of each reward in the total.
     examples: responses whose problems have the columns of all others.
-    **limits: `workers`, `seconds`, `memory` and `concurrency` of a `Pool`; a
-      call is of one reward, on one response or one group.
-
-  Raises:
-    UserError: a reward is unknown, does not import, lacks a package, takes
-      other arguments, needs a column that an example lacks, or returns no
-      number.
+    **limits: of a `Pool`; a call is of one reward, on a response or a group.
   """
 
   def __init__(
@@ -145,10 +122,11 @@ class RewardPool(Pool):
   ):
     self.names = tuple(name.partition(":")[0] for name in names)
     self._weights = tuple(weights)
-    _check(self.names, self._weights)
+    self._check_names()
     load = functools.partial(reward.load, tuple(names))
     super().__init__(f"rewards {', '.join(names)}", load, **limits)
     self._needs = [Needs(*each) for each in self.facts]
+    # Whether some reward takes all responses to a problem at once.
     self.takes_groups = any(need.group for need in self._needs)
     try:
       self._require_columns(examples)
@@ -160,12 +138,7 @@ class RewardPool(Pool):
   def submit(
     self, responses: Sequence[Response], group_size: int = 1
   ) -> PendingRewards:
-    """Starts to compute the rewards and returns at once.
-
-    Args:
-      responses: whole groups, one after the other.
-      group_size: responses of a group.
-    """
+    """Starts to compute the rewards of whole groups and returns at once."""
     if self.takes_groups and len(responses) % group_size:
       raise ValueError(f"{len(responses)} responses in groups of {group_size}")
     # Columns may be large, as tests of programs are.
@@ -177,29 +150,44 @@ class RewardPool(Pool):
       calls += [
         Call(i, responses[k : k + size]) for k in range(0, len(responses), size)
       ]
+    started = self.start(calls)
     by_reward = {name: [] for name in self.names}
-    for call, future in zip(calls, self.start(calls), strict=True):
+    for place, call in enumerate(calls):
       name = self.names[call.task]
       by_reward[name] += [
-        PendingCall(name, future, k) for k in range(len(call.request))
+        PendingCall(name, started, place, k) for k in range(len(call.request))
       ]
     rows = list(zip(*by_reward.values(), strict=True))
     return PendingRewards(len(rows), rows, lambda: self._rewards(rows))
 
-  def _rewards(self, calls: Sequence[Sequence[PendingCall]]) -> Rewards:
-    numbers = [call.number() for row in calls for call in row]
+  def _rewards(self, rows: Sequence[Sequence[PendingCall]]) -> Rewards:
+    calls = [call for row in rows for call in row]
+    numbers = [call.number() for call in calls]
     shape = -1, len(self.names)
     parts = np.array([number.value or 0.0 for number in numbers], np.float64)
     parts = parts.reshape(shape).astype(np.float32)
-    reasons = [number.failure for number in numbers]
-    failed = np.array([bool(x) for x in reasons], bool).reshape(shape).any(1)
+    failed = np.array([bool(number.failure) for number in numbers], bool)
+    reasons = [calls[i].failure() for i in np.flatnonzero(failed)]
+    failed = failed.reshape(shape).any(1)
     total = parts.astype(np.float64) @ np.float64(self._weights)
     return Rewards(
       total=np.float32(np.where(failed, np.minimum(total, 0), total)),
       parts=dict(zip(self.names, parts.T, strict=True)),
       failed=failed,
-      reasons=tuple(dict.fromkeys(filter(None, reasons)))[:_MAX_REASONS],
+      reasons=tuple(dict.fromkeys(reasons))[:_MAX_REASONS],
     )
+
+  def _check_names(self) -> None:
+    names, weights = self.names, self._weights
+    if not names or len(names) != len(weights):
+      raise errors.UserError(
+        f"expected a weight for each of one or more rewards, got {names=} and "
+        f"{weights=}"
+      )
+    if len(set(names)) < len(names):
+      raise errors.UserError(f"expected each reward once, got {names=}")
+    if not all(math.isfinite(weight) for weight in weights):
+      raise errors.UserError(f"expected finite weights, got {weights=}")
 
   def _require_columns(self, examples) -> None:
     for name, need in zip(self.names, self._needs, strict=True):
@@ -215,23 +203,17 @@ class RewardPool(Pool):
     same = [example for example in examples for _ in range(size)]
     for row in self.submit(same, size).calls:
       for call in row:
-        value, failure = call.future.result()
-        number = Number(None) if failure else Number(*value[call.index])
-        if number.is_wrong_type:
+        if (number := call.number()).is_wrong_type:
           raise errors.UserError(
-            f"reward {call.name!r}: {number.failure} for an example response"
+            f"reward {call.reward!r}: {number.failure} for an example response"
           )
 
 
 def too_many(count: int, size: int, max_failed: float, label: str) -> str:
-  """The error message if more rewards failed than are allowed; else "".
+  """The error message if `count` of `size` responses may not fail; else "".
 
-  Args:
-    count: responses that failed.
-    size: all responses.
-    max_failed: `reward.max_failed`, the share of responses that may fail. At
-      least one must succeed whatever the share.
-    label: where the responses come from.
+  `max_failed` is the share that may. At least one response must succeed
+  whatever the share.
   """
   allowed = min(int(max_failed * size + 1e-6), size - 1)
   if count <= allowed:
@@ -240,15 +222,3 @@ def too_many(count: int, size: int, max_failed: float, label: str) -> str:
     f"{label}: {count} of {size} responses could not be scored, expected at "
     f"most {allowed} (reward.max_failed={max_failed:g})"
   )
-
-
-def _check(names: Sequence[str], weights: Sequence[float]) -> None:
-  if not names or len(names) != len(weights):
-    raise errors.UserError(
-      f"expected a weight for each of one or more rewards, got {names=} and "
-      f"{weights=}"
-    )
-  if len(set(names)) < len(names):
-    raise errors.UserError(f"expected each reward once, got {names=}")
-  if not all(math.isfinite(weight) for weight in weights):
-    raise errors.UserError(f"expected finite weights, got {weights=}")

@@ -38,23 +38,14 @@ _OTHER_TRAINERS = {
 
 
 class Response(NamedTuple):
-  """A response of the policy with what its rewards need.
+  """A response of the policy with what its rewards need."""
 
-  Attributes:
-    prompt: what the policy read.
-    text: what the policy wrote, without its stop token.
-    reference: the target, in the form that the rewards read.
-    tokens: length of the response, stop token included.
-    limit: the largest length allowed, in tokens.
-    columns: the other columns of the problem's record.
-  """
-
-  prompt: str
-  text: str
-  reference: str
-  tokens: int = 0
-  limit: int = 0
-  columns: Mapping[str, Any] = {}
+  prompt: str  # what the policy read
+  text: str  # without its stop token
+  reference: str  # the target, in the form that the rewards read
+  tokens: int = 0  # length, stop token included
+  limit: int = 0  # the largest length allowed, in tokens
+  columns: Mapping[str, Any] = {}  # the others of the problem's record
 
   def to(self, problem) -> "Response":
     """This response to another problem, a `data.problem.Problem`."""
@@ -72,30 +63,26 @@ class Reward:
 
   A plain function is a reward that needs nothing else. A module that has such
   needs has a `Reward(function, prepare=...)`, which the config names instead.
-
-  Attributes:
-    function: (prompt, response, reference) -> float, or with `responses` as its
-      second parameter, all of a group, -> a float for each. What else it takes
-      by keyword are columns of the problem's record, `tokens` and `limit`.
-    prepare: (**arguments), called once at the start; raises UserError if the
-      reward cannot run (a missing package, a bad argument).
-    fits: (seconds, **arguments), as `prepare`, with the time limit of a call.
-    columns: (**arguments) -> the names of columns that it reads out of
-      `**columns`; they must be there.
-    name: its name in the config, without arguments; set by `named`.
-    arguments: keyword arguments that the config sets; of a built-in reward, all
-      that have a default. Set by `named`.
   """
 
+  # (prompt, response, reference) -> float; or with `responses` as its second
+  # parameter, all of a group, -> a float for each. Its keywords are columns of
+  # the problem's record, `tokens` and `limit`.
   function: Callable[..., Any]
+  # (**arguments), called once at the start; raises UserError if the reward
+  # cannot run (a missing package, a bad argument).
   prepare: Callable[..., None] | None = None
+  # (seconds, **arguments), as `prepare`, with the time limit of a call.
   fits: Callable[..., None] | None = None
+  # (**arguments) -> columns that it reads out of `**columns`; they must be
+  # there.
   columns: Callable[..., Sequence[str]] | None = None
+  # Set by `named`: the name in the config without arguments, and the keyword
+  # arguments that the config sets; of a built-in reward, all with a default.
   name: str = ""
   arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __call__(self, prompt, response, reference, **keywords):
-    """Calls the function with its arguments."""
     keywords = {**self.arguments, **keywords}
     return self.function(prompt, response, reference, **keywords)
 
@@ -121,13 +108,9 @@ class Reward:
     return self._takes_rest or not {*self._keywords} <= {*_LENGTHS}
 
   def keywords(self, responses: Sequence[Response]) -> dict[str, Any]:
-    """The columns and lengths for a call.
+    """The columns and lengths for a call; LookupError if a column is missing.
 
-    Args:
-      responses: to one problem: all of them if `takes_group`, else one.
-
-    Raises:
-      LookupError: the problem lacks a column.
+    `responses` are to one problem: all of them if `takes_group`, else one.
     """
     if not (self._keywords or self._takes_rest):
       return {}  # most rewards, and 20,000 times a second
@@ -171,28 +154,27 @@ class Reward:
 
   @functools.cached_property
   def _positional(self) -> tuple[str, ...]:
-    kinds = (
-      inspect.Parameter.POSITIONAL_ONLY,
-      inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    return tuple(
+      p.name
+      for p in self._parameters
+      if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     )
-    return tuple(p.name for p in self._parameters if p.kind in kinds)
+
+  @functools.cached_property
+  def _free(self) -> dict[str, inspect.Parameter]:
+    """The keyword-only parameters that the config does not set."""
+    keywords = spec.keywords(self.function).items()
+    return {name: p for name, p in keywords if name not in self.arguments}
 
   @functools.cached_property
   def _required(self) -> tuple[str, ...]:
     """Keywords without a value: columns, `tokens` and `limit`."""
-    keywords = spec.keywords(self.function).items()
-    names = [
-      name
-      for name, p in keywords
-      if p.default is p.empty and name not in self.arguments
-    ]
+    names = [name for name, p in self._free.items() if p.default is p.empty]
     return (*names, *(self.columns(**self.arguments) if self.columns else ()))
 
   @functools.cached_property
   def _keywords(self) -> tuple[str, ...]:
-    """The required keywords, and those with a default that are not set."""
-    keywords = spec.keywords(self.function).keys() - self.arguments.keys()
-    return tuple(dict.fromkeys((*self._required, *keywords)))
+    return tuple(dict.fromkeys((*self._required, *self._free)))
 
   @functools.cached_property
   def _takes_rest(self) -> bool:
@@ -207,10 +189,6 @@ def named(text: str, seconds: float | None = None) -> Reward:
       or `package.module.name` of a function or a `Reward`; the keys are its
       keyword-only arguments.
     seconds: that one call may take; None: no limit.
-
-  Raises:
-    UserError: there is no such reward, its module does not import, it does not
-      take those arguments, it cannot run, or it is no reward.
   """
   name, colon, arguments = text.partition(":")
   reward = spec.imported(name, BUILT_IN)
@@ -286,13 +264,13 @@ def _task(reward: Reward) -> Callable[[Sequence[Response]], Any]:
       return [_number(value)]
     count = len(responses)
     is_list = hasattr(value, "__len__") and not isinstance(value, str | dict)
-    if not is_list or len(value) != count:
-      got = f"{len(value)} of them" if is_list else type(value).__name__
-      failure = (
-        f"expected a list of floats, {count} for as many responses, got {got}"
-      )
-      return [Number(None, failure, True)] * count
-    return [_number(each) for each in value]
+    if is_list and len(value) == count:
+      return list(map(_number, value))
+    got = f"{len(value)} of them" if is_list else type(value).__name__
+    failure = (
+      f"expected a list of floats, {count} for as many responses, got {got}"
+    )
+    return [Number(None, failure, True)] * count
 
   def call(responses):
     value = begin(responses)

@@ -14,67 +14,42 @@ from gspo_jax.sampler.samples import Prompts, Samples
 
 
 class ScoredSamples(NamedTuple):
-  """The responses to a batch of P prompts, G each, and their rewards.
+  """The responses to a batch of P prompts, G each, and their rewards."""
 
-  Attributes:
-    prompts: P of them; with an environment, as it wrote them.
-    samples: the responses of all hosts, on the devices.
-    responses: of this host, by row, 0 to P * G - 1. The text of a conversation
-      is the whole of it.
-    rewards: of all hosts; call `result` on every host.
-    conversation: [P * G] float32 `turns`, `tool_calls` and `tool_errors`, and
-      [P * G, max_turns] float32 `rewards`, NaN for turns that were not taken;
-      {} without an environment.
-    environment_seconds: seconds that the devices waited for environments.
-  """
-
-  prompts: PromptBatch
-  samples: Samples
+  prompts: PromptBatch  # with an environment, as it wrote them
+  samples: Samples  # [P * G] of all hosts, on the devices
+  # Of this host, by row. The text of a conversation is the whole of it.
   responses: Mapping[int, Response]
-  rewards: PendingRewards
+  rewards: PendingRewards  # of all hosts; call `result` on every host
+  # [P * G] float32 `turns`, `tool_calls` and `tool_errors`, and
+  # [P * G, max_turns] float32 `rewards`, NaN for turns that were not taken; {}
+  # without an environment.
   conversation: Mapping[str, np.ndarray] = {}
-  environment_seconds: float = 0.0
+  environment_seconds: float = 0.0  # that the devices waited for environments
 
 
 class RolloutCost(NamedTuple):
-  """The cost of sampling a batch.
-
-  Attributes:
-    prompts: of the batch.
-    rewards: of all its responses, also of those that are discarded.
-    tokens: tokens sampled.
-    slot_steps: decode steps, each times the rows that were decoded.
-  """
+  """The cost of sampling a batch."""
 
   prompts: PromptBatch
-  rewards: PendingRewards
+  rewards: PendingRewards  # of all responses, the discarded ones too
   tokens: int | jax.Array
-  slot_steps: int | jax.Array
+  slot_steps: int | jax.Array  # decode steps, each times the rows decoded
 
 
 class RolloutBatch(NamedTuple):
-  """The batch that an iteration learns from.
+  """The batch that an iteration learns from."""
 
-  Attributes:
-    samples: P groups of finished responses.
-    costs: of the batches that were sampled for it. With partial rollouts, the
-      cost of all prompts in flight.
-    sampled_tokens: tokens that were sampled in this iteration, also for later
-      ones.
-    policy_step: the mean over tokens of the iteration whose policy sampled
-      them.
-    resumed_fraction: share of responses that took several iterations.
-    epochs: passes over the problems, with this batch; see `Curriculum.epochs`.
-    seconds: wall time of a dedicated sampler for this batch; 0 if trainer and
-      sampler share devices.
-  """
-
-  samples: ScoredSamples
+  samples: ScoredSamples  # P groups of finished responses
+  # Of the batches that were sampled for it; with partial rollouts, of all
+  # prompts in flight.
   costs: Sequence[RolloutCost]
-  sampled_tokens: int
-  policy_step: float
-  resumed_fraction: float = 0.0
-  epochs: float = 0.0
+  sampled_tokens: int  # in this iteration, also for later ones
+  policy_step: float  # mean over tokens of the iteration that sampled them
+  resumed_fraction: float = 0.0  # of responses that took several iterations
+  epochs: float = 0.0  # see `Curriculum.epochs`, with this batch
+  # Wall time of a dedicated sampler for this batch; 0 if trainer and sampler
+  # share devices.
   seconds: float = 0.0
 
 

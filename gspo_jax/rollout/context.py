@@ -30,33 +30,21 @@ def iteration_keys(rng: jax.Array, step: int) -> IterationKeys:
 
 
 class RolloutContext(NamedTuple):
-  """What sampling and scoring need.
-
-  Attributes:
-    curriculum: gives the prompts.
-    generate: samples; partial rollouts and conversations need a
-      `ContinuousSampler`, which resumes responses.
-    reward_pool: scores responses.
-    batch_sharding: of arrays whose first axis is the batch.
-    rng: the key of all iterations; see `iteration_keys`.
-    prompts: P, prompts of a batch.
-    group_size: G, responses a prompt.
-    stop: the stop strings of the sampler; None: there are none.
-    max_failed: `reward.max_failed`.
-    conversations: samples conversations; None: there is no environment.
-  """
+  """What sampling and scoring need."""
 
   curriculum: Curriculum
+  # Partial rollouts and conversations need a `ContinuousSampler`, which
+  # resumes responses.
   generate: Sampler
   tokenizer: Tokenizer
   reward_pool: RewardPool | EnvironmentPool
-  batch_sharding: jax.sharding.Sharding
-  rng: jax.Array
-  prompts: int
-  group_size: int
-  stop: StopStrings | None
-  max_failed: float
-  conversations: Conversations | None = None
+  batch_sharding: jax.sharding.Sharding  # of arrays [B, ...]
+  rng: jax.Array  # the key of all iterations; see `iteration_keys`
+  prompts: int  # P
+  group_size: int  # G
+  stop: StopStrings | None  # the sampler's; None: there are none
+  max_failed: float  # `reward.max_failed`
+  conversations: Conversations | None = None  # None: no environment
 
   def start_scoring(
     self, batch: PromptBatch, samples: Samples

@@ -4,16 +4,14 @@ A conversation is one row of samples: the response of turn 1, the tokens of the
 environment's messages, the response of turn 2, and so on, up to
 `sampler.max_new_tokens` tokens. `Samples.turns` says who wrote a token.
 
-All conversations take a turn together: one call of the sampler samples the
-responses, the next call goes on from the environments' answers. An environment
-is asked as soon as its response is there, while others decode; one whose `step`
-is `async` is asked about all at once.
+All conversations take a turn together, in one call of the sampler. An
+environment is asked as soon as its response is there, while others decode; one
+whose `step` is `async` is asked about all at once.
 """
 
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 
 import jax
 import numpy as np
@@ -24,7 +22,7 @@ from gspo_jax.record.progress import Progress
 from gspo_jax.rewards.pool import PendingRewards, Rewards
 from gspo_jax.rewards.reward import Response
 from gspo_jax.rollout import scoring
-from gspo_jax.rollout.batch import ScoredSamples
+from gspo_jax.rollout.batch import ScoredSamples, prompts_on_device
 from gspo_jax.rollout.environment_pool import EnvironmentPool, Reply
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
@@ -34,10 +32,10 @@ from gspo_jax.sampler.samples import (
   TRUNCATED,
   UNFINISHED,
   FinishedResponse,
-  Prompts,
   Samples,
 )
 from gspo_jax.sampler.stop_strings import StopStrings, response_text
+from gspo_jax.workers.pool import Started
 
 # The one reward of conversations.
 REWARD = "environment"
@@ -52,24 +50,16 @@ def _reason(error: Exception) -> str:
 
 @dataclasses.dataclass
 class _Conversation:
-  """One conversation of this host.
+  """One conversation of this host."""
 
-  Attributes:
-    state: of its environment.
-    text: all responses and messages so far, for people.
-    rewards: one for each turn.
-    failure: why a call failed; "" if none did.
-  """
-
-  state: str = ""
-  text: str = ""
-  rewards: list[float] = dataclasses.field(default_factory=list)
+  state: str = ""  # of its environment
+  text: str = ""  # all responses and messages so far, for people
+  rewards: list[float] = dataclasses.field(default_factory=list)  # of turns
   tool_calls: int = 0
   tool_errors: int = 0
-  failure: str = ""
+  failure: str = ""  # why a call failed; "" if none did
 
   def add(self, response: str, reply: Reply) -> None:
-    """Adds a response and its reply."""
     step = reply.step
     self.text += response
     self.rewards.append(step.reward)
@@ -83,21 +73,13 @@ class _Conversation:
 
 @dataclasses.dataclass(frozen=True)
 class Conversations:
-  """Samples conversations.
-
-  Attributes:
-    pool: runs the environments.
-    max_turns: responses of a conversation at most.
-    prompt_config: how messages become tokens.
-    batch_sharding: of arrays whose first axis is the batch.
-    stop: the stop strings of the sampler; None: there are none.
-  """
+  """Samples conversations."""
 
   pool: EnvironmentPool
-  max_turns: int
-  prompt_config: PromptConfig
-  batch_sharding: jax.sharding.Sharding
-  stop: StopStrings | None
+  max_turns: int  # responses of a conversation at most
+  prompt_config: PromptConfig  # how messages become tokens
+  batch_sharding: jax.sharding.Sharding  # of arrays [B, ...]
+  stop: StopStrings | None  # the sampler's; None: there are none
 
   def __call__(
     self,
@@ -111,9 +93,7 @@ class Conversations:
     """G conversations about each of P problems; call it on every process.
 
     Token t of row b is sampled with a key made of (key, b, t), as in a single
-    turn; the seed of an environment is made of the key and the problem. `key`
-    is a typed PRNG key on any devices, `label` says for the log what is
-    sampled.
+    turn; the seed of an environment is made of the key and the problem.
     """
     P, G = len(batch), generate.config.group_size
     B, R = P * G, generate.config.max_new_tokens
@@ -125,8 +105,7 @@ class Conversations:
       batch = self._begin(batch, chats, G, key)
     waited += time.monotonic()
     key = sharding.key_beside(self.batch_sharding, key)
-    prompts = Prompts(batch.tokens, batch.lengths)
-    prompts = multihost.to_global(prompts, self.batch_sharding)
+    prompts = prompts_on_device(batch, self.batch_sharding)
     turns, turn_rewards = np.zeros((B, R), np.int16), []
     active, before = np.ones(B, bool), np.zeros(B, np.int32)
     column, slot_steps, samples = np.arange(R), 0, None
@@ -185,40 +164,33 @@ class Conversations:
     sums = gather(lambda chat: sum(chat.rewards))
     total = scoring.pay_failures_least(sums[:, None], failed, G).reshape(P, G)
     reasons = dict.fromkeys(c.failure for c in chats.values() if c.failure)
-    rewards_BT = np.full((B, self.max_turns), np.nan, np.float32)
-    rewards_BT[:, : len(turn_rewards)] = np.transpose(turn_rewards)
-    rewards_BT[np.arange(self.max_turns) >= count_B[:, None]] = np.nan
+    reasons = tuple(reasons)[: scoring.MAX_REASONS]
+    rewards = Rewards(total, {REWARD: total}, failed.reshape(P, G), reasons)
+    responses = {
+      row: Response("", c.text, "", int(before[row]), R).to(
+        batch.problems[row // G]
+      )
+      for row, c in chats.items()
+    }
+    rewards_BN = np.full((B, self.max_turns), np.nan, np.float32)
+    rewards_BN[:, : len(turn_rewards)] = np.transpose(turn_rewards)
+    rewards_BN[np.arange(self.max_turns) >= count_B[:, None]] = np.nan
     return ScoredSamples(
       prompts=batch,
       samples=samples,
-      responses={
-        row: Response("", c.text, "", int(before[row]), R).to(
-          batch.problems[row // G]
-        )
-        for row, c in chats.items()
-      },
-      rewards=PendingRewards.computed(
-        Rewards(
-          total,
-          {REWARD: total},
-          failed.reshape(P, G),
-          tuple(reasons)[: scoring.MAX_REASONS],
-        )
-      ),
+      responses=responses,
+      rewards=PendingRewards.computed(rewards),
       conversation={
         "turns": count_B.astype(np.float32),
         "tool_calls": gather(lambda chat: chat.tool_calls),
         "tool_errors": gather(lambda chat: chat.tool_errors),
-        "rewards": scoring.pay_failures_least(rewards_BT, failed, G),
+        "rewards": scoring.pay_failures_least(rewards_BN, failed, G),
       },
       environment_seconds=waited,
     )
 
   def state(self, scored: ScoredSamples) -> dict:
-    """JSON for a checkpoint: what the samples and the data do not have.
-
-    It has the prompts that the environments wrote, the rewards and the counts.
-    """
+    """JSON for a checkpoint: what the samples and the data do not have."""
     prompts, rewards = scored.prompts, scored.rewards.result()
     return {
       "prompts": [prompts.ids(p) for p in range(len(prompts))],
@@ -241,13 +213,12 @@ class Conversations:
       lengths[p] = len(ids)
     batch = dataclasses.replace(batch, tokens=tokens, lengths=lengths)
     total = np.array(state["rewards"], np.float32)
+    rewards = Rewards(total, {REWARD: total}, np.array(state["failed"]))
     return ScoredSamples(
       batch,
       samples,
       scoring.decode_responses(samples, batch, tokenizer, self.stop),
-      PendingRewards.computed(
-        Rewards(total, {REWARD: total}, np.array(state["failed"]))
-      ),
+      PendingRewards.computed(rewards),
       {
         name: np.array(values, np.float32)
         for name, values in state["conversation"].items()
@@ -348,9 +319,8 @@ def _gather_ids(
 class _Answers:
   """What the environments of this host answer to the responses of a turn.
 
-  Args:
-    asked: the conversations of this turn, by row.
-    before: [B], the tokens of all conversations before it.
+  `asked` are the conversations of this turn, by row; `before` [B] counts the
+  tokens before it.
   """
 
   def __init__(
@@ -365,7 +335,7 @@ class _Answers:
     self._texts: dict[int, str] = {}
     self._has_stop_token: dict[int, bool] = {}
     self._waiting: list[int] = []
-    self._futures: dict[int, Future] = {}
+    self._started: list[tuple[list[int], Started]] = []
 
   def ask(self, finished: Mapping[int, FinishedResponse]) -> None:
     """Asks about these responses, by row; each row once."""
@@ -385,7 +355,7 @@ class _Answers:
   def _start(self) -> None:
     rows, self._waiting = self._waiting, []
     calls = [(self._asked[row].state, self._texts[row]) for row in rows]
-    self._futures |= zip(rows, self._pool.step(calls), strict=True)
+    self._started.append((rows, self._pool.step(calls)))
 
   def wait(self, is_read: np.ndarray) -> tuple[dict[int, list[int]], list[int]]:
     """Adds responses and answers to the conversations; all were asked.
@@ -394,11 +364,11 @@ class _Answers:
     (`is_read`, [B] bool); and the rows whose environment goes on.
     """
     self._start()
-    ids, goes_on = {}, []
+    replies, ids, goes_on = {}, {}, []
+    for rows, started in self._started:
+      replies |= zip(rows, self._pool.replies(started), strict=True)
     for row, chat in self._asked.items():
-      reply = Reply(failure=chat.failure)
-      if row in self._futures:
-        reply = self._pool.reply(self._futures[row])
+      reply = replies.get(row, Reply(failure=chat.failure))
       if not reply.step.done and is_read[row]:
         try:
           ids[row] = self._tokenizer.turn(

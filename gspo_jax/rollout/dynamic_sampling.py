@@ -42,9 +42,9 @@ def sample_until_mixed(
     sample: samples the batch of a round, counted from 0; P and G are the same
       in every round.
     merge_groups: see `SamplerFunctions`.
-    rounds: the maximum number of batches, at least 1.
+    rounds: 1 or more.
     max_failed: as for `wait_scored`, of the responses of all rounds.
-    label: what is sampled, for the log.
+    label: for the log.
 
   Returns:
     P groups, the first ones with mixed rewards and then the first others; and
@@ -55,14 +55,8 @@ def sample_until_mixed(
     if i and kept.rewards.result().mixed_groups.all():
       break
     new = sample(i)
-    costs.append(
-      RolloutCost(
-        new.prompts,
-        new.rewards,
-        new.samples.num_sampled,
-        new.samples.slot_steps,
-      )
-    )
+    tokens, slot_steps = new.samples.num_sampled, new.samples.slot_steps
+    costs.append(RolloutCost(new.prompts, new.rewards, tokens, slot_steps))
     if rounds > 1:
       size = rounds * new.rewards.size
       wait_scored(
@@ -85,17 +79,16 @@ def metrics(
   first, groups = costs[0].rewards.result(), len(kept.rewards.result().total)
   tokens = sampled_tokens(costs)
   discarded = tokens - int(kept.samples.num_sampled)
-  scalars = {
-    "rounds": len(costs),
-    "groups_sampled": len(costs) * groups,
-    "groups_discarded": (len(costs) - 1) * groups,
-    "tokens_sampled": tokens,
-    "tokens_discarded": discarded,
-    "tokens_discarded_share": discarded / tokens,
-    "reward": float(first.total.mean()),
-    "mixed_groups": float(first.mixed_groups.mean()),
+  return {
+    "dynamic_sampling/rounds": len(costs),
+    "dynamic_sampling/groups_sampled": len(costs) * groups,
+    "dynamic_sampling/groups_discarded": (len(costs) - 1) * groups,
+    "dynamic_sampling/tokens_sampled": tokens,
+    "dynamic_sampling/tokens_discarded": discarded,
+    "dynamic_sampling/tokens_discarded_share": discarded / tokens,
+    "dynamic_sampling/reward": float(first.total.mean()),
+    "dynamic_sampling/mixed_groups": float(first.mixed_groups.mean()),
   }
-  return {f"dynamic_sampling/{name}": x for name, x in scalars.items()}
 
 
 def _merge(
@@ -106,6 +99,11 @@ def _merge(
   mixed = np.concatenate([kept_rewards.mixed_groups, new_rewards.mixed_groups])
   P, G = kept_rewards.total.shape
   index = np.argsort(~mixed, kind="stable")[:P].astype(np.int32)
+  pick = lambda a, b: np.concatenate([a, b])[index]
+  rewards = Rewards(
+    *jax.tree.map(pick, kept_rewards[:3], new_rewards[:3]),
+    reasons=kept_rewards.reasons + new_rewards.reasons,
+  )
   responses = dict(kept.responses)
   responses |= {P * G + row: x for row, x in new.responses.items()}
   rows_of_both = group_rows(index, G)
@@ -114,19 +112,10 @@ def _merge(
     prompts=join([kept.prompts, new.prompts]).pick(index),
     samples=merge_groups(kept.samples, new.samples, index),
     responses={i: responses[row] for i, row in rows if row in responses},
-    rewards=PendingRewards.computed(
-      _merge_rewards(kept_rewards, new_rewards, index)
-    ),
+    rewards=PendingRewards.computed(rewards),
     conversation={
       name: np.concatenate([values, new.conversation[name]])[rows_of_both]
       for name, values in kept.conversation.items()
     },
     environment_seconds=kept.environment_seconds + new.environment_seconds,
-  )
-
-
-def _merge_rewards(kept: Rewards, new: Rewards, index) -> Rewards:
-  pick = lambda a, b: np.concatenate([a, b])[index]
-  return Rewards(
-    *jax.tree.map(pick, kept[:3], new[:3]), reasons=kept.reasons + new.reasons
   )

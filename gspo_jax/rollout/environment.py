@@ -27,36 +27,23 @@ _MAX_TEXT = 1 << 20  # characters of the messages of a step
 
 
 class Question(NamedTuple):
-  """The problem of a conversation.
+  """The problem of a conversation."""
 
-  Attributes:
-    text: of the problem, before the instruction and the chat template.
-    reference: the target.
-    columns: the other columns of the problem's record.
-  """
-
-  text: str
+  text: str  # before the instruction and the chat template
   reference: str
-  columns: Mapping[str, Any] = {}
+  columns: Mapping[str, Any] = {}  # the others of the problem's record
 
 
 class Step(NamedTuple):
-  """What an environment does with a response.
+  """What an environment does with a response."""
 
-  Attributes:
-    messages: what the policy reads before its next response: (role, content)
-      each, with roles of the environment's `roles`. Not read where `done`.
-    done: whether the conversation has ended.
-    reward: of this response. The reward of a conversation is their sum.
-    tool_calls: tools that the response called.
-    tool_errors: of them, those that failed.
-  """
-
+  # What the policy reads before its next response, with roles of the
+  # environment's `roles`. Not read where `done`.
   messages: Sequence[Message] = ()
   done: bool = False
-  reward: float = 0.0
+  reward: float = 0.0  # a conversation gets the sum of its steps'
   tool_calls: int = 0
-  tool_errors: int = 0
+  tool_errors: int = 0  # tool calls that failed
 
 
 class Environment(Protocol):
@@ -71,36 +58,25 @@ class Environment(Protocol):
   roles: tuple[str, ...]
 
   def reset(self, problem: Question, seed: int) -> Sequence[Message]:
-    """Begins the conversation.
+    """Begins the conversation; returns the messages of its prompt.
 
-    Args:
-      problem: the problem.
-      seed: the same for all responses to a prompt.
-
-    Returns:
-      The messages of the prompt, which end with one of the user; (): the prompt
-      that the data makes of the problem.
+    They end with one of the user. (): the prompt that the data makes of the
+    problem. The seed is the same for all responses to a prompt.
     """
 
   def step(self, response: str) -> Step:
     """Answers a response, a text without its stop token; may be `async`.
 
-    Returns:
-      A `Step`, or a tuple of its fields. Without messages the conversation
-      ends.
+    Returns a `Step`, or a tuple of its fields. Without messages the
+    conversation ends.
     """
 
 
 def named(spec: str) -> functools.partial:
   """The environment that a config names, a function without arguments.
 
-  Args:
-    spec: `name` or `name:key=value,key=value`, keyword-only arguments of its
-      `__init__`. The name is one of `BUILT_IN` or `package.module.Class`.
-
-  Raises:
-    UserError: there is none, its module does not import, it does not take those
-      arguments, or it is no environment.
+  `spec` is `name` or `name:key=value,key=value`, keyword-only arguments of its
+  `__init__`. The name is one of `BUILT_IN` or `package.module.Class`.
   """
   name, colon, text = spec.partition(":")
   cls = specs.imported(name, BUILT_IN, "environment")
@@ -129,7 +105,7 @@ def named(spec: str) -> functools.partial:
 
 
 def roles(spec: str) -> tuple[str, ...]:
-  """The roles of the messages that an environment writes; UserError as above.
+  """The roles of the messages that an environment writes.
 
   A role "assistant" is an error: the policy alone writes those.
   """
@@ -149,7 +125,7 @@ def _roles(cls) -> tuple[str, ...]:
 def load(spec: str, seconds: float):
   """The tasks of `workers.pool` that run an environment: `BEGIN` and `STEP`.
 
-  BEGIN: (question, seed) -> `_answer`; STEP: (state, response) -> `_answer`.
+  A request of BEGIN is (question, seed), of STEP (state, response).
   """
   make = named(spec)
   if prepare := getattr(make.func, "prepare", None):
@@ -163,12 +139,14 @@ def load(spec: str, seconds: float):
     return _answer(game, Step(messages), ("system", "user", "assistant"))
 
   def step(request):
-    game = _restored(request)
-    return _answer(game, game.step(request[1]), _roles(make.func))
+    state, response = request
+    game = pickle.loads(base64.b64decode(state))
+    return _answer(game, game.step(response), _roles(make.func))
 
   async def step_async(request):
-    game = _restored(request)
-    return _answer(game, await game.step(request[1]), _roles(make.func))
+    state, response = request
+    game = pickle.loads(base64.b64decode(state))
+    return _answer(game, await game.step(response), _roles(make.func))
 
   is_async = inspect.iscoroutinefunction(make.func.step)
   return [begin, step_async if is_async else step], is_async
@@ -177,16 +155,8 @@ def load(spec: str, seconds: float):
 BEGIN, STEP = 0, 1
 
 
-def _restored(request):
-  return pickle.loads(base64.b64decode(request[0]))
-
-
 def _answer(game, step, allowed: tuple[str, ...]) -> list:
-  """JSON: the environment's state, and the fields of its `Step`.
-
-  Raises:
-    ValueError, TypeError: the step has another form.
-  """
+  """JSON: the environment's state, and the fields of its `Step`."""
   if not isinstance(step, tuple):
     raise TypeError(f"expected a Step, got {type(step).__name__}")
   step = Step(*step)

@@ -2,51 +2,38 @@
 
 import functools
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import NamedTuple
 
 from gspo_jax.data.problem import Problem
 from gspo_jax.rollout import environment
 from gspo_jax.rollout.environment import BEGIN, STEP, Question, Step
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.workers.pool import Call, Pool, Result
+from gspo_jax.workers.pool import Call, Pool, Started
 
 
 class Reply(NamedTuple):
-  """The answer of an environment to one call.
-
-  Attributes:
-    step: the environment's.
-    state: the environment after the call, for the next one.
-    failure: why the call failed; "" if it did not.
-  """
+  """The answer of an environment to one call."""
 
   step: Step = Step(done=True)
-  state: str = ""
-  failure: str = ""
+  state: str = ""  # the environment after the call, for the next one
+  failure: str = ""  # why the call failed; "" if it did not
 
 
 class EnvironmentPool(Pool):
   """Worker processes that run environments; a context manager.
 
-  Attributes:
-    is_async: whether `step` is `async`; such calls run at once only if they are
-      started together.
-
   Args:
     spec: the environment, as `environment.named` reads it.
     examples: problems; a conversation about each is begun, to try the
       environment.
-    **limits: `workers`, `seconds`, `memory` and `concurrency` of a `Pool`.
-
-  Raises:
-    UserError: there is no such environment, or its `reset` fails on an example.
+    **limits: of a `Pool`.
   """
 
   def __init__(self, spec: str, *, examples: Sequence[Problem] = (), **limits):
     self._name = f"environment {spec!r}"
     load = functools.partial(environment.load, spec)
     super().__init__(self._name, load, **limits)
+    # Calls of an `async` step run at once only if they are started together.
     self.is_async: bool = self.facts
     replies = self.begin([(problem, 0) for problem in examples])
     for problem, reply in zip(examples, replies, strict=True):
@@ -58,22 +45,24 @@ class EnvironmentPool(Pool):
 
   def begin(self, conversations: Sequence[tuple[Problem, int]]) -> list[Reply]:
     """Begins conversations about problems, each with its seed; waits."""
-    futures = self.start(
-      [
-        Call(BEGIN, (Question(p.text, p.reference, dict(p.columns)), seed))
-        for p, seed in conversations
-      ]
-    )
-    return [self.reply(future) for future in futures]
+    calls = [
+      Call(BEGIN, (Question(p.text, p.reference, dict(p.columns)), seed))
+      for p, seed in conversations
+    ]
+    return self.replies(self.start(calls))
 
-  def step(self, responses: Sequence[tuple[str, str]]) -> list[Future[Result]]:
-    """Starts a step for each (state, response); see `reply`."""
+  def step(self, responses: Sequence[tuple[str, str]]) -> Started:
+    """Starts a step for each (state, response); see `replies`."""
     return self.start([Call(STEP, response) for response in responses])
 
-  def reply(self, future: Future[Result]) -> Reply:
-    """Waits for the reply of a call."""
-    value, failure = future.result()
-    if failure:
-      return Reply(failure=f"{self._name}: {failure}")
-    state, messages, *rest = value
-    return Reply(Step(tuple(map(tuple, messages)), *rest), state)
+  def replies(self, started: Started) -> list[Reply]:
+    """Waits for the replies of calls."""
+    replies = []
+    for value, failure in started.wait():
+      if failure:
+        replies.append(Reply(failure=f"{self._name}: {failure}"))
+        continue
+      state, messages, *rest = value
+      step = Step(tuple(map(tuple, messages)), *rest)
+      replies.append(Reply(step, state))
+    return replies

@@ -22,14 +22,10 @@ from gspo_jax.sampler.samples import TRUNCATED, Samples
 def rollout_metrics(
   batch: RolloutBatch, rollout: RolloutConfig, step: int
 ) -> dict[str, float]:
-  """`reward/*` and `response/*`, and what is on of the others.
+  """The metrics of the batch that iteration `step` learns from.
 
-  Those are `conversation/*`, `dynamic_sampling/*` and `rollout/*`.
-
-  Args:
-    batch: that an iteration learns from; waits for its rewards.
-    rollout: decides which of them are on.
-    step: the iteration that learns from the batch.
+  `reward/*` and `response/*`; and where `rollout` asks for them
+  `conversation/*`, `dynamic_sampling/*` and `rollout/*`. Waits for the rewards.
   """
   scalars = _reward_metrics(batch.samples.rewards.result())
   scalars |= _response_metrics(batch.samples.samples, batch.costs)
@@ -90,10 +86,7 @@ def time_metrics(
 ) -> dict[str, float]:
   """`time/*`, and tokens per second.
 
-  Args:
-    clock: seconds at the start, and after generation, score and update.
-    batch: that the iteration learns from.
-    trained_tokens: of its policy.
+  `clock` has seconds: at the start, and after generation, score and update.
   """
   generate, score, update = np.diff(clock)
   total = clock[-1] - clock[0]
@@ -127,12 +120,8 @@ def useful_fractions(
 
   Of the update; of the score, if something runs before the update; of decoding;
   and of all three together, where each computed token has the same weight.
-
-  Args:
-    row_tokens: `real` and `computed` tokens by the name of the function,
-      `update` and those of the score.
-    sampled: tokens that were sampled.
-    slot_steps: decode steps, each times the rows that were decoded.
+  `row_tokens` has `real` and `computed` tokens by the name of the function,
+  `update` or one of the score.
   """
   parts = {"update": [], "score": [], "decode": [(sampled, slot_steps)]}
   for name, tokens in row_tokens.items():

@@ -35,17 +35,9 @@ class OffPolicy:
   from the next batch samples it.
 
   The rewards of a batch are computed while updates run. If the sampler has
-  devices of its own, a thread also samples meanwhile.
-
-  Args:
-    source: samples the batches.
-    context: of `source`.
-    empty: placeholder; a checkpoint always stores `max_staleness` batches and
-      pads with this.
-    max_staleness: `rollout.max_staleness`; 0 needs `separate`.
-    last_step: the last iteration.
-    timeout: seconds to wait for a dedicated sampler.
-    separate: of a dedicated sampler, which has its own devices; else None.
+  devices of its own (`separate`), a thread also samples meanwhile; the run ends
+  if a batch takes it over `timeout` seconds. A checkpoint always stores
+  `max_staleness` batches, padded with `empty`.
   """
 
   def __init__(
@@ -93,11 +85,9 @@ class OffPolicy:
     """Samples the batch of iteration `target` with the policy of `step`."""
     if self._thread:
       return self._thread.submit(lambda: self._sample(params, target, step))
-    return _done(self._sample(params, target, step))
+    return _done(self._source(params, target, policy_step=step))
 
   def _sample(self, params, target, step) -> RolloutBatch:
-    if self._separate is None:
-      return self._source(params, target, policy_step=step)
     began = time.monotonic()
     batch = self._source(params, target, policy_step=step)
     # Here, for it may run a program on the sampler's devices.
@@ -130,10 +120,9 @@ class OffPolicy:
 
   @property
   def pending(self) -> dict:
-    """Samples for the next iterations, and those of the source.
+    """Samples for the next iterations, and the source's, of the trainer.
 
-    A checkpoint is of the trainer's devices. With `max_staleness` 0 it is that
-    of the source, which any devices can resume.
+    With `max_staleness` 0 the source's alone, which any devices can resume.
     """
     batches = self.wait()
     of_source = self._on_trainer(self._source.pending)
@@ -198,11 +187,9 @@ def _done(batch: RolloutBatch) -> Future[RolloutBatch]:
 class _Thread:
   """One daemon thread, which runs functions one after another.
 
-  Unlike that of a ThreadPoolExecutor, it does not block the interpreter's exit.
-
-  Args:
-    mesh: the sampler's. The thread sets it, so that `multihost` collectives
-      called there run on the sampler's devices.
+  Unlike the thread of a ThreadPoolExecutor, it does not block the interpreter's
+  exit. It sets the sampler's mesh, so that `multihost` collectives called there
+  run on the sampler's devices.
   """
 
   def __init__(self, mesh: jax.sharding.Mesh):
@@ -226,12 +213,9 @@ class _Thread:
   def _run(self, mesh) -> None:
     with jax.set_mesh(mesh):
       while item := self._work.get():
-        _complete(*item)
-        del item  # it holds the weights that sampled
-
-
-def _complete(future: Future, function: Callable[[], RolloutBatch]) -> None:
-  try:
-    future.set_result(function())
-  except BaseException as error:
-    future.set_exception(error)
+        future, function = item
+        try:
+          future.set_result(function())
+        except BaseException as error:
+          future.set_exception(error)
+        del item, function  # they hold the weights that sampled

@@ -19,12 +19,10 @@ from gspo_jax.sampler.samples import Samples
 
 
 class OnPolicy:
-  """Samples responses to new prompts, with dynamic sampling if asked for.
+  """Samples responses to new prompts.
 
-  Args:
-    context: what sampling needs.
-    merge_groups: see `SamplerFunctions`; for dynamic sampling.
-    rounds: `rollout.dynamic_sampling_rounds`; 1: no dynamic sampling.
+  With over 1 of `rounds` by dynamic sampling, which needs `merge_groups` of
+  `SamplerFunctions`.
   """
 
   pending = None
@@ -42,13 +40,7 @@ class OnPolicy:
   def __call__(
     self, params, step: int, policy_step: int | None = None
   ) -> RolloutBatch:
-    """A batch for iteration `step`.
-
-    Args:
-      params: of the policy that samples.
-      step: the iteration that learns from the batch.
-      policy_step: the iteration whose policy this is; None: `step`.
-    """
+    """A batch for iteration `step`; the policy may be of another iteration."""
     rng = iteration_keys(self._context.rng, step).sample
     samples, costs = dynamic_sampling.sample_until_mixed(
       lambda i: self._sample(params, step, jax.random.fold_in(rng, i)),

@@ -35,13 +35,10 @@ class PartialRollouts:
     3. The samples depend on the number of shards: the key of a response depends
        on its row in the batch.
 
-  Args:
-    context: what sampling needs; `generate` is a `ContinuousSampler`.
-    empty_samples: of that sampler: prompts -> samples without tokens.
-    functions: the sampler's, of which it uses `take_batch` and `take_pending`.
-    max_tokens: tokens that an iteration adds to a response at most.
-    shards: parts of the devices, each with its own prompts.
-    extra_prompts: prompts in flight beside the P of a batch.
+  `empty_samples` makes samples without tokens of a count of prompts; an
+  iteration adds at most `max_tokens` to a response; each of `shards` parts of
+  the devices has its own prompts; `extra_prompts` are in flight beside the P of
+  a batch.
   """
 
   def __init__(
@@ -71,13 +68,7 @@ class PartialRollouts:
   def __call__(
     self, params, step: int, policy_step: int | None = None
   ) -> RolloutBatch:
-    """A batch for iteration `step`.
-
-    Args:
-      params: of the policy that samples.
-      step: the iteration that learns from the batch.
-      policy_step: the iteration whose policy this is; None: `step`.
-    """
+    """A batch for iteration `step`; the policy may be of another iteration."""
     batch, before = self._fill(step), multihost.to_host(self.pending.lengths)
     samples, slot_steps = self._resume(params, step, batch, before)
     lengths, finished = multihost.to_host(samples.lengths), _finished(samples)

@@ -11,12 +11,7 @@ import numpy as np
 from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.record.progress import Progress
-from gspo_jax.rewards.pool import (
-  PendingRewards,
-  RewardPool,
-  Rewards,
-  too_many,
-)
+from gspo_jax.rewards.pool import PendingRewards, RewardPool, Rewards, too_many
 from gspo_jax.rewards.reward import Response
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler.samples import (
@@ -34,15 +29,6 @@ class ResponseDecoder:
   """Decodes responses and their prompts into the text that rewards read.
 
   A prompt is decoded as the policy reads it, with its chat template.
-
-  Args:
-    batch: P prompts, of a `Curriculum` or of `pipeline.take`.
-    tokenizer: of the policy.
-    group_size: G.
-    stop: the stop strings of the sampler; None: there are none.
-
-  Attributes:
-    group_size: as above.
   """
 
   def __init__(
@@ -94,15 +80,13 @@ class StreamingScorer:
   """Scores responses as they finish, while others are being sampled.
 
   With a reward that takes groups, a response waits for the rest of its group.
-
-  Attributes:
-    responses: the responses that were added, by row.
   """
 
   def __init__(self, pool: RewardPool, decode: ResponseDecoder):
     self._pool, self._decode = pool, decode
+    self.responses: dict[int, Response] = {}  # by row
     # A host without responses must have the names of the rewards, too.
-    self.responses, self._pending = {}, [pool.submit([])]
+    self._pending = [pool.submit([])]
     self._rows, self._incomplete = [], {}
 
   def add(self, finished: Mapping[int, FinishedResponse]) -> None:
@@ -153,36 +137,30 @@ def gathered(
 ) -> PendingRewards:
   """The rewards [P, G] of the responses of all hosts.
 
-  Args:
-    pending: of this host's responses, in parts.
-    rows: the rows of these responses, 0 to P * G - 1.
-    group_size: G.
-    like: [P * G], any array with the sharding of the responses.
+  `pending` has parts of this host's responses, which are `rows` of the batch;
+  `like` is any array [P * G] with the sharding of the responses.
   """
 
   def compute() -> Rewards:
-    parts = [each.result() for each in pending]
+    parts = [part.result() for part in pending]
 
     def gather(values) -> np.ndarray:
       local = dict(zip(rows, itertools.chain(*values), strict=True))
       return multihost.allgather_rows(local, like).reshape(-1, group_size)
 
-    total = gather(each.total for each in parts)
-    failed = gather(each.failed for each in parts) > 0
-    reasons = itertools.chain(*(each.reasons for each in parts))
+    total = gather(part.total for part in parts)
+    failed = gather(part.failed for part in parts) > 0
+    paid = pay_failures_least(total.reshape(-1, 1), failed.ravel(), group_size)
+    names = parts[0].parts
+    reasons = itertools.chain(*(part.reasons for part in parts))
     return Rewards(
-      total=pay_failures_least(
-        total.reshape(-1, 1), failed.ravel(), group_size
-      ).reshape(total.shape),
-      parts={
-        name: gather(each.parts[name] for each in parts)
-        for name in parts[0].parts
-      },
-      failed=failed,
-      reasons=tuple(dict.fromkeys(reasons))[:MAX_REASONS],
+      paid.reshape(total.shape),
+      {name: gather(part.parts[name] for part in parts) for name in names},
+      failed,
+      tuple(dict.fromkeys(reasons))[:MAX_REASONS],
     )
 
-  calls = [row for each in pending for row in each.calls]
+  calls = [row for part in pending for row in part.calls]
   return PendingRewards(like.size, calls, compute)
 
 
@@ -201,25 +179,25 @@ def wait_scored(
 
   Args:
     pending: from `gathered`.
-    max_failed: `reward.max_failed`, the share that may fail.
+    max_failed: share of the responses that may fail, but never all.
     label: what was sampled, for the error.
-    size: how many responses there can be in all; 0: those of `pending`.
+    size: how many responses there can be in all; 0: as many as in `pending`.
 
   Raises:
-    multihost.AgreedError: more than that share of them failed, or all.
+    multihost.AgreedError: more failed.
   """
-  size = size or sum(each.size for each in pending)
+  size = size or sum(part.size for part in pending)
   alone = jax.process_count() == 1
   wrong = lambda count: (
     too_many(count, size, max_failed, label) if alone else ""
   )
   if error := wait_for_calls(pending, wrong, label=label):
     raise multihost.AgreedError(error)
-  rewards = [each.result() for each in pending]
+  rewards = [part.result() for part in pending]
   # `failed` is the same on every process; each has its own reasons.
-  count = sum(int(each.failed.sum()) for each in rewards)
+  count = sum(int(part.failed.sum()) for part in rewards)
   if error := too_many(count, size, max_failed, label):
-    local = [reason for each in rewards for reason in each.reasons]
+    local = [reason for part in rewards for reason in part.reasons]
     reasons = multihost.allgather_text(local[0] if local else "")
     reason = next(filter(None, reasons))
     raise multihost.AgreedError(f"{error}; the first reason: {reason}")
@@ -233,31 +211,25 @@ def wait_for_calls(
   label: str,
   file: TextIO | None = None,
 ) -> str:
-  """Waits for the calls of this host, or until so many failed that it is wrong.
+  """Waits for the calls of this host, unless so many fail that it is wrong.
 
-  Args:
-    pending: rewards that are being computed.
-    wrong: number of failed responses -> what is wrong with it; "": nothing.
-    label: what was sampled, for the lines that say how far it is.
-    file: for these lines; None is stdout.
-
-  Returns:
-    What is wrong, with a reason; "": nothing.
+  `wrong` makes a count of failed responses the text of an error, "" if it is
+  none; that text with a reason is returned. How far the calls are is printed to
+  `file` (None: stdout) with the label.
   """
-  waiting = [row for each in pending for row in each.calls]
+  waiting = [row for part in pending for row in part.calls]
   size, failures = len(waiting), []
 
   def take_ended() -> int:
     """Takes out the responses whose calls have ended; how many they are."""
     nonlocal waiting
-    has_ended = [all(call.future.done() for call in row) for row in waiting]
-    ended = list(itertools.compress(waiting, has_ended))
-    waiting = [
-      row for row, out in zip(waiting, has_ended, strict=True) if not out
-    ]
-    for row in ended:
-      failures.extend([x for call in row if (x := call.number().failure)][:1])
-    return len(ended)
+    before, waiting = waiting, []
+    for row in before:
+      if all(call.has_ended for call in row):
+        failures.extend([x for call in row if (x := call.failure())][:1])
+      else:
+        waiting.append(row)
+    return len(before) - len(waiting)
 
   done = take_ended()
   progress = Progress(
@@ -265,7 +237,8 @@ def wait_for_calls(
   )
   with progress:
     while waiting:
-      futures.wait([call.future for row in waiting for call in row], _TICK)
+      calls = {call.started.done for row in waiting for call in row}
+      futures.wait(calls, _TICK)
       progress.advance(take_ended())
       if error := wrong(len(failures)):
         return f"{error}; the first reason: {failures[0]}"
@@ -273,7 +246,7 @@ def wait_for_calls(
 
 
 def pay_failures_least(
-  rewards_BT: np.ndarray, failed_B: np.ndarray, G: int
+  rewards_BN: np.ndarray, failed_B: np.ndarray, G: int
 ) -> np.ndarray:
   """Rewards where a failure pays no better than a wrong response.
 
@@ -281,19 +254,16 @@ def pay_failures_least(
   capped at the lowest of the responses in its group that did not fail, by
   lowering the reward of its last turn.
 
-  Args:
-    rewards_BT: of turns, of all hosts; NaN for turns that were not taken. One
-      turn without an environment.
-    failed_B: whether a response failed.
-    G: responses of a group.
+  B is of all hosts. N is the number of turns, 1 without an environment; turns
+  that were not taken are NaN.
   """
-  failed_B1, taken_BT = failed_B[:, None], ~np.isnan(rewards_BT)
-  kept_BT = np.where(taken_BT & ~failed_B1, rewards_BT, 0)
-  to_go_BT = np.cumsum(kept_BT[:, ::-1], axis=1)[:, ::-1]
+  failed_B1, taken_BN = failed_B[:, None], ~np.isnan(rewards_BN)
+  kept_BN = np.where(taken_BN & ~failed_B1, rewards_BN, 0)
+  to_go_BN = np.cumsum(kept_BN[:, ::-1], axis=1)[:, ::-1]
   # At most 0 where one of the group failed.
-  lowest_PT = to_go_BT.reshape(-1, G, rewards_BT.shape[1]).min(1)
-  lowest_BT = np.repeat(np.minimum.accumulate(lowest_PT, axis=1), G, axis=0)
-  last_B1 = taken_BT.sum(1, keepdims=True) - 1
-  is_last_BT = np.arange(rewards_BT.shape[1]) == last_B1
-  cap_BT = np.where(is_last_BT, lowest_BT, 0)
-  return np.where(failed_B1, np.minimum(rewards_BT, cap_BT), rewards_BT)
+  lowest_PN = to_go_BN.reshape(-1, G, rewards_BN.shape[1]).min(1)
+  lowest_BN = np.repeat(np.minimum.accumulate(lowest_PN, axis=1), G, axis=0)
+  last_B1 = taken_BN.sum(1, keepdims=True) - 1
+  is_last_BN = np.arange(rewards_BN.shape[1]) == last_B1
+  cap_BN = np.where(is_last_BN, lowest_BN, 0)
+  return np.where(failed_B1, np.minimum(rewards_BN, cap_BN), rewards_BN)

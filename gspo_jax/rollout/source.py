@@ -26,14 +26,7 @@ def make_source(
   *,
   last_step: int,
 ) -> Source:
-  """The source of a config.
-
-  Args:
-    rollout: which source.
-    context: what sampling needs.
-    functions: the sampler's functions of a program.
-    last_step: the last iteration.
-  """
+  """The source that a config asks for."""
   if rollout.max_tokens_per_iteration:
     sampler = context.generate
     source = PartialRollouts(

@@ -3,11 +3,10 @@
 Other wings take from here `generate`, its arguments and its result, and from
 its modules:
   samples: the operations on Samples, and FinishedResponse.
-  functions: Sampler, the interface of both kinds, and SamplerFunctions.
+  functions: Sampler, one of both kinds, and SamplerFunctions.
   static, continuous: the two kinds, and how to build them.
-  many_prompts: `sample_many`, any number of prompts in batches of one size,
-    and `equal_batches`, that size.
-  continuous_config: ContinuousBatchingConfig.
+  many_prompts: any number of prompts, in batches of one size.
+  stop_strings: StopStrings, and the text of a response.
 """
 
 from gspo_jax.sampler.samples import (
@@ -28,11 +27,9 @@ __all__ = [
   "SamplerConfig",
   "Samples",
   "continuous",
-  "continuous_config",
   "functions",
   "generate",
   "many_prompts",
-  "paged_decode",
   "samples",
   "static",
   "stop_strings",

@@ -14,10 +14,7 @@ from gspo_jax.sampler.samples import Prompts, Samples
 
 
 class SampledBatch(NamedTuple):
-  """Samples of the prompts `index` [batch_size], of which the first are new.
-
-  The prompts behind the first `new` ones are padding.
-  """
+  """Samples of the prompts `index`; behind the first `new` it is padding."""
 
   index: np.ndarray
   new: int
@@ -27,10 +24,8 @@ class SampledBatch(NamedTuple):
 def equal_batches(count: int, limit: int, multiple: int = 1) -> int:
   """The rows of a batch: as few batches as can be, equally large.
 
-  Args:
-    count: rows in all, 1 or more.
-    limit: the most rows of a batch, before its size is rounded up.
-    multiple: the size is rounded up to a multiple of this.
+  `count` rows in all, at most `limit` in a batch before its size is rounded up
+  to a `multiple`.
   """
   batches = -(-count // limit)
   return -(-count // (batches * multiple)) * multiple
@@ -46,19 +41,12 @@ def sample_many(
   batch_sharding: jax.sharding.Sharding,
   progress: Progress | None = None,
 ) -> Iterator[SampledBatch]:
-  """Samples responses to N prompts, `batch_size` at a time.
+  """Samples responses to any number of prompts, `batch_size` at a time.
 
   The last batch is padded with the first prompts, so that all batches run the
-  same compiled function.
-
-  Args:
-    generate: samples a batch.
-    params: the policy, where the sampler takes it.
-    prompts: N prompts, numpy arrays, the same on every process.
-    key: batch i is sampled with `fold_in(key, i)`.
-    batch_size: prompts a batch.
-    batch_sharding: the sharding of arrays of rows.
-    progress: counts the responses of a batch once the next one is asked for.
+  same compiled function. The prompts are numpy arrays, the same on every
+  process. Batch i is sampled with `fold_in(key, i)`. `progress` counts the
+  responses of a batch once the next one is asked for.
   """
   count = len(prompts.lengths)
   for i, start in enumerate(range(0, count, batch_size)):

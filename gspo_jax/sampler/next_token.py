@@ -30,16 +30,10 @@ def sample_token(
   step_B: jax.Array,
   sampler: SamplerConfig,
 ) -> tuple[jax.Array, jax.Array]:
-  """Samples the next token of each response.
+  """The next tokens [B] int32, and their log-probs [B] before truncation.
 
-  Args:
-    logits_BV: float32.
-    row_keys: [B] PRNG keys; token t is sampled with `fold_in(row_key, t)`.
-    step_B: t, the tokens that each response has.
-    sampler: the sampling parameters.
-
-  Returns:
-    The tokens [B] int32, and their log-probs [B] before truncation.
+  Token t = `step_B`, the tokens that a response has, is sampled with
+  `fold_in(row_key, t)`. Logits are float32.
   """
   greedy = sampler.temperature == 0
   logps = jax.nn.log_softmax(
@@ -58,9 +52,9 @@ def sample_token(
 def categorical(key: jax.Array, logps_V: jax.Array) -> jax.Array:
   """Samples a token with probabilities proportional to exp(logps).
 
-  A large vocabulary is cut into N blocks of equal size. The block is sampled
-  first, then the token in it. This takes V/N + N random numbers, instead of V,
-  and has the same distribution. N is the largest power of two that divides V
+  A large vocabulary is cut into C blocks of W tokens. The block is sampled
+  first, then the token in it. This takes C + W random numbers, instead of V,
+  and has the same distribution. C is the largest power of two that divides V
   and is at most its square root, so that devices that share the vocabulary
   have whole blocks.
   """
@@ -71,11 +65,11 @@ def categorical(key: jax.Array, logps_V: jax.Array) -> jax.Array:
   while blocks * blocks > vocab:
     blocks //= 2
   block_key, token_key = jax.random.split(key)
-  logps_NM = logps_V.reshape(blocks, -1)
-  block_logps = jax.nn.logsumexp(logps_NM, axis=-1)
+  logps_CW = logps_V.reshape(blocks, -1)
+  block_logps = jax.nn.logsumexp(logps_CW, axis=-1)
   block = jax.random.categorical(block_key, block_logps)
-  token = jax.random.categorical(token_key, logps_NM[block])
-  return block * logps_NM.shape[1] + token
+  token = jax.random.categorical(token_key, logps_CW[block])
+  return block * logps_CW.shape[1] + token
 
 
 def truncate(
@@ -110,16 +104,10 @@ def stop(
   stop_state_B: jax.Array,
   sampler: SamplerConfig,
 ) -> tuple[jax.Array, jax.Array]:
-  """Whether a token ends its response, by a stop token or a stop string.
+  """Whether the newest token ends its response, by itself or a stop string.
 
-  Args:
-    token_B: int32, the newest token.
-    length_B: int32, tokens of the response, this one included.
-    stop_state_B: int32, of `StopStrings` before this token.
-    sampler: the sampling parameters.
-
-  Returns:
-    The state after this token [B], and whether the response ends [B].
+  `length_B` includes this token. Takes the state of `StopStrings` before it;
+  returns that after it, and whether the response ends.
   """
   stopped_B = jnp.isin(token_B, jnp.array(sampler.stop_ids))
   if not sampler.stop:

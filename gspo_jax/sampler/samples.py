@@ -35,23 +35,15 @@ def _are_strings(stop) -> bool:
 class SamplerConfig:
   """Sampling parameters; hashable, so they are static under jit.
 
-  Attributes:
-    group_size: G, responses a prompt.
-    stop_ids: tokens that end a response; the stop token is part of it. A
-      sampler needs one.
-    stop: strings that end a response; the token that completes one is part of
-      it. A sampler needs them as `StopStrings` of its tokenizer.
-    min_new_tokens: the shortest length at which a stop token is allowed, and
-      at which a stop string ends a response. A benchmark sets it.
-    pad_id: fills the tokens after the end of a response.
-    record_routing: whether Samples hold the experts of each token.
+  A stop token, or the token that completes a stop string, is part of the
+  response. A sampler needs a stop token, and `stop` as StopStrings.
   """
 
-  group_size: int = 1
+  group_size: int = 1  # G, responses a prompt
   max_new_tokens: int = key(
     64, "tokens of a response, the stop token included", AT_LEAST_1
   )
-  stop_ids: tuple[int, ...] = ()
+  stop_ids: tuple[int, ...] = ()  # tokens that end a response
   temperature: float = key(
     1.0,
     "divides the logits",
@@ -78,9 +70,11 @@ class SamplerConfig:
     "\"('\\n\\n',)\".",
     Range("strings that are not empty, as in ('</answer>',)", _are_strings),
   )
+  # The shortest length at which a stop token is allowed, and at which a stop
+  # string ends a response. A benchmark sets it.
   min_new_tokens: int = 1
-  pad_id: int = 0
-  record_routing: bool = False
+  pad_id: int = 0  # of the tokens after the end of a response
+  record_routing: bool = False  # whether Samples hold the experts of tokens
 
   def __post_init__(self):
     check(self, "sampler")
@@ -189,17 +183,11 @@ def empty_samples(
 
 
 class FinishedResponse(NamedTuple):
-  """A response that stopped or was truncated.
+  """A response that stopped or was truncated."""
 
-  Attributes:
-    tokens: [R] int32; ignore the values from `length` on.
-    length: tokens of the response, the stop token included.
-    stopped: whether a stop token or a stop string ended it.
-  """
-
-  tokens: np.ndarray
-  length: int
-  stopped: bool
+  tokens: np.ndarray  # [R] int32; ignore the values from `length` on
+  length: int  # the stop token included
+  stopped: bool  # by a stop token or a stop string
 
 
 # Gets finished responses on this host's devices, by their row.
@@ -221,7 +209,7 @@ def finished_responses(samples: Samples) -> dict[int, FinishedResponse]:
 def samples_sharding(
   sampler: SamplerConfig, mesh: jax.sharding.Mesh, *, turns: bool = False
 ) -> Samples:
-  """The sharding of each field; `turns`: of samples of conversations."""
+  """The sharding of each field; conversations have `turns`."""
   batch = batch_sharding(mesh)
   return Samples(
     *[batch] * 4,
@@ -234,13 +222,10 @@ def samples_sharding(
 def append_tokens(
   samples: Samples, tokens: jax.Array, counts: jax.Array, finish: jax.Array
 ) -> Samples:
-  """Appends tokens of an environment to some responses.
+  """Appends tokens of an environment to some responses, without `turns`.
 
-  Args:
-    samples: B responses, without `turns`.
-    tokens: [B, N] int32, of which each row gets the first `counts`.
-    counts: [B] int32; the rows have room for them.
-    finish: [B] int8, as in Samples, of the results.
+  Each row gets the first `counts` [B] of its tokens [B, n], and has room for
+  them; `finish` [B] is that of the result.
   """
   place = jnp.arange(samples.tokens.shape[1]) - samples.lengths[:, None]
   appended = jnp.take_along_axis(
@@ -258,11 +243,9 @@ def append_tokens(
 def merge_groups(kept, new, index: jax.Array):
   """Selects P of the 2 P groups of two batches, in the order of `index` [P].
 
-  Args:
-    kept: a pytree of arrays [P * G, ...] whose groups 0 to P - 1 are blocks of
-      G rows. A scalar, such as `slot_steps`, is added to the other batch's.
-    new: the same; its groups have the numbers P to 2 P - 1.
-    index: integers below 2 P.
+  `kept` and `new` are pytrees of arrays [P * G, ...], whose groups are blocks
+  of G rows; those of `new` have the numbers P to 2 P - 1. A scalar, such as
+  `slot_steps`, is added to the other batch's.
   """
   P = len(index)
   is_kept = index < P
@@ -298,9 +281,9 @@ def take_groups(
   cfg: model.ModelConfig,
   sampler: SamplerConfig,
 ) -> Samples:
-  """Selects groups of samples without routing, by their numbers [N].
+  """Selects groups of samples without routing; -1 gives an empty group.
 
-  A number of -1 gives an empty group. `slot_steps` stays.
+  `slot_steps` stays.
   """
   empty = empty_samples(len(index), 0, cfg, sampler)
   groups = lambda x: x.reshape(-1, sampler.group_size, *x.shape[1:])

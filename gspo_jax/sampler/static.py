@@ -38,29 +38,17 @@ _BLOCKS = 100  # most decoder blocks to compile, over all lengths of the cache
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _State:
-  """Decoding after `step` tokens of each response.
+  """Decoding after `step` tokens; tokens, logps and lengths as in Samples."""
 
-  Attributes:
-    step: [] int32.
-    last_token: [B] int32, the newest token, not fed yet.
-    done: [B] bool, whether the response has stopped.
-    stop_state: [B] int32, of `StopStrings` after the newest token.
-    tokens: [B, R] int32, as in Samples.
-    logps: [B, R] float32, as in Samples.
-    lengths: [B] int32, as in Samples.
-    cache: keys and values of the tokens fed so far.
-    experts: [L, B, R, k], those of the tokens fed so far; or None.
-  """
-
-  step: jax.Array
-  last_token: jax.Array
-  done: jax.Array
-  stop_state: jax.Array
-  tokens: jax.Array
-  logps: jax.Array
-  lengths: jax.Array
-  cache: kv.Cache
-  experts: jax.Array | None
+  step: jax.Array  # [] int32
+  last_token: jax.Array  # [B] int32, not fed yet
+  done: jax.Array  # [B] bool, whether the response has stopped
+  stop_state: jax.Array  # [B] int32, of `StopStrings` after the newest token
+  tokens: jax.Array  # [B, R] int32
+  logps: jax.Array  # [B, R] float32
+  lengths: jax.Array  # [B] int32
+  cache: kv.Cache  # of the tokens fed so far
+  experts: jax.Array | None  # [L, B, R, k], of the tokens fed so far
 
 
 def generate(
@@ -94,6 +82,13 @@ def generate(
   params = model.unstack_layers(params, cfg)
   B, R = logits.shape[0], sampler.max_new_tokens
   row_keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(B))
+  experts = None
+  if prompt_experts is not None:
+    # Tokens that are never fed keep these k different experts.
+    L, _, _, k = prompt_experts.shape
+    first_k = jnp.arange(k, dtype=prompt_experts.dtype)
+    experts = jnp.broadcast_to(first_k, (L, B, R, k))
+    experts = constrain(experts, None, BATCH_AXES)
   state = _State(
     step=jnp.int32(0),
     last_token=jnp.zeros(B, jnp.int32),
@@ -103,7 +98,7 @@ def generate(
     logps=jnp.zeros((B, R)),
     lengths=jnp.zeros(B, jnp.int32),
     cache=cache,
-    experts=_empty_routing(prompt_experts, B, R),
+    experts=experts,
   )
   state = _sample_token(state, logits, row_keys, sampler)
   starts = jnp.repeat(prompts.lengths, sampler.group_size)
@@ -117,15 +112,14 @@ def generate(
 
 @dataclasses.dataclass(frozen=True)
 class StaticSampler:
-  """`generate`, jitted, as a `Sampler`: one program."""
+  """`generate`, jitted: one program."""
 
   config: SamplerConfig
   jitted: MeshJit
-  batching = None  # slots and pages
+  batching = None  # slots and pages of continuous batching
 
   @property
   def mesh(self) -> jax.sharding.Mesh:
-    """The mesh that decodes."""
     return self.jitted.mesh
 
   def __call__(
@@ -137,7 +131,11 @@ class StaticSampler:
     on_finished: OnFinished | None = None,
     progress: Progress | None = None,
   ) -> Samples:
-    """See `Sampler`; all responses are finished at the end."""
+    """G responses to each of P prompts, with weights of `SamplerFunctions`.
+
+    `on_finished` is called with this host's responses, each once, as early as
+    the sampler can: here at the end. `progress` counts the responses.
+    """
     samples = self.jitted(params, prompts, key)
     if on_finished:
       on_finished(finished_responses(samples))
@@ -153,15 +151,18 @@ class StaticSampler:
     *,
     continues: bool = False,
   ) -> dict[str, jax.stages.Lowered]:
-    """See `Sampler`; it cannot continue a response."""
+    """The functions, lowered for abstract arguments; `generate` decodes.
+
+    `continues` is whether unfinished responses are continued; it cannot.
+    """
     return {"generate": self.jitted.lower(params, prompts, key)}
 
   def compilations(self) -> dict[str, tuple[MeshJit, int]]:
-    """See `Sampler`."""
+    """The jitted functions, and the most programs of each, by name."""
     return {"generate": (self.jitted, 1)}
 
   def describe(self, *, continues: bool) -> str:
-    """See `Sampler`."""
+    """A line for the log on the programs, "" if there is one."""
     return ""
 
 
@@ -192,10 +193,10 @@ def build_static_sampler(
 
 
 def _prefill(params, cfg, prompts, sampler):
-  """Prefills the prompts and shares their keys and values among responses.
+  """The logits of the first tokens [B, V], the cache and the prompts' experts.
 
-  Returns the logits of the first token [B, V], the cache, and the experts of
-  the prompts [L, P, S, k], or None.
+  The cache is shared by the responses of a group; the experts are [L, P, S, k],
+  or None.
   """
   out = model.prefill(
     params, cfg, prompts.tokens, prompts.positions, prompts.mask
@@ -209,18 +210,6 @@ def _prefill(params, cfg, prompts, sampler):
   experts = out.routing.experts if records else None
   logits = constrain(logits, next_token.ROW_AXES, next_token.VOCAB_AXES)
   return logits, cache, experts
-
-
-def _empty_routing(prompts_LPSk, B, R):
-  """The experts of the responses [L, B, R, k] at the start; None if unrecorded.
-
-  Tokens that are never fed keep these k different experts.
-  """
-  if prompts_LPSk is None:
-    return None
-  L, _, _, k = prompts_LPSk.shape
-  first_k = jnp.arange(k, dtype=prompts_LPSk.dtype)
-  return constrain(jnp.broadcast_to(first_k, (L, B, R, k)), None, BATCH_AXES)
 
 
 def _join_routing(prompts_LPSk, responses_LBRk):
@@ -238,13 +227,9 @@ def cache_slots(
 ) -> int:
   """The length of the responses' next cache.
 
-  All blocks are compiled again for each length (seconds each, on a TPU), so a
-  deep model starts with a longer cache and has fewer of them.
-
-  Args:
-    slots: the length of the cache that is full; 0 for the first cache.
-    cfg: the model.
-    sampler: the sampling parameters.
+  `slots` is the length of the cache that is full; 0 for the first cache. All
+  blocks are compiled again for each length (seconds each, on a TPU), so a deep
+  model starts with a longer cache and has fewer of them.
   """
   longest = max(sampler.max_new_tokens - 1, 1)  # the last token is not fed
   num_lengths = max(_BLOCKS // cfg.num_layers, 1)
@@ -257,8 +242,7 @@ def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
 
   Each doubling is in a branch of a `cond`, so that short responses never touch
   the longer cache; it also compiles the step once more. The cache of the
-  returned state is None. `starts` [B] are the positions of the responses' first
-  tokens.
+  returned state is None. `starts` [B] are the positions of the first tokens.
   """
   slots = state.cache.valid.shape[1]
   limit = min(slots + 1, sampler.max_new_tokens)
@@ -270,7 +254,11 @@ def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
     out = model.hidden_states(
       params, cfg, s.last_token[:, None], positions, real, s.cache
     )
-    experts = _write_routing(s.experts, out.routing, s.step - 1)
+    experts = s.experts
+    if experts is not None:
+      experts = jax.lax.dynamic_update_slice_in_dim(
+        experts, out.routing.experts, s.step - 1, axis=2
+      )
     s = dataclasses.replace(s, cache=out.cache, experts=experts)
     logits = next_token.logits(params, cfg, out.hidden[:, 0])
     return _sample_token(s, logits, row_keys, sampler)
@@ -287,14 +275,6 @@ def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
     return _decode(s, params, cfg, starts, row_keys, sampler)
 
   return jax.lax.cond(state.done.all(), drop_cache, double_cache, state)
-
-
-def _write_routing(experts_LBRk, routing, column):
-  """Writes the experts of the tokens of one column; None if unrecorded."""
-  if experts_LBRk is None:
-    return None
-  start = (0, 0, column, 0)
-  return jax.lax.dynamic_update_slice(experts_LBRk, routing.experts, start)
 
 
 def _sample_token(s: _State, logits, row_keys, sampler) -> _State:

@@ -1,11 +1,11 @@
 """Strings that end a response, found while tokens are sampled.
 
-An Aho-Corasick automaton reads the bytes of the text and is in one of K states:
+An Aho-Corasick automaton reads the bytes of the text and is in one of A states:
 the longest end of the text that begins a stop string. Its transitions over all
 bytes of a token are one entry of a table, so that a decode step reads one
 number for each response. A stop string may begin and end inside tokens.
 
-Dimension key: B responses, K states, V ids of the tokenizer.
+Dimension key: B responses, A states, V ids of the tokenizer.
 """
 
 import collections
@@ -29,19 +29,15 @@ class StopStrings:
 
   Compared and hashed by `strings` and `fingerprint` only, so it can be static
   under jit.
-
-  Attributes:
-    strings: those that end a response.
-    fingerprint: the tokenizer's.
-    table: [K, V + 1] unsigned integers, the state after a token, by the state
-      before it and the id; K more if a stop string ended inside the token. The
-      last column is for all ids from V on.
-    token_bytes: [V + 1], what each id adds to a text.
   """
 
   strings: tuple[str, ...]
-  fingerprint: str
+  fingerprint: str  # of the tokenizer
+  # [A, V + 1] unsigned integers, the state after a token, by the state before
+  # it and the id; A more if a stop string ended inside the token. The last
+  # column is for all ids from V on.
   table: np.ndarray = dataclasses.field(compare=False, repr=False)
+  # [V + 1], what each id adds to a text
   token_bytes: Sequence[bytes] = dataclasses.field(compare=False, repr=False)
 
   def advance(
@@ -92,20 +88,18 @@ class StopStrings:
 def build(strings: tuple[str, ...], tokenizer: Tokenizer) -> StopStrings:
   """The stop strings, at least one and none empty, for a tokenizer.
 
-  Raises:
-    UserError: the bytes of the tokenizer's ids are not known, or the table
-      would be too large.
+  UserError if the bytes of its ids are unknown, or the table is too large.
   """
   try:
     token_bytes = [*tokenizer.token_bytes(), UNKNOWN.encode()]
   except UserError as error:
     raise UserError(f"sampler.stop={strings!r}: {error}") from error
   step, ends = _automaton(strings)
-  K = len(step)
-  dtype = np.min_scalar_type(2 * K - 1)
-  if (size := K * len(token_bytes) * dtype.itemsize) > _MAX_TABLE:
+  A = len(step)
+  dtype = np.min_scalar_type(2 * A - 1)
+  if (size := A * len(token_bytes) * dtype.itemsize) > _MAX_TABLE:
     raise UserError(
-      f"sampler.stop: {len(strings)} strings of {K - 1} different beginnings "
+      f"sampler.stop: {len(strings)} strings of {A - 1} different beginnings "
       f"and {len(token_bytes)} tokens make a table of {size >> 20} MiB: "
       f"expected at most {_MAX_TABLE >> 20} MiB; use fewer or shorter strings"
     )
@@ -125,11 +119,7 @@ def response_text(
 ) -> str:
   """The text of a response, up to its stop token or to its stop string's end.
 
-  Args:
-    ids: the tokens of the response, the one that ended it included.
-    stopped: whether a stop token or a stop string ended it.
-    tokenizer: the policy's.
-    stop: the stop strings; None: there are none.
+  `ids` include the token that ended it; `stopped` is whether one did.
   """
   if stopped and ids[-1] in tokenizer.stop_ids:
     return tokenizer.decode(ids[:-1])
@@ -141,7 +131,7 @@ def response_text(
 
 @functools.lru_cache(maxsize=4)
 def _automaton(strings: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-  """The next state [K, 256] for each byte, and whether a string ends [K]."""
+  """The next state [A, 256] for each byte, and whether a string ends [A]."""
   children, ends = [{}], [False]
   for string in strings:
     state = 0
@@ -168,15 +158,15 @@ def _automaton(strings: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _table(step, ends, token_bytes) -> np.ndarray:
-  """[K, V + 1], `StopStrings.table`."""
-  K = len(step)
+  """[A, V + 1], `StopStrings.table`."""
+  A = len(step)
   lengths = np.array([len(token) for token in token_bytes])
   longest_first = np.argsort(-lengths, kind="stable")
-  state = np.repeat(np.arange(K)[:, None], len(token_bytes), axis=1)
+  state = np.repeat(np.arange(A)[:, None], len(token_bytes), axis=1)
   ended = np.zeros(state.shape, bool)
   for i in range(lengths.max()):
     longer = longest_first[: (lengths > i).sum()]
     bytes_ = np.array([token_bytes[token][i] for token in longer])
     state[:, longer] = step[state[:, longer], bytes_]
     ended[:, longer] |= ends[state[:, longer]]
-  return state + K * ended
+  return state + A * ended

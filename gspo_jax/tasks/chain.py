@@ -13,7 +13,7 @@ import string
 from gspo_jax.data.problem import Problem, held_out
 from gspo_jax.runtime.errors import UserError
 
-_OPERATIONS = {
+OPERATIONS = {
   "+": lambda a, b: a + b,
   "-": lambda a, b: a - b,
   "*": lambda a, b: a * b,
@@ -22,21 +22,13 @@ _OPERATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-  """A random-access source of chains; the same index is the same problem.
+  """A random-access source of chains; the same index is the same problem."""
 
-  Attributes:
-    steps: the possible lengths, each 1 to 26 (a label is a letter).
-    noise: probability that a demonstrated step has a random result, with which
-      the chain then goes on: the cold start learns the method, and RL the
-      precision.
-    evaluation: True for the held-out problems, False for the others.
-    size: number of problems.
-    seed: decides all problems.
-  """
-
-  steps: tuple[int, ...]
+  steps: tuple[int, ...]  # possible lengths, 1 to 26 (a label is a letter)
+  # Probability that a demonstrated step has a random result, with which the
+  # chain goes on: the cold start learns the method, and RL the precision.
   noise: float = 0.0
-  evaluation: bool = False
+  evaluation: bool = False  # True for the held-out problems
   size: int = 1_000_000
   seed: int = 0
 
@@ -65,7 +57,7 @@ class Chain:
     text, demonstration = str(value), []
     for label in string.ascii_lowercase[: rng.choice(self.steps)]:
       operation, operand = rng.choice("+-*"), rng.randrange(10)
-      apply = _OPERATIONS[operation]
+      apply = OPERATIONS[operation]
       text += f"{label}{operation}{operand}"
       value = apply(value, operand) % 10
       before, shown = shown, apply(shown, operand) % 10
@@ -80,11 +72,8 @@ def sources(
 ) -> tuple[Chain, Chain, Chain]:
   """Chains to learn from, to be evaluated on, and to imitate.
 
-  Args:
-    seed: of all.
-    steps: lengths to learn from and to be evaluated on, with | between.
-    demonstrated: lengths to imitate.
-    noise: share of random results in these.
+  `steps` are the lengths of the first two, `demonstrated` and `noise` are of
+  the third; lengths have | between them.
   """
   chain = Chain(_lengths("steps", steps), seed=seed)
   return (

@@ -21,12 +21,8 @@ from collections.abc import Sequence
 
 from gspo_jax.data.problem import Problem
 from gspo_jax.rollout.environment import Message, Question, Step
+from gspo_jax.tasks.chain import OPERATIONS
 
-_OPERATIONS = {
-  "+": lambda a, b: a + b,
-  "-": lambda a, b: a - b,
-  "*": lambda a, b: a * b,
-}
 _EXPRESSION = re.compile(r"(\d{1,4})([-+*])(\d{1,4})")
 _CALL = re.compile(r"calc\((.*)\)", re.DOTALL)
 _SIZE = 6000  # problems of each source
@@ -55,7 +51,7 @@ class Calculator:
     if not parts:
       return Step([("tool", "error")], tool_calls=1, tool_errors=1)
     a, operation, b = parts.groups()
-    result = _OPERATIONS[operation](int(a), int(b))
+    result = OPERATIONS[operation](int(a), int(b))
     return Step([("tool", str(result))], tool_calls=1)
 
 
@@ -66,7 +62,7 @@ def calculator_problems() -> list[Problem]:
     a, b = rng.randrange(10, 100), rng.randrange(10, 100)
     operation = rng.choice("+-*")
     text = f"{a}{operation}{b}"
-    result = str(_OPERATIONS[operation](a, b))
+    result = str(OPERATIONS[operation](a, b))
     demonstration, turns = _calculated(text, result, rng)
     problems[text] = Problem(f"{text}?", result, demonstration, turns=turns)
   return list(problems.values())
@@ -81,7 +77,7 @@ def _calculated(text: str, result: str, rng: random.Random):
     a, operation, b = _EXPRESSION.fullmatch(text).groups()
     a = str(rng.randrange(10, 100))
     text = f"{a}{operation}{b}"
-    result = str(_OPERATIONS[operation](int(a), int(b)))
+    result = str(OPERATIONS[operation](int(a), int(b)))
   return f"calc({text})", (("tool", result), ("assistant", f"#{result}"))
 
 

@@ -72,10 +72,8 @@ _SENTENCE_END = re.compile(r"[.!?]+(?=[\s\"\'\u2019\u201d)*\]]|$)")
 _BULLET = re.compile(r"- +\S")
 _NUMBERED = re.compile(r"([0-9]+)[.)] +\S")
 _CLOSING = "*\"'\u2019\u201d"  # what may follow the end of a text
-# Different words that a response needs beside those of its prompt.
-NEW_WORDS = 6
-# Words in a row that a response must not repeat.
-_RUN = 5
+NEW_WORDS = 6  # that a response needs beside the words of its prompt
+_RUN = 5  # words in a row that a response must not repeat
 
 
 def words(text: str) -> list[str]:
@@ -84,7 +82,6 @@ def words(text: str) -> list[str]:
 
 
 def _num_filled(parts) -> int:
-  """The number of parts that have two words or more."""
   return sum(len(words(part)) > 1 for part in parts)
 
 
@@ -104,7 +101,6 @@ def _numbered(text: str, count: int) -> bool:
 
 
 def _has(text: str, phrase: str) -> bool:
-  """Whether the words of `phrase` are in the text, one after the other."""
   return f" {' '.join(words(phrase))} " in f" {' '.join(words(text))} "
 
 
@@ -117,17 +113,11 @@ _always = lambda rng: True
 
 
 class Rule(NamedTuple):
-  """A rule about a text.
+  """A rule about a text, with a value; a rule that needs none has True."""
 
-  Attributes:
-    keeps: whether a text keeps the rule with this value.
-    draw: a random value; True for a rule that has none.
-    ask: the sentence that asks for it.
-  """
-
-  keeps: Callable[[str, Any], bool]
-  draw: Callable[[random.Random], Any]
-  ask: Callable[[Any], str]
+  keeps: Callable[[str, Any], bool]  # whether a text keeps it with this value
+  draw: Callable[[random.Random], Any]  # a random value
+  ask: Callable[[Any], str]  # the sentence that asks for it
 
 
 RULES = {
@@ -307,12 +297,9 @@ def follows(
     prompt: what the policy read.
     response: what the policy wrote.
     reference: JSON: {"subject": text, "rules": {name: value}}, the names of
-      `RULES`.
+      `RULES`; UserError for anything else.
     tokens: length of the response, its stop token included.
     limit: largest length.
-
-  Raises:
-    UserError: the reference is not such JSON.
   """
   target = _parse(reference)
   text = response.strip()
@@ -330,7 +317,6 @@ def _names(text: str, subject: str) -> bool:
 
 
 def _repeats(text: str) -> bool:
-  """Whether `_RUN` words in a row occur twice."""
   sequence = words(text)
   count = len(sequence) - _RUN + 1
   runs = [tuple(sequence[i : i + _RUN]) for i in range(count)]

@@ -14,31 +14,43 @@ from typing import Self
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.workers.process import Call, Process, Result, Setup, Tasks
 
-__all__ = ["CHUNK", "Call", "Pool", "Result", "Tasks"]
+__all__ = ["Call", "Pool", "Result", "Started", "Tasks"]
 
 # Calls per request to a worker, which forks; that takes 1-3 ms.
-CHUNK = 128
+_CHUNK = 128
+
+
+class Started:
+  """Calls that were started together.
+
+  One future for all: at 20,000 responses a step, one each is a second.
+  """
+
+  def __init__(self, calls: Sequence[Call]):
+    self.calls = calls
+    # In their order; None until the call has ended.
+    self.results: list[Result | None] = [None] * len(calls)
+    self.left = len(calls)
+    self.done = futures.Future()  # set when all have ended
+
+  def wait(self) -> list[Result]:
+    self.done.result()
+    return self.results
 
 
 class Pool:
   """A pool of worker processes; a context manager.
 
-  Attributes:
-    facts: what `load` tells about the tasks.
+  `facts` is what `load` tells about the tasks.
 
   Args:
     name: of the tasks, for errors.
     load: makes the tasks once in each worker, given `seconds`. It is pickled.
     workers: processes; each makes one call at a time, or `concurrency` calls
       of `async` tasks.
-    seconds: wall-clock time for one call. A call that times out takes all of
-      it.
+    seconds: wall-clock time for one call.
     memory: GiB that calls may add to a worker process; enforced on Linux.
     concurrency: calls of `async` tasks that a worker makes at once.
-
-  Raises:
-    UserError: a limit is not above 0, `load` raised UserError, or a worker
-      ended or hung in it.
   """
 
   def __init__(
@@ -60,8 +72,8 @@ class Pool:
       if not value > 0:
         raise UserError(f"{name}: expected {limit} above 0, got {value}")
     setup = Setup(name, load, seconds, memory, concurrency)
-    self._changed = threading.Condition()  # of the next four
-    self._waiting: list[tuple[Call, futures.Future]] = []
+    self._changed = threading.Condition()  # of the next four, and of `Started`
+    self._waiting: list[tuple[Started, int]] = []
     self._share = 1  # of what waits, for a worker
     self._closed = False
     self._threads: list[threading.Thread] = []
@@ -77,28 +89,30 @@ class Pool:
       self._threads.append(thread)
       thread.start()
 
-  def start(self, calls: Sequence[Call]) -> list[futures.Future[Result]]:
+  def start(self, calls: Sequence[Call]) -> Started:
     """Starts calls and returns at once.
 
     Calls of `async` tasks run at once only if they were started together, or
     while all workers were busy.
     """
-    started = [(call, futures.Future()) for call in calls]
+    started = Started(calls)
+    if not calls:
+      started.done.set_result(None)
     with self._changed:
       if self._closed:
         raise futures.CancelledError
-      self._waiting += started
+      self._waiting += [(started, i) for i in range(len(calls))]
       share = math.ceil(len(self._waiting) / len(self._workers))
-      self._share = max(1, min(share, CHUNK))
+      self._share = max(1, min(share, _CHUNK))
       self._changed.notify_all()
-    return [future for _, future in started]
+    return started
 
   def close(self) -> None:
-    """Ends the workers; the futures of pending calls raise CancelledError."""
+    """Ends the workers; waiting for pending calls raises CancelledError."""
     with self._changed:
       self._closed = True
-      for _, future in self._waiting:
-        future.cancel()
+      for started, _ in self._waiting:
+        started.done.cancel()
       self._waiting.clear()
       self._changed.notify_all()
     for worker in self._workers:
@@ -116,14 +130,20 @@ class Pool:
     """In a thread: gives a worker what waits, until the pool is closed."""
     while taken := self._take():
       try:
-        for i, result in worker.run([call for call, _ in taken]):
-          taken[i][1].set_result(result)
+        for i, result in worker.run([x.calls[place] for x, place in taken]):
+          started, place = taken[i]
+          with self._changed:
+            started.results[place] = result
+            started.left -= 1
+            if not started.left:
+              started.done.set_result(None)
       except BaseException as e:
-        for _, future in taken:
-          if not future.done():
-            future.set_exception(e)
+        with self._changed:
+          for started, _ in taken:
+            if not started.done.done():
+              started.done.set_exception(e)
 
-  def _take(self) -> list[tuple[Call, futures.Future]]:
+  def _take(self) -> list[tuple[Started, int]]:
     """Waits for calls, and takes its share of them; none: it is closed.
 
     What came while the workers were busy goes into one request: calls of

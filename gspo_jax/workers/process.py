@@ -35,15 +35,10 @@ class Setup(NamedTuple):
 
 
 class Call(NamedTuple):
-  """A call of a task.
+  """A call of a task."""
 
-  Attributes:
-    task: its number among those of `load`.
-    request: its picklable argument.
-  """
-
-  task: int
-  request: Any
+  task: int  # its number among those of `load`
+  request: Any  # its argument, picklable
 
 
 class Result(NamedTuple):
@@ -101,11 +96,7 @@ class Process:
     self._send(self._setup)
 
   def wait_ready(self) -> Any:
-    """Waits for the imports of the worker; returns the facts of its tasks.
-
-    Raises:
-      UserError: the imports failed.
-    """
+    """Waits for the imports of the worker; returns the facts of its tasks."""
     line = self._receive(START)
     if line is None:
       raise errors.UserError(

@@ -65,15 +65,8 @@ def run(
 ) -> str | None:
   """The output of a program, decoded as UTF-8; None if the program failed.
 
-  It failed if its exit code is not 0, or if it ran out of time, memory or
-  output.
-
-  Args:
-    program: Python source; it runs as `__main__`.
-    stdin: its standard input.
-    seconds: wall-clock time, from the start of the sandbox.
-    memory: address space, MiB.
-    max_output: bytes that it may print.
+  It failed if its exit code is not 0, or if it ran out of `seconds` of
+  wall-clock time, `memory` MiB of address space, or bytes of `max_output`.
   """
   end = time.monotonic() + seconds
   with _start(bwrap_path(), program, stdin, seconds, memory) as process:
@@ -87,32 +80,24 @@ def run(
 
 @functools.cache
 def bwrap_path() -> str:
-  """The path of a bwrap that can run a program here; each one is tried.
-
-  Raises:
-    UserError: no bwrap is installed, or none may create a sandbox.
-  """
+  """The path of a bwrap that can run a program here; each one is tried."""
   failures = []
+  program, stderr = "print(input())", subprocess.PIPE
   for path in _candidates():
-    output, stderr = _try(path)
+    try:
+      with _start(path, program, "ok", 20, 512, stderr) as process:
+        output, error = process.communicate(timeout=20)
+    except (OSError, subprocess.SubprocessError) as e:
+      output, error = b"", str(e).encode()
     if output == b"ok\n":
       return path
-    failures.append(f"{path}: {stderr.decode('utf-8', 'replace').strip()}")
+    failures.append(f"{path}: {error.decode('utf-8', 'replace').strip()}")
   raise errors.UserError(
     "reward 'code' needs bubblewrap, and runs no program without it: "
     + ("; ".join(failures) or "no bwrap found")
     + f". Install it ({errors.install('code')}) and, in a container, "
     "permit user namespaces or CAP_SYS_ADMIN"
   )
-
-
-def _try(bwrap: str) -> tuple[bytes, bytes]:
-  """stdout and stderr of a sandboxed program that prints "ok"."""
-  try:
-    with _start(bwrap, "print(input())", "ok", 20, 512, None) as process:
-      return process.communicate(timeout=20)
-  except (OSError, subprocess.SubprocessError) as e:
-    return b"", str(e).encode()
 
 
 def _candidates() -> Iterator[str]:
@@ -134,7 +119,7 @@ def _start(
   stdin: str,
   seconds: float,
   memory: int,
-  stderr: int | None = subprocess.DEVNULL,
+  stderr: int = subprocess.DEVNULL,
 ) -> Iterator[subprocess.Popen]:
   """Runs the program in a sandbox; the end of the block ends both."""
   with (
@@ -149,7 +134,7 @@ def _start(
       _command(bwrap, *files, seconds, memory),
       stdin=stdin_file,
       stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE if stderr is None else stderr,
+      stderr=stderr,
       pass_fds=files,
       env={},
     )
@@ -195,16 +180,8 @@ def _command(
   command += ["--remount-ro", "/", "--chdir", "/"]
   user = 20_000 + (101 * os.getpid() + next(_runs)) % 40_000 if root else 0
   limits = (user, THREADS, memory << 20, math.ceil(seconds) + 1)
-  command += [
-    sandbox_files.PYTHON,
-    "-I",
-    "-X",
-    "utf8",
-    "-c",
-    _LAUNCHER,
-    *map(str, limits),
-  ]
-  return command
+  command += [sandbox_files.PYTHON, "-I", "-X", "utf8", "-c", _LAUNCHER]
+  return [*command, *map(str, limits)]
 
 
 @contextlib.contextmanager

@@ -42,12 +42,7 @@ ctypes.CDLL(None).dl_iterate_phdr(show, None)
 
 
 def require_hidden(name: str, path: str) -> None:
-  """UserError if programs in the sandbox could read this path.
-
-  Args:
-    name: of the path, for the error.
-    path: a file or a folder.
-  """
+  """UserError, with the name, if sandboxed programs could read the path."""
   path = Path(path).expanduser().resolve()
   for folder in (Path(folder).resolve() for folder in FOLDERS):
     packages = (folder / name for name in _PACKAGES)

@@ -81,11 +81,7 @@ _FIRST, _SECOND, _SIXTH = 16, 24, 56
 
 
 def program(machine: str | None = None) -> bytes:
-  """The BPF program of the filter for a machine, by default this one.
-
-  Raises:
-    UserError: no filter exists for that machine.
-  """
+  """The BPF program of the filter for a machine, by default this one."""
   machine = machine or platform.machine()
   if machine not in _MACHINES:
     raise errors.UserError(

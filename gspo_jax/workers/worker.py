@@ -69,23 +69,13 @@ def main() -> None:
 
 
 class _Call(NamedTuple):
-  """A call of a task; `number` is its place in the request."""
-
-  number: int
+  number: int  # its place in the request
   task: Callable[[Any], Any]
   request: Any
 
   @property
   def is_async(self) -> bool:
     return inspect.iscoroutinefunction(self.task)
-
-  def succeeded(self, value) -> list:
-    """The line of a call that returned this value."""
-    return [self.number, value, None]
-
-  def failed(self, reason: str) -> list:
-    """The line of a call that failed."""
-    return [self.number, None, reason]
 
 
 def _receive(source: int):
@@ -107,17 +97,11 @@ def _send(results: int, message) -> None:
 
 
 class _Child(NamedTuple):
-  """Makes calls in new child processes, and sends the pool their results.
-
-  Attributes:
-    setup: the limits.
-    requests: a file descriptor, from the pool.
-    results: a file descriptor, to the pool.
-  """
+  """Makes calls in new child processes, and sends the pool their results."""
 
   setup: Setup
-  requests: int
-  results: int
+  requests: int  # a file descriptor, from the pool
+  results: int  # a file descriptor, to the pool
 
   def make_together(self, calls: list[_Call]) -> list[_Call]:
     """Makes `async` calls at once; returns those that are left over.
@@ -125,27 +109,26 @@ class _Child(NamedTuple):
     None are, unless one of them ended the child or blocked its event loop: it
     is not known which.
     """
-    end = self._run(_make_together, calls, self.setup.seconds + _SLACK)
-    if not end.failure:
+    silence = self.setup.seconds + _SLACK
+    lines, failure = self._run(_make_together, calls, silence)
+    if not failure:
       return []
-    done = {json.loads(line)[0] for line in end.lines}
+    done = {json.loads(line)[0] for line in lines}
     return [call for call in calls if call.number not in done]
 
   def make_one_by_one(self, calls: list[_Call]) -> list[_Call]:
-    """Makes calls in order; returns those that are left over.
-
-    At least the first is finished.
-    """
-    end = self._run(_make_one_by_one, calls, self.setup.seconds)
-    finished = len(end.lines)
+    """Makes calls in order, at least the first; returns the others."""
+    lines, failure = self._run(_make_one_by_one, calls, self.setup.seconds)
+    finished = len(lines)
     # A child that died on its first call died of that call. Later it may have
     # died of what an earlier call left behind, so the rest gets a new child.
-    if end.failure and (finished == 0 or end.failure != _DIED):
-      _send(self.results, calls[finished].failed(end.failure))
+    if failure and (finished == 0 or failure != _DIED):
+      _send(self.results, [calls[finished].number, None, failure])
       finished += 1
     return calls[finished:]
 
-  def _run(self, make, calls, silence: float) -> "_End":
+  def _run(self, make, calls, silence) -> tuple[list[bytes], str | None]:
+    """The lines that a new child sent, and why not all (None if all)."""
     source, sink = os.pipe()
     child = os.fork()
     if not child:
@@ -163,7 +146,7 @@ class _Child(NamedTuple):
       os.close(source)
       _kill_all(child)
 
-  def _forward(self, source: int, count: int, silence: float) -> "_End":
+  def _forward(self, source: int, count: int, silence: float):
     """Forwards the lines of a child to the pool as they come."""
     wait = select.poll()
     wait.register(source, select.POLLIN)
@@ -174,28 +157,21 @@ class _Child(NamedTuple):
       left = max(0, end - time.monotonic())
       ready = {fd for fd, _ in wait.poll(1000 * left)}
       if not ready:
-        return _End(lines, f"took over {self.setup.seconds:g} s")
+        return lines, f"took over {self.setup.seconds:g} s"
       if self.requests in ready:  # nothing is sent meanwhile: it was closed
         sys.exit()
       data = os.read(source, 1 << 16)
       if not data:
-        return _End(lines, _DIED)
+        return lines, _DIED
       *new, rest = (rest + data).split(b"\n")
       if new:
         os.write(self.results, b"".join(line + b"\n" for line in new))
         lines += new
         end = time.monotonic() + silence
-    return _End(lines, None)
+    return lines, None
 
 
 _DIED = "its process ended"
-
-
-class _End(NamedTuple):
-  """The lines that a child sent, and why not all (None if all)."""
-
-  lines: list[bytes]
-  failure: str | None
 
 
 def _kill_all(child: int) -> None:
@@ -241,9 +217,9 @@ def _make(call: _Call) -> list:
     value = call.task(call.request)
     if inspect.iscoroutine(value):  # made again after it ended its child
       value = asyncio.run(value)
-    return call.succeeded(value)
+    return [call.number, value, None]
   except BaseException as e:
-    return call.failed(_describe(e))
+    return [call.number, None, _describe(e)]
 
 
 def _make_together(calls: list[_Call], sink: int, setup: Setup) -> None:
@@ -275,14 +251,14 @@ async def _make_in_time(call: _Call, setup: Setup) -> list:
     return task.result()
   task.cancel()  # and go on, for it may go on as well, and keep its thread
   _renew_threads(setup)
-  return call.failed(f"took over {setup.seconds:g} s")
+  return [call.number, None, f"took over {setup.seconds:g} s"]
 
 
 async def _make_async(call: _Call) -> list:
   try:
-    return call.succeeded(await call.task(call.request))
+    return [call.number, await call.task(call.request), None]
   except BaseException as e:
-    return call.failed(_describe(e))
+    return [call.number, None, _describe(e)]
 
 
 def _limit_memory(memory: float) -> None:

@@ -4,14 +4,13 @@ import functools
 import hashlib
 import json
 import logging
-from typing import NamedTuple
 
 import grain
 import numpy as np
 import pytest
 
 from gspo_jax.data import pipeline, prompt_batch, sources, tokenizers
-from gspo_jax.data.curriculum import Curriculum, SolvedProblems
+from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.data.datasets import Stage
 from gspo_jax.data.problem import Problem
 from gspo_jax.runtime.errors import UserError
@@ -83,15 +82,8 @@ def order(source, seed):
   return grain.MapDataset.mix(shuffled, weights=source.weights)
 
 
-class Simulation(NamedTuple):
-  """Problems by iteration and round, and how often all came back."""
-
-  batches: list[list[list[str]]]
-  resets: int
-
-
 def simulate(stages, iterations, batch, rounds=1, width=16, seed=0):
-  """As `run`."""
+  """Problems by iteration and round, as `run`; how often all came back."""
   solved, resets, orders, positions, fitting = set(), 0, [], [], []
   for _, source in stages:
     parts = source.sources if isinstance(source, sources.Mixture) else [source]
@@ -120,7 +112,7 @@ def simulate(stages, iterations, batch, rounds=1, width=16, seed=0):
         t for t, c in zip(problem_texts, all_correct, strict=True) if c
       }
     batches_of_iterations.append(batches)
-  return Simulation(batches_of_iterations, resets)
+  return batches_of_iterations, resets
 
 
 CASES = {
@@ -162,13 +154,14 @@ def test_batches_are_those_of_the_simulation(case, caplog):
   with caplog.at_level(logging.WARNING):
     curriculum = make(case)
     batches = list(run(curriculum, STEPS, CASES[case].get("rounds", 1)))
-  assert batches == simulated(case).batches
-  assert caplog.text.count("all problems come back") == simulated(case).resets
+  expected, resets = simulated(case)
+  assert batches == expected
+  assert caplog.text.count("all problems come back") == resets
 
 
 def test_in_every_case_all_problems_come_back():
   """Else the cases would test less than it seems."""
-  resets = [simulated(case).resets for case in CASES]
+  resets = [simulated(case)[1] for case in CASES]
   assert min(resets) > 0
   assert max(resets) > 3
 
@@ -179,7 +172,7 @@ def test_in_every_case_all_problems_come_back():
 def test_resumed_is_uninterrupted(case):
   """In a fresh curriculum, and in one that has gone on elsewhere."""
   rounds, states = CASES[case].get("rounds", 1), []
-  curriculum, expected = make(case), simulated(case).batches
+  curriculum, (expected, _) = make(case), simulated(case)
   for step in STEPS:
     states.append(json.dumps(curriculum.get_state()))
     list(run(curriculum, [step], rounds))
@@ -189,26 +182,6 @@ def test_resumed_is_uninterrupted(case):
       assert resumed.get_state() == json.loads(states[done])
       after = slice(done, done + 3)
       assert list(run(resumed, STEPS[after], rounds)) == expected[after]
-
-
-def test_no_solved_problem_comes_again_before_all_do(caplog):
-  curriculum, solved = start((1, MATH)), set()
-  with caplog.at_level(logging.WARNING):
-    for iteration in STEPS:
-      batch = curriculum.next_batch(iteration)
-      if caplog.records:
-        break
-      assert not solved & set(texts(batch))
-      right = correct(texts(batch), iteration)
-      curriculum.record(batch, right)
-      solved |= {t for t, r in zip(texts(batch), right, strict=True) if r.all()}
-      assert curriculum.num_solved == len(solved)
-  assert len(solved) > len(MATH) - 4
-  (record,) = caplog.records
-  left = len(MATH) - len(solved)
-  assert f"{left} problems are unsolved" in record.getMessage()
-  assert "fewer than a batch of 4" in record.getMessage()
-  assert curriculum.num_solved == 0
 
 
 def test_problems_with_some_or_no_correct_responses_stay():
@@ -238,6 +211,7 @@ def test_without_drop_solved_it_is_the_plain_pipeline():
   assert curriculum.num_solved == 0
   # A run that turns drop_solved on later begins with nothing solved.
   resumed = start((1, BOTH), seed=3)
+  resumed.record(resumed.next_batch(1), np.ones((4, G)))
   resumed.set_state(curriculum.get_state())
   assert resumed.num_solved == 0
   assert texts(resumed.next_batch(12)) == texts(curriculum.next_batch(12))
@@ -308,46 +282,29 @@ def test_rewards_count_for_the_stage_of_their_prompts():
   assert curriculum.num_solved == 4
 
 
-# SolvedProblems.
-
-
-def test_no_problem_is_solved_at_first():
-  solved = SolvedProblems().of(MATH)
-  assert solved.shape == (23,)
-  assert solved.dtype == bool
-  assert not solved.any()
-
-
-def test_a_source_is_identified_by_its_content():
-  record = SolvedProblems()
-  record.of(MATH)[3] = True
-  assert np.flatnonzero(record.of(list(MATH))).tolist() == [3]
-  assert not record.of(CODE).any()
-  assert not record.of([*MATH[:-1], CODE[0]]).any()
-
-
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 100])
-def test_solved_problems_are_restored_from_json(count):
-  rng = np.random.default_rng(count)
-  for share in (0.0, 0.5, 1.0):
-    saved, restored = SolvedProblems(), SolvedProblems()
-    source = problems("q", count)
-    solved = rng.random(count) < share
-    saved.of(source)[:] = solved
-    saved.of(MATH)[5] = True
-    state = json.loads(json.dumps(saved.get_state()))
-    # An array that a pipeline holds already changes with the state.
-    of_source, of_code = restored.of(source), restored.of(CODE)
-    of_source[0] = of_code[2] = True
-    restored.set_state(state)
-    np.testing.assert_array_equal(of_source, solved)
-    assert not of_code.any()  # a source that the state lacks
+def test_solved_problems_are_restored_from_json_by_the_content_of_sources(
+  count,
+):
+  source = problems("q", count)
+  stages = (1, source), (2, [*source]), (3, [*source[:-1], CODE[0]])
+  saved, restored = (start(*stages, batch=1) for _ in range(2))
+  for stage in (2, 3):  # else the positions say that batches were taken
+    restored.record(restored.next_batch(stage), np.ones((1, G)))
+  for stage in (1, 2):
+    saved.record(saved.next_batch(stage), np.ones((1, G)))
+  restored.set_state(json.loads(json.dumps(saved.get_state())))
+  solved = min(2, count)
+  assert restored.num_solved == saved.num_solved == solved
+  for curriculum in (saved, restored):
+    curriculum.next_batch(3)
+    assert curriculum.num_solved == 0  # of other content
 
 
 def test_the_state_of_a_million_problems_is_small():
-  record = SolvedProblems()
-  solved = record.of(Chain((8,)))
-  assert len(json.dumps(record.get_state())) < 1000
+  curriculum = start((1, Chain((8,))))
+  assert len(json.dumps(curriculum.get_state())) < 1000
+  ((solved,),) = curriculum._solved
   # The worst case.
   solved[:] = np.random.default_rng(0).random(len(solved)) < 0.5
-  assert len(json.dumps(record.get_state())) < 170_000
+  assert len(json.dumps(curriculum.get_state())) < 170_000

@@ -71,10 +71,7 @@ def test_a_fingerprint_is_of_beginnings_and_questions(config):
 def test_the_columns_that_were_found_are_said_once(config):
   first, second = config.data.source, config.data.curriculum[0][1].split(",")[1]
   said = "the problem is in 'question', the reference in 'answer'"
-  assert load(config).notes == (
-    f"{first}: {said}",
-    f"{second}: {said}",
-  )
+  assert load(config).notes == (f"{first}: {said}", f"{second}: {said}")
   config.data.problem_field, config.data.reference_field = "question", "answer"
   assert load(config).notes == ()
 

@@ -84,10 +84,7 @@ def text_of(problem, cfg):
   [
     ((), "Add.\n\nQ: 2+2?"),
     ((SYSTEM,), "Be brief.\n\nQ: 2+2?"),
-    (
-      (("user", "1+1?"), ("assistant", " 2")),
-      "Add.\n\n1+1? 2\n\nQ: 2+2?",
-    ),
+    ((("user", "1+1?"), ("assistant", " 2")), "Add.\n\n1+1? 2\n\nQ: 2+2?"),
     ((SYSTEM, ("user", "Hi")), "Be brief.\n\nHi\n\nQ: 2+2?"),
   ],
 )
@@ -315,13 +312,3 @@ def test_fewer_problems_that_fit_than_a_batch():
   ):
     with pytest.raises(UserError, match=f"max_prompt_length={width}: fewer"):
       batches(source, batch=4, width=width, too_long="drop")
-
-
-def test_take_is_the_first_problems_in_order():
-  taken = pipeline.take(SMALL, config(), 5)
-  assert taken.problems == [SMALL[i] for i in range(5)]
-  assert taken.tokens.shape == (5, 32)
-  with pytest.raises(
-    UserError, match=r"eval.prompts=13: expected at most 12, "
-  ):
-    pipeline.take(SMALL, config(), 13)

@@ -40,7 +40,7 @@ def test_the_reference_follows_the_last_hashes(tmp_path):
     tmp_path / "a.jsonl",
     row(1, "#### 3, no\n####  1,000 "),
     "",
-    row(2, "Paris"),
+    row(2, " Paris "),
     "  ",
     row("é中", "\N{LINE SEPARATOR} #### ü"),
     row(3, "#### C#"),
@@ -108,10 +108,7 @@ def test_a_missing_value_is_named_with_its_row_and_key(
   ("answer", "words"),
   [
     ("5 ####", "has nothing after its last ####"),
-    (
-      1.2345678901234567e16,
-      r"is 1.23.*e\+16, a float, .*: write the number as",
-    ),
+    (1.2345678901234567e16, r"is 1.23.*e\+16, a float, .*: write the numb"),
     ([1, 2e30], "is 2e\\+30, a float, .*: write the number as text"),
   ],
 )
@@ -119,11 +116,6 @@ def test_a_reference_that_has_lost_something(tmp_path, answer, words):
   name = r"a.jsonl:1: 'answer' \(data.reference_field\)"
   with pytest.raises(UserError, match=f"{name} {words}"):
     one(tmp_path, row(1, answer))
-
-
-def test_a_bare_reference_is_imitated_behind_its_mark(tmp_path):
-  assert one(tmp_path, row(1, " 7 ")).demonstration == "#### 7"
-  assert one(tmp_path, row(1)).demonstration == "x #### 7"
 
 
 def test_fields_by_name(tmp_path):
@@ -147,18 +139,10 @@ def test_fields_by_name(tmp_path):
   [
     "{",
     "[1, 2]",
-    "3",
-    '"question answer"',
-    "null",
     "[" * 100_000,
-    {},
     {"question": "only"},
     {"answer": "only"},
     {"question": 3, "answer": "3"},
-    {"question": "a", "answer": None},
-    {"question": "", "answer": "3"},
-    {"question": "a", "answer": ""},
-    {"question": "a", "answer": "thinking #### "},
     {"question": "half a pair \ud83d", "answer": "3"},
   ],
 )
@@ -173,6 +157,11 @@ def test_a_bad_line_is_named(tmp_path, bad):
 ASK = [{"role": "user", "content": "1+1?"}]
 ANSWER = [{"role": "assistant", "content": "so #### 2"}]
 BRIEF = [{"role": "system", "content": "Be brief."}]
+VERL = {
+  "data_source": "sums",
+  "reward_model": {"style": "rule", "ground_truth": "2"},
+  "extra_info": {"index": 0},
+}
 
 
 @pytest.mark.parametrize(
@@ -191,33 +180,14 @@ BRIEF = [{"role": "system", "content": "Be brief."}]
     ),
     # TRL
     (
-      {"prompt": "1+1?", "solution": "2"},
-      Problem("1+1?", "2", "#### 2"),
-      ("prompt", "solution"),
-    ),
-    (
       {"prompt": BRIEF + ASK, "solution": "2"},
       Problem("1+1?", "2", "#### 2", {}, (("system", "Be brief."),)),
       ("prompt", "solution"),
     ),
     # verl
     (
-      {
-        "data_source": "sums",
-        "prompt": ASK,
-        "reward_model": {"style": "rule", "ground_truth": "2"},
-        "extra_info": {"index": 0},
-      },
-      Problem(
-        "1+1?",
-        "2",
-        "#### 2",
-        {
-          "data_source": "sums",
-          "reward_model": {"style": "rule", "ground_truth": "2"},
-          "extra_info": {"index": 0},
-        },
-      ),
+      VERL | {"prompt": ASK},
+      Problem("1+1?", "2", "#### 2", VERL),
       ("prompt", "reward_model.ground_truth"),
     ),
     # Supervised fine-tuning
@@ -233,11 +203,7 @@ BRIEF = [{"role": "system", "content": "Be brief."}]
         "3",
         "so #### 2",
         {},
-        (
-          ("system", "Be brief."),
-          ("user", "1+1?"),
-          ("assistant", "so #### 2"),
-        ),
+        (("system", "Be brief."), ("user", "1+1?"), ("assistant", "so #### 2")),
       ),
       ("messages", "answer"),
     ),
@@ -365,8 +331,6 @@ def module(tmp_path, monkeypatch):
     "  return [{'question': f'q{i}'.encode(), 'answer': np.int64(i),"
     " 'tests': np.array([[i, 2]])} for i in range(9)]\n"
     "def problems(): return [Problem('a', 'b', 'c')] * 3\n"
-    "def levels(): return [{'question': f'question {i}?',"
-    " 'answer': 'x #### 7', 'level': i} for i in range(30)]\n"
     "def endless(): return iter([])\n"
     "def odd(): return [{'question': b'\\xff', 'answer': 1}, 3]\n"
   )
@@ -377,14 +341,10 @@ def module(tmp_path, monkeypatch):
 
 def test_any_source_by_dotted_name(module):
   source = sources.load(f"{module}.dicts")
-  assert [p[:3] for p in source][:2] == [
-    ("q0", "0", "#### 0"),
-    ("q1", "1", "#### 1"),
-  ]
+  assert source[1][:3] == ("q1", "1", "#### 1")
   fields = Fields(reference="tests")
-  assert (
-    sources.load(f"{module}:dicts", fields=fields)[3].reference == "[[3, 2]]"
-  )
+  with_tests = sources.load(f"{module}:dicts", fields=fields)
+  assert with_tests[3].reference == "[[3, 2]]"
   assert source[3].columns == {"tests": [[3, 2]]}
   problems = sources.load(f"{module}.problems")
   assert problems[1] == Problem("a", "b", "c")
@@ -400,16 +360,13 @@ def test_mistakes_in_a_dotted_name(module):
     (f"{module}.dict", "has no such function; did you mean 'dicts'"),
     (f"{module}.endless", "list_iterator; expected something with a length"),
     ("no_such_package.rows.factory", "no module 'no_such_package'; expected"),
-    ("train.jsonl", "expected chain, jsonl:FILE"),
     ("data/train.jsonl", "expected chain, jsonl:FILE"),
     ("chains", "expected chain, jsonl:FILE"),
     ("tfds:", "expected tfds:NAME"),
     ("data/train.csv", "did you mean 'hf:data/train.csv'"),
     ("csv:data/train.csv", "did you mean 'hf:data/train.csv'"),
     ("json:s3://b/train.jsonl", "did you mean 'jsonl:s3://b/train.jsonl'"),
-    ("x.csv:train", "did you mean 'hf:x.csv:train'"),
-    ("x.tsv", "did you mean 'hf:x.tsv'"),
-    ("x.CSV", "did you mean 'hf:x.CSV'"),
+    ("x.TSV:train", "did you mean 'hf:x.TSV:train'"),
     ("x.jsonl.gz", "did you mean 'hf:x.jsonl.gz'"),
     ("hf:csv", "hf:csv: 'csv' is a format, .*; expected hf:FILE or hf:FOLDER"),
     ("hf:csv:x.csv", "'csv' is a format, no data set; expected hf:x.csv"),
@@ -450,18 +407,11 @@ def test_the_fingerprint_of_a_chain_stays_what_it_was():
   assert sources.fingerprint(Chain((2, 4))) == "41392e4845c6e58e"
 
 
-def test_the_fingerprint_of_other_sources_stays_what_it_was(tmp_path, module):
-  rows = [row(i) for i in range(30)]
-  file = write(tmp_path / "a.jsonl", *rows)
-  for spec, evaluation, before in (
-    (file, None, "729022cd13667476"),
-    (file, False, "d9a792a9cb797e64"),
-    (f"{module}.levels", None, "70d11360eced9be9"),
-    (f"{module}.problems", None, "98eec7bf0e14ff1e"),
-  ):
-    for fields in (Fields(), Fields("question", "answer")):
-      source = sources.load(spec, fields=fields, evaluation=evaluation)
-      assert sources.fingerprint(source) == before
+def test_a_fingerprint_holds_the_names_of_the_columns_that_were_found(tmp_path):
+  spec = write(tmp_path / "a.jsonl", row(1))
+  fields = Fields(), Fields("question", "answer")
+  prints = [sources.fingerprint(sources.load(spec, fields=f)) for f in fields]
+  assert prints[0] == prints[1]
 
 
 def test_a_fingerprint_is_of_conversations_and_not_of_other_columns(tmp_path):

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gspo_jax.data import tokenizers
 from gspo_jax.data.tokenizers import hf
+from gspo_jax.data.tokenizers import train as train_command
 from gspo_jax.runtime.errors import UserError
 
 CHATML = (
@@ -96,7 +97,10 @@ def applied(folder, user, system=""):
 
 @pytest.fixture(scope="module")
 def spm(tmp_path_factory):
-  return train(tmp_path_factory.mktemp("spm") / "a.model")
+  """As the command trains it."""
+  path = tmp_path_factory.mktemp("spm") / "a.model"
+  path.write_bytes(train_command.train(iter(LINES), 330))
+  return path
 
 
 def train(path, **changes):
@@ -135,26 +139,16 @@ def test_bytes_are_those_of_utf8():
   text = characters()
   assert tokenizer.encode(text) == list(text.encode())
   assert tokenizer.decode(tokenizer.encode(text)) == text
-  assert (tokenizer.pad_id, tokenizer.stop_ids, tokenizer.vocab_size) == (
-    256,
-    (257,),
-    258,
-  )
+  facts = tokenizer.pad_id, tokenizer.stop_ids, tokenizer.vocab_size
+  assert facts == (256, (257,), 258)
 
 
 def test_bytes_that_are_no_text_decode_all_the_same():
   tokenizer = tokenizers.load("bytes")
-  assert (
-    tokenizer.decode([104, 256, 105, 257, 999, -1]) == "h\ufffdi" + "\ufffd" * 3
-  )
+  text = tokenizer.decode([104, 256, 105, 257, 999, -1])
+  assert text == "h\ufffdi\ufffd\ufffd\ufffd"
   assert tokenizer.decode(np.array([0xC3], np.int32)) == "\ufffd"
   assert tokenizer.decode([]) == ""
-
-
-def test_a_prompt_of_bytes_is_the_system_text_and_the_question():
-  tokenizer = tokenizers.load("bytes")
-  assert tokenizer.prompt("3+4?") == list(b"3+4?")
-  assert tokenizer.prompt("3+4?", "Add.") == list(b"Add.\n\n3+4?")
 
 
 # SentencePiece.
@@ -180,9 +174,8 @@ def test_what_is_no_text_shows_in_sentencepiece(spm):
 
 
 def test_sentencepiece_without_padding_pads_with_its_stop(tmp_path):
-  tokenizer = tokenizers.load(
-    str(train(tmp_path / "a.model", pad_id=-1, unk_id=0))
-  )
+  path = train(tmp_path / "a.model", pad_id=-1, unk_id=0)
+  tokenizer = tokenizers.load(str(path))
   assert (tokenizer.pad_id, tokenizer.stop_ids) == (1, (1,))
 
 
@@ -242,25 +235,6 @@ def test_models_that_transformers_reads_otherwise(tmp_path):
   assert not (tmp_path / "saved").exists()
 
 
-@pytest.mark.parametrize(
-  "option", [{"add_dummy_prefix": True}, {"remove_extra_whitespaces": True}]
-)
-def test_models_that_some_releases_read_otherwise(tmp_path, option):
-  """Releases of transformers before 5.24 give other ids, and are refused."""
-  tokenizer = tokenizers.load(str(train(tmp_path / "a.model", **option)))
-  folder = tmp_path / "saved"
-  try:
-    tokenizer.save(folder)
-  except UserError:
-    assert not folder.exists()
-    return
-  theirs = library(folder)
-  for text in (*TEXTS, *LINES[:3], *HOSTILE):
-    ids = tokenizer.encode(text)
-    assert theirs.encode(text, add_special_tokens=False) == ids
-    assert theirs.decode(ids) == tokenizer.decode(ids)
-
-
 # Folders.
 
 
@@ -311,10 +285,8 @@ def test_a_conversation_is_that_of_the_chat_template(chat, text):
 def test_no_control_string_forms_across_an_edge(
   tmp_path, chat, before, text, after
 ):
-  shutil.copytree(chat, tmp_path / "a")
   template = f"<|im_start|>{before}{{{{ messages[0].content }}}}{after}"
-  (tmp_path / "a/chat_template.jinja").write_text(template)
-  tokenizer = tokenizers.load(str(tmp_path / "a"))
+  tokenizer = tokenizers.load(with_template(chat, tmp_path, template))
   ids = tokenizer.prompt(text)
   assert tokenizer.decode(ids) == "<|im_start|><|im_end|>"
   assert not set(tokenizer.stop_ids) & set(ids)
@@ -328,10 +300,9 @@ def test_a_vocabulary_that_holds_its_control_tokens(tmp_path):
   template = "{{ messages[0].content }}</s>"
   tokenizer = tokenizers.load(str(save(tmp_path, fast, template, **names)))
   assert tokenizer.stop_ids == (1,)
-  assert 1 not in tokenizer.encode("a</s>b")
-  assert (
-    tokenizer.decode(tokenizer.encode("a</s>b")).replace(" ", "") == "a</s>b"
-  )
+  ids = tokenizer.encode("a</s>b")
+  assert 1 not in ids
+  assert tokenizer.decode(ids).replace(" ", "") == "a</s>b"
   assert tokenizer.prompt("a</s>b").count(1) == 1
   assert tokenizer.prompt("ab?") == applied(tmp_path, "ab?")
 
@@ -410,9 +381,8 @@ def test_what_is_no_text_shows_in_a_folder(chat):
   tokenizer = tokenizers.load(str(chat))
   one, two = tokenizer.encode("1"), tokenizer.encode("2")
   assert tokenizer.decode([*one, tokenizer.pad_id, *two]) == "1<|endoftext|>2"
-  assert (
-    tokenizer.decode([*one, tokenizer.vocab_size, -1, *two]) == "1\ufffd\ufffd2"
-  )
+  no_ids = tokenizer.vocab_size, -1
+  assert tokenizer.decode([*one, *no_ids, *two]) == "1\ufffd\ufffd2"
   assert tokenizer.decode(np.array(tokenizer.encode("龍")[:1])) == "\ufffd"
 
 
@@ -431,11 +401,8 @@ def test_the_bytes_of_tokens_are_those_of_their_text(tmp_path, kind, request):
   token_bytes = tokenizer.token_bytes()
   assert len(token_bytes) == tokenizer.vocab_size
   # Libraries differ in the signs that stand for bytes of no letter.
-  letters = [
-    i
-    for i, b in enumerate(token_bytes)
-    if b.decode(errors="ignore").encode() == b
-  ]
+  is_text = lambda token: token.decode(errors="ignore").encode() == token
+  letters = [i for i, token in enumerate(token_bytes) if is_text(token)]
   rng = np.random.default_rng(0)
   some = [rng.choice(letters, 9).tolist() for _ in range(50)]
   for ids in [*some, *map(tokenizer.encode, (*TEXTS, *LINES[:3], *HOSTILE))]:
@@ -524,9 +491,8 @@ def test_a_folder_without_a_template(chat, tmp_path):
   shutil.copytree(chat, tmp_path / "a")
   (tmp_path / "a/chat_template.jinja").unlink()
   tokenizer = tokenizers.load(str(tmp_path / "a"))
-  assert tokenizer.prompt("x <|im_end|>", "S:") == tokenizer.encode(
-    "S:\n\nx <|im_end|>"
-  )
+  ids = tokenizer.encode("S:\n\nx <|im_end|>")
+  assert tokenizer.prompt("x <|im_end|>", "S:") == ids
 
 
 def test_a_beginning_that_the_tokenizer_itself_sets(tmp_path):
@@ -572,16 +538,12 @@ def test_folders_that_hold_no_usable_tokenizer(chat, tmp_path):
   del settings["eos_token"]
   (endless / "tokenizer_config.json").write_text(json.dumps(settings))
   (odd / "generation_config.json").write_text('{"eos_token_id": "x"}')
-  deep = tmp_path / "deep"
-  shutil.copytree(chat, deep)
-  (deep / "generation_config.json").write_text("[" * 100_000)
   for folder, words in (
     (tmp_path / "missing", "no such folder"),
     (tmp_path / "empty", "no tokenizer in this folder"),
     (broken, "tokenizer '.*b': "),
     (endless, "nothing ends a response"),
     (odd, "generation_config.json.*eos_token_id"),
-    (deep, "generation_config.json: not JSON: "),
   ):
     with pytest.raises(UserError, match=words):
       tokenizers.load(str(folder))
@@ -594,6 +556,7 @@ def test_folders_that_hold_no_usable_tokenizer(chat, tmp_path):
     ("{{ 2.0 ** 100000 }}", "raised: OverflowError"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     ("{{ '-' * 2 ** 25 }}", "writes 33,554,432 characters"),
+    ("{{ raise_exception('No such role') }}", "raised: .*No such role"),
   ],
 )
 def test_templates_that_fail(template, words, chat, tmp_path):
@@ -635,25 +598,11 @@ def test_a_slow_tokenizer(tmp_path):
     tokenizers.load(str(tmp_path))
 
 
-def test_a_template_that_refuses(chat, tmp_path):
-  shutil.copytree(chat, tmp_path / "a")
-  (tmp_path / "a/chat_template.jinja").write_text(
-    "{% if messages[0].role == 'system' %}"
-    "{{ raise_exception('System role not supported') }}{% endif %}"
-    "{{ messages[0].content }}"
-  )
-  tokenizer = tokenizers.load(str(tmp_path / "a"))
-  assert tokenizer.decode(tokenizer.prompt("3+4?")) == "3+4?"
-  with pytest.raises(UserError, match="System role not supported"):
-    tokenizer.prompt("3+4?", "Be brief.")
-
-
 def test_threads_share_a_tokenizer(chat):
   from concurrent.futures import ThreadPoolExecutor
 
   tokenizer = tokenizers.load(str(chat))
   texts = [*TEXTS, *HOSTILE] * 20
   with ThreadPoolExecutor(4) as pool:
-    assert list(pool.map(tokenizer.prompt, texts)) == list(
-      map(tokenizer.prompt, texts)
-    )
+    in_threads = list(pool.map(tokenizer.prompt, texts))
+  assert in_threads == list(map(tokenizer.prompt, texts))

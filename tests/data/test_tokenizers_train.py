@@ -6,17 +6,11 @@ import sys
 
 import pytest
 import transformers
-from absl.testing import flagsaver
-from repository import ROOT
 
 from gspo_jax.data import tokenizers
 from gspo_jax.data.tokenizers import train
 from gspo_jax.runtime.errors import UserError
 
-GSM8K = ROOT.parent / "shared/data/gsm8k"
-needs_gsm8k = pytest.mark.skipif(
-  not GSM8K.is_dir(), reason=f"{GSM8K} is not here"
-)
 TEXTS = [
   "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72",
   "How many clips are there altogether?  Two  spaces.",
@@ -36,22 +30,9 @@ def test_the_same_text_gives_the_same_model():
   assert train.train(iter(TEXTS[:-1]), 320) != first
 
 
-@pytest.mark.parametrize(
-  "text",
-  ["", "  a  b \n\n\t", "é中🙂\x00\r\n", "<pad></s><unk>", "ﬁ ① Å", *TEXTS[:2]],
-)
-def test_every_text_comes_back(tokenizer, text):
-  ids = tokenizer.encode(text)
-  assert tokenizer.decode(ids) == text
-  assert not {0, 1, 2} & set(ids)
-
-
 def test_digits_and_new_lines_stand_alone(tokenizer):
-  assert (tokenizer.pad_id, tokenizer.stop_ids, tokenizer.vocab_size) == (
-    0,
-    (1,),
-    320,
-  )
+  facts = tokenizer.pad_id, tokenizer.stop_ids, tokenizer.vocab_size
+  assert facts == (0, (1,), 320)
   for text in ("48", "\n\n"):
     assert len(tokenizer.encode(text)) == 2
   assert len(tokenizer.encode(TEXTS[0])) < len(TEXTS[0]) * 0.8
@@ -113,38 +94,3 @@ def test_the_command(tmp_path):
   assert done.stderr.startswith("error: ")
   assert "does not suit" in done.stderr
   assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-  ("flag", "message"),
-  [
-    ("--output=", "--output is missing"),
-    ("--vocab_size=x", "vocab_size"),
-    ("--vocabsize=3", "vocabsize"),
-    ("x", "unexpected argument 'x'"),
-  ],
-)
-def test_bad_flags(flag, message, monkeypatch, capsys):
-  argv = ["train", "--input=a", "--output=b", flag]
-  monkeypatch.setattr(sys, "argv", argv)
-  with flagsaver.flagsaver(), pytest.raises(SystemExit, match="2"):
-    train.main()
-  error = capsys.readouterr().err
-  assert error.startswith("error: ")
-  assert error.count("\n") == 1
-  assert message in error
-
-
-@pytest.mark.slow
-@needs_gsm8k
-def test_gsm8k(tmp_path):
-  fields = ["question", "answer"]
-  source = train.read_texts([str(GSM8K / "train.jsonl")], fields)
-  out = tmp_path / "folder"
-  train.write(train.train(source, 2048), out)
-  tokenizer = tokenizers.load(str(out / "tokenizer.model"))
-  again = tokenizers.load(str(out))
-  for text in train.read_texts([str(GSM8K / "test.jsonl")], fields):
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    assert again.encode(text) == ids

@@ -10,14 +10,12 @@ import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
-from repository import ROOT
 
 from gspo_jax.data.problem import Problem
 from gspo_jax.data.sources import Fields
 from gspo_jax.evaluate import benchmarks, programs
 from gspo_jax.runtime.errors import UserError
 
-GSM8K = ROOT.parent / "shared/data/gsm8k/test.jsonl"
 TEST = {"input": "1 2\n", "output": "3\n"}
 PUBLIC = json.dumps([TEST | {"testtype": "stdin"}])
 CODE = {
@@ -57,13 +55,12 @@ def read(tmp_path):
     ("aime24", {"Problem": "q", "Answer": "7", "ID": "2024-I-1"}, "math", 32,
      "2024-I-1"),
     ("Aime25", {"question": "q", "answer": "7"}, "math", 32, "1"),
-    ("AMC23", {"question": "q", "answer": 7.0, "id": 0}, "math", 32, "0"),
     ("AMC23", {"problem": "q", "answer": "7", "url": "u"}, "math", 32, "u"),
     ("MATH500", {"problem": "q", "answer": "7", "unique_id": "test/a.json"},
      "math", 1, "test/a.json"),
     ("minerva", {"question": "q", "answer": "7"}, "math", 1, "1"),
-    ("OlympiadBench", {"question": "q", "final_answer": ["7"], "id": 3},
-     "math", 1, "3"),
+    ("OlympiadBench", {"question": "q", "final_answer": ["7"], "id": 0},
+     "math", 1, "0"),
     ("gsm8k", {"question": "q", "answer": "3 + 4 #### 7"}, "gsm8k", 1, "1"),
   ],
 )  # fmt: skip
@@ -78,11 +75,6 @@ def test_benchmarks_with_a_short_reference(
   assert found.ids == [identity]
   assert found.ratings == [None]
   assert found.skipped == {}
-
-
-def test_several_final_answers_are_one_reference(read):
-  row = {"question": "q", "final_answer": ["1", "2"], "solution": ["so", "on"]}
-  assert read("OlympiadBench", row).problems[0][:2] == ("q", "1, 2")
 
 
 def test_formats_and_columns_are_those_of_training(tmp_path, monkeypatch):
@@ -230,8 +222,6 @@ def test_mistakes(read, tmp_path):
     read("AMIE24", {})
   with pytest.raises(UserError, match=r"cannot read .*nope.*: No such file"):
     benchmarks.read("AIME24", str(tmp_path / "nope"))
-  with pytest.raises(UserError, match=r"cannot read .*: Is a directory"):
-    benchmarks.read("AIME24", str(tmp_path))
   with pytest.raises(UserError, match="no problem in it"):
     read("AIME24")
   good = {"problem": "q", "answer": 7}
@@ -254,18 +244,6 @@ def test_limit_counts_usable_rows_and_reads_no_further(read):
   assert (len(found.problems), found.skipped) == (1, {"no tests": 1})
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is not here")
-def test_gsm8k_as_published():
-  found = benchmarks.read("GSM8K", str(GSM8K))
-  assert len(found.problems) == 1319
-  lines = [json.loads(line) for line in GSM8K.read_text().splitlines()]
-  expected = [
-    (row["question"], row["answer"].split("#### ")[1]) for row in lines
-  ]
-  assert [p[:2] for p in found.problems] == expected
-  assert found.content == hashlib.sha256(GSM8K.read_bytes()).hexdigest()
-
-
 # Tests of programs: lists, their JSON, and what is never loaded.
 
 
@@ -279,12 +257,6 @@ def test_tests_are_a_list_or_its_json():
   for value in (tests, json.dumps(tests), more, json.dumps(more)):
     assert parsed(value) == tests
   assert parsed(None) == parsed([]) == []
-
-
-def test_functions_to_call_are_skipped():
-  test = {"input": "1", "output": "2", "testtype": "functional"}
-  with pytest.raises(programs.Skipped, match="functional tests"):
-    parsed([test])
 
 
 @pytest.mark.parametrize(

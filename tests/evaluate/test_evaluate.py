@@ -6,9 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from concurrent.futures import Future
 from contextlib import nullcontext
-from decimal import Decimal
 from types import SimpleNamespace
 
 import jax
@@ -18,24 +16,19 @@ from absl.testing import flagsaver
 from repository import ROOT, xla_flags
 
 from gspo_jax.configs import calculator_cpu, tiny_cpu
-from gspo_jax.evaluate import __main__, benchmarks, evaluator, summary
+from gspo_jax.evaluate import __main__, benchmarks, evaluator
 from gspo_jax.evaluate.answers_file import AnswersFile
 from gspo_jax.program import load_params
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.record.checkpoint import Checkpoints
 from gspo_jax.rewards import judge
-from gspo_jax.rewards.pool import (
-  PendingCall,
-  PendingRewards,
-  RewardPool,
-  Rewards,
-)
+from gspo_jax.rewards.pool import PendingCall, PendingRewards, Rewards
 from gspo_jax.rewards.reward import Response
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.tasks.chain import Chain
-from gspo_jax.workers.pool import Result
+from gspo_jax.workers.pool import Result, Started
 
 TINY = f"--config={ROOT}/configs/tiny_cpu.py:debug"
 
@@ -99,10 +92,6 @@ def test_each_response_is_written(whole):
   rows = read(out)
   assert [r["set"] for r in rows] == ["chain"] * 66
   assert len(read(out, "CodeForces")) == 12
-  assert set(rows[0]) == {
-    "set", "id", "problem", "sample", "response", "reference", "score",
-    "failed", "tokens", "finish",
-  }  # fmt: skip
   problem = Chain((1,))[10]
   assert (rows[65]["problem"], rows[65]["reference"]) == problem[:2]
   assert (rows[65]["id"], rows[65]["sample"]) == ("11", 5)
@@ -112,34 +101,14 @@ def test_each_response_is_written(whole):
   for r in rows:
     assert r["tokens"] <= 12
     assert r["finish"] == "stopped" or r["tokens"] == 12
+  scores = [r["score"] for r in rows]
+  assert summaries[0]["avg"] == pytest.approx(sum(scores) / 66)
   for results_of_set in summaries:
     path = out / results_of_set["set"] / "results.json"
     results = json.loads(path.read_text())
     assert results["results"] == results_of_set
     assert results["checkpoint"]
     assert results["settings"]["config"]["sampler"]["max_new_tokens"] == 12
-
-
-def test_the_numbers_are_those_of_the_responses(whole):
-  out, (chain, code) = whole
-  rows = read(out)
-  assert chain["avg"] == pytest.approx(sum(r["score"] for r in rows) / 66)
-  truncated = sum(r["finish"] == "truncated" for r in rows) / 66
-  assert chain["truncated"] == pytest.approx(truncated)
-  assert (chain["problems"], chain["samples"]) == (11, 6)
-  assert set(chain["pass"]) == set(chain["majority"]) == {"1", "2", "4", "6"}
-  assert chain["elo"] is None
-  assert code["elo"]["bounded"]
-
-
-def test_a_reward_with_arguments(workdir, files, tmp_path):
-  run(workdir, files[1:], tmp_path, reward="code:total=60,seconds=2")
-  file = tmp_path / "CodeForces/settings.json"
-  settings = json.loads(file.read_text())
-  assert settings["reward (--reward)"] == "code:total=60,seconds=2"
-  assert settings["seconds (reward.seconds)"] == 70
-  with pytest.raises(UserError, match=r"CodeForces.*--reward.='code:total=60"):
-    run(workdir, files[1:], tmp_path, reward="code:total=5")
 
 
 def test_seconds_of_a_reward(monkeypatch):
@@ -232,19 +201,12 @@ def test_a_second_benchmark_stands_beside_the_first(
   ("sets", "options", "words"),
   [
     (["AIME24"], {}, "--set=AIME24: expected NAME=FILE"),
-    (["=x"], {}, "--set==x: expected NAME=FILE"),
     (["a/b=x"], {}, "--set=a/b=x: expected NAME=FILE, where NAME names a fo"),
     (["..=FILE"], {}, r"--set=\.\.=.*: expected NAME=FILE"),
     ([f"a=hf:{os.__file__}:train"], {}, "--set=a=.*: expected a path outside"),
-    (["a=csv:x.csv"], {}, "did you mean 'hf:x.csv'"),
     (["a=FILE", "A=FILE", "a=FILE"], {}, "--set=a=.*: a is there twice"),
-    (
-      ["a=FILE"],
-      {"reward": ""},
-      "--set=a: no such benchmark; .*needs --reward",
-    ),
+    (["a=FILE"], {"reward": ""}, "--set=a: no such bench.*needs --reward"),
     (["a=FILE"], {"reward": "final"}, "unknown reward 'final': .*final_answer"),
-    (["a=nope"], {}, "cannot read 'nope': No such file"),
   ],
 )
 def test_mistakes(workdir, files, tmp_path, sets, options, words):
@@ -280,8 +242,6 @@ def test_a_problem_that_is_too_long(workdir, tmp_path):
 
 # A benchmark on a sampler and a reward pool of the test.
 
-GSM8K = ROOT.parent / "shared/data/gsm8k/test.jsonl"
-
 
 class Pool:
   """Is the response the reference? Fails on "fail", hangs on "hang"."""
@@ -296,18 +256,18 @@ class Pool:
     right = np.float32([r.text == r.reference for r in responses])
     failed = np.array(["fail" in r.text for r in responses])
     rewards = Rewards(right, {}, failed, ("why",) * any(failed))
-    futures = [Future() for _ in responses]
-    for response, future in zip(responses, futures, strict=True):
+    started = Started(responses)
+    for i, response in enumerate(responses):
       if response.text != "hang":
         failure = "why" if "fail" in response.text else None
-        future.set_result(Result([[0.0]], failure))
+        started.results[i] = Result([[0.0]], failure)
 
     def compute():
-      assert all(future.done() for future in futures)
+      assert all(started.results)
       self.events.append("result")
       return rewards
 
-    calls = [[PendingCall("it", future, 0)] for future in futures]
+    calls = [[PendingCall("it", started, i, 0)] for i in range(len(responses))]
     return PendingRewards(len(responses), calls, compute)
 
   def __enter__(self):
@@ -445,48 +405,6 @@ def test_a_process_without_the_file_only_samples(five, monkeypatch):
   assert len(sampler.keys) == 3
 
 
-def test_missing_responses_are_an_error(five, run_on):
-  sampler = Echo(2)
-  whole = sampler.sample
-  sampler.sample = lambda *args: (whole(*args)[0], [False])
-  with pytest.raises(ValueError, match="zip"):
-    run_on(five, sampler, Pool())
-
-
-@pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is not here")
-@pytest.mark.parametrize("shift", [0, 1])
-def test_gsm8k_with_the_references_as_responses(run_on, shift):
-  benchmark = benchmarks.read("GSM8K", str(GSM8K))
-  lines = [json.loads(line) for line in GSM8K.read_text().splitlines()]
-  shifted = np.roll([line["answer"] for line in lines], shift).tolist()
-  response_to = {
-    line["question"]: answer
-    for line, answer in zip(lines, shifted, strict=True)
-  }
-
-  def sample(params, problems, key, progress):
-    responses = [
-      Response(p.text, response_to[p.text], p.reference) for p in problems
-    ]
-    return responses, [False] * len(responses)
-
-  sampler = SimpleNamespace(batch_size=256, sample=sample)
-  with RewardPool(("gsm8k",), (1.0,)) as pool:
-    pool.events = []
-    batches = run_on(benchmark, sampler, pool)
-  records = list(itertools.chain(*batches))
-  # References may be equal by chance.
-  value = lambda line: Decimal(line["answer"].split("####")[1].replace(",", ""))
-  values = [value(line) for line in lines]
-  expected = sum(a == values[i - shift] for i, a in enumerate(values))
-  assert expected == (1319 if shift == 0 else 15)
-  assert sum(r["score"] for r in records) == expected
-  short = [summary.shorten("gsm8k", r) for r in records]
-  results = summary.summarize(benchmark, short, 0.5)
-  assert results["avg"] == results["majority"]["1"] == expected / 1319
-  assert results["failed"] == 0
-
-
 @pytest.mark.parametrize(
   ("most", "fails", "kept", "words"),
   [
@@ -567,18 +485,8 @@ def test_the_command(workdir, files, tmp_path):
   [
     ([TINY, "--set=a=b"], "--checkpoint is missing; for a start: python -m gs"),
     ([TINY, "--checkpoint=x"], "--set is missing; for a start"),
-    (
-      ["--set=a=b"],
-      "--config is missing; for a start: python -m gspo_jax.eval",
-    ),
     ([TINY, "--chekpoint=x"], "; see python -m gspo_jax.evaluate --help"),
-    (
-      [TINY, "x"],
-      "argument 'x': flags are --name=value; see python -m gspo_jax."
-      "evaluate --help",
-    ),
     ([TINY, "--checkpoint=x", "--set=a=b", "--samples=0"], "--samples=0"),
-    ([TINY, "--checkpoint=x", "--set=a=b", "--config.sed=0"], "mean 'seed'"),
     ([TINY, "--checkpoint=x", "--set=AMIE24=b"], "did you mean 'AIME24"),
   ],
 )

@@ -135,12 +135,6 @@ def test_a_batch_has_no_more_prompts_than_the_problems_need(
   assert batch_shape(parse(debug_config), mesh, samples, problems) == shape
 
 
-def test_a_batch_that_training_could_not_split(debug_config):
-  debug_config.data.prompts = 3  # of 8 devices, and of 4 minibatches
-  mesh = sharding.make_mesh(data=8)
-  assert batch_shape(parse(debug_config), mesh, 4, 99).prompts == 8
-
-
 @pytest.mark.parametrize("key", ["rollout.group_size", "data.prompts"])
 def test_an_empty_batch_is_an_error(debug_config, key):
   debug_config.update_from_flattened_dict({key: 0})
@@ -175,48 +169,18 @@ def test_what_sampling_uses_is_checked(debug_config):
     new_sampler(debug_config, 4)
 
 
-def test_instruction_and_system_prompt_reach_the_policy(debug_config):
+def test_instruction_history_and_system_prompt_reach_the_policy(debug_config):
   debug_config.data.instruction = "{problem} \\box{}"
   debug_config.data.system_prompt = "S"
   debug_config.data.max_prompt_length = 40
   sampler = PolicySampler(
     parse(debug_config), one_device(), BatchShape(1, 1, 1)
   )
-  prompts = sampler.prompts([Problem("{x}?", "", "")])
+  history = (("user", "1?"), ("assistant", "2"))
+  prompts = sampler.prompts([Problem("{x}?", "", "", history=history)])
   tokens = prompts.tokens[0][-prompts.lengths[0] :]
   text = sampler.program.tokenizer.decode(tokens)
-  assert text.startswith("S")
-  assert text.endswith("{x}? \\box{}")
-
-
-def test_the_conversation_before_a_problem_reaches_the_policy(debug_config):
-  debug_config.data.max_prompt_length = 40
-  sampler = PolicySampler(
-    parse(debug_config), one_device(), BatchShape(1, 1, 1)
-  )
-  history = (("system", "S"), ("user", "1?"), ("assistant", "2"))
-  problem = Problem("x?", "", "", history=history)
-  prompts = sampler.prompts([problem])
-  tokens = prompts.tokens[0][-prompts.lengths[0] :]
-  assert sampler.program.tokenizer.decode(tokens) == "S\n\n1?2\n\nx?"
-
-
-def test_responses_hold_the_whole_prompt(debug_config, echoing):
-  debug_config.data.instruction = "{problem}<think>"
-  debug_config.data.max_prompt_length = 40
-  sampler, _ = echoing(8)
-  responses, _ = sampler.sample(None, PROBLEMS, jax.random.key(0))
-  prompts = [response.prompt for response in responses]
-  assert prompts == [f"{p}<think>" for p in TEXTS for _ in range(8)]
-
-
-def test_a_problem_that_is_too_long_is_an_error(echoing):
-  sampler, _ = echoing(2)
-  with pytest.raises(
-    UserError,
-    match=r"'123456789' has 9 tokens, more than data.max_prompt.*=8: raise",
-  ):
-    sampler.prompts([Problem(t, "", "") for t in ("1?", "123456789")])
+  assert text == "S\n\n1?2\n\n{x}? \\box{}"
 
 
 def test_responses_of_a_model_differ_and_repeat(debug_config):

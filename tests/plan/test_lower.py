@@ -9,7 +9,7 @@ from gspo_jax.plan import lower
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
-from gspo_jax.sampler import paged_decode
+from gspo_jax.sampler.continuous import paged_decode
 from gspo_jax.sampler.samples import Prompts
 
 

@@ -22,7 +22,6 @@ from repository import ROOT
 from gspo_jax.report import __main__ as report_main
 from gspo_jax.report.page import page
 from gspo_jax.report.workdir import read
-from gspo_jax.runtime.errors import UserError
 
 HOSTILE = (
   "</pre></script><script>alert(1)</script><img src=x onerror=alert(2)>'\""
@@ -175,19 +174,6 @@ def test_a_run_with_metrics_only(tmp_path):
   assert "odd was not finite at step 1" in text
 
 
-def test_numbers_that_are_not_finite_leave_gaps_and_a_warning(tmp_path):
-  run = make_run(tmp_path / "x", 12)
-  rows = [
-    json.loads(r) for r in (run / "metrics.jsonl").read_text().splitlines()
-  ]
-  for step in (5, 6):
-    rows[step]["grad/norm"] = None
-  (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-  page = Page(html_of(run))
-  assert "grad/norm was not finite at step 5, 2 times" in page.text()
-  assert "grad/norm" in charts_of(page)
-
-
 def test_long_runs_are_small_and_quick(tmp_path):
   run = make_run(tmp_path / "x", 2000)
   begin = time.monotonic()
@@ -272,15 +258,11 @@ def test_without_plotly_it_says_what_to_install(run, monkeypatch, capsys):
   assert "pip install -e '.[report]'" in capsys.readouterr().err
 
 
-def test_a_bad_line_is_named(tmp_path):
+def test_a_line_that_is_cut_short_is_left_out(tmp_path):
   run = make_run(tmp_path / "x", 3)
   with (run / "metrics.jsonl").open("a") as file:
     file.write('{"step": 4, "gr')  # a run that is writing
-  html_of(run)
-  with (run / "metrics.jsonl").open("a") as file:
-    file.write("\n{}\n")
-  with pytest.raises(UserError, match=r"metrics\.jsonl:5: "):
-    html_of(run)
+  assert "3 of 20 steps" in html_of(run)
 
 
 CHROMIUM = next(
@@ -385,6 +367,8 @@ def test_a_pointer_reads_numbers_and_names_stay_text(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
 def test_light_and_dark_pages(tmp_path):
+  import matplotlib.image
+
   (tmp_path / "page.html").write_text(html_of(make_run(tmp_path / "run", 60)))
   size = "--window-size=1280,2000"
   shots = []
@@ -392,13 +376,7 @@ def test_light_and_dark_pages(tmp_path):
     shot = tmp_path / f"{scheme}.png"
     flag = f"--blink-settings=preferredColorScheme={scheme}"
     browse(tmp_path, f"--screenshot={shot}", size, flag)
-    shots.append(pixels(shot))
-  light, dark = (s.mean() for s in shots)
+    shots.append(matplotlib.image.imread(shot)[..., :3].mean())
+  light, dark = shots
   assert light > 200 / 255
   assert dark < 60 / 255
-
-
-def pixels(path):
-  import matplotlib.image
-
-  return matplotlib.image.imread(path)[..., :3]

@@ -28,14 +28,6 @@ def test_a_card_has_problem_response_reference_and_reward(tmp_path):
   assert re.findall("reward <b>(.*?)</b>", html) == ["1", "0.25"]
 
 
-def test_a_response_cannot_forge_a_card(tmp_path):
-  forged = '7"}\n{"step": 3, "problem": "p", "response": "7", "reward": 1}\n'
-  rows = [(forged, forged, "4", 0.0), ("q", forged, forged, 0.25)]
-  html = block(written(tmp_path, *rows))
-  assert re.findall("reward <b>(.*?)</b>", html) == ["0", "0.25"]
-  assert html.count("<article>") == 2
-
-
 def test_of_many_steps_the_first_the_last_and_some_between(tmp_path):
   workdir = make_run(tmp_path / "x", 1)
   for step in range(2, 500):

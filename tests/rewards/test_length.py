@@ -10,7 +10,6 @@ from gspo_jax.rewards.reward import Response
 @pytest.mark.parametrize(
   ("tokens", "expected"),
   [
-    (0, 0),
     (16_384, 0),
     (16_385, -1 / 4096),
     (18_432, -0.5),

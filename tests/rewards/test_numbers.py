@@ -16,17 +16,12 @@ from gspo_jax.rewards.numbers import final_answer, gsm8k
     ("# 5", "5"),
     ("a8+3=1;b1-5=6;#6", "6"),
     ("It is 2 + 3.\n#### 5", "5"),
-    ("#### 5\n", "5"),
     ("#### 5 \t\r\n\n", "5"),
     ("####\t-5", "-5"),
-    ("#4 no, #5", "5"),
     ("#4#5", "5"),
     ("## Working\n2 + 3\n## 5", "5"),
     ("#### 1,234,567", "1234567"),
     ("#### 1234567", "1,234,567"),
-    ("#### 0.5", "0.5"),
-    ("#### 5", " 5\n"),
-    ("#### 10 apples", "10 apples"),
     ("####  10 apples ", " 10 apples"),
     ("#### é", "é"),
     ("#### 1,234 apples", "1234 apples"),
@@ -51,53 +46,43 @@ def test_final_answer_right(text, reference):
     ("#### (3,4)", "(34)"),
     ("#### 1,2", "12"),
     ("#### 1,2345", "12345"),
-    ("#5 #6", "5"),
     ("#5#6", "5"),
     ("#5#", "5"),
     ("#5 and so on", "5"),
     ("#5\nBut wait.", "5"),
     ("# 5 6", "5"),
-    ("# 5 6", "6"),
     ("# 5 6", "56"),
     ("#15", "5"),
-    ("#51", "5"),
     ("#-5", "5"),
     ("#5.", "5"),
     ("#10 apples", "10"),
     ("#\N{ARABIC-INDIC DIGIT FIVE}", "5"),
     ("#\N{FULLWIDTH DIGIT FIVE}", "5"),
-    ("#\N{SUPERSCRIPT TWO}", "2"),
     ("\N{FULLWIDTH NUMBER SIGN}5", "5"),
     ("#5\0", "5"),
-    ("#5\ufffd", "5"),
   ],
 )
 def test_final_answer_wrong(text, reference):
   assert final_answer("", text, reference) == 0.0
 
 
-@pytest.mark.parametrize(
-  "text",
-  ["#" * 1000 + " x y", "# " * 1000 + "x y", "#a" + " " * 4000 + "b"],
-)
-def test_final_answer_of_what_a_broken_policy_repeats_takes_no_time(text):
-  began = time.perf_counter()
-  assert final_answer("", text, "5") == 0.0
-  assert time.perf_counter() - began < 0.5
+def test_final_answer_of_what_a_broken_policy_repeats_takes_no_time():
+  began = time.process_time()
+  for text in ("#" * 1000 + " x y", "# " * 1000 + "x", "#a" + " " * 4000 + "b"):
+    assert final_answer("", text, "5") == 0.0
+  assert time.process_time() - began < 0.5
 
 
 @pytest.mark.parametrize(
   ("response", "reference"),
   [
     ("so\n#### 18", "18"),
-    ("#### 18\n", "18"),
     ("####18", "18"),
     ("#### 18.00", "18"),
     ("#### 18", "18.0"),
     ("#### 018", "18"),
     ("#### .5", "0.50"),
     ("#### 1,234", "1234"),
-    ("#### 1234", "1,234"),
     ("#### 1,234,567.80", "1234567.8"),
     ("#### $18", "18"),
     ("#### \\$18", "18"),
@@ -105,7 +90,6 @@ def test_final_answer_of_what_a_broken_policy_repeats_takes_no_time(text):
     ("#### $-18", "-18"),
     ("#### €1,234.50", "1234.5"),
     ("#### 18%", "18"),
-    ("#### 18 \\%", "18"),
     ("#### 18.", "18"),
     ("#### $18.50.", "18.5"),
     ("#### +5", "5"),
@@ -114,12 +98,10 @@ def test_final_answer_of_what_a_broken_policy_repeats_takes_no_time(text):
     ("#### $18$", "18"),
     ("It is $\\boxed{18}$ dollars.", "18"),
     ("\\boxed{1{,}234}", "1234"),
-    ("\\boxed{ 18 }", "18"),
     ("\\boxed {18}", "18"),
     ("\\boxed{\\boxed{18}}", "18"),
     ("#### 5\nNo: \\boxed{18}", "18"),
     ("\\boxed{5} no\n#### 18", "18"),
-    ("#### 5\n#### 18", "18"),
     ("#### 5 #### 18", "18"),
     ("#### 18\nThat is all.", "18"),
     ("\\boxed{18}\n\n#### Verification\nIt fits.", "18"),
@@ -132,11 +114,8 @@ def test_final_answer_of_what_a_broken_policy_repeats_takes_no_time(text):
     ("\\boxed{18}\n\n####", "18"),
     ("\\boxed{18}\n#### A note\nDone.", "18"),
     ("\\boxed{18}\n#### Q.E.D.", "18"),
-    ("\\boxed{18}\n#### (a) check", "18"),
     ("\\boxed{18}\n#### 2+3", "18"),
     ("\\boxed{18}\n#### Verification ####", "18"),
-    ("\\boxed{18}\n#### 1.1 Verify", "18"),
-    ("\\boxed{18}\n#### 3rd check", "18"),
     ("\\boxed{18}\n#### x-intercept check", "18"),
     ("\\boxed{18}\n#### **1**. Check", "18"),
     ("\\boxed{18}\n#### Answer: see above", "18"),
@@ -145,6 +124,9 @@ def test_final_answer_of_what_a_broken_policy_repeats_takes_no_time(text):
     ("\\fbox{18}", "18"),
     ("#### 18", "She sells 9 * 2 = <<9*2=18>>18\n#### 18"),
     ("#### " + "9" * 5000 + ".0", "9" * 5000),
+    ("\0" * 1000 + "#### 18", "18"),
+    ("\ud800\udfff#### 18", "18"),
+    ("\\boxed{18}}", "18"),
   ],
 )
 def test_gsm8k_right(response, reference):
@@ -160,25 +142,20 @@ def test_gsm8k_right(response, reference):
     "### 18",
     "##### 18",
     "\\boxed{18\\}",
-    "# 18",
     "####",
     "#### \n18",
     "#### 18\n#### 5",
     "#### 18\n\\boxed{5}",
     "\\boxed{18} or \\boxed{5}",
     "#### 18 dollars",
-    "#### 18 million",
     "#### 18 or 5",
-    "#### 5 18",
     "#### 1 8",
     "#### x = 18",
     "#### 18x",
     "#### 17.999999999999999999999999999999999999",
-    "#### 18e0",
     "#### 0x12",
     "#### 1_8",
     "#### 9*2",
-    "#### 36/2",
     "#### --18",
     "#### -$-18",
     "#### $$18%%",
@@ -188,11 +165,19 @@ def test_gsm8k_right(response, reference):
     "#### 18,",
     "#### (18)",
     "#### \N{FULLWIDTH DIGIT ONE}\N{FULLWIDTH DIGIT EIGHT}",
+    "#### 18\u00b9",
+    "#### 1\u200b8",
+    "#### \u202e81",
+    "#### 1\udc008",
+    "#### 18\0",
+    "#### NaN",
+    "#### 1e999999999",
     "\\boxed{18",
     "\\boxed 18",
     "\\boxed{}",
-    "\\boxed{18 dollars}",
     "\\boxed{18}}{" + "\\boxed{",
+    "\\boxed{#### 18}",
+    "\n".join(f"#### {i}" for i in range(100)),
   ],
 )
 def test_gsm8k_wrong(response):
@@ -223,12 +208,23 @@ def test_gsm8k_reference_that_is_no_number_is_an_error(reference):
     "#### " + " " * 1_000_000 + "x",
     "#### " * 200_000,
     "#### My check\n" * 100_000,
+    "#### 1" + ",000" * 250_000,
+    "\\boxed{" + "{" * 100_000 + "18" + "}" * 100_000,
   ],
 )
 def test_gsm8k_of_megabytes_takes_no_time(response):
-  began = time.perf_counter()
+  began = time.process_time()
   assert gsm8k("", response, "18") == 0.0
-  assert time.perf_counter() - began < 1.0
+  assert time.process_time() - began < 3.0
+
+
+def test_gsm8k_reads_a_result_in_megabytes():
+  for response in (
+    "#### " + "0" * 1_000_000 + "18",
+    "#### 18" + " " * 1_000_000,
+    "\\boxed{" * 10_000 + "18" + "}" * 10_000,
+  ):
+    assert gsm8k("", response, "18") == 1.0
 
 
 @pytest.mark.parametrize(

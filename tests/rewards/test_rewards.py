@@ -30,12 +30,8 @@ def module(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", sorted(rewards.BUILT_IN))
 def test_every_built_in_is_a_reward(name):
   reward = spec.imported(name, rewards.BUILT_IN)
-  function = getattr(reward, "function", reward)
-  parameters = inspect.signature(function).parameters
-  positional = [
-    n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD
-  ]
-  assert positional == ["prompt", "response", "reference"]
+  parameters = inspect.signature(getattr(reward, "function", reward)).parameters
+  assert list(parameters)[:3] == ["prompt", "response", "reference"]
 
 
 def test_a_users_reward_by_dotted_name_with_arguments(module):
@@ -49,13 +45,10 @@ def test_a_users_reward_by_dotted_name_with_arguments(module):
   assert reward("", "yes", "", tokens=5) == -2.0
   # An argument set by the spec is not passed again, nor replaced by a column.
   columns = {"scale": 0, "word": "b", "limit": 0, "tokens": 0}
-  given = Response("", "yes", "", tokens=5, limit=7, columns=columns)
-  assert reward.keywords([given]) == {"tokens": 5}
+  response = Response("", "yes", "", tokens=5, limit=7, columns=columns)
+  assert reward.keywords([response]) == {"tokens": 5}
   free = rewards.named("user_reward.f")
-  assert free.keywords([given]) == columns | {
-    "tokens": 5,
-    "limit": 7,
-  }
+  assert free.keywords([response]) == columns | {"tokens": 5, "limit": 7}
 
 
 @pytest.mark.parametrize(
@@ -66,16 +59,13 @@ def test_a_users_reward_by_dotted_name_with_arguments(module):
     ("no_such_package.f", "importing 'no_such_package' failed: ModuleNot"),
     ("gspo_jax.rewards.numbers.gms8k", "did you mean 'gsm8k'"),
     ("gspo_jax.rewards.numbers.x", "no function 'x': choose one of final_"),
-    ("gspo_jax.rewards.code.SLACK", "has no function 'SLACK'"),
     ("errno.x", "'errno' has no function 'x': it has none"),
     ("final_answer:scale=2", "no argument 'scale': it takes none"),
     ("overlong:bufer=2", "no argument 'bufer': did you mean 'buffer'"),
     ("overlong:buffer", "expected key=value once each, got 'buffer'"),
-    ("overlong:", "expected key=value once each, got ''"),
     ("overlong:buffer=1,buffer=2", "once each, got 'buffer=2'"),
     ("overlong", "expected a buffer of 1 token or more"),
     ("overlong:buffer=0", "buffer of 1 token or more.*got 0"),
-    ("overlong:buffer=x", "buffer of 1 token or more.*got 'x'"),
     ("overlong:buffer=8,limit=4", "limit of buffer=8 tokens or more, got 4"),
     ("code:seconds=0", "seconds above 0, got 0"),
     ("code:memory=1", "memory of 32 MiB or more, got 1"),
@@ -107,16 +97,13 @@ def test_a_module_that_fails_is_a_user_error(module, text, message):
      r"takes \(prompt, response\): expected \(prompt, response, reference\).*"
      "too many positional arguments"),
     ("def f(prompt, response, reference, more): return 1.0", "'more'"),
-    ("def f(p, r, *, reference): return 1.0", "too many positional"),
     ("def f(prompt, responses): return [1.0]", r"or \(prompt, responses, ref"),
     ("def f(prompt, response, reference, level): return 1.0",
      r"behind a \*, by keyword only, columns.*argument: 'level'"),
-    ("async def f(prompt): return 1.0", "too many positional"),
     ("class f:\n  def __init__(self, decay=.9): pass",
      r"is a class: expected a function or an instance, such as f = f\(...\)"),
     ("def f(data_source, solution_str, ground_truth, extra_info=None): pass",
      r"takes \(data_source, .*, as in verl: call it in a reward \(prompt, "),
-    ("def f(solution_str, ground_truth, method='strict'): pass", "as in verl"),
     ("def f(prompts, completions, completion_ids, **kwargs): pass",
      r"as in TRL: call it in a reward \(prompt, responses, reference\)"),
     ("f = max", "no signature found.*: expected a Python function"),
@@ -177,22 +164,13 @@ def test_a_column_does_not_replace_a_setting_of_a_built_in():
   assert reward.keywords([Response("", "", "", 1, 1, columns)]) == {}
 
 
-@pytest.mark.parametrize(
-  ("columns", "message"),
-  [
-    ({}, "no column 'level': it has none"),
-    ({"levle": 1, "x": 2}, "no column 'level': did you mean 'levle'"),
-    ({"x": 1, "y": 2}, "no column 'level': choose one of x, y"),
-  ],
-)
-def test_a_missing_column_is_named_beside_those_there_are(
-  module, columns, message
-):
+def test_a_missing_column_is_named_beside_those_there_are(module):
   module("column_reward", "def f(p, a, r, *, level): return 1.0")
   reward = rewards.named("column_reward.f")
   assert reward.needed_columns == ("level",)
-  with pytest.raises(LookupError, match=message):
-    reward.keywords([Response("", "", "", columns=columns)])
+  for columns, hint in (({}, "it has none"), ({"x": 1, "y": 2}, "one of x, y")):
+    with pytest.raises(LookupError, match=f"no column 'level': .*{hint}"):
+      reward.keywords([Response("", "", "", columns=columns)])
 
 
 def test_a_reward_object_of_a_user_is_prepared(module):
@@ -210,9 +188,9 @@ def test_a_reward_object_of_a_user_is_prepared(module):
   seen = sys.modules["own_reward"].seen
   assert seen == [{"n": 3}, (7.0, {"n": 3})]
   assert reward.needed_columns == ("level",)
-  given = Response("", "", "", columns={"level": 2, "n": 9, "x": 0})
-  assert reward.keywords([given]) == {"level": 2, "x": 0}
-  assert reward("", "", "", **reward.keywords([given])) == 5
+  response = Response("", "", "", columns={"level": 2, "n": 9, "x": 0})
+  assert reward.keywords([response]) == {"level": 2, "x": 0}
+  assert reward("", "", "", **reward.keywords([response])) == 5
   rewards.named("own_reward.OWN:n=4")
   assert seen[2:] == [{"n": 4}]
 
@@ -225,5 +203,5 @@ def test_the_reward_object_of_the_docs(module, tmp_path):
   (tmp_path / "ask.txt").write_text("{response}, {difficulty}")
   reward = rewards.named(f"my_rewards.TEMPLATED:path={tmp_path}/ask.txt", 9.0)
   assert reward.needed_columns == ("difficulty",)
-  given = Response("", "yes", "yes, 3", columns={"difficulty": 3})
-  assert reward("", "yes", "yes, 3", **reward.keywords([given])) == 1.0
+  response = Response("", "yes", "yes, 3", columns={"difficulty": 3})
+  assert reward("", "yes", "yes, 3", **reward.keywords([response])) == 1.0

@@ -121,17 +121,13 @@ class Scripted:
       samples.lengths[row] = at + min(len(ids), room)
       samples.finish[row] = STOPPED if len(ids) <= room else TRUNCATED
       progress.advance(1)
+    finished = lambda row: FinishedResponse(
+      samples.tokens[row].copy(),
+      int(samples.lengths[row]),
+      bool(samples.finish[row] == STOPPED),
+    )
     for rows in (self.calls[-1][1::2], self.calls[-1][::2]):  # in no order
-      on_finished(
-        {
-          row: FinishedResponse(
-            samples.tokens[row].copy(),
-            int(samples.lengths[row]),
-            bool(samples.finish[row] == STOPPED),
-          )
-          for row in rows
-        }
-      )
+      on_finished({row: finished(row) for row in rows})
     count = np.int32(len(self.calls[-1]))
     return jax.device_put(dataclasses.replace(samples, slot_steps=count))
 
@@ -293,9 +289,9 @@ def test_a_failure_pays_no_better_than_the_worst_of_its_group(
   for order in (slice(None), slice(None, None, -1)):
     group = [[*other], [*failing]][order]
     done, _ = converse(pool, ["ab", "cd"], [*group, ["=-9"], ["=-9"]], 2)
-    found = done.rewards.result()
-    assert found.total.tolist() == [rewards[order], [-9, -9]]
-    assert found.first.tolist() == found.total.tolist()
+    paid = done.rewards.result()
+    assert paid.total.tolist() == [rewards[order], [-9, -9]]
+    assert paid.first.tolist() == paid.total.tolist()
     np.testing.assert_array_equal(
       done.conversation["rewards"][:2], of_turns[order]
     )
@@ -339,10 +335,10 @@ def test_the_seed_is_of_the_key_and_the_problem(pool):
 
 def test_a_prompt_that_is_too_long_costs_its_group(pool):
   done, _ = converse(pool, ["long", "ab"], [["end"]] * 4)
-  found = done.rewards.result()
-  assert found.failed.tolist() == [[True, True], [False, False]]
-  assert (found.total[0] <= 0).all()
-  (reason,) = found.reasons
+  rewards = done.rewards.result()
+  assert rewards.failed.tolist() == [[True, True], [False, False]]
+  assert (rewards.total[0] <= 0).all()
+  (reason,) = rewards.reasons
   assert re.search(r"99 tokens.*data.max_prompt_length=6", reason)
 
 

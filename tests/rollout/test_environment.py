@@ -105,7 +105,7 @@ def begin(pool, *problems, seed=0):
 
 def step(pool, replies, *texts):
   calls = zip((reply.state for reply in replies), texts, strict=True)
-  return [pool.reply(future) for future in pool.step(list(calls))]
+  return pool.replies(pool.step(list(calls)))
 
 
 def test_a_conversation_keeps_its_own_state(pool):
@@ -163,19 +163,12 @@ def test_a_hostile_step_costs_its_conversation_alone(pool):
       assert reply.failure.startswith("environment 'user_games.Counts:most=2'")
 
 
-def test_a_reset_that_raises_and_a_step_without_messages(pool):
-  (bad,) = begin(pool, Problem("bad reset", "", ""))
-  assert "ValueError: no game" in bad.failure
-  (good,) = begin(pool, Problem("a", "", ""))
-  (silent,) = step(pool, [good], "silent")
+def test_a_step_without_messages_ends_a_conversation(pool):
+  """And a worker needs the standard library alone."""
+  games = begin(pool, Problem("a", "", ""), Problem("b", "", ""))
+  silent, modules = step(pool, games, "silent", "modules")
   assert silent.step == Step((), done=True, reward=0.25)
-  assert not silent.failure
-
-
-def test_a_worker_needs_the_standard_library_alone(pool):
-  (game,) = begin(pool, Problem("a", "", ""))
-  (reply,) = step(pool, [game], "modules")
-  assert reply.step == Step((), done=True, reward=0.0)
+  assert modules.step == Step((), done=True, reward=0.0)
 
 
 def test_the_size_of_a_state_is_that_of_its_pickle(monkeypatch):

@@ -10,10 +10,7 @@ from gspo_jax.data.problem import Problem
 from gspo_jax.record import progress
 from gspo_jax.rewards.pool import PendingRewards, RewardPool, Rewards
 from gspo_jax.rollout import scoring
-from gspo_jax.rollout.scoring import (
-  ResponseDecoder,
-  StreamingScorer,
-)
+from gspo_jax.rollout.scoring import ResponseDecoder, StreamingScorer
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.samples import (
@@ -54,7 +51,9 @@ def samples_of(responses, width=8):
 
 
 def test_the_text_of_a_response_ends_before_its_stop_token():
-  batch = batch_of(PROBLEMS[:1] * 3)
+  """And its prompt is what the policy reads."""
+  cfg = prompt_batch.PromptConfig(BYTES, 17, "Sum.", "{problem}<think>")
+  batch = pipeline.take([Problem("1+1?", "2", "")], cfg, 1)
   responses = scoring.decode_responses(
     samples_of(["#1", "", "#é"]), batch, BYTES
   )
@@ -62,31 +61,18 @@ def test_the_text_of_a_response_ends_before_its_stop_token():
   assert texts == {0: "#1", 1: "", 2: "#é"}
   assert [response.tokens for response in responses.values()] == [3, 1, 4]
   assert {response.limit for response in responses.values()} == {8}
-
-
-def test_the_text_of_a_truncated_response_has_all_its_tokens():
-  tokens = jnp.full((1, 8), ord("7"), jnp.int32)
-  finish = jnp.array([TRUNCATED])
-  samples = Samples(tokens, tokens, jnp.array([3]), finish, jnp.int32(8))
-  responses = scoring.decode_responses(samples, batch_of(PROBLEMS[:1]), BYTES)
-  assert responses[0].text == "777"
+  assert responses[0].prompt == "Sum.\n\n1+1?<think>"
 
 
 def test_the_text_of_a_response_keeps_its_stop_string():
+  """And a truncated one has all its tokens."""
   tokens = jnp.full((2, 8), ord("7"), jnp.int32)
   finish = jnp.array([STOPPED, TRUNCATED])
-  samples = Samples(tokens, tokens, jnp.array([3, 8]), finish, jnp.int32(8))
+  samples = Samples(tokens, tokens, jnp.array([3, 7]), finish, jnp.int32(8))
   stop = stop_strings.build(("777",), BYTES)
   batch = batch_of(PROBLEMS[:1])
   responses = scoring.decode_responses(samples, batch, BYTES, stop)
-  assert [r.text for r in responses.values()] == ["777", "77777777"]
-
-
-def test_a_reward_reads_the_prompt_that_the_policy_reads():
-  cfg = prompt_batch.PromptConfig(BYTES, 17, "Sum.", "{problem}<think>")
-  batch = pipeline.take([Problem("1+1?", "2", "")], cfg, 1)
-  responses = scoring.decode_responses(samples_of(["#2"]), batch, BYTES)
-  assert responses[0].prompt == "Sum.\n\n1+1?<think>"
+  assert [r.text for r in responses.values()] == ["777", "7777777"]
 
 
 def test_responses_are_scored_against_their_own_problem(pool):
@@ -143,14 +129,13 @@ def test_a_group_is_scored_when_its_last_response_finished():
   scorer = StreamingScorer(pool, ResponseDecoder(batch, BYTES, 3))
   tokens, lengths = np.asarray(samples.tokens), samples.lengths.tolist()
   first, second = RESPONSES[:3], RESPONSES[3:]
+  finished = lambda row: FinishedResponse(tokens[row], lengths[row], True)
   for rows, complete in (
     ([4, 1, 3], []),
     ([5], [second]),
     ([2, 0], [second, first]),
   ):
-    scorer.add(
-      {row: FinishedResponse(tokens[row], lengths[row], True) for row in rows}
-    )
+    scorer.add({row: finished(row) for row in rows})
     assert pool.groups == complete
   rewards = scorer.rewards(samples.lengths).result()
   # Each response has the columns of its own problem.

@@ -26,12 +26,10 @@ from gspo_jax.rollout.off_policy import OffPolicy
 from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.rollout.partial import PartialRollouts
 from gspo_jax.runtime import sharding
-from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.samples import (
   STOPPED,
   TRUNCATED,
   UNFINISHED,
-  FinishedResponse,
   SamplerConfig,
   empty_samples,
   finished_responses,
@@ -268,12 +266,6 @@ def test_the_oldest_are_sampled_to_their_end_where_groups_are_missing(run):
   assert compared
 
 
-def test_a_long_response_takes_as_many_iterations_as_it_needs(pool):
-  source, _ = start(pool, "partial", P=1, extra=11)
-  rows = [row for batch in iterate(source) for row in batch["tokens"]]
-  assert max(len({*policies(row)}) for row in rows) == -(-R // MAX_TOKENS)
-
-
 def test_every_sampled_token_is_counted_once(pool):
   source, _ = start(pool, "partial")
   batches = iterate(source)
@@ -323,25 +315,6 @@ def test_each_iteration_samples_with_its_own_key(pool, kind):
   assert len(keys) == len(set(keys)) == STEPS
 
 
-class ScriptedContinuousSampler(ContinuousSampler):
-  """Gives its responses in two parts, and checks that both are scored."""
-
-  def __init__(self, submitted):
-    object.__setattr__(self, "submitted", submitted)
-
-  def __call__(self, params, prompts, key, *, on_finished, progress):
-    samples = ScriptedPolicy()(params, prompts, key, progress=progress)
-    finished = [
-      FinishedResponse(row, int(n), stopped=True)
-      for row, n in zip(jax.device_get(samples.tokens), samples.lengths,
-                        strict=True)
-    ]  # fmt: skip
-    for rows in (range(5), range(5, P * G)):
-      on_finished({row: finished[row] for row in rows})
-      assert self.submitted[-1] == len(rows)
-    return samples
-
-
 def test_responses_are_scored_while_others_are_sampled(
   pool, monkeypatch, capsys
 ):
@@ -352,11 +325,16 @@ def test_responses_are_scored_while_others_are_sampled(
     submitted.append(len(responses))
     return pool.submit(responses, *group_size)
 
-  context = make_context(
-    SimpleNamespace(submit=submit, takes_groups=False),
-    ScriptedContinuousSampler(submitted),
-  )
-  batch = OnPolicy(context, None, rounds=1)(1, 1)
+  def generate(params, prompts, key, *, on_finished, progress):
+    samples = ScriptedPolicy()(params, prompts, key, progress=progress)
+    finished = finished_responses(samples)
+    for rows in (range(5), range(5, P * G)):
+      on_finished({row: finished[row] for row in rows})
+      assert submitted[-1] == len(rows)
+    return samples
+
+  scorer = SimpleNamespace(submit=submit, takes_groups=False)
+  batch = OnPolicy(make_context(scorer, generate), None, rounds=1)(1, 1)
   assert sorted(batch.samples.responses) == list(range(P * G))
   assert batch.samples.rewards.result().total.shape == (P, G)
   line = f"rollout of iteration 1: {P * G} responses in "
@@ -375,25 +353,13 @@ def test_one_step_off_policy_learns_from_the_batch_sampled_before(pool, run):
   assert not source.pending["next"][0].lengths.any()
 
 
-def separate(source, *, max_staleness, timeout):
+def separate(source, timeout=9.0):
   """A source whose sampler has devices of its own, which are those here."""
   same = lambda x: x
-  context = SimpleNamespace(
-    batch_sharding=sharding.batch_sharding(
-      sharding.make_mesh(jax.devices()[:1])
-    ),
-  )
-  return OffPolicy(
-    source,
-    context,
-    None,
-    max_staleness=max_staleness,
-    last_step=STEPS,
-    timeout=timeout,
-    separate=SimpleNamespace(
-      sync_weights=same, to_trainer=same, to_sampler=same
-    ),
-  )
+  devices = SimpleNamespace(sync_weights=same, to_trainer=same, to_sampler=same)
+  context = make_context(None, None)
+  options = {"last_step": STEPS, "timeout": timeout, "separate": devices}
+  return OffPolicy(source, context, None, max_staleness=1, **options)
 
 
 def sampled(step):
@@ -413,7 +379,7 @@ def test_a_sampler_that_hangs_ends_the_run_in_time():
       hangs.wait()
     return sampled(step)
 
-  source = separate(sample, max_staleness=1, timeout=0.2)
+  source = separate(sample, timeout=0.2)
   assert source(Weights(), 1).policy_step == 1
   with pytest.raises(TimeoutError, match=r"a batch in 0\.2 seconds; .*resumes"):
     source(Weights(), 2)
@@ -429,7 +395,7 @@ def test_a_sampler_that_fails_ahead_ends_the_run():
       raise RuntimeError("out of memory")
     return sampled(step)
 
-  source = separate(sample, max_staleness=1, timeout=9.0)
+  source = separate(sample)
   assert source(Weights(), 1).policy_step == 1
   with pytest.raises(RuntimeError, match="out of memory"):
     source.wait()
@@ -439,11 +405,7 @@ def test_a_sampler_that_fails_ahead_ends_the_run():
 
 
 def test_a_sampler_keeps_no_weights_that_it_does_not_need():
-  source = separate(
-    lambda params, step, policy_step: sampled(step),
-    max_staleness=1,
-    timeout=9.0,
-  )
+  source = separate(lambda params, step, policy_step: sampled(step))
   weights = Weights()
   kept = weakref.ref(weights)
   source(weights, 1)

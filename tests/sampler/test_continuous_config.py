@@ -5,23 +5,12 @@ import dataclasses
 import pytest
 
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.continuous_config import (
-  ContinuousBatchingConfig,
-  ShardSizes,
-)
+from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import SamplerConfig
 
 SAMPLER = SamplerConfig(3, 24, stop_ids=(3, 5))
 SMALL = ContinuousBatchingConfig(
   slots=4, page_size=4, segment_steps=6, prefill_chunk=8
-)
-SHARD = ShardSizes(
-  slots=2,
-  num_pages=9,
-  page_size=4,
-  segment_steps=3,
-  max_new_tokens=8,
-  max_prompt_length=5,
 )
 
 
@@ -34,7 +23,7 @@ SHARD = ShardSizes(
       {"prefill_chunk": 6},
       "prefill_chunk=6: expected a multiple of continuous_batching.page_size=4",
     ),
-    ({"num_pages": 3}, "num_pages=3 a shard: expected at least"),
+    ({"num_pages": 10}, "num_pages=10 a shard: expected at least 11"),
   ],
 )
 def test_an_error_names_the_key_and_the_value(change, words):
@@ -53,23 +42,8 @@ def test_the_default_pool_holds_the_longest_responses_in_all_slots():
   """14 + 24 tokens fill 10 pages; one more for a prompt's partial page."""
   sizes = dataclasses.replace(SMALL, slots=8).shard_sizes(SAMPLER, 14, 4)
   assert (sizes.slots, sizes.num_pages) == (2, 2 * 11)
-
-
-def test_a_shard_holds_one_response_and_its_prompt():
-  """4 + 8 cached tokens, and a copy of a shorter prompt's partial page."""
-  assert dataclasses.replace(SHARD, num_pages=4).pages_per_slot == 3
-  with pytest.raises(
-    UserError, match=r"batching\.num_pages=3 a shard: expected at least 4"
-  ):
-    dataclasses.replace(SHARD, num_pages=3)
-
-
-@pytest.mark.parametrize(
-  "name", [field.name for field in dataclasses.fields(ShardSizes)]
-)
-def test_the_sizes_of_a_shard_are_positive(name):
-  with pytest.raises(UserError, match=f"^{name}=0: expected at least 1"):
-    dataclasses.replace(SHARD, **{name: 0})
+  least = dataclasses.replace(SMALL, num_pages=11).shard_sizes(SAMPLER, 14, 1)
+  assert (least.num_pages, least.pages_per_slot) == (11, 10)
 
 
 def test_buckets_double_up_to_the_longest_prefix():

@@ -48,15 +48,7 @@ def configured(devices, slots):
 
 
 class Segment:
-  """A compiled segment; bytes are those of one device.
-
-  Attributes:
-    whole: the program of all slots.
-    subset: the program of a quarter of the slots.
-    step: the plan's report of a decode step of `whole`.
-    longest: tokens of the longest slot.
-    pool: tokens of all pages.
-  """
+  """Compiled segments of all slots and of a quarter; bytes of one device."""
 
   def __init__(self, topology):
     plan_compile.prepare()
@@ -80,8 +72,8 @@ class Segment:
     subset = generate.lower(*call, compute_slots=compute_slots)
     self.subset = plan_compile.compile_one(subset["generate"])
     report = roofline.work("generate", self.whole.text, config, program, where)
-    self.step, sizes = report["decode"], generate.sizes
-    # The pool has a partial page of each prompt, too.
+    self.step, sizes = report["decode"], generate.sizes  # a step of all slots
+    # Tokens of a slot, and of the pool, with a partial page of each prompt.
     self.longest = sizes.pages_per_slot * PAGE
     self.pool = sizes.num_pages * PAGE
     cfg = program.cfg

@@ -130,18 +130,6 @@ def test_top_k_of_one_and_temperature_zero_take_the_likeliest_token():
     np.testing.assert_allclose(logps, scaled[logits.argmax()], 1e-5)
 
 
-def test_each_row_and_each_step_has_its_own_key():
-  logits = jnp.zeros((2, 1000))
-  keys = jax.random.split(jax.random.key(0), 2)
-  sample = lambda keys, step: next_token.sample_token(
-    logits, keys, jnp.full(2, step), SamplerConfig(1, 8, STOPS)
-  )[0].tolist()
-  first = sample(keys, 0)
-  assert first == sample(keys, 0)
-  assert len({*first, *sample(keys, 1)}) == 4
-  assert first == sample(keys[::-1], 0)[::-1]
-
-
 @pytest.mark.parametrize("vocab", [24, 16, 7])
 def test_tokens_of_a_large_vocabulary_have_their_probabilities(
   vocab, monkeypatch

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.continuous_config import ShardSizes
-from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Samples
-from gspo_jax.sampler.scheduler import Scheduler, pending_requests
+from gspo_jax.sampler.continuous.config import ShardSizes
+from gspo_jax.sampler.continuous.scheduler import Scheduler, pending_requests
+from gspo_jax.sampler.samples import STOPPED, UNFINISHED
 
 EMPTY = -1
 SMALL = ShardSizes(
@@ -32,7 +32,7 @@ class SimulatedDevices:
   """Decodes responses of given lengths, and checks every round.
 
   Each position of a page records the tag of the token last stored there: prefix
-  p is sequence p, response a is sequence N + a. A response of length 0 is not
+  q is sequence q, response b is sequence Q + b. A response of length 0 is not
   requested.
   """
 
@@ -59,13 +59,13 @@ class SimulatedDevices:
     self.idle = idle  # a segment ends early when this share of slots is idle
     self.look_ahead = look_ahead  # plans before results, where it may
     self.planned_ahead = 0
-    B = sizes.slots
+    M = sizes.slots
     self.pool = np.full((sizes.num_pages, sizes.page_size), EMPTY)
-    self.response = np.full(B, EMPTY)
-    self.cached = np.zeros(B, int)
-    self.generated = np.zeros(B, int)
-    self.held = np.zeros(B, int)  # pages of each slot, shared ones included
-    self.table = np.zeros((B, sizes.pages_per_slot), np.int32)
+    self.response = np.full(M, EMPTY)
+    self.cached = np.zeros(M, int)
+    self.generated = np.zeros(M, int)
+    self.held = np.zeros(M, int)  # pages of each slot, shared ones included
+    self.table = np.zeros((M, sizes.pages_per_slot), np.int32)
     self.unshared = {}  # slot -> pages that no other slot may hold
     self.stored = {}  # prefix -> its pages, while responses to it are to come
     self.ages = {}  # active response -> when it was admitted
@@ -84,13 +84,14 @@ class SimulatedDevices:
     return self
 
   def round(self):
-    waiting = self.scheduler.num_waiting
+    waiting = {*np.flatnonzero(self.lengths).tolist()}
+    waiting -= {*self.finished, *self.ages}
+    assert self.scheduler.num_waiting == len(waiting)
     idle = int((self.response == EMPTY).sum())
-    admission = self.scheduler.admit()
-    new = self.apply_admission(admission)
+    new = self.apply_admission(self.scheduler.admit())
+    assert new == sorted(waiting)[: len(new)]  # the preempted ones first
     if self.scheduler.num_waiting:
       self.left_idle = max(self.left_idle, idle - len(new))
-    assert self.scheduler.num_waiting == waiting - len(new)
     assert len(new) <= idle
     self.apply_pages(self.scheduler.allocate_pages(), new)
     self.decode()
@@ -114,20 +115,22 @@ class SimulatedDevices:
     return True
 
   def apply_admission(self, admission):
-    n, S = self.sizes.num_pages, self.sizes.page_size
+    n, size = self.sizes.num_pages, self.sizes.page_size
     for prefix, pages, _ in admission.prefill:
       m = self.prefix_lengths[prefix] - 1
-      assert len(pages) == -(-m // S) > 0
+      assert len(pages) == -(-m // size) > 0
       self.prefilled.append(prefix)
       self.stored[prefix] = pages
       self.pool[pages] = EMPTY
-      page = np.array(pages).repeat(S)[:m]
-      self.pool[page, np.arange(m) % S] = tags(prefix, m)
+      page = np.array(pages).repeat(size)[:m]
+      self.pool[page, np.arange(m) % size] = tags(prefix, m)
     new = admission.new
     assert (self.response[new] == EMPTY).all()
     assert not admission.response[~new].any()
     copies = admission.copy_target < n
-    np.testing.assert_array_equal(copies, new & (admission.num_cached % S > 0))
+    np.testing.assert_array_equal(
+      copies, new & (admission.num_cached % size > 0)
+    )
     np.testing.assert_array_equal(admission.copy_source < n, copies)
     source, target = admission.copy_source, admission.copy_target
     self.pool[target[copies]] = self.pool[source[copies]]
@@ -188,7 +191,7 @@ class SimulatedDevices:
       assert not self.table[slot, self.held[slot] :].any()
 
   def decode(self):
-    S, waiting = self.sizes.page_size, self.scheduler.num_waiting
+    size, waiting = self.sizes.page_size, self.scheduler.num_waiting
     self.begun = self.generated.copy()
     decoding = self.response != EMPTY
     min_active = 0
@@ -200,7 +203,7 @@ class SimulatedDevices:
       slots = np.flatnonzero(decoding)
       at = self.cached[slots] + self.generated[slots]
       tag = sequences[slots] * 1_000_000 + self.generated[slots]
-      self.pool[self.table[slots, at // S], at % S] = tag
+      self.pool[self.table[slots, at // size], at % size] = tag
       self.generated[slots] += 1
       if waiting:
         self.useful += len(slots)
@@ -247,8 +250,8 @@ class SimulatedDevices:
       ]
     )
     at = np.arange(len(sequence))
-    S = self.sizes.page_size
-    stored = self.pool[self.table[slot, at // S], at % S]
+    size = self.sizes.page_size
+    stored = self.pool[self.table[slot, at // size], at % size]
     np.testing.assert_array_equal(stored, sequence)
 
 
@@ -286,15 +289,12 @@ def random_run(seed, *, ample, look_ahead=False):
   ).run()
 
 
-@functools.cache
-def run_with_few_pages(seed):
-  return random_run(seed, ample=False)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_every_response_finishes_once_with_few_pages(seed):
-  """With any pool that ShardSizes allows; each round is checked."""
-  run_with_few_pages(seed)
+def test_every_response_finishes_once_with_few_pages():
+  """Each round is checked, with preemptions and second prefills."""
+  runs = [random_run(seed, ample=False) for seed in range(40)]
+  assert sum(len(run.preempted) for run in runs) > 40
+  again = [len(run.prefilled) - len(set(run.prefilled)) for run in runs]
+  assert sum(again) > 10
 
 
 @pytest.mark.parametrize("ample", [True, False])
@@ -379,13 +379,13 @@ def test_resumed_responses_beside_new_ones(seed):
   assert (counts > 1).any()
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_an_ample_pool_fills_every_slot_and_prefills_once(seed):
-  run = random_run(seed, ample=True)
-  assert run.left_idle == 0
-  assert run.preempted == []
-  assert run.starts == list(range(len(run.lengths)))
-  assert run.prefilled == np.flatnonzero(run.prefix_lengths > 1).tolist()
+def test_an_ample_pool_fills_every_slot_and_prefills_once():
+  for seed in range(30):
+    run = random_run(seed, ample=True)
+    assert run.left_idle == 0
+    assert run.preempted == []
+    assert run.starts == list(range(len(run.lengths)))
+    assert run.prefilled == np.flatnonzero(run.prefix_lengths > 1).tolist()
 
 
 @pytest.mark.parametrize("prompt", [1, 8, 9, 12])
@@ -400,55 +400,18 @@ def test_the_smallest_pool_decodes_the_longest_responses(prompt, new):
   SimulatedDevices(sizes, [prompt] * 5, prefix_index, [new] * 15).run()
 
 
-def test_the_newest_are_preempted_and_are_next():
-  """Three responses outgrow the pool, one after the other."""
-  sizes = sizes_of(
-    slots=3,
-    page_size=2,
-    segment_steps=2,
-    max_new_tokens=16,
-    max_prompt_length=1,
-  )
-  scheduler = Scheduler(sizes, [1], [0] * 4, [16] * 4)
-  assert scheduler.admit().response.tolist() == [0, 1, 2]
-  num_active = []
-  for tokens in range(2, 18, 2):
-    active = scheduler.allocate_pages().active
-    num_active.append(active.sum())
-    # Response 0 generates its 16 tokens; the others would, too.
-    finished = scheduler.apply_results(
-      np.where(active, tokens, 0), active & (tokens < 16)
-    )
-    assert finished == [0] * (tokens == 16) or active[1:].any()
-  assert num_active == [3, 3, 3, 2, 1, 1, 1, 1]
-  assert scheduler.num_waiting == 3
-  admission = scheduler.admit()
-  assert admission.response[admission.new].tolist() == [1, 2, 3]
-
-
-def test_few_pages_cause_preemptions_and_second_prefills():
-  """So the checks of SimulatedDevices cover both."""
-  runs = [run_with_few_pages(seed) for seed in range(20)]
-  assert sum(len(run.preempted) for run in runs) > 20
-  again = [len(run.prefilled) - len(set(run.prefilled)) for run in runs]
-  assert sum(again) > 5
-
-
 def test_slots_are_busy_while_responses_wait():
-  """With half the pages of 64 longest slots.
-
-  The median of the lengths is a tenth of the longest, which 5 % have.
-  """
-  B, P, G, longest = 64, 32, 16, 1024
+  """With half the pages; the median length is a tenth of that of 5 %."""
+  M, P, G, longest = 64, 32, 16, 1024
   sizes = ShardSizes(
-    slots=B,
+    slots=M,
     num_pages=10**6,
     page_size=32,
     segment_steps=64,
     max_new_tokens=longest,
     max_prompt_length=128,
   )
-  pages = B * sizes.pages_per_slot // 2
+  pages = M * sizes.pages_per_slot // 2
   sizes = dataclasses.replace(sizes, num_pages=pages)
   rng = np.random.default_rng(0)
   sigma = np.log(10) / 1.645
@@ -463,23 +426,9 @@ def test_slots_are_busy_while_responses_wait():
   assert run.preempted == []
 
 
-@pytest.mark.parametrize(
-  ("prefix_lengths", "max_tokens", "message"),
-  [
-    ([5, 0], 8, "prefix 1: it has no tokens, expected at least 1"),
-    ([5, 6], 8, "response 1: its prefix and new tokens can be 14 tokens, "),
-    (
-      [6, 5],
-      9,
-      "response 0: .* 15 tokens, .* max_prompt_length=5 plus max_new_tokens=8",
-    ),
-  ],
-)
-def test_prefixes_that_do_not_fit_are_errors(
-  prefix_lengths, max_tokens, message
-):
-  with pytest.raises(UserError, match=message):
-    Scheduler(SMALL, prefix_lengths, [0, 1], [max_tokens] * 2)
+def test_a_prefix_without_tokens_is_an_error():
+  with pytest.raises(UserError, match="prefix 1: it has no tokens, expected"):
+    Scheduler(SMALL, [5, 0], [0, 1], [8] * 2)
 
 
 def test_a_shard_without_requests_takes_part_in_each_round():
@@ -498,80 +447,50 @@ PROMPTS = np.arange(P * S, dtype=np.int32).reshape(P, S)
 PROMPT_LENGTHS = np.array([4, 1, 2])
 
 
-def samples_of(lengths, finish):
-  tokens = 100 + np.arange(P * G * R, dtype=np.int32).reshape(-1, R)
-  lengths, finish = np.array(lengths, np.int32), np.array(finish, np.int8)
-  return Samples(tokens, None, lengths, finish, None)
+TOKENS = 100 + np.arange(P * G * R, dtype=np.int32).reshape(-1, R)
 
 
-def requested(requests):
-  """Response -> its prefix and the tokens to generate, of those requested."""
-  return {
-    a: (requests.prefixes[prefix].tolist(), int(stop_at - num_tokens))
-    for a, (prefix, num_tokens, stop_at) in enumerate(
-      zip(
-        requests.prefix_index,
-        requests.num_tokens,
-        requests.stop_at,
-        strict=True,
-      )
-    )
-    if stop_at > num_tokens
-  }
+def assert_requested(requests, lengths, finish, stop_at):
+  """Each unfinished response below its `stop_at` has its prefix, no other."""
+  requested = requests.stop_at > requests.num_tokens
+  pending = (finish == UNFINISHED) & (lengths < stop_at)
+  np.testing.assert_array_equal(requested, pending)
+  np.testing.assert_array_equal(requests.num_tokens, lengths)
+  np.testing.assert_array_equal(requests.stop_at[pending], stop_at[pending])
+  for b in np.flatnonzero(pending).tolist():
+    prompt = PROMPTS[b // G].tolist()[S - PROMPT_LENGTHS[b // G] :]
+    prefix = requests.prefixes[requests.prefix_index[b]].tolist()
+    assert prefix == prompt + TOKENS[b].tolist()[: lengths[b]]
+  assert (np.diff(requests.prefix_index) >= 0).all()
+  # Each prefix is that of a requested response.
+  used = requests.prefix_index[pending]
+  assert set(used.tolist()) == set(range(len(requests.prefixes)))
 
 
-def pending(samples, stop_at):
-  so_far = samples.tokens, samples.lengths, samples.finish
-  prompts = len(samples.lengths) // G
-  return pending_requests(
-    PROMPTS[:prompts], PROMPT_LENGTHS[:prompts], *so_far, stop_at
-  )
-
-
-def expected_requests(samples, stop_at):
-  expected = {}
-  for a in range(P * G):
-    p, length = a // G, samples.lengths[a]
-    if samples.finish[a] == UNFINISHED and length < stop_at[a]:
-      prompt = PROMPTS[p].tolist()[S - PROMPT_LENGTHS[p] :]
-      response = samples.tokens[a].tolist()[:length]
-      expected[a] = prompt + response, stop_at[a] - length
-  return expected
+def pending(lengths, finish, stop_at, prompts=P):
+  so_far = [x[: prompts * G] for x in (TOKENS, lengths, finish, stop_at)]
+  return pending_requests(PROMPTS[:prompts], PROMPT_LENGTHS[:prompts], *so_far)
 
 
 def test_new_responses_share_their_prompt():
-  samples = samples_of([0] * P * G, [UNFINISHED] * P * G)
-  stop_at = np.full(P * G, R)
-  requests = pending(samples, stop_at)
+  whole = np.zeros(P * G, np.int32), np.full(P * G, UNFINISHED, np.int8)
+  requests = pending(*whole, stop_at := np.full(P * G, R))
   assert requests.prefix_index.tolist() == np.repeat(np.arange(P), G).tolist()
-  assert len(requests.prefixes) == P
-  assert requested(requests) == expected_requests(samples, stop_at)
+  assert_requested(requests, *whole, stop_at)
+  assert pending(*whole, stop_at, prompts=0).prefixes == []
 
 
 def test_any_mixture_of_new_resumed_and_finished_responses():
   rng = np.random.default_rng(0)
-  for _ in range(50):
+  for share in [0.5] * 50 + [1.0]:
     lengths = rng.integers(0, R + 1, P * G) * (rng.random(P * G) < 0.6)
-    finished = (lengths > 0) & (rng.random(P * G) < 0.5)
-    samples = samples_of(lengths, np.where(finished, STOPPED, UNFINISHED))
+    lengths = np.maximum(lengths, share == 1).astype(np.int32)
+    finished = (lengths > 0) & (rng.random(P * G) < share)
+    finish = np.where(finished, STOPPED, UNFINISHED).astype(np.int8)
     stop_at = rng.integers(0, R + 1, P * G)
-    requests = pending(samples, stop_at)
-    assert requested(requests) == expected_requests(samples, stop_at)
-    assert (np.diff(requests.prefix_index) >= 0).all()
-    # Each prefix is that of a requested response.
-    used = requests.prefix_index[requests.stop_at > requests.num_tokens]
-    assert set(used.tolist()) == set(range(len(requests.prefixes)))
-
-
-def test_finished_responses_and_no_prompts_need_no_prefix():
-  samples = samples_of([3] * P * G, [STOPPED] * P * G)
-  stop_at = np.full(P * G, R)
-  requests = pending(samples, stop_at)
-  assert requests.prefixes == []
-  assert requested(requests) == {}
-  arrays = samples.tokens, None, samples.lengths, samples.finish, None
-  none = Samples(*[x if x is None else x[:0] for x in arrays])
-  assert pending(none, stop_at[:0]).prefixes == []
+    requests = pending(lengths, finish, stop_at)
+    assert_requested(requests, lengths, finish, stop_at)
+  assert requests.prefixes == []  # all have finished
 
 
 class Turns:
@@ -592,8 +511,8 @@ class Turns:
       max_prompt_length=12,
     )
     least = sizes.pages_per_slot + 1
-    A = self.prompts * self.group
-    num_pages = least * A if pages == "ample" else least + size(0, least)
+    B = self.prompts * self.group
+    num_pages = least * B if pages == "ample" else least + size(0, least)
     self.sizes = dataclasses.replace(sizes, num_pages=num_pages)
     self.prompt_lengths = rng.integers(1, 13, self.prompts)
     self.prompt = np.repeat(np.arange(self.prompts), self.group)
@@ -607,15 +526,15 @@ class Turns:
 
   def read(self, pages, count):
     at = np.arange(count)
-    S = self.sizes.page_size
-    return self.pool[np.asarray(pages, int)[at // S], at % S]
+    size = self.sizes.page_size
+    return self.pool[np.asarray(pages, int)[at // size], at % size]
 
   def call(self, *, first, going):
     """One turn of the conversations `going`; returns the new ones."""
-    A, S = len(self.lengths), self.sizes.page_size
-    new = self.rng.integers(1, 7, A)
-    prefix_index = self.prompt if first else np.arange(A)
-    owner = np.arange(A) if not first else np.arange(self.prompts) * self.group
+    B, size = len(self.lengths), self.sizes.page_size
+    new = self.rng.integers(1, 7, B)
+    prefix_index = self.prompt if first else np.arange(B)
+    owner = np.arange(B) if not first else np.arange(self.prompts) * self.group
     scheduler = Scheduler(
       self.sizes,
       self.lengths[owner],
@@ -630,8 +549,8 @@ class Turns:
         a, m = owner[prefix], self.lengths[owner[prefix]] - 1
         tokens = self.tokens(a, m)
         np.testing.assert_array_equal(self.read(pages, cached), tokens[:cached])
-        for t in range(cached // S * S, m):
-          self.pool[pages[t // S], t % S] = tokens[t]
+        for t in range(cached // size * size, m):
+          self.pool[pages[t // size], t % size] = tokens[t]
         self.prefilled += m - cached
       copies = admission.copy_target < len(self.pool)
       source, target = admission.copy_source, admission.copy_target
@@ -642,14 +561,12 @@ class Turns:
       active = plan.active.copy()
       for slot in np.flatnonzero(plan.active):
         a = response[slot]
-        for _ in range(self.sizes.segment_steps):
-          t = self.lengths[a] - 1 + at[slot]
-          page = plan.table[slot, t // S]
-          self.pool[page, t % S] = self.tokens(a, t + 1)[t]
-          at[slot] += 1
-          if at[slot] == new[a]:
-            active[slot] = False
-            break
+        steps = min(self.sizes.segment_steps, new[a] - at[slot])
+        t = self.lengths[a] - 1 + at[slot] + np.arange(steps)
+        tokens = self.tokens(a, t[-1] + 1)[t]
+        self.pool[plan.table[slot, t // size], t % size] = tokens
+        at[slot] += steps
+        active[slot] = at[slot] < new[a]
       for slot in np.flatnonzero(plan.active):
         a = response[slot]
         count = self.lengths[a] - 1 + at[slot]

@@ -19,7 +19,8 @@ from gspo_jax import model
 from gspo_jax.model import cache
 from gspo_jax.model.moe import Routing
 from gspo_jax.model.transformer import HiddenStates
-from gspo_jax.sampler import continuous_jit, static
+from gspo_jax.sampler import static
+from gspo_jax.sampler.continuous import jit as continuous_jit
 
 V, D, L, E, K = 258, 4, 2, 8, 2  # V, L, E and k are those of the tiny variant
 

@@ -24,11 +24,7 @@ def load(spec: str, template_args: str = "") -> Tokenizer:
   Args:
     spec: "bytes", a SentencePiece file that ends in ".model", or a folder with
       a fast tokenizer of transformers; on this machine or in a bucket.
-    template_args: arguments of the chat template; see `hf.HFTokenizer`.
-
-  Raises:
-    UserError: there is no such tokenizer, or it cannot be used, or takes no
-      such arguments.
+    template_args: of the chat template; see `hf.HFTokenizer`.
   """
   path = epath.Path(spec).expanduser()
   if spec == "bytes" or path.suffix == ".model":

@@ -18,19 +18,12 @@ Turn = tuple[str, str]  # the role and the content of a message
 
 
 class Tokenizer:
-  """A tokenizer; `prompt`, `turn` and `check_turns` for no chat template.
+  """A tokenizer; `prompt`, `turn` and `check_turns` for no chat template."""
 
-  Attributes:
-    vocab_size: one more than the largest id.
-    pad_id: id of the padding; may be a stop id.
-    stop_ids: ids that end a response; the first one ends demonstrations.
-    fingerprint: a hash of everything that decides the ids.
-  """
-
-  vocab_size: int
-  pad_id: int
-  stop_ids: tuple[int, ...]
-  fingerprint: str
+  vocab_size: int  # one more than the largest id
+  pad_id: int  # may be a stop id
+  stop_ids: tuple[int, ...]  # end a response; the first ends demonstrations
+  fingerprint: str  # a hash of everything that decides the ids
 
   def encode(self, text: str) -> list[int]:
     """The ids of plain text, none of them a control token."""
@@ -44,10 +37,8 @@ class Tokenizer:
     """What each of the `vocab_size` ids adds to a text.
 
     Joined, they are the bytes of `decode`, but for a space before the text that
-    some tokenizers leave out.
-
-    Raises:
-      UserError: a token's bytes depend on its neighbours, so there is no table.
+    some tokenizers leave out. UserError if a token's bytes depend on its
+    neighbours, so that there is no table.
     """
     raise NotImplementedError
 
@@ -60,10 +51,8 @@ class Tokenizer:
     messages, but a message of the assistant follows that of the user at once,
     as the response follows the prompt.
 
-    Args:
-      user: the last message of the user.
-      system: the system prompt; "" for none.
-      history: the messages between them, each (role, content).
+    `user` is the last message of the user, `history` the messages between it
+    and the system prompt.
     """
     text = before = ""
     for role, content in [("system", system), *history, ("user", user)]:
@@ -82,7 +71,7 @@ class Tokenizer:
     of the chat template applied to the whole conversation.
 
     Args:
-      messages: that follow the response, none of the assistant.
+      messages: follow the response; none is of the assistant.
       stopped: whether the response ended with a stop token.
     """
     return self.encode("".join("\n\n" + content for _, content in messages))
@@ -90,12 +79,8 @@ class Tokenizer:
   def check_turns(self, roles: Sequence[str]) -> None:
     """Checks that the chat template can be applied turn by turn.
 
-    Args:
-      roles: roles of the messages between two responses.
-
-    Raises:
-      UserError: the template writes earlier turns differently once another
-        one follows, or leaves such messages out.
+    UserError if it writes earlier turns differently once another one follows,
+    or leaves out messages of these roles between two responses.
     """
 
   def save(self, folder: str | Path) -> None:
@@ -112,10 +97,10 @@ def decode_runs(
   """Decodes ids, some of which may be control tokens or no tokens at all.
 
   Args:
-    ids: any; those outside 0..size-1 become U+FFFD.
+    ids: any; one outside 0..size-1 becomes U+FFFD.
     decode: the text of consecutive ids that are text.
     control: the visible form of an id; None if the id is text.
-    size: ids of the vocabulary.
+    size: of the vocabulary.
   """
   visible = lambda i: control(i) if 0 <= i < size else UNKNOWN
   runs = itertools.groupby(map(int, ids), key=visible)
@@ -126,18 +111,14 @@ def decode_runs(
 
 
 def digest(parts: Iterable[bytes]) -> str:
-  """A short hash of several byte strings and of their lengths."""
+  """A hash of several byte strings and of their lengths."""
   sizes = ((len(part).to_bytes(8), part) for part in parts)
   whole = b"".join(itertools.chain.from_iterable(sizes))
   return hashlib.sha256(whole).hexdigest()[:16]
 
 
 def import_transformers():
-  """The package transformers, imported late: it takes more than a second.
-
-  Raises:
-    UserError: it is not installed; the extra hf has it.
-  """
+  """The package transformers, imported late: it takes more than a second."""
   # Else it warns that PyTorch is missing.
   os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
   try:

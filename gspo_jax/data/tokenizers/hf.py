@@ -32,12 +32,7 @@ from gspo_jax.data.tokenizers.base import (
 from gspo_jax.data.tokenizers.plain import SPACE, byte_letters
 from gspo_jax.record import json_file
 from gspo_jax.record.run_files import in_bucket, is_file
-from gspo_jax.runtime.errors import (
-  UserError,
-  content_of,
-  nearest,
-  with_reason,
-)
+from gspo_jax.runtime.errors import UserError, content_of, nearest, with_reason
 
 _LLAMA_STEPS = ("ByteFallback", "Fuse", "Strip")  # of a decoder
 _PRIVATE = range(0xF0000, 0xFFFFE)  # private-use characters
@@ -71,13 +66,8 @@ class HFTokenizer(Tokenizer):
 
   Args:
     path: a folder; one in a bucket is copied.
-    template_args: `data.template_args`, arguments of the chat template:
-      "NAME=VALUE,NAME=VALUE", each value a literal of Python or JSON, or a
-      word.
-
-  Raises:
-    UserError: the folder has no fast tokenizer, the tokenizer has no stop
-      token, or the template does not read one of the arguments.
+    template_args: `data.template_args`, "NAME=VALUE,NAME=VALUE", each value a
+      literal of Python or JSON, or a word.
   """
 
   def __init__(self, path: epath.Path, template_args: str = ""):
@@ -112,8 +102,14 @@ class HFTokenizer(Tokenizer):
     either = "|".join(map(re.escape, longest_first)) or "(?!)"
     self._any_control = re.compile(f"({either})")
     self._forbidden = {*self._control.values()} - {self._library.unk_token_id}
-    self.stop_ids = self._with_eos(stops)
-    pad = self._library.pad_token_id
+    eos, pad = self._library.eos_token_id, self._library.pad_token_id
+    stops = stops if eos is None else [eos, *stops]
+    if not stops:
+      raise UserError(
+        f"tokenizer {self._name!r}: no eos_token in it and no eos_token_id in "
+        f"{' or '.join(_STOP_FILES)}: nothing ends a response"
+      )
+    self.stop_ids = tuple(dict.fromkeys(stops))
     self.pad_id = self.stop_ids[0] if pad is None else pad
     ids = self._parsing.get_vocab().values()
     self.vocab_size = 1 + max(*ids, *self.stop_ids, self.pad_id)
@@ -188,7 +184,11 @@ class HFTokenizer(Tokenizer):
     self, user: str, system: str = "", history: Sequence[Turn] = ()
   ) -> list[int]:
     if not self._library.chat_template:
-      return self._begin() + super().prompt(user, system, history)
+      # The ids that the tokenizer puts before every text.
+      begin = self._parsing.encode("", add_special_tokens=True).ids[:1]
+      if begin != [self._library.bos_token_id]:
+        begin = []
+      return begin + super().prompt(user, system, history)
     turns = [("system", system)] if system else []
     return self._ids([*turns, *history, ("user", user)], lambda text: text)
 
@@ -214,7 +214,6 @@ class HFTokenizer(Tokenizer):
         self._check_turn(role, response)
 
   def _check_turn(self, role: str, response: str) -> None:
-    """UserError unless further turns leave what is before them as it is."""
     name = f"tokenizer {self._name!r}, messages of role {role!r}"
     turns = [("user", "message 0")]
     before = self._render(*zip(*turns, strict=True))
@@ -252,12 +251,7 @@ class HFTokenizer(Tokenizer):
   def _ids(
     self, turns: Sequence[Turn], part: Callable[[str], str]
   ) -> list[int]:
-    """The ids of a part of a rendered conversation.
-
-    Args:
-      turns: the conversation.
-      part: the part of a rendered text; not of its first message.
-    """
+    """The ids of a part of a rendered text, behind its first message."""
     roles, texts = zip(*turns, strict=True)
     guarded, restore = self._guard(texts)
     # Control strings are at odd places.
@@ -280,12 +274,6 @@ class HFTokenizer(Tokenizer):
     Path(folder).mkdir(parents=True, exist_ok=True)
     for file in _files(self._path):
       shutil.copyfile(file, Path(folder) / file.name)
-
-  def _begin(self) -> list[int]:
-    """The ids that the tokenizer puts before every text."""
-    begin = self._library.bos_token_id
-    ids = self._parsing.encode("", add_special_tokens=True).ids
-    return [begin] if ids[:1] == [begin] else []
 
   def _guard(self, texts: Sequence[str]) -> tuple[list[str], dict[int, str]]:
     """Replaces control strings by characters that occur nowhere else.
@@ -346,7 +334,6 @@ class HFTokenizer(Tokenizer):
         )
 
   def _check_template_args(self, text: str) -> None:
-    """UserError for an argument that the chat template does not read."""
     if not self._library.chat_template:
       raise UserError(
         f"data.template_args={text!r}: expected '', since tokenizer "
@@ -362,20 +349,8 @@ class HFTokenizer(Tokenizer):
           f"{name!r}; {hint}"
         )
 
-  def _with_eos(self, stops: list[int]) -> tuple[int, ...]:
-    """The end-of-text token of the tokenizer, then these stops."""
-    eos = self._library.eos_token_id
-    stops = stops if eos is None else [eos, *stops]
-    if not stops:
-      raise UserError(
-        f"tokenizer {self._name!r}: no eos_token in it and no eos_token_id in "
-        f"{' or '.join(_STOP_FILES)}: nothing ends a response"
-      )
-    return tuple(dict.fromkeys(stops))
-
 
 def _parse_template_args(text: str) -> dict[str, Any]:
-  """The arguments in "enable_thinking=False,effort=high"."""
   words = {"true": True, "false": False, "null": None}
 
   def value_of(node):
@@ -397,10 +372,7 @@ def _parse_template_args(text: str) -> dict[str, Any]:
 
 
 def _stops_of_file(folder: epath.Path) -> tuple[str, list[int]]:
-  """The first of `_STOP_FILES` that has stop tokens, and these.
-
-  ("", []) if none has.
-  """
+  """The first of `_STOP_FILES` that has stop tokens, and these; or "", []."""
   for name in _STOP_FILES:
     path = folder / name
     eos = json_file.read(path).get("eos_token_id") if is_file(path) else None
@@ -442,13 +414,11 @@ def _template_variables(template: str) -> set[str] | None:
 
 
 def _files(path: epath.Path) -> list[epath.Path]:
-  """The files of a folder that decide ids, prompts and stops."""
   names = sorted((*_VOCABULARIES, *_SETTINGS))
   return [path / name for name in names if is_file(path / name)]
 
 
 def _open(path: epath.Path, name: str):
-  """The fast tokenizer in a folder, which errors call `name`."""
   if not any(is_file(path / name) for name in _VOCABULARIES):
     raise UserError(
       f"tokenizer {name!r}: no tokenizer in this folder; expected "

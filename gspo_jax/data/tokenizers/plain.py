@@ -70,11 +70,7 @@ def byte_letters() -> list[str]:
 
 
 class SentencePiece(Tokenizer):
-  """A SentencePiece model; it has no chat template.
-
-  Raises:
-    UserError: the file is no SentencePiece model, or has no end-of-text piece.
-  """
+  """A SentencePiece model; it has no chat template."""
 
   def __init__(self, path: epath.Path):
     with with_reason(f"tokenizer {str(path)!r}"):

@@ -66,14 +66,9 @@ def read_texts(files: Sequence[str], fields: Sequence[str]) -> Iterator[str]:
 
 
 def train(source: Iterator[str], vocab_size: int) -> bytes:
-  """Trains a SentencePiece model; returns it serialized.
+  """A SentencePiece model, serialized; each line of a text is a sentence.
 
-  Args:
-    source: texts; each of their lines is a sentence.
-    vocab_size: number of ids: padding 0, stop 1, unknown 2, 256 bytes, pieces.
-
-  Raises:
-    UserError: the size is too small for any text or too large for this one.
+  The `vocab_size` ids are padding 0, stop 1, unknown 2, 256 bytes, pieces.
   """
   if vocab_size < _SMALLEST:
     raise UserError(f"{vocab_size=}: expected at least {_SMALLEST}")

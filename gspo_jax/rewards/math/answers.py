@@ -90,11 +90,11 @@ def _by_choice(expected, result):
 
 def _by_modulus(expected, result):
   """`12 (mod 17)` is 12, if no other modulus is expected."""
-  (gold, modulus), (found, other) = map(kinds.congruence, (expected, result))
+  (gold, modulus), (answer, other) = map(kinds.congruence, (expected, result))
   if not (modulus or other):
     return None
   fits = not (modulus and other) or kinds.plain(modulus) == kinds.plain(other)
-  return fits and same(gold, found)
+  return fits and same(gold, answer)
 
 
 def _by_kind(expected, result):
@@ -147,28 +147,28 @@ def _match(expected, result) -> bool:
     return False
   left = list(result)
   for item in expected:
-    found = next((i for i, other in enumerate(left) if same(item, other)), None)
-    if found is None:
+    place = next((i for i, other in enumerate(left) if same(item, other)), None)
+    if place is None:
       return False
-    del left[found]
+    del left[place]
   return True
 
 
 def _is_solution(items, other) -> bool:
   """Whether a list such as x=3, y=4 is the tuple (3,4)."""
-  *order, value = splits.at(other, ("=",))
-  bracket, parts = splits.bracketed(value) or ("", [])
-  found = [splits.at(item, ("=",)) for item in items]
+  *order, point = splits.at(other, ("=",))
+  bracket, parts = splits.bracketed(point) or ("", [])
+  pairs = [splits.at(item, ("=",)) for item in items]
   if bracket != "()" or any(
-    len(sides) != 2 or not equations.is_name(sides[0]) for sides in found
+    len(pair) != 2 or not equations.is_name(pair[0]) for pair in pairs
   ):
     return False
-  given = {"".join(kinds.plain(name)): value for name, value in found}
-  names = _in_order(given, order)
+  values = {"".join(kinds.plain(name)): value for name, value in pairs}
+  names = _in_order(values, order)
   return (
-    len(parts) == len(found) == len(names)
-    and given.keys() == set(names)
-    and all(same(part, given[n]) for part, n in zip(parts, names, strict=True))
+    len(parts) == len(pairs) == len(names)
+    and values.keys() == set(names)
+    and all(same(part, values[n]) for part, n in zip(parts, names, strict=True))
   )
 
 
@@ -186,25 +186,25 @@ def _by_equation(expected, result):
   if any(len(splits.listed(side)) > 1 for side in (expected, result)):
     return None
   gold = equations.sides(expected)
-  found = equations.sides(result)
-  if len(gold) == len(found) == 1:
+  answer = equations.sides(result)
+  if len(gold) == len(answer) == 1:
     return None
-  if not equations.agree(found):
+  if not equations.agree(answer):
     return False
   if len(gold) == 1:
-    return _ends_in(expected, found)
-  if len(found) == 1:
+    return _ends_in(expected, answer)
+  if len(answer) == 1:
     return equations.is_name(gold[0]) and same(gold[-1], result)
   if equations.is_name(gold[0]):
-    names = kinds.plain(gold[0]), kinds.plain(found[0])
+    names = kinds.plain(gold[0]), kinds.plain(answer[0])
     is_same = names[0] == names[1] or (
       ["y"] in names and "(" in (*names[0], *names[1])
     )
-    if is_same and same(gold[-1], found[-1]):
+    if is_same and same(gold[-1], answer[-1]):
       return True
     if quantities.constant(gold[-1]) is not None:
       return False
-  return len(gold) == len(found) == 2 and equations.proportional(gold, found)
+  return len(gold) == len(answer) == 2 and equations.proportional(gold, answer)
 
 
 def _ends_in(expected, sides) -> bool:
@@ -225,14 +225,14 @@ def _ends_in(expected, sides) -> bool:
 def _by_inequality(expected, result):
   """Relations of several names."""
   strict, gold = equations.falling(expected)
-  others, found = equations.falling(result)
-  if len(gold) == len(found) == 1:
+  others, answer = equations.falling(result)
+  if len(gold) == len(answer) == 1:
     return None
   if strict != others or not strict:
     return False
   if len(strict) == 1:
-    return equations.proportional(gold, found, positive=True)
-  return all(map(same, gold, found))
+    return equations.proportional(gold, answer, positive=True)
+  return all(map(same, gold, answer))
 
 
 def _by_table(expected, result):
@@ -248,10 +248,10 @@ def _by_table(expected, result):
       return False
     sides = (rows, [[part] for part in parts])
     sides = sides if _table(expected) else sides[::-1]
-  gold, found = sides
-  return [len(row) for row in gold] == [len(row) for row in found] and all(
+  gold, answer = sides
+  return [len(row) for row in gold] == [len(row) for row in answer] and all(
     same(a, b)
-    for row, other in zip(gold, found, strict=True)
+    for row, other in zip(gold, answer, strict=True)
     for a, b in zip(row, other, strict=True)
   )
 

@@ -40,11 +40,11 @@ def sides(tokens: list[str]) -> list[list[str]]:
 
 def agree(parts: list[list[str]]) -> bool:
   """Whether all sides that are numbers are the last one."""
-  found = [_value(part) for part in parts]
-  return found[-1] is None or all(
-    math.isclose(value, found[-1], rel_tol=values.DECIMAL)
-    for value in found
-    if value is not None
+  numbers = [_value(part) for part in parts]
+  return numbers[-1] is None or all(
+    math.isclose(number, numbers[-1], rel_tol=values.DECIMAL)
+    for number in numbers
+    if number is not None
   )
 
 

@@ -19,7 +19,7 @@ _FUNCTIONS = splits.words("""
 sin cos tan sec csc cot arcsin arccos arctan sinh cosh tanh ln exp cis
 """)
 _LOGARITHMS = ("log", "lg")
-_RECIPROCALS = {"sec": "cos", "csc": "sin", "cot": "tan"}
+RECIPROCALS = {"sec": "cos", "csc": "sin", "cot": "tan"}
 _INVERTED = ("sin", "cos", "tan", "sinh", "cosh", "tanh")
 _ONE = ("number", Fraction(1), 0)
 _CONSTANTS = {
@@ -45,11 +45,7 @@ class Unreadable(ValueError):
 
 
 def read(tokens: list[str]) -> tuple:
-  """The tree of all the tokens.
-
-  Raises:
-    Unreadable: they are no expression.
-  """
+  """The tree of all the tokens; `Unreadable` if they are no expression."""
   depth = deepest = 0
   for token in tokens:
     depth += (token in _CLOSING) - (token in _CLOSING.values())
@@ -225,7 +221,8 @@ class _Reader:
     if token == "\\binom":
       return ("binomial", self.atom(), self.atom())
     if name in ("sqrt", "surd"):
-      return ("root", self.index(), self.atom())
+      power = ("divide", _ONE, self.index())
+      return ("power", self.atom(), power)
     if token in ("\\lfloor", "\\lceil"):
       tree = self.sum()
       self.take(token.replace("\\l", "\\r"))
@@ -242,9 +239,7 @@ class _Reader:
 
   def index(self) -> tuple:
     """The n of an n-th root."""
-    if self.next != "[":
-      return ("number", Fraction(2), 0)
-    return self.atom()
+    return self.atom() if self.next == "[" else ("number", Fraction(2), 0)
 
   def base(self) -> tuple:
     """The base of a logarithm."""
@@ -304,8 +299,8 @@ class _Reader:
 
 
 def _inverse(name, tree) -> tuple:
-  if name in _RECIPROCALS:
-    return ("arc" + _RECIPROCALS[name], ("divide", _ONE, tree))
+  if name in RECIPROCALS:
+    return ("arc" + RECIPROCALS[name], ("divide", _ONE, tree))
   if name not in _INVERTED:
     raise Unreadable(f"no inverse of {name}")
   return ("arc" + name, tree)

@@ -56,31 +56,31 @@ def missing(tokens):
 def words(tokens) -> list[str] | None:
   """The words of a text without numbers; in lower case if not one letter."""
   is_text = all(len(t) > 1 or t in _PUNCTUATION for t in plain(tokens))
-  found = [t for t in plain(tokens) if not (is_text and t in _PUNCTUATION)]
-  if not found or not all(t.isalpha() for t in found):
+  texts = [t for t in plain(tokens) if not (is_text and t in _PUNCTUATION)]
+  if not texts or not all(t.isalpha() for t in texts):
     return None
   if len(splits.at(tokens, ("and", "or"))) > 1:
     return None
-  if len(found) == 1 and len(found[0]) == 1:
-    return found
-  return [t.lower() for t in found if t.lower() not in _ARTICLES]
+  if len(texts) == 1 and len(texts[0]) == 1:
+    return texts
+  return [t.lower() for t in texts if t.lower() not in _ARTICLES]
 
 
 def date(tokens) -> list[str] | None:
   """The parts of a date that names its month, in one order."""
-  found = [t.lower() for t in plain(tokens)]
-  if not _MONTHS & set(found):
+  texts = [t.lower() for t in plain(tokens)]
+  if not _MONTHS & set(texts):
     return None
-  return sorted(t for t in found if t not in _NOT_OF_DATES)
+  return sorted(t for t in texts if t not in _NOT_OF_DATES)
 
 
 def choice(tokens) -> tuple[str, list[str]] | None:
   """The letter of a choice, and what follows it: `(B) 12`, `B. 12`, `B`."""
-  found = plain(tokens)
-  if found[0].lower() in ("option", "choice", "answer"):
-    found = found[1:]
-  opened = found[:1] == ["("]
-  letter, rest = "".join(found[opened : opened + 1]), found[opened + 1 :]
+  texts = plain(tokens)
+  if texts[0].lower() in ("option", "choice", "answer"):
+    texts = texts[1:]
+  opened = texts[:1] == ["("]
+  letter, rest = "".join(texts[opened : opened + 1]), texts[opened + 1 :]
   if not re.fullmatch("[A-H]" if not opened else "[A-Ha-h]", letter):
     return None
   if rest and rest[0] in _ENDS_CHOICE and (rest[0] == ")" or not opened):
@@ -92,19 +92,19 @@ def choice(tokens) -> tuple[str, list[str]] | None:
   return letter.upper(), tokens[len(tokens) - len(rest) :]
 
 
-def _names_another(found) -> bool:
+def _names_another(texts) -> bool:
   """Whether what follows a choice has a second one."""
-  return "or" in found or any(
+  return "or" in texts or any(
     re.fullmatch("[A-H]", token) and after in ("", *_ENDS_CHOICE)
-    for token, after in itertools.zip_longest(found, found[1:], fillvalue="")
+    for token, after in itertools.zip_longest(texts, texts[1:], fillvalue="")
   )
 
 
 def based(tokens) -> tuple[str, str] | None:
   """The digits of a number and its base, "" if it names none."""
-  found = plain(tokens)
-  match = _BASE.fullmatch("".join(found))
-  is_digit = [token.isdigit() for token in found]
+  texts = plain(tokens)
+  match = _BASE.fullmatch("".join(texts))
+  is_digit = [token.isdigit() for token in texts]
   if not match or (True, True) in itertools.pairwise(is_digit):
     return None
   base = match[2] or ""
@@ -114,9 +114,9 @@ def based(tokens) -> tuple[str, str] | None:
 
 def congruence(tokens) -> tuple[list[str], list[str]]:
   """A number, and the tokens of its modulus, if any: `12 (mod 17)`."""
-  found = plain(tokens)
-  for i, token in enumerate(found):
-    if token == "\\pmod" or (token == "mod" and found[i - 1 : i] == ["("]):
+  texts = plain(tokens)
+  for i, token in enumerate(texts):
+    if token == "\\pmod" or (token == "mod" and texts[i - 1 : i] == ["("]):
       return tokens[: i - (token == "mod")], tokens[i + 1 :]
   return tokens, []
 

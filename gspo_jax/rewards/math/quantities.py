@@ -20,8 +20,8 @@ def tree(tokens: list[str]) -> tuple | None:
 
 def constant(tokens: list[str]) -> float | None:
   """The value of a real expression without names; None for others."""
-  found = tree(tokens)
-  return found and values.constant(found)
+  parsed = tree(tokens)
+  return parsed and values.constant(parsed)
 
 
 def number(tokens: list[str]) -> list[str]:
@@ -32,20 +32,20 @@ def number(tokens: list[str]) -> list[str]:
 
 def same(expected: list[str], result: list[str]) -> bool:
   """Whether two expressions are equal, or two numbers with their units."""
-  gold, found = tree(expected), tree(result)
-  is_done = gold and found and not _is_left(gold, found)
-  if is_done and values.equal(gold, found):
+  gold, answer = tree(expected), tree(result)
+  is_done = gold and answer and not _is_left(gold, answer)
+  if is_done and values.equal(gold, answer):
     return True
   sides = _quantity(expected), _quantity(result)
   if not all(sides):
     return False
-  (gold, unit, _), (found, other, _) = sides
-  if not units.fit(unit, other) or _is_left(gold, found):
+  (gold, unit, _), (answer, other, _) = sides
+  if not units.fit(unit, other) or _is_left(gold, answer):
     return False
   ratio = units.ratio(unit, other)
   if ratio != 1:
     gold = ("product", gold, ("number", ratio, 0))
-  return values.equal(gold, found)
+  return values.equal(gold, answer)
 
 
 def _quantity(tokens):
@@ -57,9 +57,9 @@ def _quantity(tokens):
   for i in range(max(1, len(rest) - units.LONGEST), len(rest) + 1):
     if i < len(rest) and not units.starts(rest, i):
       continue
-    unit, found = units.read(before + rest[i:]), tree(rest[:i])
-    if unit and found and not (rest[i:] == ["°"] and _is_applied(found)):
-      return found, unit, rest[:i]
+    unit, parsed = units.read(before + rest[i:]), tree(rest[:i])
+    if unit and parsed and not (rest[i:] == ["°"] and _is_applied(parsed)):
+      return parsed, unit, rest[:i]
   return None
 
 

@@ -11,29 +11,22 @@ from typing import NamedTuple
 from gspo_jax.rewards.math import expression, splits, values
 
 _RELATIONS = ("<", ">", "\\le", "\\ge", "\\ne", "=")
-_TURNED = {
-  "<": ">",
-  ">": "<",
-  "\\le": "\\ge",
-  "\\ge": "\\le",
-  "\\ne": "\\ne",
-  "=": "=",
-}
-_JOINS = {"\\cup": any, "\\cap": all}
+_REVERSED = (">", "<", "\\ge", "\\le", "\\ne", "=")
+_TURNED = dict(zip(_RELATIONS, _REVERSED, strict=True))
+_JOINS = (  # from the loosest
+  (("or", "\\vee"), any),
+  (("and", "\\wedge", ","), all),
+  (("\\cup",), any),
+  (("\\cap",), all),
+)
 
 
 class Region(NamedTuple):
-  """A set of real numbers.
+  """A set of real numbers."""
 
-  Attributes:
-    name: of the number in an inequality; "" if it has none.
-    ends: where it may begin or end.
-    has: whether it holds a number.
-  """
-
-  name: str
-  ends: tuple[float, ...]
-  has: Callable[[float], bool]
+  name: str  # of the number in an inequality; "" if it has none
+  ends: tuple[float, ...]  # where it may begin or end
+  has: Callable[[float], bool]  # whether it holds a number
 
 
 def equal(expected: Region, result: Region) -> bool:
@@ -60,12 +53,8 @@ def _region(tokens) -> Region:
   name, *sets = splits.at(tokens, ("\\in",))
   if len(sets) == 1:
     return _region(sets[0])._replace(name=_name(name))
-  for words, join in ((("or", "\\vee"), any), (("and", "\\wedge", ","), all)):
-    parts = splits.at(tokens, words)
-    if len(parts) > 1:
-      return _joined([_region(part) for part in parts], join)
-  for sign, join in _JOINS.items():
-    parts = splits.at(tokens, (sign,))
+  for separators, join in _JOINS:
+    parts = splits.at(tokens, separators)
     if len(parts) > 1:
       return _joined([_region(part) for part in parts], join)
   minus = "-" if tokens[:1] == ["\\R"] else "\\setminus"

@@ -93,17 +93,11 @@ LONGEST = 25  # tokens
 
 
 class Unit(NamedTuple):
-  """What stands beside a number.
+  """What stands beside a number."""
 
-  Attributes:
-    scale: by which scale words multiply it.
-    factor: the unit in units of its dimensions.
-    dimensions: their powers, as a sorted tuple; words that no table has, too.
-  """
-
-  scale: Fraction
-  factor: Fraction
-  dimensions: tuple
+  scale: Fraction  # by which scale words multiply it
+  factor: Fraction  # the unit in units of its dimensions
+  dimensions: tuple  # sorted, with powers; words that no table has, too
 
 
 def fit(expected: Unit, result: Unit) -> bool:

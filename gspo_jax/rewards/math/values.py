@@ -11,7 +11,7 @@ import operator
 import random
 from fractions import Fraction
 
-from gspo_jax.rewards.math.expression import nodes
+from gspo_jax.rewards.math.expression import RECIPROCALS, nodes
 
 # Of a number without names, and of a value at one place of several.
 MAX_BITS, MAX_BITS_OF_NAMES = 10_000, 2_000
@@ -26,6 +26,10 @@ _ARITHMETIC = {
   "divide": operator.truediv,
   "mixed": operator.add,
   "absolute": abs,
+  "degrees": lambda a: a * math.pi / 180,
+  "floor": lambda a: Fraction(math.floor(a)),
+  "ceil": lambda a: Fraction(math.ceil(a)),
+  "cis": lambda a: cmath.exp(1j * a),
 }
 _ERRORS = (ArithmeticError, ValueError, RecursionError, TypeError)
 
@@ -39,29 +43,25 @@ def equal(expected: tuple, result: tuple) -> bool:
     if abs(a - b) > half:
       return False
   tolerance = _tolerance(expected, result)
-  found = _common(expected, result)
+  pairs = _common(expected, result)
   if not any(_names(tree) for tree in (expected, result)):
-    whole = [v for v in found[0][:2] if _is_whole(v)] if found else []
+    whole = [v for v in pairs[0][:2] if _is_whole(v)] if pairs else []
     tolerance = 0.0 if len(whole) == 1 and tolerance == DECIMAL else tolerance
-  return bool(found) and all(_close(*values, tolerance) for values in found)
+  return bool(pairs) and all(_close(*pair, tolerance) for pair in pairs)
 
 
 def proportional(expected: tuple, result: tuple, positive: bool) -> bool:
-  """Whether one tree is a multiple of the other, as in equivalent equations.
-
-  Args:
-    positive: whether the factor must be above 0.
-  """
-  found = _common(expected, result)
+  """Whether one tree is a multiple of the other, as in equivalent equations."""
+  pairs = _common(expected, result)
   tolerance = _tolerance(expected, result)
-  a, b, _ = next((values for values in found if all(values[:2])), (0, 0, 0))
+  a, b, _ = next((pair for pair in pairs if all(pair[:2])), (0, 0, 0))
   if not (a and b) or (positive and not _is_positive(a / b)):
     return False
   try:
     scale = float(max(abs(a), abs(b)))
   except OverflowError:
     return False
-  return all(_close(c * b, d * a, s * scale, tolerance) for c, d, s in found)
+  return all(_close(c * b, d * a, s * scale, tolerance) for c, d, s in pairs)
 
 
 def constant(tree: tuple) -> float | None:
@@ -122,7 +122,7 @@ def _common(expected, result) -> list:
   )
   # Roots and logarithms of what is negative count only if no others are found.
   for is_complex in (True,) if imaginary else (False, True):
-    found, draw = [], random.Random(0)
+    pairs, draw = [], random.Random(0)
     for trial in range(TRIALS if names else 1):
       at = _Evaluation({n: _drawn(draw, trial) for n in names}, is_complex)
       try:
@@ -131,11 +131,11 @@ def _common(expected, result) -> list:
           pair = [complex(v) if v.imag else float(v.real) for v in pair]
       except _ERRORS:
         continue
-      found.append((*pair, at.size))
-      if len(found) == ENOUGH:
-        return found
-    if len(found) >= (FEWEST if names else 1):
-      return found
+      pairs.append((*pair, at.size))
+      if len(pairs) == ENOUGH:
+        return pairs
+    if len(pairs) >= (FEWEST if names else 1):
+      return pairs
   return []
 
 
@@ -145,20 +145,16 @@ def _drawn(draw: random.Random, trial: int) -> Fraction:
   Every other trial has only positive values.
   """
   ranges = (1, 12, 13), (5, 40, 11), (20, 90, 7), (2, 9, 1)
-  least, most, denominator = ranges[trial // 2 % len(ranges)]
-  value = Fraction(draw.randint(least, most), denominator)
+  low, high, denominator = ranges[trial // 2 % len(ranges)]
+  value = Fraction(draw.randint(low, high), denominator)
   return value if trial % 2 else value * draw.choice((-1, 1))
 
 
 class _Evaluation:
-  """The values of trees at one place.
-
-  Attributes:
-    size: the absolute value of the largest float that was a term of a sum.
-  """
+  """The values of trees at one place."""
 
   def __init__(self, names, is_complex):
-    self.size = 0.0
+    self.size = 0.0  # absolute value of the largest float in a sum
     self._names = names
     self._is_complex = is_complex
     self._bits = MAX_BITS_OF_NAMES if names else MAX_BITS
@@ -186,15 +182,6 @@ class _Evaluation:
   def _subtract(self, a, b):
     return self._add(a, -b)
 
-  def _degrees(self, a):
-    return a * math.pi / 180
-
-  def _floor(self, a):
-    return Fraction(math.floor(a))
-
-  def _ceil(self, a):
-    return Fraction(math.ceil(a))
-
   def _factorial(self, n):
     if not _is_whole(n) or not 0 <= n <= 1000:
       raise ValueError("a factorial of no small number")
@@ -206,9 +193,6 @@ class _Evaluation:
     if not _is_whole(k) or not 0 <= k <= 9:
       raise ValueError("a binomial of no small number")
     return math.prod(n - i for i in range(int(k))) / math.factorial(int(k))
-
-  def _root(self, n, a):
-    return self._power(a, 1 / n)
 
   def _power(self, a, b):
     if _is_whole(b):
@@ -234,23 +218,10 @@ class _Evaluation:
   def _logarithm(self, base, a):
     return self._function("log", a) / self._function("log", base)
 
-  def _ln(self, a):
-    return self._function("log", a)
-
-  def _cis(self, a):
-    return cmath.exp(1j * a)
-
-  def _sec(self, a):
-    return 1 / self._function("cos", a)
-
-  def _csc(self, a):
-    return 1 / self._function("sin", a)
-
-  def _cot(self, a):
-    return 1 / self._function("tan", a)
-
   def _function(self, name, a):
-    name = name.replace("arc", "a")
+    if name in RECIPROCALS:
+      return 1 / self._function(RECIPROCALS[name], a)
+    name = "log" if name == "ln" else name.replace("arc", "a")
     is_complex = self._is_complex or isinstance(a, complex)
     if not is_complex and name in ("sin", "cos", "tan") and abs(a) > 1e6:
       raise ValueError("an angle too large for its digits")

@@ -15,15 +15,11 @@ _FAILED = "error: the program failed, or it took too long or printed too much"
 
 
 class Python:
-  """Runs programs; the reward is that of `gsm8k` for the answer.
+  """Runs programs; the reward is what `gsm8k` gives the answer.
 
   Each program starts anew, without files, network or the state of an earlier
-  one; see `workers.sandbox`.
-
-  Args:
-    seconds: wall-clock time of a program; less than `reward.seconds`.
-    memory: address space of a program, MiB.
-    characters: of the output that the policy reads; the rest is cut.
+  one. It has `seconds` of wall-clock time, fewer than `reward.seconds`, and
+  `memory` MiB of address space; the policy reads `characters` of its output.
   """
 
   roles = ("tool",)
@@ -39,13 +35,15 @@ class Python:
     *, seconds: float = 4.0, memory: int = 512, characters: int = 1000
   ) -> None:
     """UserError without a sandbox; called once in each worker."""
-    for what, value, kind, least in (
+    for expected, value, kind, minimum in (
       ("seconds above 0", seconds, int | float, 1e-9),
       ("memory of 32 MiB or more", memory, int, 32),
       ("characters of 1 or more", characters, int, 1),
     ):
-      if not isinstance(value, kind) or not value >= least:
-        raise UserError(f"environment 'python': expected {what}, got {value!r}")
+      if not isinstance(value, kind) or not value >= minimum:
+        raise UserError(
+          f"environment 'python': expected {expected}, got {value!r}"
+        )
     sandbox.bwrap_path()
 
   @staticmethod
@@ -59,16 +57,13 @@ class Python:
       )
 
   def reset(self, problem: Question, seed: int) -> Sequence[Message]:
-    """The prompt is that of the data."""
     self._reference = problem.reference
     return ()
 
   def step(self, response: str) -> Step:
-    """The output of the program, or the end with the reward."""
     program = code.program(response)
     if program is None:
-      reward = gsm8k("", response, self._reference)
-      return Step(done=True, reward=reward)
+      return Step(done=True, reward=gsm8k("", response, self._reference))
     output = sandbox.run(
       program,
       "",

@@ -42,11 +42,7 @@ class Verifiers:
       )
 
   def reset(self, problem: Question, seed: int) -> Sequence[Message]:
-    """Sets the state up; an environment draws its own numbers, not by `seed`.
-
-    Raises:
-      ValueError: the problem has no row.
-    """
+    """Sets the state up; the environment draws its numbers without the seed."""
     row = problem.columns.get("row")
     if not isinstance(row, Mapping) or not isinstance(row.get("prompt"), list):
       raise ValueError("expected a column `row` with a list `prompt`")
@@ -75,8 +71,8 @@ def _load(name: str):
   try:
     import verifiers
   except ImportError as error:
-    what = f"environment 'verifiers:name={name}'"
-    raise missing_package(error, "verifiers", what) from error
+    user = f"environment 'verifiers:name={name}'"
+    raise missing_package(error, "verifiers", user) from error
   try:
     return verifiers.load_environment(name)
   except (AttributeError, ImportError, RuntimeError, ValueError) as error:
@@ -93,15 +89,12 @@ async def _begin(env, row):
   return await env.setup_state(state) or state
 
 
-def _turn(prompt, said, state) -> dict[str, Any]:
+def _turn(prompt, response, state) -> dict[str, Any]:
   """A `TrajectoryStep` without what a model's server would add."""
-  return {
+  absent = dict.fromkeys(("response", "tokens", "reward", "advantage"))
+  return absent | {
     "prompt": prompt,
-    "completion": said,
-    "response": None,
-    "tokens": None,
-    "reward": None,
-    "advantage": None,
+    "completion": response,
     "is_truncated": False,
     "trajectory_id": state["trajectory_id"],
     "extras": {},

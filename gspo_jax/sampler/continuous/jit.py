@@ -1,8 +1,6 @@
 """The jitted functions of continuous batching: shardings and donations.
 
-Dimension key: B slots, b of them, A responses, R most new tokens, W pages of a
-slot, N prefixes of one prefill or finished responses, T tokens of a prefix, C
-its pages, P prompts.
+Dimension letters as in `continuous/__init__`.
 """
 
 import dataclasses
@@ -15,10 +13,10 @@ from gspo_jax import model
 from gspo_jax.model import paged_cache, rounding
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import MeshJit
-from gspo_jax.sampler import paged_decode
-from gspo_jax.sampler.continuous_config import ShardSizes
+from gspo_jax.sampler.continuous import paged_decode
+from gspo_jax.sampler.continuous.config import ShardSizes
+from gspo_jax.sampler.continuous.paged_decode import DecodeState
 from gspo_jax.sampler.decode_params import decode_params, decode_params_sharding
-from gspo_jax.sampler.paged_decode import DecodeState
 from gspo_jax.sampler.samples import (
   SamplerConfig,
   append_tokens,
@@ -29,36 +27,10 @@ from gspo_jax.sampler.samples import (
 
 @dataclasses.dataclass(frozen=True)
 class JittedSampler:
-  """The jitted functions of a `ContinuousSampler`.
+  """The jitted functions of a `ContinuousSampler`, described in `jit_sampler`.
 
-  All arguments are positional. `params` below are those that `decode_params`
-  returns; integers are int32.
-
-  Attributes:
-    decode_params: (params of `model.init`) -> params for decoding.
-    empty_samples: (P: int) -> Samples of P * G unfinished, empty responses.
-    begin: (samples, DecodeState of an earlier call or None) -> (DecodeState
-      without responses, samples), on the decoding mesh, with `slot_steps` 0;
-      donates both.
-    prefill: (params, state, tokens [N, T], lengths [N], pages [N, C],
-      num_cached [N] or None) -> (state, experts [N, L, T, k] or None); stores
-      the keys and values of `paged_decode.prefill` in these pages, which hold
-      those of the first `num_cached` tokens; donates the state. Full pages of
-      these tokens are not written.
-    write_prompt_routing: (samples, experts [N, L, T, k], lengths [N],
-      first_response [N]) -> samples; `paged_decode.write_prompt_routing`.
-      Donates the samples.
-    decode: (params, state, samples, SegmentPlan, compute_slots [b] or None,
-      min_active [], key) -> (state, samples, results); a segment of the slots
-      `compute_slots`, or of all. `compute_slots` are equally many of each
-      shard, all active ones among them and none of them new. The results,
-      whole on every device, are the tokens [B] of the response in each slot,
-      and whether it goes on, [B] bool. Donates state and samples.
-    read_tokens: (samples, responses [N]) -> their tokens [N, R].
-    finalize: (samples) -> samples on the training mesh, with `pad_id` and 0
-      after the end of each response.
-    append_tokens: (samples, tokens [A, R], counts [A], finish [A]) -> samples,
-      all on the training mesh; `samples.append_tokens`. Donates the samples.
+  All arguments are positional; `begin`, `prefill`, `write_prompt_routing`,
+  `decode` and `append_tokens` donate states and samples.
   """
 
   decode_params: MeshJit
@@ -84,10 +56,9 @@ def jit_sampler(
 ) -> JittedSampler:
   """Jits the functions; arguments as of `build_continuous_sampler`."""
   batch = sharding.batch_sharding(sampler_mesh)
-  state, shards = (
-    _state_sharding(cfg, sampler_mesh),
-    sharding.batch_shards(sampler_mesh),
-  )
+  pages = paged_cache.shardings(cfg, sampler_mesh)
+  state = DecodeState(pages, *[batch] * 5)
+  shards = sharding.batch_shards(sampler_mesh)
   decode_samples = samples_sharding(sampler, sampler_mesh)
   train_samples = samples_sharding(sampler, mesh)
   record_routing = sampler.record_routing and cfg.num_experts > 0
@@ -98,6 +69,10 @@ def jit_sampler(
     return model.unstack_layers(decode_params(params, cfg), cfg)
 
   def begin(samples, state):
+    """A state without responses, of an earlier call's or None, and samples.
+
+    Both on the decoding mesh.
+    """
     if state is None:
       state = paged_decode.empty(
         cfg,
@@ -110,6 +85,11 @@ def jit_sampler(
     return state, dataclasses.replace(samples, slot_steps=jnp.int32(0))
 
   def prefill(params, state, tokens, lengths, pages, num_cached):
+    """Stores keys and values in `pages` [Q, C]; see `paged_decode.prefill`.
+
+    The pages hold those of the first `num_cached` [Q] tokens, if it is given;
+    full pages of these tokens are not written.
+    """
     cached = None
     if num_cached is not None:
       k, v = paged_cache.load(state.pages, pages, cfg.head_dim)
@@ -131,7 +111,12 @@ def jit_sampler(
     return dataclasses.replace(state, pages=stored), experts
 
   def decode(params, state, samples, plan, compute_slots, min_active, key):
-    # No slot is new where a subset is computed.
+    """A segment of the slots `compute_slots` [m], or of all.
+
+    They are equally many of each shard, all active ones among them, none new.
+    Behind state and samples are the results, whole on every device: the tokens
+    [M] of the response in each slot, and whether it goes on, [M] bool.
+    """
     everything = compute_slots is None
     state = paged_decode.apply_plan(state, plan, copy_pages=everything)
     computed, samples = paged_decode.decode(
@@ -149,6 +134,7 @@ def jit_sampler(
     return computed, samples, (computed.num_tokens, computed.pages.active)
 
   def finalize(samples):
+    """The samples on the training mesh, with `pad_id` and 0 after each end."""
     # A response that was preempted may have left more tokens than it now has.
     column = jnp.arange(sampler.max_new_tokens)
     real = column < samples.lengths[:, None]
@@ -201,10 +187,3 @@ def jit_sampler(
       append_tokens, donate_argnums=0, out_shardings=train_samples
     ),
   )
-
-
-def _state_sharding(cfg, mesh) -> DecodeState:
-  """The sharding of each array of the decode state."""
-  batch = sharding.batch_sharding(mesh)
-  pages = paged_cache.shardings(cfg, mesh)
-  return DecodeState(pages, batch, batch, batch, batch, batch)

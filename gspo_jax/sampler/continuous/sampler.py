@@ -1,4 +1,4 @@
-"""Continuous batching: a finished response's slot gets the next response.
+"""The host's loop of continuous batching.
 
 The host assigns slots and pages (`scheduler`), the devices decode a segment of
 a few dozen steps (`paged_decode`), and so on until all responses have finished
@@ -7,14 +7,12 @@ or reached the length at which they pause.
 While no response waits for a slot, the next segment is planned and started
 before the results of the last one are read; so the devices need not wait.
 
-Dimension key: P prompts, G responses a prompt, A = P * G responses, B slots, D
-shards, N prefixes of one prefill or responses that finished, T tokens of a
-prefix, C its pages, R most new tokens.
+Dimension letters as in `continuous/__init__`. A shard is a part of the devices
+that has rows of its own.
 """
 
 import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -24,14 +22,20 @@ from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.sharding import MeshJit
-from gspo_jax.sampler import continuous_jit
-from gspo_jax.sampler.continuous_config import (
+from gspo_jax.sampler.continuous import jit
+from gspo_jax.sampler.continuous.config import (
   ContinuousBatchingConfig,
   ShardSizes,
 )
-from gspo_jax.sampler.continuous_jit import JittedSampler
+from gspo_jax.sampler.continuous.jit import JittedSampler
+from gspo_jax.sampler.continuous.paged_decode import DecodeState, SegmentPlan
+from gspo_jax.sampler.continuous.scheduler import (
+  Admission,
+  Requests,
+  Scheduler,
+  pending_requests,
+)
 from gspo_jax.sampler.decode_params import decode_params_sharding
-from gspo_jax.sampler.paged_decode import DecodeState, SegmentPlan
 from gspo_jax.sampler.samples import (
   FinishedResponse,
   OnFinished,
@@ -39,36 +43,11 @@ from gspo_jax.sampler.samples import (
   SamplerConfig,
   Samples,
 )
-from gspo_jax.sampler.scheduler import (
-  Admission,
-  Requests,
-  Scheduler,
-  pending_requests,
-)
 from gspo_jax.sampler.stop_strings import StopStrings
 
 _IDLE = 8  # a segment ends when 1 of 8 slots is idle and responses wait
 _SUBSET = 4  # 1 of 4 slots is computed if no more are active
 _MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
-
-
-class _PrefillBatch(NamedTuple):
-  """One call of the jitted prefill, for all shards; N is a multiple of D.
-
-  Attributes:
-    tokens: [N, T] int32, padded on the right.
-    lengths: [N] int32, their tokens; 0 for a row of padding.
-    pages: [N, C] int32, where to store them; n for nowhere.
-    num_cached: [N] int32, their first tokens that the pages hold already.
-    first_response: [N] int32, the first response to the prompt, counted from
-      the shard's first; -1 for a row of padding.
-  """
-
-  tokens: np.ndarray
-  lengths: np.ndarray
-  pages: np.ndarray
-  num_cached: np.ndarray
-  first_response: np.ndarray
 
 
 @dataclasses.dataclass
@@ -89,17 +68,7 @@ class PrefixCache:
 
 @dataclasses.dataclass(frozen=True)
 class ContinuousSampler:
-  """Continuous batching, as a `Sampler`; it can also continue responses.
-
-  Attributes:
-    cfg: the model.
-    config: the sampling parameters.
-    batching: sizes of all devices together.
-    sizes: sizes of each shard.
-    shards: D, parts of the devices that have rows of their own.
-    batch_sharding: the sharding of arrays of rows.
-    jitted: the functions that run on the devices.
-  """
+  """A sampler as StaticSampler is; it can also continue responses."""
 
   cfg: model.ModelConfig
   config: SamplerConfig
@@ -111,7 +80,6 @@ class ContinuousSampler:
 
   @property
   def mesh(self) -> jax.sharding.Mesh:
-    """The mesh that decodes."""
     return self.batch_sharding.mesh
 
   def __call__(
@@ -129,19 +97,19 @@ class ContinuousSampler:
   ) -> Samples:
     """Generates all G responses to each of P prompts.
 
-    Token t of response a is sampled with a key made of (key, a, t), whatever
+    Token t of response b is sampled with a key made of (key, b, t), whatever
     happened before: a response that is paused and resumed with the same key
     and weights is the one that would have been generated without a pause.
 
     Args:
       params: as `model.init` returns them.
-      prompts: P of them, a multiple of D.
+      prompts: P of them, a multiple of the shards.
       key: a typed PRNG key.
       resume_from: samples whose UNFINISHED responses are continued; donated.
         Without them, all responses start from their first token.
-      stop_at: [A] int, tokens at which a response pauses and stays UNFINISHED;
+      stop_at: [B] int, tokens at which a response pauses and stays UNFINISHED;
         without it no response pauses.
-      turn_start: [A] int, where the newest turn of each response begins; stop
+      turn_start: [B] int, where the newest turn of each response begins; stop
         strings are found from there on. Without it at its first token.
       prefix_cache: of the earlier calls for these responses, if any; it gets
         what this call leaves.
@@ -176,7 +144,16 @@ class ContinuousSampler:
     state, samples = self.jitted.begin(samples, cache.state)
     cache.state = cache.tokens = None  # the state was donated
     requests = self._shard_requests(tokens, lengths, samples, so_far, stop_at)
-    schedulers = self._schedulers(requests, cached)
+    schedulers = [
+      Scheduler(
+        self.sizes,
+        [len(prefix) for prefix in shard.prefixes],
+        shard.prefix_index,
+        shard.stop_at - shard.num_tokens,
+        kept,
+      )
+      for shard, kept in zip(requests, cached, strict=True)
+    ]
     if turn_start is None:
       turn_start = np.zeros_like(so_far[0])
     fields = _fields_by_response(requests, turn_start, self.config.stop)
@@ -192,14 +169,16 @@ class ContinuousSampler:
 
     results, finished = None, []  # of the last segment; not reported so far
     while True:
-      if results and not _can_look_ahead(schedulers):
+      look_ahead = all(scheduler.can_look_ahead for scheduler in schedulers)
+      look_ahead &= any(scheduler.may_go_on for scheduler in schedulers)
+      if results and not look_ahead:
         finished += finished_in(results, samples)
         results = None
       if not results and all(scheduler.done for scheduler in schedulers):
         break
       admissions = [scheduler.admit() for scheduler in schedulers]
-      for batch in self._prefill_batches(admissions, requests):
-        state, samples = self._prefill(params, state, samples, batch)
+      for arrays in self._prefill_batches(admissions, requests):
+        state, samples = self._prefill(params, state, samples, *arrays)
       plan = self._segment_plan(schedulers, admissions, fields)
       min_active = self._min_active(schedulers, plan)
       plan_and_slots = multihost.to_global(
@@ -258,9 +237,9 @@ class ContinuousSampler:
     continues: bool = False,
     compute_slots: jax.ShapeDtypeStruct | None = None,
   ) -> dict[str, jax.stages.Lowered]:
-    """See `Sampler`: a prefill of the longest prompts, and a segment.
+    """See `StaticSampler`: a prefill of the longest prompts, and a segment.
 
-    With `compute_slots`, int32 [b], a segment computes only those slots.
+    With `compute_slots`, int32 [m], a segment computes only those slots.
     """
     shape, jitted = jax.ShapeDtypeStruct, self.jitted
     whole = lambda *dims: shape(dims, np.int32, sharding=self.batch_sharding)
@@ -276,11 +255,11 @@ class ContinuousSampler:
     slots |= {"table": state.pages.table}
     slots |= {"active": state.pages.active, "new": state.pages.active}
     T = self.buckets(continues=continues)[-1]
-    N, C = self.prefill_batch(T) * self.shards, T // self.sizes.page_size
+    Q, C = self.prefill_batch(T) * self.shards, T // self.sizes.page_size
     return {
       "decode_params": decode_params,
       "prefill": jitted.prefill.lower(
-        params, state, whole(N, T), whole(N), whole(N, C), None
+        params, state, whole(Q, T), whole(Q), whole(Q, C), None
       ),
       "generate": jitted.decode.lower(
         params,
@@ -294,7 +273,6 @@ class ContinuousSampler:
     }
 
   def compilations(self) -> dict[str, tuple[MeshJit, int]]:
-    """See `Sampler`."""
     once = "decode_params", "read_tokens", "finalize", "append_tokens"
     prefills = 4 * len(self.buckets())
     limits = dict.fromkeys(once, 1) | {
@@ -309,7 +287,6 @@ class ContinuousSampler:
     }
 
   def describe(self, *, continues: bool) -> str:
-    """See `Sampler`: the programs to compile and the cache's size."""
     slots = " or ".join(map(str, self._compute_sizes))
     buckets = ", ".join(map(str, self.buckets(continues=continues)))
     return (
@@ -323,13 +300,12 @@ class ContinuousSampler:
   ) -> list[Requests]:
     """The responses that each shard has to generate.
 
-    `prompts` [P, S], `prompt_lengths` [P] and `so_far`, the lengths [A] and the
-    finish [A] of the samples, are on the host; the samples are on the decoding
-    mesh.
+    `so_far` are the lengths and the finish of the samples, on the host; the
+    samples are on the decoding mesh.
     """
-    A, R = samples.tokens.shape
-    stop_at = np.full(A, R) if stop_at is None else np.minimum(stop_at, R)
-    tokens = np.zeros((A, R), np.int32)
+    B, R = samples.tokens.shape
+    stop_at = np.full(B, R) if stop_at is None else np.minimum(stop_at, R)
+    tokens = np.zeros((B, R), np.int32)
     if so_far[0].any():
       # A host needs only the tokens that its own devices prefill.
       for row, values in multihost.addressable_rows(samples.tokens).items():
@@ -338,23 +314,14 @@ class ContinuousSampler:
     parts = zip(*(np.split(x, self.shards) for x in whole), strict=True)
     return [pending_requests(*part) for part in parts]
 
-  def _schedulers(self, requests: list[Requests], cached) -> list[Scheduler]:
-    """One of each shard; `cached` are their tokens of an earlier call."""
-    return [
-      Scheduler(
-        self.sizes,
-        [len(prefix) for prefix in shard.prefixes],
-        shard.prefix_index,
-        shard.stop_at - shard.num_tokens,
-        tokens,
-      )
-      for shard, tokens in zip(requests, cached, strict=True)
-    ]
-
   def _prefill_batches(
     self, admissions: list[Admission], requests: list[Requests]
-  ) -> Iterator[_PrefillBatch]:
-    """The prefills of all shards' admissions, in few different shapes."""
+  ) -> Iterator[tuple[np.ndarray, ...]]:
+    """The prefills of all shards' admissions, in few different shapes.
+
+    As many rows for each shard. A row of padding has the length 0 and the first
+    response -1. A shard counts responses from its first one.
+    """
     queues = {T: [[] for _ in requests] for T in self.buckets()}
     for shard, (admission, request) in enumerate(
       zip(admissions, requests, strict=True)
@@ -372,40 +339,34 @@ class ContinuousSampler:
         # Padding costs as much as a prefix, so a few are prefilled one by one.
         count = self.prefill_batch(T)
         count = count if longest > count // 2 else 1
-        N, C = self.shards * count, T // self.sizes.page_size
-        batch = _PrefillBatch(
-          tokens=np.zeros((N, T), np.int32),
-          lengths=np.zeros(N, np.int32),
-          pages=np.full((N, C), self.sizes.num_pages, np.int32),
-          num_cached=np.zeros(N, np.int32),
-          first_response=np.full(N, -1, np.int32),
-        )
+        Q, C = self.shards * count, T // self.sizes.page_size
+        tokens_QT = np.zeros((Q, T), np.int32)
+        pages_QC = np.full((Q, C), self.sizes.num_pages, np.int32)  # nowhere
+        lengths_Q, num_cached_Q = np.zeros((2, Q), np.int32)
+        first_response_Q = np.full(Q, -1, np.int32)
         for shard, queue in enumerate(by_shard):
           for row, prefill in enumerate(queue[:count], shard * count):
-            num_cached, tokens, pages, response = prefill
-            batch.tokens[row, : len(tokens)] = tokens
-            batch.lengths[row] = len(tokens)
-            batch.pages[row, : len(pages)] = pages
-            batch.num_cached[row] = num_cached
-            batch.first_response[row] = response
+            num_cached_Q[row], tokens, pages, first_response_Q[row] = prefill
+            tokens_QT[row, : len(tokens)] = tokens
+            lengths_Q[row] = len(tokens)
+            pages_QC[row, : len(pages)] = pages
           del queue[:count]
-        yield batch
+        yield tokens_QT, lengths_Q, pages_QC, num_cached_Q, first_response_Q
 
-  def _prefill(self, params, state, samples, batch: _PrefillBatch):
-    """The state and the samples after a prefill."""
-    *arrays, num_cached, first_response = batch
-    tokens, lengths, pages = multihost.to_global(arrays, self.batch_sharding)
-    if num_cached.any():
-      num_cached = multihost.to_global(num_cached, self.batch_sharding)
-    else:
-      num_cached = None
+  def _prefill(
+    self, params, state, samples, tokens, lengths, pages, num_cached, response
+  ):
+    num_cached = num_cached if num_cached.any() else None
+    tokens, lengths, pages, num_cached = multihost.to_global(
+      (tokens, lengths, pages, num_cached), self.batch_sharding
+    )
     state, experts = self.jitted.prefill(
       params, state, tokens, lengths, pages, num_cached
     )
     if experts is not None:
-      first_response = multihost.to_global(first_response, self.batch_sharding)
+      response = multihost.to_global(response, self.batch_sharding)
       samples = self.jitted.write_prompt_routing(
-        samples, experts, lengths, first_response
+        samples, experts, lengths, response
       )
     return state, samples
 
@@ -429,7 +390,7 @@ class ContinuousSampler:
       num_cached=join(admissions, "num_cached"),
       copy_source=join(admissions, "copy_source"),
       copy_target=join(admissions, "copy_target"),
-      **{name: value_A[response] for name, value_A in fields.items()},
+      **{name: value_B[response] for name, value_B in fields.items()},
     )
 
   def _min_active(self, schedulers, plan: SegmentPlan) -> np.int32:
@@ -467,8 +428,7 @@ class ContinuousSampler:
   ) -> list[list[tuple[int, int]]]:
     """Reads what a segment did, and applies it to the schedulers.
 
-    Returns:
-      For each shard, the responses that left their slots: number and tokens.
+    Returns for each shard the responses that left their slots: number, tokens.
     """
     num_tokens, active = (
       np.split(x, self.shards) for x in jax.device_get(results)
@@ -488,11 +448,10 @@ class ContinuousSampler:
     return left
 
   def _finished(self, left, samples) -> Iterator[tuple]:
-    """The responses that left their slots, N at a time, with padding.
+    """The responses that left their slots, Q at a time, with padding.
 
-    Yields:
-      Their numbers [N], -1 for padding; their lengths [N]; and their tokens
-      [N, R] on the devices.
+    Their numbers [Q], -1 for padding; their lengths [Q]; and their tokens
+    [Q, R] on the devices.
     """
     count = max(1, self.sizes.slots // _IDLE)  # rows of a shard
     while any(left):
@@ -509,53 +468,35 @@ class ContinuousSampler:
   def _read_finished(
     self, finished: list[tuple]
   ) -> dict[int, FinishedResponse]:
-    """The finished responses on this host; paused ones are left out."""
-    responses = {}
+    """The responses on this host, without those that paused."""
+    responses, config = {}, self.config
     for numbers, lengths, tokens_on_devices in finished:
       for i, tokens in multihost.local_rows(tokens_on_devices).items():
         number, length = int(numbers[i]), int(lengths[i])
         if number < 0:
           continue
-        stopped = self._stopped(tokens[:length])
-        if stopped or length == self.config.max_new_tokens:
+        stopped = bool(tokens[length - 1] in config.stop_ids)
+        if config.stop and length >= config.min_new_tokens:
+          stopped |= config.stop.ended(tokens[:length])
+        if stopped or length == config.max_new_tokens:
           responses[number] = FinishedResponse(tokens, length, stopped)
     return responses
-
-  def _stopped(self, tokens) -> bool:
-    """Whether the last token of a response ended it."""
-    config = self.config
-    if tokens[-1] in config.stop_ids:
-      return True
-    long_enough = len(tokens) >= config.min_new_tokens
-    return bool(config.stop and long_enough and config.stop.ended(tokens))
-
-
-def _can_look_ahead(schedulers: list[Scheduler]) -> bool:
-  """Whether to start a segment before the results of the last one are read."""
-  if not all(scheduler.can_look_ahead for scheduler in schedulers):
-    return False
-  return any(scheduler.may_go_on for scheduler in schedulers)
 
 
 def _fields_by_response(
   requests: list[Requests], turn_start: np.ndarray, stop: StopStrings | None
 ) -> dict[str, np.ndarray]:
-  """Fields of a SegmentPlan that depend on the response alone, [A] int32."""
+  """Fields of a SegmentPlan that depend on the response alone, [B] int32."""
   join = lambda name: np.concatenate([getattr(r, name) for r in requests])
-  last_token = [
-    r.prefixes[prefix][-1] if r.prefixes else 0
-    for r in requests
-    for prefix in r.prefix_index
-  ]
-  stop_state = [
-    stop.state(r.prefixes[prefix][-count:])
-    if stop and count and r.prefixes
-    else 0
-    for r, starts in zip(
-      requests, np.split(turn_start, len(requests)), strict=True
-    )
-    for prefix, count in zip(r.prefix_index, r.num_tokens - starts, strict=True)
-  ]
+  last_token, stop_state = [], []
+  starts = np.split(turn_start, len(requests))
+  for r, start in zip(requests, starts, strict=True):
+    counts = r.num_tokens - start
+    for prefix, count in zip(r.prefix_index, counts, strict=True):
+      tokens = r.prefixes[prefix] if r.prefixes else [0]
+      last_token.append(tokens[-1])
+      reads = stop and count and r.prefixes
+      stop_state.append(stop.state(tokens[-count:]) if reads else 0)
   return {
     "num_tokens": join("num_tokens"),
     "stop_at": join("stop_at"),
@@ -576,14 +517,8 @@ def build_continuous_sampler(
 ) -> ContinuousSampler:
   """Builds a ContinuousSampler; compiles nothing yet.
 
-  Args:
-    cfg: the model.
-    sampler: the sampling parameters.
-    batching: sizes of all devices together.
-    max_prompt_length: S, the width of the prompts.
-    params_sharding: shardings of the weights, on `mesh`.
-    mesh: of weights, keys and samples.
-    sampler_mesh: the same devices, as they decode.
+  Weights, keys and samples are on `mesh`; `sampler_mesh` has the same devices,
+  as they decode. `max_prompt_length` is the width of the prompts.
 
   Raises:
     UserError: the sizes do not fit.
@@ -597,7 +532,7 @@ def build_continuous_sampler(
     sizes=sizes,
     shards=shards,
     batch_sharding=sharding.batch_sharding(sampler_mesh),
-    jitted=continuous_jit.jit_sampler(
+    jitted=jit.jit_sampler(
       cfg,
       sampler,
       prefill_chunk=batching.prefill_chunk,

@@ -7,51 +7,25 @@ from gspo_jax.runtime.key import AT_LEAST_1, ZERO_OR_MORE, check, key
 from gspo_jax.sampler.samples import SamplerConfig
 
 
-def pages_per_slot(
-  max_prompt_length: int, max_new_tokens: int, page_size: int
-) -> int:
-  """W, pages of the longest prompt and response; the last token is not fed."""
-  return -(-(max_prompt_length - 1 + max_new_tokens) // page_size)
-
-
 @dataclasses.dataclass(frozen=True)
 class ShardSizes:
-  """Sizes of continuous batching on one shard of the devices.
+  """Sizes of continuous batching on one shard of the devices."""
 
-  Attributes:
-    slots: B, responses that decode at the same time.
-    num_pages: n, pages in the pool.
-    page_size: tokens a page.
-    segment_steps: most decode steps of a segment.
-    max_new_tokens: R, most tokens of a response.
-    max_prompt_length: most tokens of a prompt.
-  """
-
-  slots: int
-  num_pages: int
-  page_size: int
-  segment_steps: int
-  max_new_tokens: int
-  max_prompt_length: int
-
-  def __post_init__(self):
-    for name, value in dataclasses.asdict(self).items():
-      if value < 1:
-        raise UserError(f"{name}={value}: expected at least 1")
-    # One page more than a slot can use, for a prompt's own partial page.
-    least = self.pages_per_slot + 1
-    if self.num_pages < least:
-      raise UserError(
-        f"continuous_batching.num_pages={self.num_pages} a shard: expected at "
-        f"least {least}, what the longest prompt and its response can take"
-      )
+  slots: int  # M, responses that decode at the same time
+  num_pages: int  # in the pool
+  page_size: int  # tokens of a page
+  segment_steps: int  # most decode steps of a segment
+  max_new_tokens: int  # R, most tokens of a response
+  max_prompt_length: int  # S, most tokens of a prompt
 
   @property
   def pages_per_slot(self) -> int:
-    """W, most pages of one slot; a prompt may hold one more, a partial one."""
-    return pages_per_slot(
-      self.max_prompt_length, self.max_new_tokens, self.page_size
-    )
+    """W, pages of the longest prompt and response; the last token is not fed.
+
+    A prompt may hold one more, a partial one.
+    """
+    tokens = self.max_prompt_length - 1 + self.max_new_tokens
+    return -(-tokens // self.page_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +66,7 @@ class ContinuousBatchingConfig:
   ) -> ShardSizes:
     """The sizes of each of `shards` equal shards.
 
-    Raises:
-      UserError: slots or pages do not divide by the shards, or are too few.
+    UserError if slots or pages do not divide by the shards, or are too few.
     """
     for name in ("slots", "num_pages"):
       if (value := getattr(self, name)) % shards:
@@ -101,28 +74,30 @@ class ContinuousBatchingConfig:
           f"continuous_batching.{name}={value}: expected a multiple of the "
           f"{shards} shards of sampler_mesh"
         )
-    slots, max_new_tokens = self.slots // shards, sampler.max_new_tokens
-    # Also the partial last page of each prompt: at most one a slot.
-    longest = (
-      pages_per_slot(max_prompt_length, max_new_tokens, self.page_size) + 1
-    )
-    return ShardSizes(
-      slots=slots,
-      num_pages=self.num_pages // shards or slots * longest,
+    sizes = ShardSizes(
+      slots=self.slots // shards,
+      num_pages=self.num_pages // shards,
       page_size=self.page_size,
       segment_steps=self.segment_steps,
-      max_new_tokens=max_new_tokens,
+      max_new_tokens=sampler.max_new_tokens,
       max_prompt_length=max_prompt_length,
     )
+    # A slot's pages and a prompt's partial last page: at most one a slot.
+    least = sizes.pages_per_slot + 1
+    if not self.num_pages:
+      return dataclasses.replace(sizes, num_pages=sizes.slots * least)
+    if sizes.num_pages < least:
+      raise UserError(
+        f"continuous_batching.num_pages={sizes.num_pages} a shard: expected at "
+        f"least {least}, what the longest prompt and its response can take"
+      )
+    return sizes
 
   def buckets(self, longest: int) -> tuple[int, ...]:
-    """The padded lengths T that prefills are compiled for.
+    """The padded lengths T of prefills, for prompts of `longest` tokens.
 
     They double from `prefill_chunk` on. A prefill leaves out the last token of
     a prompt, which the first decode step feeds.
-
-    Args:
-      longest: tokens of the longest prompt.
     """
     chunk = self.prefill_chunk
     last = max(-(-(longest - 1) // chunk), 1) * chunk

@@ -1,11 +1,9 @@
 """The devices' half of continuous batching: prefill and a segment of decoding.
 
-Functions over explicit state; `continuous_jit` compiles them. The host decides
-between segments what each slot does (`scheduler`, SegmentPlan).
+Functions over explicit state; `jit` compiles them. The host decides between
+segments what each slot does (`scheduler`, SegmentPlan).
 
-Dimension key: B slots, b of them, A responses, R most new tokens, W pages of a
-slot, N prefixes of one prefill, T their tokens, L layers, k experts a token, P
-prompts, G responses a prompt.
+Dimension letters as in `continuous/__init__`.
 """
 
 import dataclasses
@@ -34,23 +32,14 @@ _BATCH = jax.sharding.PartitionSpec(sharding.BATCH_AXES)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-  """State of the decode slots; `pages` holds the tokens already fed.
+  """State of the decode slots; the arrays are [M] int32."""
 
-  Attributes:
-    pages: the paged cache of B slots.
-    response: [B] int32, which of the A responses the slot decodes.
-    last_token: [B] int32, the newest token, not fed yet.
-    num_tokens: [B] int32, tokens of the response so far.
-    stop_at: [B] int32, tokens at which the response leaves the slot.
-    stop_state: [B] int32, of `StopStrings` after the newest token.
-  """
-
-  pages: paged_cache.Pages
-  response: jax.Array
-  last_token: jax.Array
-  num_tokens: jax.Array
-  stop_at: jax.Array
-  stop_state: jax.Array
+  pages: paged_cache.Pages  # of the tokens already fed
+  response: jax.Array  # which of the B responses the slot decodes
+  last_token: jax.Array  # the newest one, not fed yet
+  num_tokens: jax.Array  # of the response so far
+  stop_at: jax.Array  # tokens at which the response leaves the slot
+  stop_state: jax.Array  # of `StopStrings` after the newest token
 
 
 @jax.tree_util.register_dataclass
@@ -58,33 +47,22 @@ class DecodeState:
 class SegmentPlan:
   """What each slot does in the next segment; made by the host.
 
-  Attributes:
-    table: [B, W] int32, the pages of each slot, as in `Pages`.
-    active: [B] bool, slots that decode, unless their response has finished.
-      What an inactive slot held is dropped.
-    new: [B] bool, active slots that start a response. The fields below hold
-      only for these.
-    response: [B] int32, which of the A responses.
-    num_tokens: [B] int32, tokens that the response already has.
-    stop_at: [B] int32, tokens at which it leaves the slot.
-    stop_state: [B] int32, of `StopStrings` after the tokens that it has.
-    num_cached: [B] int32, tokens of its prefix that are in the pages.
-    last_token: [B] int32, the last token of its prefix, to be fed first.
-    copy_source: [B] int32, the page to copy ...
-    copy_target: [B] int32, ... to this page; n or more: none is copied.
+  The arrays behind `new` are [M] int32, and hold only for new slots.
   """
 
-  table: jax.Array
+  table: jax.Array  # [M, W] int32, as in `Pages`
+  # [M] bool, slots that decode, unless their response has finished. What an
+  # inactive slot held is dropped.
   active: jax.Array
-  new: jax.Array
-  response: jax.Array
-  num_tokens: jax.Array
-  stop_at: jax.Array
-  stop_state: jax.Array
-  num_cached: jax.Array
-  last_token: jax.Array
-  copy_source: jax.Array
-  copy_target: jax.Array
+  new: jax.Array  # [M] bool, active slots that start a response
+  response: jax.Array  # which of the B responses
+  num_tokens: jax.Array  # that the response already has
+  stop_at: jax.Array  # tokens at which it leaves the slot
+  stop_state: jax.Array  # of `StopStrings` after the tokens that it has
+  num_cached: jax.Array  # tokens of its prefix that are in the pages
+  last_token: jax.Array  # of its prefix, to be fed first
+  copy_source: jax.Array  # the page to copy ...
+  copy_target: jax.Array  # ... to this page; beyond the pool: none is copied
 
 
 def empty(cfg: model.ModelConfig, **sizes: int) -> DecodeState:
@@ -110,23 +88,23 @@ def prefill(
 
   Args:
     params: those of `decode_params`, unstacked.
-    cfg: the model; static.
-    tokens: [N, T] int32, padded on the RIGHT; T is a multiple of `chunk`.
-    lengths: [N] int32, real tokens; 0 for a row of padding.
+    cfg: static.
+    tokens: [Q, T] int32, padded on the RIGHT; T is a multiple of `chunk`.
+    lengths: [Q] int32, real tokens; 0 for a row of padding.
     chunk: tokens of one forward pass; static.
     record_routing: whether to return the experts; static.
-    cached: keys and values of the first tokens, per layer [N, K, T, H] for K
-      heads of width H, and the number of these tokens, [N] int32. Chunks that
-      lie in them for all rows are not computed; their experts are 0.
+    cached: keys and values of the first tokens, [Q, K, T, H] per layer, and
+      the number of these tokens, [Q] int32. Chunks that lie in them for all
+      rows are not computed; their experts are 0.
 
   Returns:
-    The cache of T slots, and the experts [N, L, T, k] of the tokens, or None.
+    The cache of T slots, and the experts [Q, L, T, k] of the tokens, or None.
   """
-  N, T = tokens.shape
-  real_NT = jnp.arange(T) < lengths[:, None]
+  Q, T = tokens.shape
+  real_QT = jnp.arange(T) < lengths[:, None]
   experts = None
   if record_routing:
-    shape = cfg.num_layers, N, T, cfg.experts_per_token
+    shape = cfg.num_layers, Q, T, cfg.experts_per_token
     experts = jnp.zeros(shape, number_type(cfg.num_experts))
     experts = sharding.constrain(experts, None, sharding.BATCH_AXES)
 
@@ -134,9 +112,9 @@ def prefill(
     cache, experts = carry
     start = i * chunk
     cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1)
-    positions = jnp.broadcast_to(start + jnp.arange(chunk), (N, chunk))
+    positions = jnp.broadcast_to(start + jnp.arange(chunk), (Q, chunk))
     out = model.hidden_states(
-      params, cfg, cut(tokens), positions, cut(real_NT), cache
+      params, cfg, cut(tokens), positions, cut(real_QT), cache
     )
     if record_routing:
       experts = jax.lax.dynamic_update_slice_in_dim(
@@ -145,12 +123,12 @@ def prefill(
     return out.cache, experts
 
   num_chunks = -(-lengths.max() // chunk)
-  first, cache = jnp.int32(0), kv.empty(cfg, N, T)
+  first, cache = jnp.int32(0), kv.empty(cfg, Q, T)
   if cached is not None:
-    k, v, counts_N = cached
-    valid_NT = jnp.arange(T) < counts_N[:, None]
-    first = jnp.where(lengths > 0, counts_N, T).min() // chunk
-    cache = kv.Cache(k, v, valid_NT, first * chunk)
+    k, v, counts_Q = cached
+    valid_QT = jnp.arange(T) < counts_Q[:, None]
+    first = jnp.where(lengths > 0, counts_Q, T).min() // chunk
+    cache = kv.Cache(k, v, valid_QT, first * chunk)
   init = cache, experts
   cache, experts = jax.lax.fori_loop(first, num_chunks, forward, init)
   return cache, experts.swapaxes(0, 1) if record_routing else None
@@ -166,26 +144,23 @@ def write_prompt_routing(
 ) -> Samples:
   """Writes the experts of prompts' tokens into all G responses to each.
 
-  Args:
-    samples: each row on the device of its prompt's prefill.
-    experts: [N, L, T, k], of `prefill`.
-    lengths: [N] int32, tokens of each prefix: all of a prompt but its last.
-    first_response: [N] int32, the first response to the prompt; -1 for none.
-    group_size: G; static.
+  Each row of `samples` is on the device of its prompt's prefill, which gave
+  `experts` [Q, L, T, k] for all tokens of a prompt but the last. The first
+  response to the prompt is -1 for a row of padding.
   """
   # The column of a prompt's last token; it is fed by the first decode step.
   last = samples.experts.shape[2] - samples.tokens.shape[1] - 1
 
-  def local(old, experts, lengths, first_N):
+  def local(old, experts, lengths, first_Q):
     rows, T = len(old), experts.shape[2]
-    row_NG = first_N[:, None] % rows + jnp.arange(group_size)
-    row_NG = jnp.where(first_N[:, None] < 0, rows, row_NG)
+    row_QG = first_Q[:, None] % rows + jnp.arange(group_size)
+    row_QG = jnp.where(first_Q[:, None] < 0, rows, row_QG)
     token_T = jnp.arange(T)
-    column_NT = last - lengths[:, None] + token_T
-    column_NT = jnp.where(token_T < lengths[:, None], column_NT, old.shape[2])
-    index = row_NG[:, :, None], slice(None), column_NT[:, None, :]
-    new_NTLk = experts.swapaxes(1, 2)
-    return old.at[index].set(new_NTLk[:, None], mode="drop")
+    column_QT = last - lengths[:, None] + token_T
+    column_QT = jnp.where(token_T < lengths[:, None], column_QT, old.shape[2])
+    index = row_QG[:, :, None], slice(None), column_QT[:, None, :]
+    new_QTLk = experts.swapaxes(1, 2)
+    return old.at[index].set(new_QTLk[:, None], mode="drop")
 
   write = sharding.shard_map(local, (_BATCH,) * 4, _BATCH)
   return dataclasses.replace(
@@ -198,11 +173,8 @@ def apply_plan(
 ) -> DecodeState:
   """The state at the start of a segment.
 
-  Args:
-    state: that at the end of the last segment; best donated.
-    plan: the host's plan of the segment.
-    copy_pages: whether to copy the prefixes' partial pages; static. False
-      spares the work if no slot is new.
+  Without `copy_pages`, static, no partial page of a prefix is copied: that
+  spares the work if no slot is new.
   """
   pages = state.pages
   if copy_pages:
@@ -243,11 +215,11 @@ def decode(
 
   Args:
     params: those of `decode_params`, unstacked.
-    cfg: the model; static.
-    state: of `apply_plan`, of all slots or of a subset.
-    samples: A responses; the tokens are written there.
+    cfg: static.
+    state: of all slots or of a subset.
+    samples: B responses; the tokens are written there.
     key: the same for all responses.
-    sampler: the sampling parameters; static.
+    sampler: static.
     steps: most decode steps; static.
     min_active: [] int32; the segment also ends when no more slots than these
       decode.
@@ -269,20 +241,29 @@ def decode(
     token, logp = next_token.sample_token(
       logits, row_keys, state.num_tokens, sampler
     )
-    state = dataclasses.replace(state, pages=out.cache)
     experts = None
     if samples.experts is not None:
       experts = out.routing.experts[:, :, 0]
+    num_tokens = state.num_tokens + 1
     stop_state, stopped = next_token.stop(
-      token, state.num_tokens + 1, state.stop_state, sampler
+      token, num_tokens, state.stop_state, sampler
     )
     finish = jnp.where(
-      state.num_tokens + 1 == sampler.max_new_tokens, TRUNCATED, UNFINISHED
+      num_tokens == sampler.max_new_tokens, TRUNCATED, UNFINISHED
     )
     finish = jnp.where(stopped, STOPPED, finish)
+    state = dataclasses.replace(state, pages=out.cache)
     samples = _write_token(state, samples, token, logp, finish, experts)
-    state = dataclasses.replace(state, stop_state=stop_state)
-    return step + 1, _advance(state, token, stopped), samples
+    active = state.pages.active
+    done = stopped | (num_tokens == state.stop_at)
+    state = dataclasses.replace(
+      state,
+      pages=dataclasses.replace(state.pages, active=active & ~done),
+      last_token=token,
+      num_tokens=state.num_tokens + active,
+      stop_state=stop_state,
+    )
+    return step + 1, state, samples
 
   def proceed(carry):
     step, state, _ = carry
@@ -296,13 +277,14 @@ def decode(
 
 
 def select_slots(state: DecodeState, slots: jax.Array) -> DecodeState:
-  """The state of the slots [b], equally many of each shard."""
+  """The state of the slots [m], equally many of each shard."""
 
-  def local(arrays, slot_b):
-    return jax.tree.map(lambda x: x[slot_b % len(x)], arrays)
+  def local(arrays, slot_m):
+    return jax.tree.map(lambda x: x[slot_m % len(x)], arrays)
 
   read = sharding.shard_map(local, (_BATCH,) * 2, _BATCH)
-  return _with_pages_of(state.pages, read(_without_pages(state), slots))
+  subset = read(_with_keys_and_values(state, None, None), slots)
+  return _with_keys_and_values(subset, state.pages.k, state.pages.v)
 
 
 def scatter_slots(
@@ -310,49 +292,29 @@ def scatter_slots(
 ) -> DecodeState:
   """The state of all slots after a segment of a subset; see `select_slots`."""
 
-  def local(arrays, new, slot_b):
-    write = lambda old, new: old.at[slot_b % len(old)].set(new)
+  def local(arrays, new, slot_m):
+    write = lambda old, new: old.at[slot_m % len(old)].set(new)
     return jax.tree.map(write, arrays, new)
 
   write = sharding.shard_map(local, (_BATCH,) * 3, _BATCH)
-  arrays = write(_without_pages(state), _without_pages(subset), slots)
-  return _with_pages_of(subset.pages, arrays)
+  arrays = [_with_keys_and_values(s, None, None) for s in (state, subset)]
+  pages = subset.pages
+  return _with_keys_and_values(write(*arrays, slots), pages.k, pages.v)
 
 
 def read_tokens(samples: Samples, responses: jax.Array) -> jax.Array:
-  """The tokens [N, R] of `responses` [N], each on the device of its response.
+  """The tokens [Q, R] of `responses` [Q], on their devices; -1 for any."""
 
-  A number of -1 stands for any response.
-  """
-
-  def local(tokens, response_N):
-    return tokens[response_N % len(tokens)]
+  def local(tokens, response_Q):
+    return tokens[response_Q % len(tokens)]
 
   read = sharding.shard_map(local, (_BATCH,) * 2, _BATCH)
   return read(samples.tokens, responses)
 
 
-def _without_pages(state: DecodeState) -> DecodeState:
-  """The arrays of slots alone, without keys and values."""
-  pages = dataclasses.replace(state.pages, k=None, v=None)
+def _with_keys_and_values(state: DecodeState, k, v) -> DecodeState:
+  pages = dataclasses.replace(state.pages, k=k, v=v)
   return dataclasses.replace(state, pages=pages)
-
-
-def _with_pages_of(pages, state: DecodeState) -> DecodeState:
-  """The state with the keys and values of `pages`."""
-  pages = dataclasses.replace(state.pages, k=pages.k, v=pages.v)
-  return dataclasses.replace(state, pages=pages)
-
-
-def _advance(state: DecodeState, token, stopped) -> DecodeState:
-  """The state after each active slot sampled a token."""
-  active = state.pages.active
-  num_tokens = state.num_tokens + active
-  done = stopped | (state.num_tokens + 1 == state.stop_at)
-  pages = dataclasses.replace(state.pages, active=active & ~done)
-  return dataclasses.replace(
-    state, pages=pages, last_token=token, num_tokens=num_tokens
-  )
 
 
 def _write_token(
@@ -360,13 +322,7 @@ def _write_token(
 ) -> Samples:
   """Writes the token of each active slot into its response.
 
-  Args:
-    state: before `_advance`.
-    samples: A responses, each on the device of its slot.
-    token: [B] int32.
-    logp: [B] float32.
-    finish: [B], as in Samples, with this token.
-    experts: [L, B, k], those of the token before, which was fed; or None.
+  `experts` [L, M, k] are those of the token before, which was fed; or None.
   """
   new = {
     "tokens": token,
@@ -378,16 +334,16 @@ def _write_token(
     new["experts"] = experts.swapaxes(0, 1)
 
   def local(old, new, slots):
-    response_B, column_B, active_B = slots
+    response_M, column_M, active_M = slots
     rows, R = old["tokens"].shape
-    row_B = jnp.where(active_B, response_B % rows, rows)  # `rows`: nowhere
+    row_M = jnp.where(active_M, response_M % rows, rows)  # `rows`: nowhere
 
-    def write(old, value_B):
-      index = (row_B, column_B)[: old.ndim]
+    def write(old, value_M):
+      index = (row_M, column_M)[: old.ndim]
       # Routing has the prompt's columns first, and the token before is meant.
       if old.ndim == 4:
-        index = row_B, slice(None), old.shape[2] - R - 1 + column_B
-      return old.at[index].set(value_B, mode="drop")
+        index = row_M, slice(None), old.shape[2] - R - 1 + column_M
+      return old.at[index].set(value_M, mode="drop")
 
     return jax.tree.map(write, old, new)
 

@@ -1,11 +1,9 @@
 """The host's half of continuous batching: which response has which slot, pages.
 
-Dimension key: N prefixes, A responses, B slots, n pages in the pool, W pages
-of the longest slot, P prompts, R most new tokens.
-
 A prefix is the tokens that a response continues: a prompt, shared by all new
 responses to it, or a prompt and the beginning of one response. All tokens of a
 prefix but the last are prefilled; the first decode step feeds the last one.
+Dimension letters as in `continuous/__init__`.
 
 Each round calls `admit`, `allocate_pages`, then decodes a segment on the
 devices, then calls `apply_results`. While `can_look_ahead`, the next round may
@@ -28,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.continuous_config import ShardSizes
+from gspo_jax.sampler.continuous.config import ShardSizes
 from gspo_jax.sampler.samples import UNFINISHED
 
 
@@ -39,64 +37,36 @@ class CachedTokens(NamedTuple):
   num_tokens: int
 
 
-class PrefixPages(NamedTuple):
-  """A prefix to prefill, the pages for all its tokens but the last.
-
-  Attributes:
-    prefix: its number.
-    pages: in the order of its tokens.
-    num_cached: its first tokens, which the pages hold already. Full pages of
-      them may have other readers, and must not be written.
-  """
-
-  prefix: int
-  pages: list[int]
-  num_cached: int
-
-
 @dataclasses.dataclass(frozen=True)
 class Admission:
   """Responses that got a slot: prefill, then copy pages, then allocate pages.
 
-  Attributes:
-    prefill: the prefixes to store first; none has a single token.
-    new: [B] bool, slots that got a response. The others hold 0 below.
-    response: [B] int32, the number of the response.
-    num_cached: [B] int32, tokens of its prefix that the pages hold.
-    copy_source: [B] int32, the page to copy; n for none.
-    copy_target: [B] int32, the page to copy it to; n for none.
+  The arrays behind `new` are [M] int32.
   """
 
-  prefill: list[PrefixPages]
-  new: np.ndarray
-  response: np.ndarray
-  num_cached: np.ndarray
-  copy_source: np.ndarray
-  copy_target: np.ndarray
+  # Prefixes of more than one token to store first, the pages for all but their
+  # last tokens, and how many of these the pages hold already. Full pages of
+  # these may have other readers, and must not be written.
+  prefill: list[tuple[int, list[int], int]]
+  new: np.ndarray  # [M] bool, slots that got a response
+  response: np.ndarray  # its number; 0 where no response is new
+  num_cached: np.ndarray  # tokens of its prefix that the pages hold, or 0
+  copy_source: np.ndarray  # the page to copy; `num_pages` for none
+  copy_target: np.ndarray  # the page to copy it to; `num_pages` for none
 
 
 @dataclasses.dataclass(frozen=True)
 class SegmentPages:
-  """The pages and the slots of the next segment.
+  """The pages and the slots of the next segment."""
 
-  Attributes:
-    table: [B, W] int32, the pages of each slot, in order; 0 where it has none.
-    active: [B] bool, slots to decode. A preempted slot is not active; a later
-      admission starts its response again.
-  """
-
-  table: np.ndarray
+  table: np.ndarray  # [M, W] int32, pages in order; 0 where a slot has none
+  # [M] bool, slots to decode. A preempted slot is not active; a later admission
+  # starts its response again.
   active: np.ndarray
 
 
 class Scheduler:
-  """Assigns the slots and pages of one shard; numbers count from its first.
-
-  Attributes:
-    num_sampled: tokens sampled so far, also of preempted responses.
-    kept: by response that finished, its tokens in the pool; None if they are
-      not kept.
-  """
+  """Assigns the slots and pages of one shard; numbers count from its first."""
 
   def __init__(
     self,
@@ -109,47 +79,53 @@ class Scheduler:
     """All responses wait, in order.
 
     Args:
-      sizes: those of the shard.
-      prefix_lengths: [N], tokens of each prefix.
-      prefix_index: [A], the prefix of each response; sorted.
-      max_tokens: [A], most tokens to generate for each; 0 to leave it out.
+      sizes: of the shard.
+      prefix_lengths: [Q], tokens of each prefix.
+      prefix_index: [B], the prefix of each response; sorted.
+      max_tokens: [B], most tokens to generate for each; 0 to leave it out. With
+        its prefix they are at most `max_prompt_length + max_new_tokens`.
       cached: by response with a prefix of its own, the first tokens of the
         prefix that are in the pool: `kept` of the last scheduler. All other
         pages are free. None: keep nothing.
 
     Raises:
-      UserError: a prefix is empty, or it and a response do not fit a slot.
+      UserError: a prefix is empty.
     """
-    self._sizes, self.num_sampled = sizes, 0
-    lengths_N = np.asarray(prefix_lengths, np.int64)
-    self._prefix_A = np.asarray(prefix_index, np.int64)
-    self._max_tokens_A = np.asarray(max_tokens, np.int64)
-    self._check_lengths(lengths_N)
-    B = sizes.slots
-    self._num_cached_N = lengths_N - 1
-    requested = np.flatnonzero(self._max_tokens_A)
-    self._num_unfinished_N = np.bincount(
-      self._prefix_A[requested], minlength=len(lengths_N)
+    self._sizes = sizes
+    self.num_sampled = 0  # tokens so far, also of preempted responses
+    lengths_Q = np.asarray(prefix_lengths, np.int64)
+    self._prefix_B = np.asarray(prefix_index, np.int64)
+    self._max_tokens_B = np.asarray(max_tokens, np.int64)
+    if empty := np.flatnonzero(lengths_Q < 1).tolist():
+      raise UserError(
+        f"prefix {empty[0]}: it has no tokens, expected at least 1"
+      )
+    M = sizes.slots
+    self._num_cached_Q = lengths_Q - 1
+    requested = np.flatnonzero(self._max_tokens_B)
+    self._num_unfinished_Q = np.bincount(
+      self._prefix_B[requested], minlength=len(lengths_Q)
     )
     # Every waiting response has a greater number than every active one, so the
     # greatest active one is the newest.
     self._queue = collections.deque(requested.tolist())
     self._unknown_segments = 0  # planned, without results so far
+    # By finished response, its tokens in the pool; None if they are not kept.
     self.kept = None if cached is None else {}
     self._prefix_pages = {  # prefix -> its CachedTokens in the pool
-      int(self._prefix_A[response]): tokens
+      int(self._prefix_B[response]): tokens
       for response, tokens in (cached or {}).items()
-      if self._max_tokens_A[response]
+      if self._max_tokens_B[response]
     }
-    self._readers_n = np.zeros(sizes.num_pages, np.int64)
+    self._readers = np.zeros(sizes.num_pages, np.int64)
     for tokens in self._prefix_pages.values():
-      np.add.at(self._readers_n, tokens.pages, 1)
-    self._free_pages = np.flatnonzero(self._readers_n == 0).tolist()
-    self._response_B = np.full(B, -1)
-    self._num_cached_B = np.zeros(B, np.int64)
-    self._num_generated_B = np.zeros(B, np.int64)
-    self._num_pages_B = np.zeros(B, np.int64)  # shared pages included
-    self._table = np.zeros((B, sizes.pages_per_slot), np.int32)
+      np.add.at(self._readers, tokens.pages, 1)
+    self._free_pages = np.flatnonzero(self._readers == 0).tolist()
+    self._response_M = np.full(M, -1)
+    self._num_cached_M = np.zeros(M, np.int64)
+    self._num_generated_M = np.zeros(M, np.int64)
+    self._num_pages_M = np.zeros(M, np.int64)  # shared pages included
+    self._table = np.zeros((M, sizes.pages_per_slot), np.int32)
 
   @property
   def num_waiting(self) -> int:
@@ -159,7 +135,7 @@ class Scheduler:
   @property
   def num_active(self) -> int:
     """Slots with a response."""
-    return int((self._response_B >= 0).sum())
+    return int((self._response_M >= 0).sum())
 
   @property
   def num_free_pages(self) -> int:
@@ -173,8 +149,8 @@ class Scheduler:
 
   @property
   def response(self) -> np.ndarray:
-    """[B] the response in each slot; -1 for none."""
-    return self._response_B.copy()
+    """[M] the response in each slot; -1 for none."""
+    return self._response_M.copy()
 
   @property
   def can_look_ahead(self) -> bool:
@@ -190,10 +166,10 @@ class Scheduler:
   @property
   def may_go_on(self) -> bool:
     """Whether some response can have tokens left after all planned segments."""
-    active = self._response_B >= 0
+    active = self._response_M >= 0
     planned = self._unknown_segments * self._sizes.segment_steps
-    most_B = self._most_tokens()
-    return bool((active & (self._num_generated_B + planned < most_B)).any())
+    most_M = self._most_tokens()
+    return bool((active & (self._num_generated_M + planned < most_M)).any())
 
   def admit(self) -> Admission:
     """Gives idle slots to waiting responses, as far as pages go.
@@ -202,11 +178,11 @@ class Scheduler:
     next segment of all active ones; so it is not preempted in the same round.
     For that, tokens of finished and later responses are evicted.
     """
-    B, n = self._sizes.slots, self._sizes.num_pages
-    full = lambda value: np.full(B, value, np.int32)
-    new = np.zeros(B, bool)
+    M, n = self._sizes.slots, self._sizes.num_pages
+    full = lambda value: np.full(M, value, np.int32)
+    new = np.zeros(M, bool)
     admission = Admission([], new, full(0), full(0), full(n), full(n))
-    for slot in np.flatnonzero(self._response_B < 0).tolist():
+    for slot in np.flatnonzero(self._response_M < 0).tolist():
       if not self._queue or not self._make_room(self._queue[0]):
         break
       self._start(slot, self._queue.popleft(), admission)
@@ -220,62 +196,45 @@ class Scheduler:
     newest responses are preempted: they give all their pages back and wait at
     the front of the queue. The oldest one is never preempted.
     """
-    while (missing_B := self._missing_pages()).sum() > self.num_free_pages:
-      self._evict_or_preempt()
+    while (missing_M := self._missing_pages()).sum() > self.num_free_pages:
+      slot = int(self._response_M.argmax())  # of the newest response
+      response = int(self._response_M[slot])
+      if not self._evict(after=self._prefix_B[response]):
+        self._queue.appendleft(response)
+        self._release_slot(slot)
     column_W = np.arange(self._sizes.pages_per_slot)
-    num_pages_B = self._num_pages_B + missing_B
-    allocated_BW = column_W >= self._num_pages_B[:, None]
-    allocated_BW &= column_W < num_pages_B[:, None]
-    self._table[allocated_BW] = self._pop_pages(int(missing_B.sum()))
-    self._num_pages_B = num_pages_B
+    num_pages_M = self._num_pages_M + missing_M
+    allocated_MW = column_W >= self._num_pages_M[:, None]
+    allocated_MW &= column_W < num_pages_M[:, None]
+    self._table[allocated_MW] = self._pop_pages(int(missing_M.sum()))
+    self._num_pages_M = num_pages_M
     self._unknown_segments += 1
-    return SegmentPages(self._table.copy(), self._response_B >= 0)
+    return SegmentPages(self._table.copy(), self._response_M >= 0)
 
   def apply_results(
     self, num_generated: np.ndarray, active: np.ndarray
   ) -> list[int]:
-    """Frees the slots and pages of the responses that finished in a segment.
+    """Frees slots and pages after a segment: the oldest one without results.
 
-    That is the oldest one without results.
-
-    Args:
-      num_generated: [B] tokens of each response that its prefix does not hold.
-      active: [B] bool, false where the response has finished.
-
-    Returns:
-      The responses that finished.
+    `num_generated` [M] are the tokens of each response that its prefix does not
+    hold, `active` [M] is false where a response has finished. Returns the
+    responses that finished.
     """
     self._unknown_segments -= 1
-    new_B = np.asarray(num_generated) - self._num_generated_B
-    self.num_sampled += int(new_B[self._response_B >= 0].sum())
-    self._num_generated_B[:] = num_generated
-    slots = np.flatnonzero((self._response_B >= 0) & ~np.asarray(active))
-    responses = self._response_B[slots].tolist()
+    new_M = np.asarray(num_generated) - self._num_generated_M
+    self.num_sampled += int(new_M[self._response_M >= 0].sum())
+    self._num_generated_M[:] = num_generated
+    slots = np.flatnonzero((self._response_M >= 0) & ~np.asarray(active))
+    responses = self._response_M[slots].tolist()
     for slot, response in zip(slots.tolist(), responses, strict=True):
       if self.kept is not None:
         self.kept[response] = self._keep(slot)
       self._release_slot(slot)
-      prefix = self._prefix_A[response]
-      self._num_unfinished_N[prefix] -= 1
-      if not self._num_unfinished_N[prefix]:
+      prefix = self._prefix_B[response]
+      self._num_unfinished_Q[prefix] -= 1
+      if not self._num_unfinished_Q[prefix]:
         self._release_pages(self._prefix_pages.pop(prefix).pages)
     return responses
-
-  def _check_lengths(self, lengths_N):
-    if empty := np.flatnonzero(lengths_N < 1).tolist():
-      raise UserError(
-        f"prefix {empty[0]}: it has no tokens, expected at least 1"
-      )
-    prompt, new = self._sizes.max_prompt_length, self._sizes.max_new_tokens
-    for response in np.flatnonzero(self._max_tokens_A):
-      prefix = lengths_N[self._prefix_A[response]]
-      total = prefix + self._max_tokens_A[response]
-      if total > prompt + new:
-        raise UserError(
-          f"response {response}: its prefix and new tokens can be {total} "
-          f"tokens, expected at most max_prompt_length={prompt} plus "
-          f"max_new_tokens={new}"
-        )
 
   def _make_room(self, response):
     """Whether the pool gets room for the first segment of a waiting response.
@@ -283,10 +242,10 @@ class Scheduler:
     It does whenever no slot is active: then all that stays in the pool is this
     response's own prefix.
     """
-    prefix, page_size = self._prefix_A[response], self._sizes.page_size
-    m = self._num_cached_N[prefix]
-    pages = self._pages_after_segment(m, 0, self._max_tokens_A[response])
-    needed = pages - m // page_size + -(-m // page_size)
+    prefix, page_size = self._prefix_B[response], self._sizes.page_size
+    cached = self._num_cached_Q[prefix]
+    pages = self._pages_after_segment(cached, 0, self._max_tokens_B[response])
+    needed = pages - cached // page_size + -(-cached // page_size)
     needed -= len(self._cached(prefix).pages)
     needed += int(self._missing_pages().sum())
     while needed > self.num_free_pages:
@@ -295,37 +254,36 @@ class Scheduler:
     return True
 
   def _cached(self, prefix) -> CachedTokens:
-    """What the pool holds of a prefix."""
     return self._prefix_pages.get(prefix, CachedTokens([], 0))
 
   def _keep(self, slot) -> CachedTokens:
     """The tokens of a finished response; its newest one was not fed."""
-    count = int(self._num_cached_B[slot] + self._num_generated_B[slot])
+    count = int(self._num_cached_M[slot] + self._num_generated_M[slot])
     pages = self._table[slot, : -(-count // self._sizes.page_size)].tolist()
-    self._readers_n[pages] += 1
+    self._readers[pages] += 1
     return CachedTokens(pages, count)
 
   def _start(self, slot, response, admission):
     """Puts a response into a slot, and records that in `admission`."""
-    prefix, page_size = int(self._prefix_A[response]), self._sizes.page_size
-    m = int(self._num_cached_N[prefix])
-    stored, num_cached = self._cached(prefix)
-    stored = stored + self._pop_pages(-(-m // page_size) - len(stored))
-    self._prefix_pages[prefix] = CachedTokens(stored, m)
-    if num_cached < m:
-      admission.prefill.append(PrefixPages(prefix, stored, num_cached))
-    count = self._pages_after_segment(m, 0, self._max_tokens_A[response])
-    pages = stored[: m // page_size]
-    self._readers_n[pages] += 1
+    prefix, page_size = int(self._prefix_B[response]), self._sizes.page_size
+    cached = int(self._num_cached_Q[prefix])
+    stored, num_stored = self._cached(prefix)
+    stored = stored + self._pop_pages(-(-cached // page_size) - len(stored))
+    self._prefix_pages[prefix] = CachedTokens(stored, cached)
+    if num_stored < cached:
+      admission.prefill.append((prefix, stored, num_stored))
+    count = self._pages_after_segment(cached, 0, self._max_tokens_B[response])
+    pages = stored[: cached // page_size]
+    self._readers[pages] += 1
     pages = pages + self._pop_pages(count - len(pages))
-    if m % page_size:
+    if cached % page_size:
       admission.copy_source[slot] = stored[-1]
-      admission.copy_target[slot] = pages[m // page_size]
+      admission.copy_target[slot] = pages[cached // page_size]
     admission.new[slot] = True
     admission.response[slot] = response
-    admission.num_cached[slot] = m
-    self._response_B[slot], self._num_cached_B[slot] = response, m
-    self._num_generated_B[slot], self._num_pages_B[slot] = 0, len(pages)
+    admission.num_cached[slot] = cached
+    self._response_M[slot], self._num_cached_M[slot] = response, cached
+    self._num_generated_M[slot], self._num_pages_M[slot] = 0, len(pages)
     self._table[slot, : len(pages)] = pages
 
   def _pages_after_segment(self, num_cached, num_generated, max_tokens):
@@ -335,31 +293,31 @@ class Scheduler:
     return -(-tokens // self._sizes.page_size)
 
   def _missing_pages(self):
-    """[B] pages that the slots lack for the next segment."""
-    pages_B = self._pages_after_segment(
-      self._num_cached_B, self._num_generated_B, self._most_tokens()
+    """[M] pages that the slots lack for the next segment."""
+    pages_M = self._pages_after_segment(
+      self._num_cached_M, self._num_generated_M, self._most_tokens()
     )
     # After early ends of segments a slot may have more than it needs.
-    missing_B = np.maximum(pages_B - self._num_pages_B, 0)
-    return np.where(self._response_B >= 0, missing_B, 0)
+    missing_M = np.maximum(pages_M - self._num_pages_M, 0)
+    return np.where(self._response_M >= 0, missing_M, 0)
 
   def _most_tokens(self):
-    """[B] most tokens to generate in each slot; any without a response."""
-    if not self._max_tokens_A.size:
-      return np.zeros_like(self._response_B)
-    return self._max_tokens_A[self._response_B]
+    """[M] most tokens to generate in each slot; any without a response."""
+    if not self._max_tokens_B.size:
+      return np.zeros_like(self._response_M)
+    return self._max_tokens_B[self._response_M]
 
   def _pop_pages(self, count):
     cut = len(self._free_pages) - count
     pages = self._free_pages[cut:]
     del self._free_pages[cut:]
-    self._readers_n[pages] = 1
+    self._readers[pages] = 1
     return pages
 
   def _release_pages(self, pages):
     """Takes one reader from each of these pages; frees those without any."""
-    self._readers_n[pages] -= 1
-    self._free_pages += [p for p in pages if not self._readers_n[p]]
+    self._readers[pages] -= 1
+    self._free_pages += [p for p in pages if not self._readers[p]]
 
   def _evict(self, *, after) -> bool:
     """Evicts tokens that no slot reads: a finished response's, or a prefix.
@@ -375,35 +333,20 @@ class Scheduler:
     self._release_pages(tokens.pages)
     return True
 
-  def _evict_or_preempt(self):
-    """Evicts what no slot reads, else preempts the newest response."""
-    slot = int(self._response_B.argmax())
-    response = int(self._response_B[slot])
-    if not self._evict(after=self._prefix_A[response]):
-      self._queue.appendleft(response)
-      self._release_slot(slot)
-
   def _release_slot(self, slot):
-    """Frees a slot; others may read its pages."""
-    self._release_pages(self._table[slot, : self._num_pages_B[slot]].tolist())
+    self._release_pages(self._table[slot, : self._num_pages_M[slot]].tolist())
     self._table[slot] = 0
-    self._num_pages_B[slot], self._response_B[slot] = 0, -1
+    self._num_pages_M[slot], self._response_M[slot] = 0, -1
 
 
 class Requests(NamedTuple):
-  """The responses that one shard has to generate.
+  """The responses that one shard has to generate."""
 
-  Attributes:
-    prefixes: N arrays of int32, the tokens of each prefix without padding.
-    prefix_index: [A] int, the prefix that each response continues; sorted.
-    num_tokens: [A] int32, tokens of the response that its prefix holds.
-    stop_at: [A] int32, tokens at which the response stops or pauses;
-      `num_tokens` for a response that is not to be generated.
-  """
-
-  prefixes: Sequence[np.ndarray]
-  prefix_index: np.ndarray
-  num_tokens: np.ndarray
+  prefixes: Sequence[np.ndarray]  # Q of int32, their tokens without padding
+  prefix_index: np.ndarray  # [B] int, what each response continues; sorted
+  num_tokens: np.ndarray  # [B] int32, of the response, in its prefix
+  # [B] int32, tokens at which the response stops or pauses; `num_tokens` for
+  # one that is not to be generated
   stop_at: np.ndarray
 
 
@@ -422,13 +365,13 @@ def pending_requests(
   tokens; its prompt is prefilled and stored again.
 
   Args:
-    prompts: [P, prompt width] int32, padded on the left.
-    prompt_lengths: [P] int, their tokens.
-    tokens: [A, R] int32, of the responses so far; where another host has the
+    prompts: [P, S] int32, padded on the left.
+    prompt_lengths: [P] int.
+    tokens: [B, R] int32, of the responses so far; where another host has the
       response, only the number of its tokens counts.
-    lengths: [A] int32, their number.
-    finish: [A] int8, as in Samples.
-    stop_at: [A] int, tokens at which a response pauses.
+    lengths: [B] int32, their number.
+    finish: [B] int8, as in Samples.
+    stop_at: [B] int, tokens at which a response pauses.
   """
   group_size = len(lengths) // max(len(prompts), 1)
   pending = (finish == UNFINISHED) & (lengths < stop_at)

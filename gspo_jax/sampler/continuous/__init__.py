@@ -1,0 +1,17 @@
+"""Continuous batching: a finished response's slot gets the next response.
+
+`sampler` is the host's loop, `scheduler` assigns slots and pages, `jit`
+compiles the functions of `paged_decode`, `config` has the sizes.
+
+Dimension letters here, beside those of docs/architecture.md: B = P * G
+responses, M slots, M of them that a segment computes, W pages of a slot, Q
+prefixes of one prefill or call, T tokens of a prefix, C its pages.
+"""
+
+from gspo_jax.sampler.continuous.sampler import (
+  ContinuousSampler,
+  PrefixCache,
+  build_continuous_sampler,
+)
+
+__all__ = ["ContinuousSampler", "PrefixCache", "build_continuous_sampler"]
