@@ -64,14 +64,10 @@ def export(
   dtype: str,
   peft: bool = False,
 ) -> None:
-  """Writes `folder`; on several hosts the first one does.
+  """Writes a new or empty `folder`; on several hosts the first one does.
 
-  Args:
-    config: the run's keys.
-    workdir: as `load_params.load` takes it.
-    folder: must not exist, or be empty.
-    dtype: bfloat16 or float32.
-    peft: write the adapters alone.
+  `config` has the run's keys; for `workdir` see `load_params.load`. With `peft`
+  the adapters are written alone.
 
   Raises:
     UserError: no checkpoint there, another model, `folder` holds something, or
@@ -141,8 +137,8 @@ def _add_tokenizer(tokenizer, folder):
     "eos_token_id": list(tokenizer.stop_ids),
     "pad_token_id": tokenizer.pad_id,
   }
-  path = folder / "generation_config.json"
-  path.write_text(json.dumps(ids, indent=2) + "\n")
+  text = json.dumps(ids, indent=2) + "\n"
+  (folder / "generation_config.json").write_text(text)
 
 
 if __name__ == "__main__":

@@ -71,17 +71,15 @@ class Row(NamedTuple):
 
   metrics: dict[str, float]
   distributions: dict[str, list[float]]  # histograms, and numbers by layer
-  # (problem, response, reference, reward) of the first `log.samples` groups,
-  # where it is time for them.
+  # (problem, response, reference, reward) of some groups, if it is time
   samples: list[tuple[str, str, str, float]]
 
 
 def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
   """Trains a policy as `config` says, resuming what `workdir` holds.
 
-  Args:
-    config: all the keys of configs/common.py.
-    workdir: a folder for checkpoints, metrics and samples.
+  `config` has all the keys of configs/common.py; `workdir` is a folder for
+  checkpoints, metrics and samples.
 
   Returns:
     The final state; None if a SIGTERM ended the run, with its state saved.
@@ -205,14 +203,7 @@ def _train(
   return state
 
 
-def _stop(
-  run: Run,
-  writer: MetricWriter,
-  step: int,
-  state: TrainState,
-  unwritten: Row | None,
-) -> None:
-  """Saves all, and says that the run ends."""
+def _stop(run: Run, writer, step, state, unwritten: Row | None) -> None:
   writer.flush()
   _save(run, step, state, unwritten)
   run.checkpoints.wait()
@@ -227,12 +218,7 @@ def _due(every: int, step: int, last: int) -> bool:
 
 
 def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
-  """One iteration of RL. It waits for each phase, so that the times are true.
-
-  Raises:
-    FloatingPointError: a scalar is not finite.
-    multihost.AgreedError: too many responses could not be scored.
-  """
+  """One iteration. It waits for each phase, so that the times are true."""
   config, learner = run.experiment.config, run.experiment.program.learner
   batch_sharding = sharding.batch_sharding(run.experiment.program.mesh)
   key = iteration_keys(run.experiment.keys.steps, step).shuffle
@@ -325,11 +311,10 @@ def _finish(
   health: HealthChecks,
 ) -> None:
   """Evaluates if it is time, and writes what there is of a step."""
-  experiment, config = run.experiment, run.experiment.config
-  metrics = row.metrics
+  metrics, config = row.metrics, run.experiment.config
   if _due(config.eval.every, step, config.num_steps):
     _wait_for_sampler(run)  # evaluation takes its devices
-    metrics = metrics | held_out.evaluate(experiment, state.policy)
+    metrics = metrics | held_out.evaluate(run.experiment, state.policy)
   writer.write(step, metrics, row.distributions, row.samples)
   health(metrics)
 
@@ -352,7 +337,6 @@ def _first_samples(
 
 
 def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
-  """The source of rollouts that the config asks for."""
   config, program = experiment.config, experiment.program
   batch_sharding = sharding.batch_sharding(program.sampler.mesh)
   context = RolloutContext(
@@ -410,15 +394,14 @@ def _print_parameters(experiment: Experiment) -> None:
 def _start(run: Run) -> tuple[TrainState, dict | None] | None:
   """The last complete checkpoint, else a new policy after its cold start.
 
-  Returns:
-    The state, and the row that `_save` was given with it; None if a SIGTERM
-    ended the cold start.
+  Beside the state comes the row that `_save` was given with it. None if a
+  SIGTERM ended the cold start.
   """
   experiment, learner = run.experiment, run.experiment.program.learner
   identity = checkpoint_identity(experiment)
-  place = f"checkpoint in {str(experiment.workdir)!r}"
+  name = f"checkpoint in {str(experiment.workdir)!r}"
   accept = lambda _, saved: match(
-    identity, saved, place, "use another --workdir"
+    identity, saved, name, "use another --workdir"
   )
   shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
   pending = jax.tree.map(shape, run.source.pending)
@@ -438,8 +421,17 @@ def _start(run: Run) -> tuple[TrainState, dict | None] | None:
       multihost.print_once(line)
     if line := settings.changed_decay(experiment.config, saved, restored.step):
       multihost.print_once(line)
-    state = dataclasses.replace(restored.state, pending_rollouts=None)
-    state = _with_base(experiment, state, restored.metadata)
+    base = None
+    if experiment.config.model.lora.rank:
+      base = load_params.load_base(
+        experiment.config.model,
+        experiment.program,
+        experiment.workdir,
+        restored.metadata["base"],
+      )
+    state = dataclasses.replace(
+      restored.state, base=base, pending_rollouts=None
+    )
     return state, restored.metadata.get("unwritten")
   if experiment.config.cold_start.steps:
     imitated = _cold_start(experiment, run.preemption)
@@ -459,19 +451,6 @@ def _start(run: Run) -> tuple[TrainState, dict | None] | None:
   if state.base is not None:
     load_params.save_base(state.base, experiment.config, experiment.workdir)
   return state, None
-
-
-def _with_base(experiment: Experiment, state, metadata) -> TrainState:
-  """A restored state, with the weights below the adapters if it has such."""
-  if not experiment.config.model.lora.rank:
-    return state
-  base = load_params.load_base(
-    experiment.config.model,
-    experiment.program,
-    experiment.workdir,
-    metadata["base"],
-  )
-  return dataclasses.replace(state, base=base)
 
 
 def _save(

@@ -37,13 +37,8 @@ def test_imports(name):
 
 def quick(name):
   """The JSON record that a benchmark prints last."""
-  out = subprocess.run(
-    [sys.executable, "-m", f"benchmarks.{name}", "--quick"],
-    cwd=ROOT,
-    check=True,
-    capture_output=True,
-    text=True,
-  ).stdout
+  command = [sys.executable, "-m", f"benchmarks.{name}", "--quick"]
+  out = subprocess.check_output(command, cwd=ROOT, text=True)
   return json.loads(out.splitlines()[-1])
 
 
@@ -102,10 +97,8 @@ def test_peers_without_peers():
   """Responses of the wanted lengths, which are checked there."""
   record = quick("peers")
   assert record["losses"] == []
-  assert [row["lengths"] for row in record["iterations"]] == [
-    "equal",
-    "long tail",
-  ]
+  kinds = [row["lengths"] for row in record["iterations"]]
+  assert kinds == ["equal", "long tail"]
   for row in record["iterations"]:
     assert row["times"] == {}
     forms = row["seconds"]["ours"]
@@ -297,14 +290,9 @@ def policies():
   """A tokenizer, a config and two policies."""
   chat = Chat()
   cfg = model.ModelConfig(
-    vocab_size=chat.vocab_size,
-    num_layers=1,
-    embed_dim=16,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_dim=16,
-  )
+    vocab_size=chat.vocab_size, num_layers=1, embed_dim=16, num_heads=2,
+    num_kv_heads=2, head_dim=8, mlp_dim=16,
+  )  # fmt: skip
   init = jax.jit(model.init, static_argnums=1)
   return chat, cfg, *(init(jax.random.key(i), cfg) for i in range(2))
 

@@ -128,24 +128,18 @@ def test_adapters_are_merged_or_written_for_peft(base, tmp_path):
   config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
   assert config["base_model_name_or_path"] == str(base)
   keys.cold_start.steps = 9
-  with pytest.raises(
-    UserError, match=r"cold_start\.steps=9: expected a folder"
-  ):
+  words = r"cold_start\.steps=9: expected a folder"
+  with pytest.raises(UserError, match=words):
     write("none", peft=True)
   keys.model.lora.rank = 0
-  with pytest.raises(
-    UserError, match=r"--peft: expected model\.lora\.rank above"
-  ):
+  words = r"--peft: expected model\.lora\.rank above"
+  with pytest.raises(UserError, match=words):
     write("none", peft=True)
 
 
 @pytest.mark.parametrize(
   ("arguments", "missing"),
-  [
-    ([], "config"),
-    ([TINY], "workdir"),
-    ([TINY, "--workdir=x"], "to"),
-  ],
+  [([], "config"), ([TINY], "workdir"), ([TINY, "--workdir=x"], "to")],
 )
 def test_a_missing_flag_names_the_command(
   monkeypatch, capsys, arguments, missing
@@ -208,6 +202,8 @@ def test_transformers_computes_the_same_logits(exported):
 def test_a_run_of_bytes_is_exported_with_its_tokenizer(debug_config, tmp_path):
   """There is no Hugging Face folder to copy files from."""
   debug_config.data.prompts = 8
+  with pytest.raises(UserError, match="no such folder"):
+    export.export(debug_config, str(tmp_path), "to", dtype="float32")
   params = save_run(debug_config, tmp_path)
   out = str(tmp_path / "out")
   step = str(tmp_path / "checkpoints/2")
@@ -222,12 +218,6 @@ def test_a_run_of_bytes_is_exported_with_its_tokenizer(debug_config, tmp_path):
   ]
   debug_config.model.variant = "small"
   with pytest.raises(UserError, match=r"model.vocab_size=258, this run .*2048"):
-    export.export(debug_config, str(tmp_path), "to", dtype="float32")
-
-
-def test_a_folder_that_is_no_workdir(debug_config, tmp_path):
-  debug_config.data.prompts = 8
-  with pytest.raises(UserError, match="no such folder"):
     export.export(debug_config, str(tmp_path), "to", dtype="float32")
 
 

@@ -26,11 +26,12 @@ SCRIPTS = sorted(path.name for path in LAUNCH.glob("*.sh"))
 JOBSET = (LAUNCH / "gke_jobset.yaml").read_text()
 BIN = Path(sys.executable).parent  # where shellcheck and yamllint are
 CHIPS_A_HOST = 4
-GKE_NAMES = {
-  "v5p": "tpu-v5p-slice",
-  "v5e": "tpu-v5-lite-podslice",
-  "v6e": "tpu-v6e-slice",
-  "tpu7x": "tpu7x",
+# By family: the accelerator of GKE, and the runtime of a TPU VM.
+NAMES = {
+  "v5p": ("tpu-v5p-slice", "v2-alpha-tpuv5"),
+  "v5e": ("tpu-v5-lite-podslice", "v2-alpha-tpuv5-lite"),
+  "v6e": ("tpu-v6e-slice", "v2-alpha-tpuv6e"),
+  "tpu7x": ("tpu7x", None),
 }
 
 HOME = {"name": "n", "project": "p", "zone": "z"}  # where a slice lives
@@ -38,19 +39,11 @@ WORKDIR = "gs://b/it's a run"  # what quoting has to survive
 TPU_VM_VERBS = {
   "create": {"accelerator-type": "v5p-128"},
   "queue": {"accelerator-type": "v5litepod-64"},
-  "setup": {},
   "run": {"workdir": WORKDIR},
-  "logs": {},
-  "stop": {},
-  "delete": {},
-  "unqueue": {},
-}
+} | {verb: {} for verb in ("setup", "logs", "stop", "delete", "unqueue")}
 XPK = HOME | {"cluster": "c"}
-XPK_RUN = XPK | {
-  "accelerator-type": "v5p-128",
-  "image": "i",
-  "workdir": WORKDIR,
-}
+XPK_RUN = XPK | {"accelerator-type": "v5p-128", "image": "i"}
+XPK_RUN["workdir"] = WORKDIR
 
 
 # Replaces gcloud and xpk: records its arguments, and acts as worker $WORKER.
@@ -87,8 +80,8 @@ def shell(tmp_path):
 
   `shell.calls()` returns the arguments of each of their calls.
   """
-  calls = tmp_path / "calls"
-  tools = tmp_path / "bin"
+  calls, tools = tmp_path / "calls", tmp_path / "bin"
+  calls.touch()
   tools.mkdir()
   for name in ("gcloud", "xpk"):
     text = TOOL.format(python=sys.executable, calls=str(calls))
@@ -97,24 +90,19 @@ def shell(tmp_path):
   clean = {k: v for k, v in os.environ.items() if not k.startswith("GSPO_")}
   clean["PATH"] = f"{tools}{os.pathsep}{clean['PATH']}"
 
-  def run(script, *arguments, env=None, cwd=ROOT):
-    command = ["bash", str(LAUNCH / script), *arguments]
-    return subprocess.run(
-      command,
-      env=clean | (env or {}),
-      cwd=cwd,
-      capture_output=True,
-      text=True,
-      timeout=60,
-    )
+  def run(script, *arguments, env=None):
+    command = ["bash", LAUNCH / script, *arguments]
+    return captured(command, env=clean | (env or {}), timeout=60)
 
-  run.calls = lambda: (
-    [json.loads(line) for line in calls.read_text().splitlines()]
-    if calls.exists()
-    else []
-  )
+  run.calls = lambda: [*map(json.loads, calls.read_text().splitlines())]
   run.env = clean
   return run
+
+
+def captured(command, cwd=ROOT, **options):
+  return subprocess.run(
+    command, cwd=cwd, capture_output=True, text=True, **options
+  )
 
 
 def flags(settings):
@@ -138,50 +126,41 @@ def assert_error(done, *words):
 
 def table():
   """{accelerator type: (family, topology, chips, hosts)} of the README."""
-  row = re.compile(
-    r"\| (v5p|v5e|v6e|tpu7x) ([\dx]+) \| (\d+) \| (\d+) \| (\S+) \|"
-  )
-  return {
-    m[5]: (m[1], m[2], int(m[3]), int(m[4])) for m in row.finditer(README)
-  }
+  row = r"\| (v5p|v5e|v6e|tpu7x) ([\dx]+) \| (\d+) \| (\d+) \| (\S+) \|"
+  found = re.findall(row, README)
+  return {name: (f, t, int(n), int(h)) for f, t, n, h, name in found}
 
 
 # The files.
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_shell_scripts_are_clean(script):
-  subprocess.run(["bash", "-n", LAUNCH / script], check=True)
-  done = subprocess.run(
-    [BIN / "shellcheck", "-x", script],
-    cwd=LAUNCH,
-    capture_output=True,
-    text=True,
-  )
+YAML_RULES = "{extends: default, rules: {line-length: {max: 80}}}"
+
+
+@pytest.mark.parametrize(
+  "command",
+  [
+    *([BIN / "shellcheck", "-x", script] for script in SCRIPTS),
+    [BIN / "yamllint", "--strict", "-d", YAML_RULES, "gke_jobset.yaml"],
+  ],
+)
+def test_the_files_are_clean(command):
+  done = captured(command, cwd=LAUNCH)
   assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_yaml_is_clean():
-  rules = "{extends: default, rules: {line-length: {max: 80}}}"
-  done = subprocess.run(
-    [BIN / "yamllint", "--strict", "-d", rules, LAUNCH / "gke_jobset.yaml"],
-    capture_output=True,
-    text=True,
-  )
-  assert done.returncode == 0, done.stdout + done.stderr
-
-
-def slice_of(jobset):
+def parts_of(text):
+  """A JobSet, its job, the job's spec, a pod and its container."""
+  jobset = yaml.safe_load(text)
   (job,) = jobset["spec"]["replicatedJobs"]
   spec = job["template"]["spec"]
   pod = spec["template"]["spec"]
   (container,) = pod["containers"]
-  return job, spec, pod, container
+  return jobset, job, spec, pod, container
 
 
 def test_the_jobset_fills_its_slices_exactly():
-  jobset = yaml.safe_load(JOBSET)
-  job, spec, pod, container = slice_of(jobset)
+  jobset, job, spec, pod, container = parts_of(JOBSET)
   topology = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
   accelerator = pod["nodeSelector"]["cloud.google.com/gke-tpu-accelerator"]
   chips = math.prod(map(int, topology.split("x")))
@@ -189,7 +168,7 @@ def test_the_jobset_fills_its_slices_exactly():
   assert spec["parallelism"] == spec["completions"]
   assert spec["parallelism"] * a_host == chips
   assert a_host == CHIPS_A_HOST
-  rows = [(GKE_NAMES[f], t, n) for f, t, _, n in table().values()]
+  rows = [(NAMES[f][0], t, n) for f, t, _, n in table().values()]
   assert (accelerator, topology, spec["parallelism"]) in rows
   # `replicas` slices, each a node pool of its own.
   assert job["replicas"] >= 1
@@ -199,16 +178,16 @@ def test_the_jobset_fills_its_slices_exactly():
 
 
 def test_the_jobset_restarts_all_but_user_errors():
-  jobset = yaml.safe_load(JOBSET)
-  _, spec, pod, container = slice_of(jobset)
+  jobset, _, spec, pod, container = parts_of(JOBSET)
   assert pod["restartPolicy"] == "Never"  # podFailurePolicy asks for it
   assert spec["backoffLimit"] == 0
   assert spec["completionMode"] == "Indexed"
   (rule,) = spec["podFailurePolicy"]["rules"]
   assert rule["action"] == "FailJob"
-  assert rule["onExitCodes"]["containerName"] == container["name"]
-  assert rule["onExitCodes"]["operator"] == "In"
-  assert rule["onExitCodes"]["values"] == [2]  # not main.INTERRUPTED
+  name, codes = container["name"], [2]  # not main.INTERRUPTED
+  assert rule["onExitCodes"] == {
+    "containerName": name, "operator": "In", "values": codes
+  }  # fmt: skip
   policy = jobset["spec"]["failurePolicy"]
   assert policy["maxRestarts"] > 0
   (rule,) = policy["rules"]
@@ -217,7 +196,7 @@ def test_the_jobset_restarts_all_but_user_errors():
 
 
 def test_sigterm_reaches_python_and_leaves_it_time():
-  _, _, pod, container = slice_of(yaml.safe_load(JOBSET))
+  *_, pod, container = parts_of(JOBSET)
   assert container["command"] == ["python", "-m", "gspo_jax.main"]
   keys = [word.split("=")[0] for word in container["args"]]
   assert keys == ["--config", "--workdir"]
@@ -229,40 +208,34 @@ def test_the_readme_fills_in_every_placeholder(shell):
   command = next(
     line for line in README.splitlines() if "kubectl apply" in line
   )
-  filled = subprocess.run(
+  filled = captured(
     ["bash", "-c", command.rsplit(" | ", 1)[0]],
-    cwd=ROOT,
     env=shell.env | {"GSPO_IMAGE": "r/i:1", "GSPO_WORKDIR": "gs://b/run"},
-    capture_output=True,
-    text=True,
     check=True,
   ).stdout
   assert "REPLACE" not in filled
-  _, _, _, container = slice_of(yaml.safe_load(filled))
+  *_, container = parts_of(filled)
   assert container["image"] == "r/i:1"
   assert "--workdir=gs://b/run" in container["args"]
-  assert container["env"] == [
-    {
-      "name": "JAX_COMPILATION_CACHE_DIR",
-      "value": "gs://b/run/compilation_cache",
-    },
-    {"name": "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "value": "0"},
-  ]
+  assert {each["name"]: each["value"] for each in container["env"]} == {
+    "JAX_COMPILATION_CACHE_DIR": "gs://b/run/compilation_cache",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+  }
 
 
 def test_the_image_holds_what_the_command_needs():
   lines = (LAUNCH / "Dockerfile").read_text().splitlines()
-  of = lambda verb: [x[len(verb) + 1 :] for x in lines if x.startswith(verb)]
-  _, _, _, container = slice_of(yaml.safe_load(JOBSET))
-  (entry,) = of("ENTRYPOINT")
+  after = lambda verb: [x[len(verb) + 1 :] for x in lines if x.startswith(verb)]
+  *_, container = parts_of(JOBSET)
+  (entry,) = after("ENTRYPOINT")
   assert json.loads(entry) == container["command"]  # JSON: no shell around it
-  copied = [w for line in of("COPY") for w in line.split()[:-1]]
+  copied = [w for line in after("COPY") for w in line.split()[:-1]]
   assert {"gspo_jax", "configs", "setup.cfg", "pyproject.toml"} <= set(copied)
   assert all((ROOT / name).exists() for name in copied)
   ignore = (LAUNCH / "Dockerfile.dockerignore").read_text().splitlines()
   assert ignore[0] == "*"
   assert {f"!{name}" for name in copied} <= set(ignore)
-  packages, own, _ = of("RUN")
+  packages, own, _ = after("RUN")
   assert packages.endswith("--no-deps -r launch/requirements.txt")
   assert own.endswith("--no-deps .")
 
@@ -274,10 +247,9 @@ def test_the_image_has_the_versions_that_setup_cfg_asks_for():
   setup = configparser.ConfigParser()
   setup.read(ROOT / "setup.cfg")
   extras = setup["options.extras_require"]
+  names = "hf", "tfds", "datasets", "wandb", "tpu"
   asked = setup["options"]["install_requires"]
-  asked += "".join(
-    extras[x] for x in ("hf", "tfds", "datasets", "wandb", "tpu")
-  )
+  asked += "".join(extras[name] for name in names)
   assert "gspo_jax[hf,tfds,datasets,wandb]" in asked
   # libtpu against the pin of jax[tpu]: launch/README.md.
   for line in (asked + extras["plan"]).split():
@@ -303,23 +275,16 @@ def test_the_script_has_the_slices_of_the_table(shell, kind):
   done = shell("tpu_vm.sh", "create", "--dry-run", *flags(settings))
   assert f"# {kind}: chips {chips}, hosts {hosts}," in done.stdout
   (command,) = printed(done)
-  runtime = {
-    "v5p": "v2-alpha-tpuv5",
-    "v5e": "v2-alpha-tpuv5-lite",
-    "v6e": "v2-alpha-tpuv6e",
-  }[family]
-  assert f"--version={runtime}" in command
+  assert f"--version={NAMES[family][1]}" in command
   assert f"--accelerator-type={kind}" in command
 
 
 @pytest.mark.parametrize(
   ("kind", "expected"),
   [
-    ("v5p-12", "64 or a multiple of 128"),
     ("v5p-72", "64 or a multiple of 128"),
     ("v5p-0", "a number"),
     ("v5e-64", "v5litepod-64"),
-    ("v5litepod-2", "1, 4, 8, 16"),
     ("v5litepod-48", "1, 4, 8, 16"),
     ("v6e-512", "128 or 256"),
     ("v4-64", "--runtime-version"),
@@ -335,28 +300,43 @@ def test_impossible_slices_are_refused(shell, verb, kind, expected):
 # Dry runs.
 
 
+# The beginning of the one command that each verb is; of `setup` there are more.
+WORDS = {
+  "create": "tpu-vm create n --accelerator-type=v5p-128",
+  "queue": "queued-resources create n --node-id=n",
+  "setup": "",
+  "logs": "tpu-vm ssh n --worker=0",
+  "stop": "tpu-vm ssh n --worker=all",
+  "run": "tpu-vm ssh n --worker=all",
+  "delete": "tpu-vm delete n",
+  "unqueue": "queued-resources delete n --force",
+}
+
+
 def dry(shell, verb, *more):
   settings = flags(HOME | TPU_VM_VERBS[verb])
   return printed(shell("tpu_vm.sh", verb, "--dry-run", *settings, *more))
 
 
 @pytest.mark.parametrize(
-  ("verb", "words"),
-  [
-    ("create", "tpu-vm create n --accelerator-type=v5p-128"),
-    ("queue", "queued-resources create n --node-id=n"),
-    ("logs", "tpu-vm ssh n --worker=0"),
-    ("stop", "tpu-vm ssh n --worker=all"),
-    ("run", "tpu-vm ssh n --worker=all"),
-    ("delete", "tpu-vm delete n"),
-    ("unqueue", "queued-resources delete n --force"),
-  ],
+  ("script", "verb", "settings"),
+  [("tpu_vm.sh", verb, HOME | TPU_VM_VERBS[verb]) for verb in WORDS]
+  + [("xpk.sh", verb, XPK) for verb in ("list", "delete")]
+  + [("xpk.sh", "run", XPK_RUN)],
 )
-def test_a_dry_run_prints_one_command(shell, verb, words):
-  (command,) = dry(shell, verb)
-  assert command[:3] == ["gcloud", "compute", "tpus"]
-  assert " ".join(command[3:]).startswith(words)
-  assert command[-2:] == ["--project=p", "--zone=z"]
+def test_what_a_dry_run_prints_is_what_runs(shell, script, verb, settings):
+  dry = printed(shell(script, verb, "--dry-run", *flags(settings)))
+  assert shell.calls() == []  # nothing ran
+  if verb == "setup":  # leave this checkout alone
+    settings = settings | {"git-url": "u"}
+    dry = printed(shell(script, verb, "--dry-run", *flags(settings)))
+  elif script == "tpu_vm.sh":
+    (command,) = dry
+    assert " ".join(command).startswith(f"gcloud compute tpus {WORDS[verb]}")
+    assert command[-2:] == ["--project=p", "--zone=z"]
+  done = shell(script, verb, *flags(settings))
+  assert done.returncode == 0, done.stderr
+  assert shell.calls() == dry
 
 
 @pytest.mark.parametrize("capacity", ["--spot", "--reserved"])
@@ -388,14 +368,10 @@ def test_xpk_gets_a_command_that_passes_sigterm_on(shell):
   (words,) = shell.calls()
   assert words[:3] == ["xpk", "workload", "create"]
   assert {
-    "--workload=n",
-    "--tpu-type=v5p-128",
-    "--num-slices=2",
-    "--docker-image=i",
-    "--max-restarts=10",
+    *("--workload=n", "--tpu-type=v5p-128", "--num-slices=2"),
+    *("--docker-image=i", "--max-restarts=10", "--cluster=c"),
     f"--restart-on-exit-codes=1,{main.INTERRUPTED}",
     "--termination-grace-period-seconds=900",
-    "--cluster=c",
   } <= set(words)
   (command,) = [w[10:] for w in words if w.startswith("--command=")]
   assert shlex.split(command) == [
@@ -406,23 +382,6 @@ def test_xpk_gets_a_command_that_passes_sigterm_on(shell):
     *("--config=configs/moe_tpu_v5.py", f"--workdir={WORKDIR}"),
     "--config.seed=3",
   ]
-
-
-@pytest.mark.parametrize(
-  ("script", "verb", "settings"),
-  [("tpu_vm.sh", verb, HOME | more) for verb, more in TPU_VM_VERBS.items()]
-  + [("xpk.sh", "run", XPK_RUN), ("xpk.sh", "list", XPK)]
-  + [("xpk.sh", "delete", XPK)],
-)
-def test_what_a_dry_run_prints_is_what_runs(shell, script, verb, settings):
-  dry = printed(shell(script, verb, "--dry-run", *flags(settings)))
-  assert shell.calls() == []  # nothing ran
-  if verb == "setup":  # leave this checkout alone
-    settings = settings | {"git-url": "u"}
-    dry = printed(shell(script, verb, "--dry-run", *flags(settings)))
-  done = shell(script, verb, *flags(settings))
-  assert done.returncode == 0, done.stderr
-  assert shell.calls() == dry
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["wet", "dry"])
@@ -468,9 +427,8 @@ def test_a_secret_by_another_name_is_not_printed(shell, word, shown, more):
 )
 def test_the_commands_of_the_readme_are_valid(shell, line):
   exports = re.findall(r"^export (.*)$", README, re.MULTILINE)
-  env = dict(
-    shlex.split(word)[0].split("=") for e in exports for word in e.split()
-  )
+  words = [word for line in exports for word in line.split()]
+  env = dict(shlex.split(word)[0].split("=") for word in words)
   script, *words = shlex.split(line, comments=True)
   assert printed(shell(script[7:], *words, "--dry-run", env=env))
 
@@ -492,10 +450,9 @@ def test_the_commands_of_the_readme_are_valid(shell, line):
 )
 @pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["wet", "dry"])
 def test_missing_settings_are_named(shell, script, verb, missing, more):
-  given = {k: v for k, v in XPK_RUN.items() if k not in missing}
-  if script == "tpu_vm.sh":
-    given = {k: v for k, v in given.items() if k not in ("cluster", "image")}
-  done = shell(script, verb, *flags(given), *more)
+  other = {"tpu_vm.sh": {"cluster", "image"}, "xpk.sh": set()}[script]
+  settings = {k: XPK_RUN[k] for k in XPK_RUN.keys() - missing - other}
+  done = shell(script, verb, *flags(settings), *more)
   assert_error(done, *(f"--{key}=" for key in missing))
   variable = f"$GSPO_{missing[0].upper().replace('-', '_')}"
   assert variable in done.stderr
@@ -513,15 +470,12 @@ def test_missing_settings_are_named(shell, script, verb, missing, more):
     ("xpk.sh", ["start"], "start"),
     ("xpk.sh", ["run", "--spot"], "--spot"),
     ("xpk.sh", ["run", *flags(XPK_RUN), "--env=1A=b"], "--env=..."),
-    (
-      "tpu_vm.sh",
-      ["run", *flags(HOME), f"--workdir={WORKDIR}", "--env=A"],
-      "--env=...",
-    ),
+    ("tpu_vm.sh", ["run", *flags(HOME), f"--workdir={WORKDIR}", "--env=A"],
+     "--env=..."),
     ("xpk.sh", ["run", *flags(XPK_RUN), "--workdir=/tmp/x"], "/tmp/x"),
     ("xpk.sh", ["run", *flags(XPK_RUN), "--accelerator-type=v5p-9"], "v5p-9"),
   ],
-)
+)  # fmt: skip
 def test_invalid_words_are_named(shell, script, words, named):
   assert_error(shell(script, *words), named)
   assert shell.calls() == []
@@ -541,84 +495,75 @@ def test_help_names_every_verb_and_setting(shell, script):
 # On a worker.
 
 
-def await_file(path):
-  deadline = time.monotonic() + 20
-  while not path.exists():
-    assert time.monotonic() < deadline, f"{path} never came"
-    time.sleep(0.02)
+class Worker:
+  """A home directory as after `setup`, with a replacement of Python."""
 
+  def __init__(self, home, shell):
+    self.home, self._shell = home / "gspo_jax", shell
+    self._env = {"WORKER": str(home)}
+    (self.home / "src").mkdir(parents=True)
+    (self.home / ".venv/bin").mkdir(parents=True)
+    self.install(PYTHON)
 
-def cmdline(pid):
-  path = Path(f"/proc/{pid}/cmdline")
-  return path.read_bytes() if path.exists() else b""
+  def install(self, text):
+    python = self.home / ".venv/bin/python"
+    python.write_text(text.format(python=sys.executable))
+    python.chmod(0o755)
+
+  def tpu_vm(self, verb, *more):
+    settings = flags(HOME | TPU_VM_VERBS[verb])
+    return self._shell("tpu_vm.sh", verb, *settings, *more, env=self._env)
+
+  def run(self, *more):
+    """The arguments with which the training process has started."""
+    assert self.tpu_vm("run", *more).returncode == 0
+    path, deadline = self.home / "src/argv.json", time.monotonic() + 20
+    while not path.exists():
+      assert time.monotonic() < deadline, f"{path} never came"
+      time.sleep(0.02)
+    text = path.read_text()
+    path.unlink()
+    return json.loads(text)
 
 
 @pytest.fixture
-def worker(tmp_path):
-  """A home directory as after `setup`, with a replacement of Python."""
-  home = tmp_path / "a home"
-  (home / "gspo_jax/src").mkdir(parents=True)
-  (home / "gspo_jax/.venv/bin").mkdir(parents=True)
-  python = home / "gspo_jax/.venv/bin/python"
-  python.write_text(PYTHON.format(python=sys.executable))
-  python.chmod(0o755)
-  yield home
-  pid = home / "gspo_jax/train.pid"
-  if pid.exists() and b"gspo_jax.main" in cmdline(pid.read_text().strip()):
-    os.kill(int(pid.read_text()), signal.SIGKILL)
+def worker(tmp_path, shell):
+  if not Path("/proc/self").exists():
+    pytest.skip("as a worker, Linux")
+  worker = Worker(tmp_path / "a home", shell)
+  yield worker
+  pid = worker.home / "train.pid"
+  if pid.exists():
+    path = Path(f"/proc/{pid.read_text().strip()}/cmdline")
+    if path.exists() and b"gspo_jax.main" in path.read_bytes():
+      os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
-@pytest.mark.skipif(
-  not Path("/proc/self").exists(), reason="as a worker, Linux"
-)
-def test_run_and_stop_on_a_worker(shell, worker):
-  tpu_vm = lambda verb, *more: shell(
-    "tpu_vm.sh",
-    verb,
-    *flags(HOME | TPU_VM_VERBS[verb]),
-    *more,
-    env={"WORKER": str(worker)},
-  )
-  home = worker / "gspo_jax"
-  done = tpu_vm("stop")
+def test_run_and_stop_on_a_worker(worker):
+  done = worker.tpu_vm("stop")
   assert (done.returncode, done.stdout) == (0, "not running\n")
 
-  more = "--env=A=b c", "--", "--config.note=a b"
-  assert tpu_vm("run", *more).returncode == 0
-  await_file(home / "src/argv.json")
-  assert json.loads((home / "src/argv.json").read_text()) == [
+  assert worker.run("--env=A=b c", "--", "--config.note=a b") == [
     *("-u", "-m", "gspo_jax.main", "--config=configs/moe_tpu_v5.py"),
     *(f"--workdir={WORKDIR}", "--config.note=a b"),
     *(f"{WORKDIR}/compilation_cache", "b c"),
   ]
-  assert "already running" in tpu_vm("run").stderr
+  assert "already running" in worker.tpu_vm("run").stderr
 
   # The process itself gets the signal, and time to save.
-  done = tpu_vm("stop", "--grace=20")
+  done = worker.tpu_vm("stop", "--grace=20")
   assert (done.returncode, done.stdout) == (0, "stopped\n")
-  assert (home / "train.log").read_text() == "saved\n"
+  assert (worker.home / "train.log").read_text() == "saved\n"
 
   # The same command again appends to the same log.
-  (home / "src/argv.json").unlink()
-  assert tpu_vm("run").returncode == 0
-  await_file(home / "src/argv.json")
-  assert tpu_vm("stop", "--grace=20").returncode == 0
-  assert (home / "train.log").read_text() == "saved\nsaved\n"
+  worker.run()
+  assert worker.tpu_vm("stop", "--grace=20").returncode == 0
+  assert (worker.home / "train.log").read_text() == "saved\nsaved\n"
 
 
-@pytest.mark.skipif(
-  not Path("/proc/self").exists(), reason="as a worker, Linux"
-)
-def test_stop_reports_that_the_grace_was_too_short(shell, worker):
-  deaf = PYTHON.replace(
-    "signal.SIGTERM, save", "signal.SIGTERM, signal.SIG_IGN"
-  )
-  python = worker / "gspo_jax/.venv/bin/python"
-  python.write_text(deaf.format(python=sys.executable))
-  env = {"WORKER": str(worker)}
-  settings = flags(HOME | {"workdir": WORKDIR})
-  assert shell("tpu_vm.sh", "run", *settings, env=env).returncode == 0
-  await_file(worker / "gspo_jax/src/argv.json")
-  done = shell("tpu_vm.sh", "stop", *settings, "--grace=1", env=env)
+def test_stop_reports_that_the_grace_was_too_short(worker):
+  worker.install(PYTHON.replace("TERM, save", "TERM, signal.SIG_IGN"))
+  worker.run()
+  done = worker.tpu_vm("stop", "--grace=1")
   assert done.returncode == 1
   assert "still running after 1 s" in done.stderr

@@ -3,19 +3,17 @@
   python -m gspo_jax.plan --config=configs/moe_tpu_v5.py --topology=v5p:4x4x4
 
 It takes a command line of gspo_jax.main unchanged (a workdir is not used). For
-each function it prints whether it fits and how long it would take at best, and
-below it how long by the cycles that libtpu states for the compiled operations.
-The second is no upper bound, and nothing runs; docs/scaling.md says what is
-counted. `generate` is shown by one decode step at the longest cache, and as a
-whole as if every response had full length. With `continuous_batching.slots` it
-is a segment of decode steps with every page full, and beside it comes the
-largest `continuous_batching.num_pages` that the HBM left over holds. The time
-of `old_logps` is that of all minibatches, although a run needs only one
+each function it prints whether it fits, and how long it would take at best and
+by the cycles that libtpu states; docs/scaling.md says what is counted.
+`generate` is shown by one decode step at the longest cache, and as a whole as
+if every response had full length. With `continuous_batching.slots` it is a
+segment of decode steps with every page full, and beside it comes the largest
+`continuous_batching.num_pages` that the HBM left over holds. The time of
+`old_logps` is that of all minibatches, although a run needs only one
 micro-batch of the first.
 
 With `--lengths` it also prints what an iteration costs whose responses have
-these lengths, and what other keys would gain; plan/iteration/lengths.py
-says how they are given:
+these lengths; plan/iteration/lengths.py says how they are given:
 
   --lengths=lognormal:mean=.25,sigma=1    --lengths=runs/tiny/lengths.txt
 

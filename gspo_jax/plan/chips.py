@@ -10,8 +10,7 @@ Sources:
     FLOPs a cycle on v6e and 446,074 on tpu7x, so more than two units' 262,144;
     four units' are taken, an inference. The clock is the peak divided by it.
   Between the two devices of a tpu7x chip: six links, an assumption that no
-    source here confirms. It matters only to groups within one chip, and to two
-    groups that have one device of it each.
+    source here confirms. It matters only to groups within one chip.
 """
 
 import dataclasses
@@ -41,17 +40,13 @@ class Chip:
   on_chip: int = 1  # devices on one chip, which share its links
 
   @property
-  def clock(self) -> float:
-    """Cycles a second."""
+  def clock(self) -> float:  # cycles a second
     return self.flops / self.flops_a_cycle
 
   @property
   def vector_bandwidth(self) -> float:
-    """Bytes a second through the vector registers.
-
-    Assumed: a TensorCore loads one register of 8 x 128 words of 4 bytes in a
-    cycle, and stores one.
-    """
+    """Bytes a second through the vector registers."""
+    # Assumed: in a cycle a TensorCore loads one of 8 x 128 x 4 bytes.
     return 4096 * self.cores * self.clock
 
   def rings(self, shape: Sequence[int]) -> tuple[bool, ...]:
@@ -108,11 +103,7 @@ class Slice:
 
 
 def parse(topology: str) -> Slice:
-  """Parses a topology such as `v5p:4x4x4`, or an accelerator type, `v5p-128`.
-
-  Raises:
-    UserError: an unknown chip, or a shape that a slice of it cannot have.
-  """
+  """Parses a topology such as v5p:4x4x4, or an accelerator type, v5p-128."""
   family, _, count = topology.partition("-")
   if family in _TYPES and count.isdecimal():
     return _of_type(topology, family, int(count))
@@ -142,7 +133,7 @@ def parse(topology: str) -> Slice:
 
 
 def _of_type(topology: str, family: str, count: int) -> Slice:
-  """The slice of an accelerator type; that of cubes is as compact as can be."""
+  """The slice of an accelerator type; of cubes, the most compact one."""
   kind, a_chip = _TYPES[family]
   has_cubes, whole = CHIPS[kind].cubes, 64 * a_chip  # of a cube
   shapes = _UNDER_A_CUBE if has_cubes else _FLAT
@@ -173,10 +164,8 @@ def _compact(cubes: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCoordinates:
-  """The slice of a device, and its coordinates in the torus of that slice."""
-
   slice: int
-  coordinates: tuple[int, ...]
+  coordinates: tuple[int, ...]  # in the torus of that slice
 
 
 # The bandwidth between two devices of a chip, in links: assumed.
@@ -190,8 +179,8 @@ def bandwidth_between(
 ) -> float:
   """The bytes a second that these devices can send to those, all together.
 
-  It counts the links of the torus from a chip of one group to a neighbour of
-  the other, and those inside a chip of both; between slices, the network of the
+  By the links of the torus from a chip of one group to a neighbour of the
+  other, and those inside a chip of both; between slices, by the network of the
   smaller group.
   """
   chip = tpu_slice.chip
@@ -218,18 +207,15 @@ def bandwidth(
 ) -> float:
   """The bytes a second that each device of a group can send to the others.
 
-  A group extends over some axes of the torus. It uses two links of an axis that
-  it closes to a ring, and one link of any other. Between slices, the network is
-  the limit.
+  A group uses two links of an axis of the torus that it closes to a ring, and
+  one link of any other. Between slices, the network is the limit. With
+  `to_all`, each device sends different bytes to each other device: bytes also
+  pass through the devices in between, and the longest axis is the limit.
 
   The devices of one chip share its links. If a group has one of them, another
-  group has the other, at the same time: each gets half. If a group has both, a
-  ring passes the links of a chip once, so that one device sends over them and
-  the other to its neighbour on the chip; if each device sends different bytes
-  to each other one, each gets half.
-
-  With `to_all`, each device sends different bytes to each other device: bytes
-  also pass through the devices in between, and the longest axis is the limit.
+  group has the other at the same time: each gets half. If a group has both, a
+  ring passes the links of a chip once: one device sends over them, the other to
+  its neighbour on the chip. With `to_all` each gets half.
   """
   chip = tpu_slice.chip
   if len({d.slice for d in devices}) > 1:

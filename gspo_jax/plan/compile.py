@@ -37,12 +37,12 @@ _DUMPING_VERSION = "0.0.51"  # of libtpu
 class Memory:
   """The bytes of HBM that a program needs on each device."""
 
-  arguments: int  # its arguments
-  outputs: int  # its results
+  arguments: int
+  outputs: int
   aliased: int  # the part of the outputs that reuses donated arguments
-  temporaries: int  # its intermediate values
-  code: int  # its code
-  peak: int  # the compiler's estimate of the peak
+  temporaries: int
+  code: int
+  peak: int  # by the compiler's estimate
 
   @property
   def needed(self) -> int:
@@ -63,11 +63,7 @@ class Compiled:
 
 
 def prepare() -> str:
-  """Sets up this process to compile for TPUs; returns libtpu's version.
-
-  Raises:
-    UserError: libtpu is not installed.
-  """
+  """Sets up this process to compile for TPUs; returns libtpu's version."""
   if importlib.util.find_spec("libtpu") is None:
     raise UserError(
       f"libtpu, the TPU compiler, is not installed: {install('plan')}"
@@ -80,11 +76,7 @@ def prepare() -> str:
 
 
 def devices(tpu_slice: Slice, slices: int) -> list:
-  """The devices of `slices` slices, in JAX's order.
-
-  Raises:
-    UserError: the compiler has no such slice.
-  """
+  """The devices of `slices` slices, in JAX's order."""
   more = {"num_slices": slices} if slices > 1 else {}
   try:
     topology = topologies.get_topology_desc(
@@ -97,11 +89,7 @@ def devices(tpu_slice: Slice, slices: int) -> list:
 
 
 def compile_one(lowered: jax.stages.Lowered) -> Compiled:
-  """Compiles a lowered function, and reads the compiler's dumps.
-
-  Raises:
-    UserError: this version of libtpu does not dump compiled modules.
-  """
+  """Compiles a lowered function, and reads the compiler's dumps."""
   start = time.monotonic()
   with tempfile.TemporaryDirectory() as folder:
     # `as_text` crashes on many modules; the compiler's dump is complete.
@@ -115,7 +103,16 @@ def compile_one(lowered: jax.stages.Lowered) -> Compiled:
       reason = str(error).splitlines()[0]
       return Compiled(seconds, None, None, _buffers(folder), reason)
     seconds = time.monotonic() - start
-    return Compiled(seconds, _memory(compiled), _text(folder), _buffers(folder))
+    m = compiled.memory_analysis()
+    memory = Memory(
+      arguments=m.argument_size_in_bytes,
+      outputs=m.output_size_in_bytes,
+      aliased=m.alias_size_in_bytes,
+      temporaries=m.temp_size_in_bytes,
+      code=m.generated_code_size_in_bytes,
+      peak=m.peak_memory_in_bytes,
+    )
+    return Compiled(seconds, memory, _text(folder), _buffers(folder))
 
 
 def _text(folder) -> str:
@@ -127,18 +124,6 @@ def _text(folder) -> str:
       f"expected libtpu {_DUMPING_VERSION}"
     )
   return text
-
-
-def _memory(compiled) -> Memory:
-  m = compiled.memory_analysis()
-  return Memory(
-    arguments=m.argument_size_in_bytes,
-    outputs=m.output_size_in_bytes,
-    aliased=m.alias_size_in_bytes,
-    temporaries=m.temp_size_in_bytes,
-    code=m.generated_code_size_in_bytes,
-    peak=m.peak_memory_in_bytes,
-  )
 
 
 def _largest(folder, pattern) -> str:

@@ -1,8 +1,4 @@
-"""The functions of a run, lowered for the shapes of its config.
-
-Dimension key: P prompts, S prompt slots, B decode slots, N prompts of a
-prefill, T their tokens.
-"""
+"""The functions of a run, lowered for the shapes of its config."""
 
 import functools
 
@@ -16,26 +12,19 @@ from gspo_jax.runtime import sharding
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.samples import Prompts
 
-FUNCTIONS = (
-  "update",
-  "old_logps",
-  "reference_and_values",
-  "decode_params",
-  "prefill",
-  "generate",
-)
 # Those that loop over the micro-batches of packed rows.
 LEARNING = ("update", "old_logps", "reference_and_values")
+FUNCTIONS = (*LEARNING, "decode_params", "prefill", "generate")
 
 
 def functions(
   config: Config, program: Program
 ) -> dict[str, jax.stages.Lowered]:
-  """The functions that a run has, of `FUNCTIONS`, by name.
+  """The functions that a run has, by name.
 
   With `continuous_batching.slots`, `generate` is a segment of decode steps,
-  `decode_params` prepares the weights for all segments of a batch, and
-  `prefill` stores the longest prompts.
+  `decode_params` prepares the weights of a batch, and `prefill` stores the
+  longest prompts.
   """
   rows = functools.partial(_with_batch_sharding, program.mesh)
   sampled = functools.partial(_with_batch_sharding, program.sampler.mesh)
@@ -49,37 +38,28 @@ def functions(
     continues=config.rollout.continues,
   )
   samples = program.sampler.empty_samples.lower().out_info
-  packing = _packing_shapes(config, program)
+  ints = lambda size: shape((size,), jnp.int32)
+  rows_of_batch = ints(P * config.rollout.group_size)
+  packing = Packing(
+    rows_of_batch, rows_of_batch, ints(program.learner.packing.minibatches)
+  )
   batch = jax.tree.map(
     lambda x: shape(x.shape, x.dtype),
     program.learner.make_train_batch.lower(
       rows(prompts(P)), rows(samples), packing
     ).out_info,
   )
-  if program.learner.add_reference_and_values:
-    lowered["reference_and_values"] = (
-      program.learner.add_reference_and_values.lower(
-        program.learner.abstract, batch
-      )
+  learner = program.learner
+  if learner.add_reference_and_values:
+    lowered["reference_and_values"] = learner.add_reference_and_values.lower(
+      learner.abstract, batch
     )
-  apply_updates = shape((), jnp.bool_)
-  lowered["update"] = program.learner.step.lower(
-    program.learner.abstract, batch, apply_updates
+  lowered["update"] = learner.step.lower(
+    learner.abstract, batch, shape((), jnp.bool_)
   )
-  if program.learner.needs_old_logps:
+  if learner.needs_old_logps:
     lowered["old_logps"] = lowered["update"]  # the same program
   return lowered
-
-
-def _packing_shapes(config, program) -> Packing:
-  B = config.data.prompts * config.rollout.group_size
-  ints = lambda size: jax.ShapeDtypeStruct((size,), jnp.int32)
-  return Packing(ints(B), ints(B), ints(program.learner.packing.minibatches))
-
-
-def sampler_mesh(program: Program) -> jax.sharding.Mesh:
-  """The mesh that responses are sampled on."""
-  return program.sampler.generate.mesh
 
 
 def sampler_devices(program: Program) -> list[jax.Device]:
@@ -117,7 +97,6 @@ def longest(config, sampler: ContinuousSampler) -> int:
 
 
 def _with_batch_sharding(mesh, tree):
-  """Shapes of a batch, with shardings."""
   batch, single = sharding.batch_sharding(mesh), sharding.replicated(mesh)
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(

@@ -12,12 +12,12 @@ from gspo_jax.model import ModelConfig
 
 
 def _attention_parameters(cfg: ModelConfig) -> int:
-  """The parameters of the attention projections of one layer."""
+  """Those of the projections of one layer."""
   return 2 * cfg.embed_dim * cfg.head_dim * (cfg.num_heads + cfg.num_kv_heads)
 
 
 def _expert_parameters(cfg: ModelConfig) -> int:
-  """The parameters of one expert, or of the MLP of a dense layer."""
+  """Those of one expert, or of the MLP of a dense layer."""
   return 3 * cfg.embed_dim * cfg.mlp_dim
 
 
@@ -62,10 +62,8 @@ def cache_bytes(cfg: ModelConfig, tokens: float) -> float:
 def decode_bytes(
   cfg: ModelConfig,
   *,
-  prompts: int,
   rows: int,
-  slots: float,
-  prompt_slots: int,
+  tokens: float,
   devices: int,
   expert: int,
   tensor: int,
@@ -75,15 +73,9 @@ def decode_bytes(
   It reads its part of the weights and its part of the cache once. The weights
   of an expert count only if a token is routed to it, with an even load.
 
-  Args:
-    cfg: the model.
-    prompts: whose keys and values `rows / prompts` responses share.
-    rows: responses, over all devices.
-    slots: cached tokens of each response.
-    prompt_slots: cached tokens of each prompt.
-    devices: all devices.
-    expert: devices among which experts and vocabulary are sharded.
-    tensor: devices among which these and the heads are sharded.
+  `rows` responses have `tokens` in the cache, both over all `devices`. Experts
+  and vocabulary are sharded among `expert` x `tensor` devices, and the heads
+  among `tensor`.
   """
   group = expert * tensor
   router = cfg.embed_dim * cfg.num_experts
@@ -96,5 +88,4 @@ def decode_bytes(
   mlp /= group if cfg.num_experts else tensor
   head = cfg.embed_dim * cfg.vocab_size / group
   weights = _element_bytes(cfg) * (cfg.num_layers * (attention + mlp) + head)
-  tokens = rows * slots + prompts * prompt_slots
   return weights + cache_bytes(cfg, tokens) / devices

@@ -1,7 +1,6 @@
 """Whether a function fits into HBM, and how many pages the rest would hold."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 
@@ -28,11 +27,7 @@ def memory(
   tpu_slice: Slice,
   max_staleness: int = 0,
 ) -> dict:
-  """The part of a function's report that is about memory.
-
-  Beside what the function needs itself, `resident` is the state that stays in
-  HBM while it runs, though it does not read it.
-  """
+  """For a report; `resident` is state that the function does not read."""
   separate = program.sampler.separate
   if separate and name not in LEARNING:
     # Each batch queued ahead holds its own copy of the sampler's weights.
@@ -83,16 +78,16 @@ def page_bytes(cfg: ModelConfig, sampler: ContinuousSampler) -> int:
   layout for them, without padding.
   """
   mesh, sizes = sampler.mesh, sampler.sizes
-  one_a_shard = functools.partial(
-    paged_cache.empty,
-    cfg,
-    num_slots=sampler.shards,
-    num_pages=sampler.shards,
-    page_size=sizes.page_size,
-    pages_per_slot=sizes.pages_per_slot,
-  )
   with jax.set_mesh(mesh):
-    arrays = jax.eval_shape(one_a_shard)
+    arrays = jax.eval_shape(
+      lambda: paged_cache.empty(
+        cfg,
+        num_slots=sampler.shards,
+        num_pages=sampler.shards,
+        page_size=sizes.page_size,
+        pages_per_slot=sizes.pages_per_slot,
+      )
+    )
   size = 0
   for x in (*arrays.k, *arrays.v):
     heads, _, tokens, width = x.shape
@@ -106,11 +101,7 @@ def room(
 ) -> dict:
   """The largest pool of pages beside all else that a function needs.
 
-  Args:
-    needed: bytes that the function needs on a device, with the sampler's pages.
-    hbm: bytes of a device.
-    cfg: the model.
-    sampler: with the pool of the compiled function.
+  On a device it needs `needed` bytes with the pages of `sampler`, of `hbm`.
 
   Returns:
     `num_pages` of the sampler and the `largest` that leaves `MARGIN` of the HBM
@@ -136,8 +127,7 @@ def smaller_pools(
 ) -> Iterator[Config]:
   """The config with pools of 1/2, 1/4 and 1/8 of the HBM, if smaller than its.
 
-  To measure the rest of a function that does not compile with its own pool. A
-  pool holds one of the longest responses at least.
+  To measure what else a function needs that does not compile with its own pool.
   """
   least = sampler.sizes.pages_per_slot + 1
   for parts in (2, 4, 8):
@@ -149,7 +139,6 @@ def smaller_pools(
 
 
 def advice(room: dict) -> str:
-  """Names the key and the largest number that fits."""
   return (
     f"{KEY}={room['num_pages']}: expected at most {room['largest']}, which "
     f"leave {room['margin']:.0%} of the HBM free"

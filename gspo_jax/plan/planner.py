@@ -56,16 +56,12 @@ def plan(
   mesh = sharding.make_mesh(devices, **dataclasses.asdict(config.mesh))
   program = build_program(config, mesh, sampler_devices=sampler_devices)
   transfer = _transfer(program, tpu_slice) if sampler_devices else None
-  drawn = (
-    plan_lengths.draw(lengths, config, program.tokenizer) if lengths else None
-  )
+  drawn = lengths and plan_lengths.draw(lengths, config, program.tokenizer)
   results = _analyze(functions, config, program, tpu_slice)
-  for name in results:
-    if "pages" in results[name] or not lower.has_pages(name, program):
-      continue
-    results[name] |= _room_by_a_smaller_pool(name, config, program, tpu_slice)
+  for name, result in results.items():
+    if lower.has_pages(name, program) and "pages" not in result:
+      result |= _room_by_a_smaller_pool(name, config, program, tpu_slice)
   _add_advice(results)
-  fits = all(result["fits"] for result in results.values())
   iteration = None
   if drawn and all("seconds" in result for result in results.values()):
     print("scheduling an iteration ...", file=sys.stderr, flush=True)
@@ -80,24 +76,20 @@ def plan(
     "slices": slices,
     "devices": mesh.size + len(sampler_devices),
     "mesh": dict(mesh.shape),
-    "sampler_mesh": dict(lower.sampler_mesh(program).shape),
+    "sampler_mesh": dict(program.sampler.generate.mesh.shape),
     "jax": jax.__version__,
     "libtpu": libtpu,
     "note": NOTE,
     "hbm": tpu_slice.chip.hbm,
     "functions": results,
-    "fits": fits,
+    "fits": all(result["fits"] for result in results.values()),
     **({"transfer": transfer} if transfer else {}),
     **({"lengths": lengths, "iteration": iteration} if lengths else {}),
   }
 
 
 def _analyze(functions, config, program, tpu_slice) -> dict:
-  """The reports of those functions that the program has.
-
-  Raises:
-    UserError: it lacks one of some that were chosen.
-  """
+  """The reports of those functions that the program has."""
   lowered = lower.functions(config, program)
   absent = [name for name in functions if name not in lowered]
   if absent and set(functions) != set(FUNCTIONS):
@@ -120,7 +112,6 @@ def _analyze(functions, config, program, tpu_slice) -> dict:
 
 
 def _report(name, done, config, program, tpu_slice) -> dict:
-  """The report of one function, of which `done` is what the compiler made."""
   report = {
     "compile_seconds": done.seconds,
     "fits": done.memory is not None,
@@ -146,7 +137,6 @@ def _in_turns(config, tpu_slice, slices, lengths) -> dict:
   """The seconds of an iteration in which all devices sample, then all train.
 
   The axis of the mesh that is -1, or else `data`, takes the sampler's devices.
-  {"reason"} in place of seconds, if that cannot run.
   """
   config = config.replace(sampler_mesh={"devices": 0})
   if -1 not in dataclasses.asdict(config.mesh).values():
@@ -169,11 +159,7 @@ def _in_turns(config, tpu_slice, slices, lengths) -> dict:
 
 
 def _transfer(program, tpu_slice) -> dict:
-  """What sending the weights to the sampler's own devices takes, at best.
-
-  Each of them gets its part of the policy. The time is that of the links
-  between the two groups of devices, or of the network between slices.
-  """
+  """What sending the weights to the sampler's own devices takes, at best."""
   size = plan_memory.array_bytes(program.sampler.separate.weights)
   here, there = (
     [*map(roofline.place, m.devices.flat)]
@@ -187,7 +173,6 @@ def _transfer(program, tpu_slice) -> dict:
 
 
 def _compile(label: str, lowered) -> plan_compile.Compiled:
-  """Compiles, and says so on stderr."""
   print(f"compiling {label} ...", file=sys.stderr, flush=True)
   with Progress(f"compiling {label}", file=sys.stderr):
     return plan_compile.compile_one(lowered)

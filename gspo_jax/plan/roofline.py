@@ -12,7 +12,7 @@ from gspo_jax.learner import train_batch, train_step
 from gspo_jax.logprobs import WANTED_TOKENS
 from gspo_jax.model import experts
 from gspo_jax.plan import chips, hlo, lower, lower_bounds
-from gspo_jax.plan.lower import LEARNING, sampler_mesh
+from gspo_jax.plan.lower import LEARNING
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
 
@@ -22,17 +22,10 @@ _TOP = 40  # operations that are listed
 def work(
   name: str, text: str, config: Config, program: Program, tpu_slice: chips.Slice
 ) -> dict:
-  """The work of a function with its time at best.
+  """The work of a function, of which `text` is libtpu's dump; its time at best.
 
   `compiler` has the same times by the compiler's estimate; `share` is the part
   of the operations' time for which it states one.
-
-  Args:
-    name: of the function.
-    text: libtpu's dump of it.
-    config: of the run.
-    program: with the function.
-    tpu_slice: what it was compiled for.
   """
   report, _ = _cost(name, text, config, program, tpu_slice, by_compiler=False)
   estimate, total = _cost(
@@ -52,7 +45,7 @@ def work(
 
 def _cost(name, text, config, program, tpu_slice, by_compiler):
   """The report by one of the two estimates, and its cost."""
-  mesh = program.mesh if name in LEARNING else sampler_mesh(program)
+  mesh = program.mesh if name in LEARNING else program.sampler.generate.mesh
 
   def cost_of(micro_batches=0) -> hlo.HloCost:
     """Of a call with that many micro-batches in each minibatch."""
@@ -85,8 +78,8 @@ def _learning(cost_of, config, program):
   """The cost with one response a row, and the report of its parts.
 
   A call costs `rest`, and `micro_batch` for each micro-batch that holds
-  responses, of all minibatches. Old log-probs include the first minibatch, as
-  rewards may need them.
+  responses. Old log-probs include the first minibatch, as rewards may need
+  them.
   """
   rows = program.learner.packing
   rest, one = cost_of(), cost_of(micro_batches=1)
@@ -110,16 +103,14 @@ def _learning(cost_of, config, program):
 
 def _steps(name, config, program) -> int:
   """Most trips of the loop whose length depends on data."""
-  if not program.sampler.generate.batching:
-    return config.sampler.max_new_tokens - 1 if name == "generate" else 0
-  chunks = (
-    lower.longest(config, program.sampler.generate)
-    // config.continuous_batching.prefill_chunk
-  )
-  return {
-    "prefill": chunks,
-    "generate": config.continuous_batching.segment_steps,
-  }.get(name, 0)
+  sampler, batching = program.sampler.generate, config.continuous_batching
+  if name == "prefill":
+    return lower.longest(config, sampler) // batching.prefill_chunk
+  if name != "generate":
+    return 0
+  if sampler.batching:
+    return batching.segment_steps
+  return config.sampler.max_new_tokens - 1
 
 
 def _unroll(cost, steps) -> hlo.HloCost | None:
@@ -153,31 +144,23 @@ def _bandwidth(mesh, tpu_slice):
 
 
 def _decode(step, steps, config, program, tpu_slice) -> dict:
-  mesh = sampler_mesh(program)
-  prompts = config.data.prompts
-  cache = {
-    "prompts": prompts,
-    "rows": prompts * config.rollout.group_size,
-    "slots": steps,
-    "prompt_slots": config.data.max_prompt_length,
-  }
-  report = {}
+  mesh = program.sampler.generate.mesh
+  rows = config.data.prompts * config.rollout.group_size
+  tokens, report = lower.cached_tokens(config, program), {}
   if program.sampler.generate.batching:
     rows = config.continuous_batching.slots
-    tokens = lower.cached_tokens(config, program)
-    cache = {"prompts": 0, "rows": rows, "slots": tokens / rows}
-    cache["prompt_slots"] = 0
     size = lower_bounds.cache_bytes(program.cfg, tokens) / mesh.size
     # Without the TPU kernel the pages are read in a loop of data-dependent
     # length, counted once.
     report = {
       "pages_bytes": size,
       "kernel": "paged_attention" in step.unknown_kernels,
+      "pages_seconds": size / tpu_slice.chip.hbm_bandwidth,
     }
-    report["pages_seconds"] = size / tpu_slice.chip.hbm_bandwidth
   least = lower_bounds.decode_bytes(
     program.cfg,
-    **cache,
+    rows=rows,
+    tokens=tokens,
     devices=mesh.size,
     expert=mesh.shape["expert"],
     tensor=mesh.shape["tensor"],
@@ -194,40 +177,28 @@ def _decode(step, steps, config, program, tpu_slice) -> dict:
   }
 
 
-def _continuous_flops(name, config, program) -> float:
-  """FLOPs of a part of a continuous sampler, with full pages."""
-  cfg, paged = program.cfg, program.sampler.generate
+def _model_flops(name, config, program) -> float:
+  """Of a call; of a continuous sampler with full pages."""
+  flops = functools.partial(lower_bounds.forward_flops, program.cfg)
+  P, S = config.data.prompts, config.data.max_prompt_length
+  B, R = P * config.rollout.group_size, config.sampler.max_new_tokens
+  sampler, state = program.sampler.generate, program.learner.abstract
   if name == "decode_params":
     return 0.0
   if name == "prefill":
-    T = lower.longest(config, paged)
-    return lower_bounds.forward_flops(
-      cfg, paged.prefill_batch(T) * paged.shards, T, 0
-    )
-  rows = paged.batching.slots
-  past = lower.cached_tokens(config, program) / rows
-  one = lower_bounds.forward_flops(cfg, rows, 1, 1, past=past)
-  return paged.batching.segment_steps * one
-
-
-def _model_flops(name, config, program) -> float:
-  if program.sampler.generate.batching and name not in LEARNING:
-    return _continuous_flops(name, config, program)
-  P, S = config.data.prompts, config.data.max_prompt_length
-  B, R = P * config.rollout.group_size, config.sampler.max_new_tokens
+    T = lower.longest(config, sampler)
+    return flops(sampler.prefill_batch(T) * sampler.shards, T, 0)
+  if name == "generate" and sampler.batching:
+    rows = sampler.batching.slots
+    past = lower.cached_tokens(config, program) / rows
+    return sampler.batching.segment_steps * flops(rows, 1, 1, past=past)
   if name == "generate":
-    prefill = lower_bounds.forward_flops(program.cfg, P, S, 1)
-    return prefill + lower_bounds.forward_flops(
-      program.cfg, B, R - 1, R - 1, past=S
-    )
-  forward = lower_bounds.forward_flops(program.cfg, B, S + R, R)
-  critic = 0.0  # without its head, which is a vector
-  if program.learner.abstract.critic is not None:
-    critic = lower_bounds.forward_flops(program.cfg, B, S + R, 0)
+    return flops(P, S, 1) + flops(B, R - 1, R - 1, past=S)
+  forward = flops(B, S + R, R)
+  # A critic's head is a vector.
+  critic = flops(B, S + R, 0) if state.critic is not None else 0.0
   if name == "reference_and_values":
-    return critic + (
-      forward if program.learner.abstract.reference is not None else 0.0
-    )
+    return critic + (forward if state.reference is not None else 0.0)
   if name == "update":
     return lower_bounds.update_passes(program.cfg) * (forward + critic)
   return forward
@@ -281,10 +252,7 @@ def _top(cost) -> list[dict]:
   """The operations that take longest, by either estimate."""
   longest = lambda item: -max(item[1].seconds, item[1].compiler_seconds)
   ranked = sorted(cost.by_source.items(), key=longest)
-  return [
-    {"source": source} | operation._asdict()
-    for source, operation in ranked[:_TOP]
-  ]
+  return [{"source": source} | o._asdict() for source, o in ranked[:_TOP]]
 
 
 def _open(opened) -> list[dict]:

@@ -44,31 +44,24 @@ def render(report: dict, *, top: int = 0) -> str:
 def _heading(report):
   mesh = lambda m: ", ".join(f"{k} {v}" for k, v in m.items() if v > 1) or "1"
   slices = f"{report['slices']} x " if report["slices"] > 1 else ""
-  return "\n".join(
-    (
-      f"{report['config']} on {slices}{report['topology']}, "
-      f"{report['devices']} devices{_sampler(report)}",
-      f"mesh: {mesh(report['mesh'])}; sampler mesh: "
-      f"{mesh(report['sampler_mesh'])}",
-      f"jax {report['jax']}, libtpu {report['libtpu']}; {report['note']}",
+  split = ""
+  if transfer := report.get("transfer"):
+    sample = math.prod(report["sampler_mesh"].values())
+    split = (
+      f", of which {sample} sample; each is sent "
+      f"{transfer['bytes_per_device'] / _GIB:.2f} GiB of weights, in "
+      f"{_time(transfer['seconds'])} at best"
     )
-  )
-
-
-def _sampler(report):
-  """How many devices sample alone, and what they are sent."""
-  if not (transfer := report.get("transfer")):
-    return ""
-  sample = math.prod(report["sampler_mesh"].values())
   return (
-    f", of which {sample} sample; each is sent "
-    f"{transfer['bytes_per_device'] / _GIB:.2f} GiB of weights, in "
-    f"{_time(transfer['seconds'])} at best"
+    f"{report['config']} on {slices}{report['topology']}, "
+    f"{report['devices']} devices{split}\n"
+    f"mesh: {mesh(report['mesh'])}; sampler mesh: "
+    f"{mesh(report['sampler_mesh'])}\n"
+    f"jax {report['jax']}, libtpu {report['libtpu']}; {report['note']}"
   )
 
 
 def _table(title, functions, rows):
-  """One line for each quantity, one column for each function."""
   width = min(14, (_WIDTH - 30) // len(functions))
   line = lambda label, cells: (
     f"{label:30}" + "".join(f"{cell:>{width}}" for cell in cells)
@@ -80,21 +73,17 @@ def _table(title, functions, rows):
 
 
 def _memory(report):
-  part = lambda key: (
-    lambda f: f"{f['memory'][key] / _GIB:.2f}" if "memory" in f else "-"
-  )
-  free = lambda f: (
-    f"{f['memory']['free'] / report['hbm']:.0%}" if "memory" in f else "-"
+  cell = lambda key, unit, spec: (
+    lambda f: f"{f['memory'][key] / unit:{spec}}" if "memory" in f else "-"
   )
   rows = [
-    (label, part(label.split(",")[0]))
+    (label, cell(label.split(",")[0], _GIB, ".2f"))
     for label in ("arguments", "outputs", "aliased", "temporaries", "code",
                   "peak, by the compiler", "resident, state not read",
                   "needed")
   ]  # fmt: skip
-  limit = report["hbm"] / _GIB
   rows += [
-    (f"free of {limit:.2f}", free),
+    (f"free of {report['hbm'] / _GIB:.2f}", cell("free", report["hbm"], ".0%")),
     ("fits", lambda f: "yes" if f["fits"] else "NO"),
     ("compiled in", lambda f: f"{f['compile_seconds']:.0f} s"),
   ]
@@ -102,14 +91,14 @@ def _memory(report):
 
 
 def _costs(functions):
+  flops = lambda key: lambda f: f"{f[key]:.3e}"
   seconds = lambda key: lambda f: _time(f["seconds"][key])
   mfu = lambda key: lambda f: f"{f['mfu'][key]:.1%}"
-  compiler = next(iter(functions.values()))["compiler"]
   rows = (
-    ("FLOPs", lambda f: f"{f['flops']:.3e}"),
-    ("of which attention kernels", lambda f: f"{f['attention_flops']:.3e}"),
-    ("more, of experts' padding", lambda f: f"{f['padding_flops']:.3e}"),
-    ("model FLOPs", lambda f: f"{f['model_flops']:.3e}"),
+    ("FLOPs", flops("flops")),
+    ("of which attention kernels", flops("attention_flops")),
+    ("more, of experts' padding", flops("padding_flops")),
+    ("model FLOPs", flops("model_flops")),
     ("HBM, GB", lambda f: _gb(f["hbm_bytes"])),
     ("roofline of operations", seconds("roofline")),
     ("collectives", seconds("collectives")),
@@ -121,22 +110,17 @@ def _costs(functions):
     ("MFU: as scheduled", mfu("scheduled")),
     ("MFU: no overlap", mfu("serial")),
   )
-  by_compiler = [
-    (label, lambda f, cell=cell: cell(f["compiler"]))
-    for label, cell in (
-      ("operations", seconds("roofline")),
-      ("of which it estimates", lambda f: f"{f['share']:.0%}"),
-      ("time: as scheduled", seconds("scheduled")),
-      ("MFU: as scheduled", mfu("scheduled")),
-    )
-  ]
-  title = f"by libtpu's cycles, {compiler['clock'] / 1e9:.2f} GHz"
-  return "\n".join(
-    (
-      _table("work a device and call", functions, rows),
-      _table(title, functions, by_compiler),
-    )
+  work = _table("work a device and call", functions, rows)
+  compiler = {name: f["compiler"] for name, f in functions.items()}
+  clock = next(iter(compiler.values()))["clock"] / 1e9
+  rows = (
+    ("operations", seconds("roofline")),
+    ("of which it estimates", lambda f: f"{f['share']:.0%}"),
+    ("time: as scheduled", seconds("scheduled")),
+    ("MFU: as scheduled", mfu("scheduled")),
   )
+  title = f"by libtpu's cycles, {clock:.2f} GHz"
+  return f"{work}\n{_table(title, compiler, rows)}"
 
 
 def _collectives(name, collectives):
@@ -181,14 +165,12 @@ def _decode(d, by_compiler):
 
 
 def _room(room):
-  return "\n".join(
-    (
-      f"generate: the HBM holds {KEY}={room['largest']}, with "
-      f"{room['margin']:.0%} of it left free",
-      f"  {room['num_pages']} are asked for; the most are "
-      f"{room['tokens_a_slot']} tokens a slot, or the longest responses of",
-      f"  continuous_batching.slots={room['slots_of_longest']}",
-    )
+  return (
+    f"generate: the HBM holds {KEY}={room['largest']}, with "
+    f"{room['margin']:.0%} of it left free\n"
+    f"  {room['num_pages']} are asked for; the most are "
+    f"{room['tokens_a_slot']} tokens a slot, or the longest responses of\n"
+    f"  continuous_batching.slots={room['slots_of_longest']}"
   )
 
 
@@ -231,16 +213,11 @@ def _iteration(report):
     f"  {update['micro_batches']} micro-batches of "
     f"{_time(update['micro_batch_seconds'])} in the update, and "
     f"{_time(update['optimizer_step_seconds'])} an optimizer step",
-    "  with other keys, an estimate:",
   ]
-  for other in i["alternatives"]:
-    fits = "" if other["fits"] else ", does not fit"
-    lines.append(f"    {other['change']:48}{_time(other['seconds']):>12}{fits}")
   return "\n".join(lines)
 
 
 def _in_turns(split, turns):
-  """Whether a sampler with devices of its own pays, by both estimates."""
   if "reason" in turns:
     return f"  all devices in turns: {turns['reason']}"
   pays = [
@@ -294,12 +271,12 @@ def _data_dependent(name, f):
 
 
 def _unfit(name, f):
-  lines = [f"{name} does not fit: {f['reason']}", "  largest buffers, GiB:"]
-  lines += [
+  buffers = (
     f"  {size / _GIB:>9.2f}  {shapes[: _WIDTH - 13]}"
     for size, shapes in f["buffers"]
-  ]
-  return "\n".join(lines)
+  )
+  first = f"{name} does not fit: {f['reason']}"
+  return "\n".join([first, "  largest buffers, GiB:", *buffers])
 
 
 def _verdict(report):

@@ -156,7 +156,6 @@ def learner_functions(
     NamedSharding(mesh, PartitionSpec(None, None, *sharding.ROWS)), replicated
   )
 
-  has_either = state.reference is not None or state.critic is not None
   return LearnerFunctions(
     abstract=state,
     init_state=init_state,

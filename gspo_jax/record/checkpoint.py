@@ -32,9 +32,9 @@ from gspo_jax.runtime.sharding import leaves_by_path
 class Restored:
   """A checkpoint that passed all checks."""
 
-  step: int  # the step at which it was saved
-  state: Any  # the pytree of arrays
-  metadata: dict[str, Any]  # the JSON object that was saved with it
+  step: int
+  state: Any  # a pytree of arrays
+  metadata: dict[str, Any]  # a JSON object
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,17 +57,12 @@ class Checkpoints:
   is skipped by all. The temporary folder of an interrupted save is removed by
   the next run.
 
-  Args:
-    directory: a path or a `gs://` address; created if it is missing.
-    every: `due` is true at multiples of this many steps.
-    keep: the number of latest checkpoints to keep on disk. None opens the
-      folder for reading only: nothing in it is created or removed, so a run may
-      be writing to it.
+  `directory` may be in a bucket. `due` is true at multiples of `every` steps.
+  The latest `keep` checkpoints stay on disk; None opens an existing folder for
+  reading only, so that a run may be writing to it.
 
-  Raises:
-    UserError: `every` or `keep` is below 1, or there is no such directory.
-    RuntimeError: raised once, by `save`, `wait` or the end of the `with` block,
-      if the previous save failed in the background.
+  If a save failed in the background, the next `save` or `wait` or the end of
+  the `with` block raises RuntimeError, once.
   """
 
   def __init__(
@@ -86,9 +81,7 @@ class Checkpoints:
     self._skipped: set[int] = set()
     self._last_save: int | None = None
     self._response: ocp.AsyncResponse | None = None  # of the last save
-    multihost.run_on_all(
-      lambda: (_make_folder if writes else _require_folder)(directory)
-    )
+    multihost.run_on_all(lambda: _open_folder(directory, creates=writes))
     self._orbax = ocp.training.Checkpointer(
       directory,
       preservation_policy=ocp.training.preservation_policies.LatestN(keep),
@@ -115,18 +108,15 @@ class Checkpoints:
   def save(self, step: int, state: Any, metadata: dict[str, Any]) -> None:
     """Copies `state` to the host, then writes it in the background.
 
-    The buffers of `state` may be donated as soon as this returns. An existing
-    checkpoint of the same step is kept if it is readable, else replaced.
-    Folders that `restore` skipped are deleted here and not earlier: they would
-    count among the `keep` latest checkpoints.
-
-    `state` is a pytree of arrays, which may be typed PRNG keys; `metadata` a
-    JSON object, which `restore` returns.
+    The buffers of `state`, a pytree of arrays, may be donated as soon as this
+    returns. An existing checkpoint of the same step is kept if it is readable,
+    else replaced. `metadata` is a JSON object.
     """
     self.wait()
     exists = step in self._steps() and step not in self._skipped
     if exists and self._try(step, self._read) is not None:
       return
+    # Only now, where they would count among the latest checkpoints.
     for skipped in sorted(self._skipped):
       self._orbax.delete(skipped)
     self._skipped.clear()
@@ -170,7 +160,7 @@ class Checkpoints:
 
     Args:
       abstract_state: a pytree of `jax.ShapeDtypeStruct` with the shardings of
-        the result. They may differ from the shardings at the time of the save.
+        the result, which may differ from those of the save.
       accept: called with step and metadata before the arrays are read. An
         exception that it raises ends the search.
       only: the one step to try.
@@ -258,20 +248,19 @@ class Checkpoints:
       )
 
 
-def _require_folder(directory: str | os.PathLike) -> None:
-  if not epath.Path(directory).is_dir():
-    raise UserError(f"checkpoints in {str(directory)!r}: no such folder")
-
-
-def _make_folder(directory: str | os.PathLike) -> None:
+def _open_folder(directory: str | os.PathLike, creates: bool) -> None:
+  folder, reason = epath.Path(directory), "no such folder"
   try:
-    epath.Path(directory).mkdir(parents=True, exist_ok=True)
+    if creates:
+      folder.mkdir(parents=True, exist_ok=True)
+    if folder.is_dir():
+      return
   except OSError as error:
-    raise UserError(f"checkpoints in {str(directory)!r}: {error}") from error
+    reason = error
+  raise UserError(f"checkpoints in {str(directory)!r}: {reason}")
 
 
 def _require_checksums(step: int, state: Any, saved: dict[str, int]) -> bool:
-  """True; ValueError if the checksum of a leaf is not the saved one."""
   computed = checksums(state)
   if wrong := [path for path in computed if computed[path] != saved[path]]:
     raise ValueError(

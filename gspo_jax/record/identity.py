@@ -22,12 +22,8 @@ def match(wanted: dict, saved: dict, name: str, remedy: str) -> None:
   Args:
     wanted: the identity of this run: nested dicts of JSON values.
     saved: the metadata of the checkpoint, with its identity as "identity".
-    name: of the checkpoint in the error: "checkpoint in 'runs/a'".
-    remedy: the end of the error: "use another --workdir".
-
-  Raises:
-    UserError: names the first key that differs, and the keys of the config that
-      decide it.
+    name: begins the error: "checkpoint in 'runs/a'".
+    remedy: ends the error: "use another --workdir".
   """
   wanted, saved = flatten(wanted), flatten(saved.get("identity", {}))
   for key in wanted | saved:

@@ -10,17 +10,12 @@ from gspo_jax.runtime.errors import UserError, with_reason
 
 
 def read(path: epath.PathLike) -> dict[str, Any]:
-  """The object in a file of a folder or bucket.
-
-  Raises:
-    UserError: there is no such file, it is a pipe or a folder, or it holds
-      anything but one JSON object that Python can parse.
-  """
+  """The object in a file of a folder or bucket; UserError without one."""
   path = epath.Path(path)
   with with_reason(str(path)):
     if not is_file(path):
-      what = "expected a file" if path.exists() else "no such file"
-      raise UserError(f"{path}: {what}")
+      reason = "expected a file" if path.exists() else "no such file"
+      raise UserError(f"{path}: {reason}")
     text = path.read_bytes()
   try:
     raw = json.loads(text)

@@ -10,18 +10,12 @@ from gspo_jax.runtime.errors import UserError, with_reason
 
 
 class Line(NamedTuple):
-  """One line of a file."""
-
   where: str  # "FILE:NUMBER", for errors; the first line is number 1
   record: dict[str, Any]  # its object
 
 
 def read(path: epath.PathLike, *, drop_partial: bool = False) -> Iterator[Line]:
-  """The lines of a file in a folder or bucket; see `parse`.
-
-  Raises:
-    UserError: the file cannot be read, or as `parse`.
-  """
+  """The lines of a file in a folder or bucket; see `parse`."""
   with (
     with_reason(f"cannot read {str(path)!r}"),
     epath.Path(path).open("rb") as file,
@@ -35,10 +29,7 @@ def parse(
   """Parses the lines of a file; blank lines are skipped.
 
   With `drop_partial`, a last line that is not JSON is skipped, too: a program
-  is writing it, or was ended while it did. `path` is for errors.
-
-  Raises:
-    UserError: a line is not a JSON object in UTF-8.
+  is writing it, or was ended while it did.
   """
   lines = iter(lines)
   for number, text in enumerate(lines, 1):

@@ -114,11 +114,8 @@ def to_scalars(
   """Fetches the metrics of a step in one transfer, and takes their values.
 
   A metric has a method `value`, and fields that are sums. Metrics of one name
-  are added up first.
-
-  Returns:
-    Scalars, and distributions: the counts of a histogram or one number for each
-    layer.
+  are added up first. Beside the scalars come the distributions: the counts of a
+  histogram or one number for each layer.
   """
   totals = {}
   for part in jax.device_get([dict(m) for m in metrics]):
@@ -139,12 +136,10 @@ class MetricWriter:
 
   Args:
     workdir: a folder, created if missing, or a bucket (gs://..., with gcsfs).
-    total_steps: the steps of the whole run, for the ETA.
+    total_steps: of the whole run, for the ETA.
     resume_step: the restored step k, or 0 for a new run. A resumed run writes
       the steps after k again: their lines and samples are deleted, and
-      TensorBoard hides their events. A new run moves the files of an earlier
-      run to metrics.jsonl.N, distributions.jsonl.N and samples.N, where N is
-      the next free number.
+      TensorBoard hides their events. For a new run see `run_files`.
     edges: the edges of all histograms, ascending, from -inf to inf.
     active: False makes every method a no-op, for all processes but the first.
     wandb: the project in W&B; "" for none.
@@ -152,8 +147,7 @@ class MetricWriter:
 
   Raises:
     UserError: workdir cannot be written, W&B cannot be reached, or a line of a
-      JSON-lines file is not JSON. The last line is an exception: a crash may
-      have cut it short, and it is dropped.
+      JSON-lines file is not JSON; the last one may be cut short.
   """
 
   def __init__(
@@ -225,11 +219,9 @@ class MetricWriter:
     """Writes a step: JSON lines, TensorBoard, W&B, samples and a stdout line.
 
     In JSON, NaN and infinities are null. A step with `time/iteration` also gets
-    `throughput/goodput` and the two times that it is made of.
-
-    `distributions` are the counts of histograms, or one number for each layer;
-    `samples` the problem, response, reference and reward of each. Three of them
-    are printed. In a bucket they upload everything written before, too.
+    `throughput/goodput` and the two times that it is made of. `samples` have
+    problem, response, reference and reward. Three of them are printed. In a
+    bucket they upload everything written before, too.
     """
     if not self._active:
       return
@@ -248,7 +240,7 @@ class MetricWriter:
     self._print(step, scalars, samples)
 
   def _write_distributions(self, step, scalars, distributions) -> None:
-    """Writes them to their file, and all numbers to TensorBoard and W&B."""
+    """To their file, and all numbers to TensorBoard and W&B."""
     if distributions:
       short = {k: list(map(short_number, d)) for k, d in distributions.items()}
       self._distributions.append(line({"step": step, **short}))
@@ -265,8 +257,8 @@ class MetricWriter:
     if self._recent[-1][1] == step:  # an evaluation before the first step
       self._recent.pop()
     self._recent.append((Progress.clock(), step))
-    left = _seconds_left(self._recent, self._total_steps)
     total = self._total_steps
+    left = _seconds_left(self._recent, total)
     _print(
       f"{step:{len(str(total))}}/{total} {_columns(scalars)} "
       f"eta {_clock(left):>8}"
@@ -278,7 +270,6 @@ class MetricWriter:
       )
 
   def _write_samples(self, samples: Sequence[Sample]) -> None:
-    """Writes a file and an event."""
     step = samples[0].step
     run_files.write_samples(self._samples, step, samples)
     fields = [field for s in samples for field in s._asdict().items()]
@@ -308,8 +299,7 @@ class _Goodput:
       self._began -= rows[-1]["time/since_start"] + since_row
       self._iterations = sum(row["time/iteration"] for row in rows)
 
-  def after(self, iteration: float) -> dict[str, float]:
-    """The metrics after an iteration of this many seconds."""
+  def after(self, iteration: float) -> dict[str, float]:  # seconds
     self._iterations += iteration
     since_start = time.monotonic() - self._began
     return {
@@ -337,7 +327,6 @@ def _counts_and_edges(
 def _histogram(
   name: str, counts: np.ndarray, edges: np.ndarray
 ) -> dict[str, Any]:
-  """A TensorBoard histogram."""
   # TensorBoard draws min and max as the outer edges of the outermost bins that
   # are not empty.
   filled = np.flatnonzero(counts) if counts.any() else np.arange(len(counts))

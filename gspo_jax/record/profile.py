@@ -58,7 +58,6 @@ class Profile:
 
   @contextlib.contextmanager
   def iteration(self, step: int) -> Iterator[None]:
-    """Goes around an iteration."""
     if not self._first <= step <= self._last:
       yield
       return

@@ -30,11 +30,6 @@ class Progress:
   rarer, to one a minute. Only process 0 prints, and only whole lines, so that a
   log file reads like a terminal:
 
-    with Progress("cold start", 800, "steps") as progress:
-      for batch in batches:
-        ...
-        progress.advance()
-
     cold start: 150/800 steps in 20 s, 85 s left
     ...
     cold start: 800 steps in 105 s
@@ -51,10 +46,7 @@ class Progress:
       lines show the seconds so far.
     done: how many units were done before, by work that is resumed.
     after: seconds before the first line; None is 10.
-    file: where to print; None is stdout.
-
-  Attributes:
-    note: ends the last line; "" at first.
+    file: None is stdout.
   """
 
   compile_seconds: ClassVar[float] = 0.0  # that `Compilations` has measured
@@ -75,7 +67,8 @@ class Progress:
     self._after = SECONDS if after is None else after
     self._start, self._done, self._tokens = time.monotonic(), done, 0
     self._first = self._last = None  # (clock, done) of an `advance`
-    self._next, self._prints, self.note = 0.0, multihost.is_primary(), ""
+    self._next, self._prints = 0.0, multihost.is_primary()
+    self.note = ""  # ends the last line
 
   def __enter__(self) -> "Progress":
     self._start = time.monotonic()
@@ -107,7 +100,6 @@ class Progress:
     self._first = self._first or self._last
 
   def line(self) -> str:
-    """What there is to say now."""
     now, seconds = self.clock(), time.monotonic() - self._start
     if not self._unit:
       return f"{self._work}: {duration(seconds)} so far"
@@ -123,9 +115,8 @@ class Progress:
     return f"{line}, {duration(max(left, 0))} left"
 
   def _tokens_per_second(self, seconds: float) -> str:
-    if not self._tokens:
-      return ""
-    return f", {self._tokens / max(seconds, 1e-9):,.0f} tokens/s"
+    rate = self._tokens / max(seconds, 1e-9)
+    return f", {rate:,.0f} tokens/s" if rate else ""
 
   @classmethod
   def print_due(cls) -> None:
@@ -171,13 +162,7 @@ class Compilations:
   """A context manager that says what JAX compiles.
 
   What is compiled for over a second has lines, and what is traced or lowered
-  for over ten:
-
-    compiling update: 1 s so far
-    compiling update: 11 s so far
-    compiling update: 34 s
-
-  The time, also that of reading JAX's compilation cache, is added to
+  for over ten. The time, also of reading JAX's compilation cache, is added to
   `Progress.compile_seconds`.
   """
 

@@ -38,11 +38,7 @@ def locked(workdir: str) -> Iterator[None]:
 
   The kernel frees the lock when the process ends, also after a SIGKILL. It is
   of the kind (POSIX) that NFS passes on to other hosts, and that child
-  processes do not inherit. A bucket has no such lock, see
-  docs/fault_tolerance.md.
-
-  Raises:
-    UserError: another run has the lock, or `workdir` cannot be written.
+  processes do not inherit. A bucket has none, see docs/fault_tolerance.md.
   """
   if in_bucket(workdir):
     yield
@@ -68,7 +64,7 @@ def locked(workdir: str) -> Iterator[None]:
 
 
 def is_file(path: epath.PathLike) -> bool:
-  """Whether it is a file; a pipe is none, for to open it waits for a writer."""
+  """Whether it is a file. A pipe is none: to open it waits for a writer."""
   path = epath.Path(path)
   return path.is_file() if in_bucket(path) else os.path.isfile(path)
 
@@ -78,10 +74,10 @@ class RunFile:
 
   In a folder, each append is on disk at once. In a bucket, gcsfs opens "ab" as
   "wb" (fsspec/gcsfs#533), so the whole content (MBs late in a run) is kept in
-  memory and uploaded again: by the first append at least `UPLOAD_SECONDS` after
-  the last upload, by `flush_to_bucket` and by `close`. Exceptions and SIGTERM
-  end in `close` and lose nothing; a SIGKILL or a lost host loses the data since
-  the last upload, which a run makes before each checkpoint.
+  memory and uploaded again, at the earliest `UPLOAD_SECONDS` after the last
+  upload, and by `flush_to_bucket` and `close`. Exceptions and SIGTERM end in
+  `close` and lose nothing; a SIGKILL or a lost host loses the data since the
+  last upload, which a run makes before each checkpoint.
   """
 
   def __init__(self, path: epath.Path, content: bytes):
@@ -115,23 +111,13 @@ class RunFile:
     self._file.close()
 
 
-class RunFiles(NamedTuple):
-  """The JSON-lines files of a run."""
-
-  metrics: RunFile
-  distributions: RunFile
-
-
 def open_run_files(
   workdir: epath.Path, resume_step: int, edges: Sequence[float]
-) -> RunFiles:
-  """Opens the JSON-lines files, without what the run will write again.
+) -> list[RunFile]:
+  """Opens metrics.jsonl and distributions.jsonl, to continue after a step.
 
   It keeps the steps up to `resume_step`, if metrics.jsonl has the row of this
   step; with 0 it moves the old files aside.
-
-  Raises:
-    UserError: a line is not JSON, or the file has other histogram edges.
   """
   workdir.mkdir(parents=True, exist_ok=True)
   first_line = line({"edges": [short_number(float(edge)) for edge in edges]})
@@ -158,7 +144,7 @@ def open_run_files(
     old = [paths[name] for name in headers if contents[name] != headers[name]]
     _move_aside(old + ([samples] if samples.exists() else []))
     contents = headers
-  return RunFiles(*(RunFile(paths[name], contents[name]) for name in paths))
+  return [RunFile(paths[name], contents[name]) for name in paths]
 
 
 def _move_aside(paths: Sequence[epath.Path]) -> None:
@@ -208,7 +194,6 @@ def counts_over_edges(name: str, values: Sequence, edges: Sequence) -> bool:
 
 
 def line(record: Mapping[str, Any]) -> bytes:
-  """One line of a JSON-lines file."""
   return json.dumps(record).encode() + b"\n"
 
 
@@ -242,11 +227,7 @@ def write_samples(
 
 
 def read_samples(folder: epath.Path) -> dict[int, list[Sample]]:
-  """The samples of a run by step; {} if the folder does not exist.
-
-  Raises:
-    UserError: a line is not a sample; only the last one may be cut short.
-  """
+  """The samples of a run by step; {} if the folder does not exist."""
   samples = {}
   for file in sorted(folder.iterdir()) if folder.exists() else ():
     if name := _SAMPLE_FILE.fullmatch(file.name):

@@ -16,9 +16,6 @@ def require_login(project: str) -> None:
   """Checks that `WandbRun` will work, before a run spends hours on other work.
 
   On a terminal wandb may ask for a key; elsewhere it does not wait.
-
-  Raises:
-    UserError: the package is missing, or nobody is logged in.
   """
   try:
     import wandb
@@ -44,9 +41,6 @@ class WandbRun:
       the run's id. If it is no bucket, wandb writes its own files there, too.
     config: all keys of the run.
     resumes: whether to go on in the W&B run of wandb_id.
-
-  Raises:
-    UserError: W&B cannot be reached.
   """
 
   def __init__(

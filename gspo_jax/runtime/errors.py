@@ -32,10 +32,9 @@ def install(extra: str) -> str:
 def missing_package(
   error: ImportError, extra: str, name: str = "this"
 ) -> UserError:
-  """The error to raise where an optional package cannot be imported.
+  """The error to raise where a package of an `extra` cannot be imported.
 
-  The `extra` of setup.cfg has it. `name` is what needs it, as the user typed
-  it: "reward 'math'".
+  `name` is what needs it, as the user typed it: "reward 'math'".
   """
   return UserError(
     f"{name} needs a package that is not installed ({error}): {install(extra)}"
@@ -43,10 +42,9 @@ def missing_package(
 
 
 def how_to_download(folder: str) -> str:
-  """The end of the error for a folder that does not exist.
+  """The end of the error for a missing folder, if it looks like OWNER/NAME.
 
-  How to download it, if it looks like the id of a model on the Hugging Face
-  Hub, OWNER/NAME; else "".
+  That is the id of a model on the Hugging Face Hub.
   """
   model = re.fullmatch(r"[A-Za-z0-9][\w.-]*/([A-Za-z0-9][\w.-]*)", str(folder))
   if not model:
@@ -83,9 +81,8 @@ def with_reason(subject: str) -> Iterator[None]:
 def content_of(subject: str) -> Iterator[None]:
   """Raises what the content of a file causes as UserError "SUBJECT: reason".
 
-  For code that interprets what others wrote, such as a chat template: the same
-  content raises the same error after every restart. Errors of a disk or a
-  bucket are raised as they are.
+  For code that interprets what others wrote, such as a chat template: it raises
+  the same error after every restart. Those of a disk are raised as they are.
   """
   try:
     yield
@@ -127,19 +124,15 @@ def _is_callers(error: Exception) -> bool:
 
 
 def _classes(error: BaseException) -> set[str]:
-  """The names of the classes of an error and of its causes."""
+  """Those of an error and of its causes, by name."""
   names = {cls.__name__ for cls in type(error).__mro__}
   return names | (_classes(error.__cause__) if error.__cause__ else set())
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-  """The hint that ends an error message about an invalid `name`.
-
-  "did you mean 'x'?" if `mistyped` finds a choice, else a list of all.
-  """
+  """The end of an error: "did you mean 'x'?" if mistyped, else all choices."""
   choices = sorted(choices)
-  close = mistyped(name, choices)
-  if close:
+  if close := mistyped(name, choices):
     return f"did you mean {either(close)}?"
   return f"choose one of {', '.join(choices)}"
 
@@ -155,9 +148,8 @@ def mistyped(name: str, choices: Iterable[str]) -> list[str]:
 
   A typo is an added, missing or wrong letter, or two adjacent letters swapped.
   A name of 1 or 2 letters may have no typo, one of 3 to 5 letters one. Case is
-  ignored. Digits must agree: qwen3-14b is not a typo of qwen3-4b.
-
-  Those with the fewest typos are returned, in the order of `choices`.
+  ignored. Digits must agree: qwen3-14b is not a typo of qwen3-4b. Only those
+  with the fewest typos are returned.
   """
   distances = {}
   for choice in choices:

@@ -23,18 +23,12 @@ from gspo_jax.runtime.errors import UserError, nearest
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-  """The values that a key may have.
+  """The values that a key may have."""
 
-  Attributes:
-    expected: the range in words.
-    holds: whether a value lies in it.
-  """
-
-  expected: str
-  holds: Callable[[Any], bool]
+  expected: str  # the range in words
+  holds: Callable[[Any], bool]  # whether a value lies in it
 
   def check(self, name: str, value) -> None:
-    """UserError where `value` is outside."""
     if not self.holds(value):
       raise UserError(f"{name}={value}: expected {self.expected}")
 
@@ -46,7 +40,6 @@ class Choice:
   names: tuple[str, ...]
 
   def check(self, name: str, value) -> None:
-    """UserError with the nearest name where `value` is none of them."""
     if value not in self.names:
       raise UserError(f"{name}={value!r}: {nearest(value, self.names)}")
 
@@ -60,13 +53,7 @@ UNDER_1 = Range("0 or more, under 1", lambda x: 0 <= x < 1)
 
 
 def key(default, meaning: str, rule: Range | Choice | None = None) -> Any:
-  """The field of a section for one key.
-
-  Args:
-    default: its value in configs/common.py.
-    meaning: with its unit; a sentence or two.
-    rule: what `check` holds it to.
-  """
+  """The field of a section for one key; `check` holds it to the `rule`."""
   metadata = {"meaning": meaning, "rule": rule}
   return dataclasses.field(default=default, metadata=metadata)
 

@@ -59,10 +59,7 @@ def start(
   """Joins the other processes of the job. Call it before any use of a device.
 
   Without arguments it joins the hosts of a Cloud TPU slice, and does nothing on
-  a single machine.
-
-  `coordinator` is the HOST:PORT at which process 0 listens; `process_id` counts
-  from 0.
+  a single machine. `coordinator` is the HOST:PORT at which process 0 listens.
 
   Raises:
     UserError: process 0 cannot listen at that address, or the hosts of a slice
@@ -87,8 +84,8 @@ def start(
       shutdown_timeout_seconds=TIMEOUT_SECONDS,
     )
   except RuntimeError as error:
-    where = f"--coordinator={coordinator}" if coordinator else "TPU slice"
-    raise UserError(f"{where}: {error}") from error
+    name = f"--coordinator={coordinator}" if coordinator else "TPU slice"
+    raise UserError(f"{name}: {error}") from error
   except ValueError:  # JAX detects no cluster; see `require_joined`
     if coordinator:
       raise
@@ -100,8 +97,7 @@ def _beat() -> None:
   """Shows that this process lives; process 0 prints which one is silent.
 
   JAX ends all processes for one that died, with a page of C++ that no Python
-  can come after. Where process 0 dies, it does so at once: nothing can be
-  printed before.
+  can come after; where process 0 dies, at once.
   """
   try:
     from jax._src.distributed import global_state
@@ -278,11 +274,7 @@ def run_on_all(work: Callable[[], T]) -> T:
 
 
 def require_same(settings: Mapping[str, Any]) -> None:
-  """Checks that all processes have the same settings.
-
-  Raises:
-    AgreedError: with the name of the first setting that differs.
-  """
+  """AgreedError with the name of the first setting that differs somewhere."""
   names = str(zlib.crc32(repr(list(settings)).encode()))
   if len(set(allgather_text(names))) > 1:
     raise AgreedError("the processes were started with different config files")
@@ -297,13 +289,9 @@ def require_same(settings: Mapping[str, Any]) -> None:
 
 
 def require_shared(workdir: epath.Path) -> None:
-  """Checks that all processes can write to `workdir`, and share it.
+  """AgreedError unless all processes can write to `workdir`, and share it.
 
   Each process writes a probe file and removes it again.
-
-  Raises:
-    AgreedError: a process cannot write, or does not see the others' files.
-    Exception: as `run_on_all`, for an outage.
   """
   probe = lambda process: workdir / f".writable.{process}"
   local_probe = probe(jax.process_index())
@@ -342,39 +330,28 @@ def local_rows(array: jax.Array) -> dict[int, np.ndarray]:
   """The rows of a global [B, ...] array that this process owns.
 
   Along the `tensor` axis several devices, perhaps of several hosts, hold the
-  same row. Exactly one process owns it: the one with its first replica.
-
-  Returns:
-    Row number in [0, B) -> row, in ascending order.
+  same row. Exactly one process owns it: the one with its first replica. Rows
+  are by their number in [0, B), in ascending order.
   """
-  first_replicas = [s for s in array.addressable_shards if s.replica_id == 0]
-  shards = {s.index[0].start or 0: s.data for s in first_replicas}
-  return {
-    begin + i: row
-    for begin, rows in sorted(jax.device_get(shards).items())
-    for i, row in enumerate(rows)
-  }
+  return _rows([s for s in array.addressable_shards if s.replica_id == 0])
 
 
 def addressable_rows(array: jax.Array) -> dict[int, np.ndarray]:
-  """The rows of a global [B, ...] array on the devices of this process.
+  """Those on devices of this process; several processes may have a row."""
+  return _rows(array.addressable_shards)
 
-  Unlike with `local_rows`, several processes may have the same row.
-  """
-  shards = {s.index[0].start or 0: s.data for s in array.addressable_shards}
+
+def _rows(shards) -> dict[int, np.ndarray]:
+  begins = {s.index[0].start or 0: s.data for s in shards}
   return {
     begin + i: row
-    for begin, rows in jax.device_get(shards).items()
+    for begin, rows in sorted(jax.device_get(begins).items())
     for i, row in enumerate(rows)
   }
 
 
 def allgather_rows(values: Mapping[int, float], like: jax.Array) -> np.ndarray:
-  """Joins one value for each row from all processes.
-
-  Args:
-    values: row number -> value, for each row of `local_rows(like)`.
-    like: [B].
+  """Joins one value for each row of `local_rows(like)` from all processes.
 
   Returns:
     [B] float32, the same on every process.

@@ -9,11 +9,10 @@ from gspo_jax.runtime import multihost
 class Preemption:
   """A context manager that turns SIGTERM into a flag for the training loop.
 
-  A signal handler sets `requested` in this process. At the end of the context
-  the previous handler is restored. Python allows signal handlers in the main
-  thread only: in any other thread this process ignores its own SIGTERM. SIGINT
-  is left to the caller: in a notebook it raises KeyboardInterrupt, and
-  `gspo_jax.main` turns it into a SIGTERM.
+  At the end of the context the previous handler is restored. Python allows
+  signal handlers in the main thread only: in any other thread this process
+  ignores its own SIGTERM. SIGINT is left to the caller: in a notebook it raises
+  KeyboardInterrupt, and `gspo_jax.main` turns it into a SIGTERM.
 
   JAX's preemption service is not used. It compares step numbers, and Orbax
   queries it at each save: where the two count steps differently (a cold start

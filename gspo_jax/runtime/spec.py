@@ -13,15 +13,9 @@ from gspo_jax.runtime import errors
 def imported(
   name: str, built_in: Mapping[str, str], kind: str = "reward"
 ) -> Callable[..., Any]:
-  """The function or class that a config names.
+  """The function or class that a config names, a `kind` in errors.
 
-  Args:
-    name: a key of `built_in`, or `package.module.attribute`.
-    built_in: short names and what they stand for.
-    kind: what it is, for errors.
-
-  Raises:
-    UserError: there is none, or its module does not import.
+  `name` is `package.module.attribute`, or a short name of `built_in`.
   """
   path, _, attribute = built_in.get(name, name).rpartition(".")
   if not path:
@@ -70,14 +64,7 @@ def values(
 ) -> dict[str, Any]:
   """`key=value,key=value` as a dict; each value is a Python literal or text.
 
-  Args:
-    name: in front of the colon of a spec.
-    known: the keys that it may have.
-    text: behind the colon.
-    kind: what `name` is, for errors.
-
-  Raises:
-    UserError: the text has another form, or a key is unknown.
+  `name` is in front of the colon of a spec, `text` behind it.
   """
   found = {}
   for part in text.split(","):
@@ -105,16 +92,10 @@ def keywords(function: Callable[..., float]) -> dict[str, inspect.Parameter]:
 def chosen(
   key: str, spec: str, table: Mapping[str, Callable[..., Any]]
 ) -> functools.partial:
-  """The function of a table that a key names, with the numbers of its spec.
+  """The function of a table that a `key` names, with the numbers of its spec.
 
-  Args:
-    key: of the config, for errors.
-    spec: `name` or `name:key=value,key=value`; the keys are keyword-only
-      arguments of the function, which have numbers as defaults.
-    table: functions by name.
-
-  Raises:
-    UserError: no such name, no such argument, or no number.
+  `spec` is `name` or `name:argument=value,argument=value`; these are
+  keyword-only arguments, which have numbers as defaults.
   """
   name, colon, text = spec.partition(":")
   if name not in table:

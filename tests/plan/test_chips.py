@@ -22,9 +22,7 @@ def box(*ranges, of_slice=0):
 @pytest.mark.parametrize(
   ("topology", "kind", "shape"),
   [
-    ("v5e:4x4", "v5e", (4, 4)),
     ("v5p:4x4x4", "v5p", (4, 4, 4)),
-    ("v6e:16x16", "v6e", (16, 16)),
     ("tpu7x:2x2x1", "tpu7x", (2, 2, 1)),
     ("v5e:1x4", "v5e", (1, 4)),
     ("v6e-1", "v6e", (1, 1)),
@@ -56,15 +54,12 @@ def test_accelerator_types_are_those_of_the_launch_scripts():
     ("v5p:4x4", "expected 3 sizes, as in v5p:4x4x4"),
     ("v5e:4x4x4", "expected 2 sizes, as in v5e:4x4"),
     ("v5e", "expected 2 sizes"),
-    ("v5e:4x", "expected 2 sizes"),
     ("v5e:0x2", "expected 2 sizes"),  # libtpu crashes on it
     ("v5e:-2x2", "expected 2 sizes"),
     ("v5p:3x4x4", "first two sizes, for .* smaller one is v5p:2x4x4"),
     ("v5e:4x15", "smaller one is v5e:4x14"),
-    ("v5p-100", "v5p- and a number of TensorCores: 8, 16, 32, 64, or a mul"),
     ("v5p-128000", "8, 16, 32, 64, or a multiple of 128 up to 12288"),
     ("v6e-12", "a number of chips: 1, 4, 8, 16, 32, 64, 128, 256$"),
-    ("h200-8", "choose one of tpu7x, v5e, v5p, v6e"),
     ("v5e:32x16", "512 chips, but a slice of v5e has at most 256"),
   ],
 )
@@ -82,6 +77,9 @@ def test_a_ring_is_twice_as_fast_as_a_line():
   assert bandwidth(tpu_slice, ring, to_all=False) == 2 * link
   assert bandwidth(tpu_slice, part, to_all=False) == link
   assert bandwidth(tpu_slice, box(range(8), range(16)), False) == 3 * link
+  # Between slices, the network is the limit.
+  both = [*box([0], [0]), *box([0], [0], of_slice=1)]
+  assert bandwidth(tpu_slice, both, to_all=False) == tpu_slice.chip.network
 
 
 @pytest.mark.parametrize(
@@ -97,12 +95,6 @@ def test_all_to_all_is_limited_by_the_smallest_cut(topology, cut_links):
   assert bandwidth(tpu_slice, everyone, to_all=True) == pytest.approx(
     1 / seconds_a_byte
   )
-
-
-def test_between_slices_the_network_is_the_limit():
-  tpu_slice = parse("v5e:2x2")
-  both = [DeviceCoordinates(0, (0, 0)), DeviceCoordinates(1, (0, 0))]
-  assert bandwidth(tpu_slice, both, to_all=False) == tpu_slice.chip.network
 
 
 @pytest.mark.parametrize(
@@ -138,7 +130,6 @@ def test_between_the_devices_of_a_chip_are_links_too():
 
 @pytest.mark.parametrize("to_all", [False, True])
 def test_two_devices_of_one_chip_share_its_links(to_all):
-  """What the links of a chip carry in a second, for all its devices."""
   tpu_slice = parse("tpu7x:2x2x1")
   link = tpu_slice.chip.link
   one_each = box(range(2), [0], [0])

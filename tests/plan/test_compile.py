@@ -35,10 +35,9 @@ def test_without_libtpu_it_names_the_extra(monkeypatch):
     plan_compile.prepare()
 
 
-def test_needed_memory_is_the_larger_estimate():
-  sizes = {"arguments": 10, "outputs": 6, "aliased": 4, "code": 1}
-  assert plan_compile.Memory(**sizes, temporaries=20, peak=5).needed == 33
-  assert plan_compile.Memory(**sizes, temporaries=20, peak=50).needed == 50
+@pytest.mark.parametrize(("peak", "needed"), [(5, 33), (50, 50)])
+def test_needed_memory_is_the_larger_estimate(peak, needed):
+  assert plan_compile.Memory(10, 6, 4, 20, 1, peak).needed == needed
 
 
 @needs_libtpu

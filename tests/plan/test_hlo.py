@@ -33,26 +33,18 @@ def module():
   return hlo_module.parse(TEXT)
 
 
-def test_computations_and_the_entry(module):
+def test_computations_operands_and_uses(module):
   assert set(module.computations) == {"inner", "main.1"}
   assert module.entry is module["main.1"]
   assert module.entry.root.name == "get-tuple-element.3"
   assert module.entry.root.index == 0
   assert [p.name for p in module.entry.parameters.values()] == ["x", "y"]
-
-
-def test_operands_and_uses(module):
   kernel = module.entry.get("kernel.2")
-  assert kernel.op == "custom-call"
-  assert kernel.operands == ("x", "y")
+  assert (kernel.op, kernel.operands) == ("custom-call", ("x", "y"))
   users = [(i.name, at) for i, at in module.entry.uses["x"]]
   assert users == [("kernel.2", 0), ("call-start", 0)]
-  assert "kernel.2" in module.entry.uses
-  assert "nobody" not in module.entry.uses
-
-
-def test_line_breaks_in_attributes_belong_to_the_instruction(module):
-  assert module.entry.get("kernel.2").source == "jit(f)/kernel"
+  # A line break in attributes belongs to the instruction.
+  assert kernel.source == "jit(f)/kernel"
   assert module.entry.get("y").source == "y"
 
 

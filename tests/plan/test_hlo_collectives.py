@@ -50,22 +50,17 @@ def test_mesh_groups_against_numpy(axes, taken):
   assert group(text, 64) == tuple(whole[taken].flatten())
 
 
-def simulated_ring(kind, n, size):
-  """Bytes that each of n devices sends to its neighbour, hop by hop."""
-  hops = {"all-gather": n - 1, "reduce-scatter": n - 1, "all-reduce": 2 * n - 2}
-  return hops[kind] * size / n
-
-
 @pytest.mark.parametrize("n", [2, 4, 16])
 def test_wire_bytes(n):
   members, size = tuple(range(n)), 4800.0
   wire = lambda kind, result: Collective(kind, members, result).wire
-  for kind, result in (
-    ("all-gather", size),
-    ("all-reduce", size),
-    ("reduce-scatter", size / n),
+  # In a ring a device sends a share to its neighbour in each hop.
+  for kind, result, hops in (
+    ("all-gather", size, n - 1),
+    ("all-reduce", size, 2 * n - 2),
+    ("reduce-scatter", size / n, n - 1),
   ):
-    assert wire(kind, result) == simulated_ring(kind, n, size)
+    assert wire(kind, result) == hops * size / n
   # A device keeps its own share and sends the rest.
   assert wire("all-to-all", size) == size - size / n
   assert wire("collective-permute", size) == size
@@ -115,6 +110,7 @@ ENTRY %main (x: f32[16]) -> f32[16] {
 }
 """  # noqa: E501
 FOUR = (0, 1, 2, 3)
+PERMUTE = Collective("collective-permute", (0, 1), 64, "send-start")
 
 
 @pytest.mark.parametrize(
@@ -127,10 +123,7 @@ FOUR = (0, 1, 2, 3)
       [Collective("collective-permute", (0, 1), 64, "send-start")],
     ),
     ("async-start", [Collective("all-gather", FOUR, 256, "channel 7")]),
-    (
-      "both-start",
-      [Collective("all-gather", FOUR, 256 + 64, "both-start")],
-    ),
+    ("both-start", [Collective("all-gather", FOUR, 256 + 64, "both-start")]),
     ("middle", []),
     ("async-done", []),
     ("away", [Collective("network", (0, 7), 64, "away")]),

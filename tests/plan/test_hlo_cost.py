@@ -2,29 +2,20 @@
 
 import pytest
 
-from gspo_jax.plan.hlo.cost import (
-  CollectiveKind,
-  DataDependent,
-  HloCost,
-  OperationCost,
-  Traffic,
-)
+from gspo_jax.plan.hlo import cost as hlo_cost
+from gspo_jax.plan.hlo.cost import DataDependent, HloCost, OperationCost
+
+SUMS = {
+  "flops": 6, "attention_flops": 1, "padding_flops": 2, "hbm_bytes": 4,
+  "hbm_seconds": 0.5, "roofline_seconds": 3, "estimated_seconds": 1,
+  "stalled_seconds": 2,
+}  # fmt: skip
 
 
 def some_cost():
-  cost = HloCost(
-    flops=6,
-    attention_flops=1,
-    padding_flops=2,
-    hbm_bytes=4,
-    hbm_seconds=0.5,
-    roofline_seconds=3,
-    estimated_seconds=1,
-    stalled_seconds=2,
-  )
-  cost.collectives[CollectiveKind("all-gather", 4, False)] = Traffic(
-    2, 100, 5, 50
-  )
+  cost = HloCost(**SUMS)
+  kind = hlo_cost.CollectiveKind("all-gather", 4, False)
+  cost.collectives[kind] = hlo_cost.Traffic(2, 100, 5, 50)
   cost.add_operation("dot", OperationCost(3, 6, 4, 5))
   cost.unknown_kernels["kernel"] = 1
   cost.loops.append(DataDependent("loop", 8, 1, HloCost(roofline_seconds=7)))
@@ -39,18 +30,7 @@ def test_adding_ten_times_equals_adding_once_ten_times():
   ten.add(some_cost(), 10)
   for _ in range(10):
     once.add(some_cost())
-  for name in (
-    "flops",
-    "attention_flops",
-    "padding_flops",
-    "hbm_bytes",
-    "hbm_seconds",
-    "roofline_seconds",
-    "estimated_seconds",
-    "stalled_seconds",
-    "collectives",
-    "unknown_kernels",
-  ):
+  for name in (*SUMS, "collectives", "unknown_kernels"):
     assert getattr(ten, name) == getattr(once, name) != getattr(HloCost(), name)
   assert ten.by_source == once.by_source == {"dot": (30, 60, 40, 50)}
   assert ten.loops[0].times == sum(o.times for o in once.loops) == 10

@@ -5,15 +5,9 @@ import pytest
 from gspo_jax.plan import chips, hlo
 
 CHIP = chips.Chip(
-  flops=1e6,
-  hbm=1e9,
-  hbm_bandwidth=1e3,
-  link=100.0,
-  network=1.0,
-  axes=2,
-  cubes=False,
-  flops_a_cycle=1000,
-)
+  flops=1e6, hbm=1e9, hbm_bandwidth=1e3, link=100.0, network=1.0, axes=2,
+  cubes=False, flops_a_cycle=1000,
+)  # fmt: skip
 
 
 def cost_of(text, **options):

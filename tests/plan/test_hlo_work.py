@@ -60,14 +60,21 @@ def test_overlaps_against_brute_force():
   assert tried > 300
 
 
-def test_a_kernel_reports_its_flops():
+@pytest.mark.parametrize(
+  ("stated", "flops"),
+  [
+    ("", 0),
+    (', backend_config={"cost_estimate":{"bytes":"1","flops":"42"}}', 42),
+  ],
+)
+def test_a_kernel_that_states_no_flops_is_unknown(stated, flops):
   work = first_of(
     "  %a = f32[4]{0} parameter(0)\n"
     '  ROOT %it = f32[4]{0} custom-call(%a), custom_call_target="tpu_custom_'
-    'call", backend_config={"cost_estimate":{"bytes":"1","flops":"42"}}'
+    f'call"{stated}'
   )
-  assert hlo_work.flops(*work) == 42
-  assert not hlo_work.is_unknown_kernel(*work[1:])
+  assert hlo_work.flops(*work) == flops
+  assert hlo_work.is_unknown_kernel(*work[1:]) == (not flops)
 
 
 def blocks_of(T, name, fused):
@@ -113,15 +120,6 @@ def test_attention_kernels_by_counting_blocks(name, results, products, T):
   assert not hlo_work.is_unknown_kernel(module.entry, kernel)
 
 
-def test_a_kernel_that_reports_no_flops_is_unknown():
-  _, entry, kernel = first_of(
-    "  %a = f32[4]{0} parameter(0)\n"
-    '  ROOT %it = f32[4]{0} custom-call(%a), custom_call_target="tpu_custom_'
-    'call"'
-  )
-  assert hlo_work.is_unknown_kernel(entry, kernel)
-
-
 STACK = """
 %pick (s: f32[48,1000], n: s32[]) -> f32[1000] {
   %s = f32[48,1000]{1,0} parameter(0)
@@ -150,65 +148,11 @@ PARAMETERS = (
   "  %a = f32[48,1000]{1,0} parameter(0)\n"
   "  %v = f32[1,1000]{1,0:S(1)} parameter(1)\n"
   "  %i = s32[]{:S(6)} parameter(2)\n"
+  "  %ids = s32[5]{0:S(1)} parameter(3)\n"
+  "  %rows = f32[5,1000]{1,0:S(1)} parameter(4)\n"
+  "  %s = f32[1000]{0} parameter(5)\n"
+  "  %n = bf16[48,1000]{1,0:T(16,128)(2,1)} parameter(6)\n"
 )
-
-
-@pytest.mark.parametrize("callee", ["pick", "double"])
-def test_a_slice_reads_the_slice(callee):
-  work = first_of(
-    PARAMETERS + "  ROOT %it = f32[1000]{0} fusion(%a, %i), kind=kLoop, "
-    f"calls=%{callee}",
-    computations=STACK,
-  )
-  assert hlo_work.hbm_bytes(*work) == 4000 + 4000
-
-
-def test_an_update_in_place_writes_the_update():
-  work = first_of(
-    PARAMETERS
-    + "  ROOT %it = f32[48,1000]{1,0} fusion(%a, %v, %i), kind=kLoop, "
-    "calls=%store",
-    computations=STACK,
-  )
-  assert hlo_work.hbm_bytes(*work) == 4000  # the row came from VMEM
-
-
-def test_a_gather_reads_the_rows():
-  work = first_of(
-    PARAMETERS + "  %ids = s32[5]{0:S(1)} parameter(3)\n"
-    "  ROOT %it = f32[5,1000]{1,0} gather(%a, %ids), slice_sizes={1,1000}"
-  )
-  assert hlo_work.hbm_bytes(*work) == 2 * 5 * 4000
-
-
-def test_a_prefetch_reads_hbm_once():
-  work = first_of(
-    PARAMETERS + "  ROOT %it = (f32[48,1000]{1,0:S(1)}, f32[48,1000]{1,0}, "
-    "u32[]{:S(2)}) copy-start(%a)"
-  )
-  assert hlo_work.hbm_bytes(*work) == 48 * 4000
-
-
-@pytest.mark.parametrize(
-  "line",
-  [
-    "f32[48000]{0} bitcast(%a)",
-    "(f32[48,1000]{1,0}) tuple(%a)",
-    'f32[9]{0} custom-call(), custom_call_target="AllocateBuffer"',
-  ],
-)
-def test_names_and_aliases_move_no_bytes(line):
-  work = first_of(f"{PARAMETERS}  ROOT %it = {line}")
-  assert hlo_work.hbm_bytes(*work) == 0
-
-
-def test_a_scatter_reads_and_writes_the_rows_it_adds_to():
-  work = first_of(
-    PARAMETERS + "  %ids = s32[5]{0:S(1)} parameter(3)\n"
-    "  %rows = f32[5,1000]{1,0:S(1)} parameter(4)\n"
-    "  ROOT %it = f32[48,1000]{1,0} scatter(%a, %ids, %rows), to_apply=%add"
-  )
-  assert hlo_work.hbm_bytes(*work) == 2 * 5 * 4000
 
 
 NESTED = """
@@ -225,16 +169,6 @@ NESTED = """
 """
 
 
-def test_a_bitcast_in_a_fusion_of_its_own_hides_no_read():
-  """So the compiler writes attention over a cache: this was 0 bytes once."""
-  work = first_of(
-    PARAMETERS
-    + "  ROOT %it = f32[]{:S(1)} fusion(%a), kind=kLoop, calls=%outer",
-    computations=NESTED,
-  )
-  assert hlo_work.hbm_bytes(*work) == 48 * 4000
-
-
 PASSED = """
 %link (g: f32[1000], y: f32[48,1000]) -> (f32[1000], f32[4000], f32[48,1000]) {
   %g = f32[1000]{0} parameter(0)
@@ -244,17 +178,6 @@ PASSED = """
   ROOT %t = (f32[1000]{0}, f32[4000]{0}, f32[48,1000]{1,0}) tuple(%g, %all, %y2)
 }
 """
-
-
-def test_a_fusion_does_not_move_what_it_passes_on():
-  """Nor what a collective moves: that is on the wire."""
-  work = first_of(
-    PARAMETERS + "  %s = f32[1000]{0} parameter(3)\n"
-    "  ROOT %it = (f32[1000]{0}, f32[4000]{0}, f32[48,1000]{1,0}) "
-    "fusion(%s, %a), kind=kLoop, calls=%link",
-    computations=PASSED,
-  )
-  assert hlo_work.hbm_bytes(*work) == 2 * 48 * 4000
 
 
 # libtpu 0.0.51 for tpu7x: a stack of bfloat16, which it names by the layout of
@@ -291,27 +214,7 @@ RELABELLED = """
 """  # noqa: E501
 
 
-@pytest.mark.parametrize(
-  ("call", "moved"),
-  [
-    ("bf16[1,1000]{1,0} fusion(%a, %i), kind=kLoop, calls=%row", 2 * 2000),
-    ("bf16[48,1000]{1,0} fusion(%a, %i), kind=kLoop, calls=%doubled", 2 * 2000),
-    ("bf16[48,1000]{1,0} fusion(%a), kind=kLoop, calls=%copied", 2 * 96000),
-  ],
-)
-def test_a_stack_under_another_layout_is_not_moved(call, moved):
-  """It was charged as a whole in each trip; a copy alone is one."""
-  work = first_of(
-    "  %a = bf16[48,1000]{1,0:T(16,128)(2,1)} parameter(0)\n"
-    "  %i = s32[]{:S(6)} parameter(1)\n"
-    f"  ROOT %it = {call}",
-    computations=RELABELLED,
-  )
-  assert hlo_work.hbm_bytes(*work) == moved
-
-
-def test_a_slice_of_a_converted_stack_reads_the_narrow_one():
-  narrow = """
+NARROW = """
 %wide (q: bf16[48,1000], n: s32[]) -> f32[1,1000] {
   %q = bf16[48,1000]{1,0} parameter(0)
   %n = s32[] parameter(1)
@@ -320,13 +223,42 @@ def test_a_slice_of_a_converted_stack_reads_the_narrow_one():
   ROOT %slice = f32[1,1000]{1,0} dynamic-slice(%f, %n, %z)
 }
 """
-  work = first_of(
-    "  %a = bf16[48,1000]{1,0} parameter(0)\n"
-    "  %i = s32[]{:S(6)} parameter(1)\n"
-    "  ROOT %it = f32[1,1000]{1,0} fusion(%a, %i), kind=kLoop, calls=%wide",
-    computations=narrow,
-  )
-  assert hlo_work.hbm_bytes(*work) == 2000 + 4000
+ROW, ROWS = 4000, 48 * 4000  # bytes in float32
+
+
+@pytest.mark.parametrize(
+  ("computations", "line", "moved"),
+  [
+    # A slice reads the slice, and an update in place writes the update.
+    (STACK, "f32[1000]{0} fusion(%a, %i), calls=%pick", 2 * ROW),
+    (STACK, "f32[1000]{0} fusion(%a, %i), calls=%double", 2 * ROW),
+    (STACK, "f32[48,1000]{1,0} fusion(%a, %v, %i), calls=%store", ROW),
+    ("", "f32[5,1000]{1,0} gather(%a, %ids), slice_sizes={1,1000}", 10 * ROW),
+    # A scatter reads and writes the rows that it adds to.
+    ("", "f32[48,1000]{1,0} scatter(%a, %ids, %rows), to_apply=%add", 10 * ROW),
+    # A prefetch reads HBM once; names and aliases move nothing.
+    ("", "(f32[48,1000]{1,0:S(1)}, f32[48,1000]{1,0}, u32[]{:S(2)}) "
+     "copy-start(%a)", ROWS),
+    ("", "f32[48000]{0} bitcast(%a)", 0),
+    ("", "(f32[48,1000]{1,0}) tuple(%a)", 0),
+    ("", 'f32[9]{0} custom-call(), custom_call_target="AllocateBuffer"', 0),
+    # So the compiler writes attention over a cache: this was 0 bytes once.
+    (NESTED, "f32[]{:S(1)} fusion(%a), calls=%outer", ROWS),
+    # A fusion does not move what it passes on, nor what a collective moves.
+    (PASSED, "(f32[1000]{0}, f32[4000]{0}, f32[48,1000]{1,0}) "
+     "fusion(%s, %a), calls=%link", 2 * ROWS),
+    # A stack under another layout was charged as a whole in each trip; a copy
+    # alone is one.
+    (RELABELLED, "bf16[1,1000]{1,0} fusion(%n, %i), calls=%row", ROW),
+    (RELABELLED, "bf16[48,1000]{1,0} fusion(%n, %i), calls=%doubled", ROW),
+    (RELABELLED, "bf16[48,1000]{1,0} fusion(%n), calls=%copied", ROWS),
+    # A slice of a converted stack reads the narrow one.
+    (NARROW, "f32[1,1000]{1,0} fusion(%n, %i), calls=%wide", ROW / 2 + ROW),
+  ],
+)  # fmt: skip
+def test_the_bytes_that_an_instruction_moves(computations, line, moved):
+  work = first_of(f"{PARAMETERS}  ROOT %it = {line}", computations=computations)
+  assert hlo_work.hbm_bytes(*work) == moved
 
 
 def bitonic_passes(n):

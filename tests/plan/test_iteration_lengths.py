@@ -12,12 +12,13 @@ from gspo_jax.record.run_files import Sample, write_samples
 from gspo_jax.runtime.errors import UserError
 
 
-def sizes(prompts, group_size, max_prompt_length, max_new_tokens):
+def sizes(P, G, S, R):
   """The keys of a config that lengths depend on."""
-  return SimpleNamespace(
-    data=SimpleNamespace(prompts=prompts, max_prompt_length=max_prompt_length),
-    rollout=SimpleNamespace(group_size=group_size, max_tokens_per_iteration=0),
-    sampler=SimpleNamespace(max_new_tokens=max_new_tokens),
+  part = SimpleNamespace
+  return part(
+    data=part(prompts=P, max_prompt_length=S),
+    rollout=part(group_size=G, max_tokens_per_iteration=0),
+    sampler=part(max_new_tokens=R),
   )
 
 
@@ -29,8 +30,8 @@ def draw(spec, config=LARGE):
   return lengths.draw(str(spec), config, BYTES)
 
 
-@pytest.mark.parametrize("mean", [0.02, 0.25, 0.9])
-@pytest.mark.parametrize("sigma", [0.1, 1, 3])
+@pytest.mark.parametrize("mean", [0.02, 0.9])
+@pytest.mark.parametrize("sigma", [0.1, 3])
 def test_the_mean_is_that_after_the_cut(mean, sigma):
   """What a run writes as response/length."""
   drawn = draw(f"lognormal:mean={mean},sigma={sigma}").responses
@@ -103,13 +104,9 @@ def test_the_samples_of_a_run(tmp_path):
     ("lognormal:men=.2,sigma=1", "men: did you mean 'mean'?"),
     ("lognormal:mean=a,sigma=1", "mean=a: expected a number"),
     ("lognormal:mean=1,sigma=1", "mean=1: expected a share of sampler.max_new"),
-    ("lognormal:mean=0,sigma=1", "mean=0: expected a share"),
     ("lognormal:mean=nan,sigma=1", "mean=nan: expected a share"),
     ("lognormal:mean=.2,sigma=0", "sigma=0: expected a number above 0"),
-    (
-      "lognormal:mean=.2,sigma=1,prompt_mean=2",
-      "prompt_mean=2: expected a sha",
-    ),
+    ("lognormal:mean=.2,sigma=1,prompt_mean=2", "prompt_mean=2: expected a s"),
     ("nowhere.txt", "cannot read 'nowhere.txt': No such file"),
     ("nowhere.txt:mean=.2", "mean: choose one of prompt_mean"),
   ],

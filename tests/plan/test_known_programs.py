@@ -31,28 +31,17 @@ MB = 2**20
 
 
 class Known(NamedTuple):
-  """A program and its cost on each of four devices.
+  """A program and its cost on each of four devices."""
 
-  Attributes:
-    function: of arrays, per device.
-    arrays: (shape, dtype) of each whole argument.
-    flops: of matrix products.
-    hbm: bytes read from and written to HBM.
-    wire: bytes sent.
-    split: whether the arguments are split over the devices.
-    result: whether the result is.
-    donated: the arguments whose memory the result takes.
-    besides: bytes of HBM that the compiler moves besides, by the kind of chip.
-  """
-
-  function: Callable
-  arrays: tuple
-  flops: float = 0.0
-  hbm: float = 0.0
-  wire: float = 0.0
-  split: bool = False
-  result: bool = False
-  donated: tuple[int, ...] = ()
+  function: Callable  # of arrays, per device
+  arrays: tuple  # (shape, dtype) of each whole argument
+  flops: float = 0.0  # of matrix products
+  hbm: float = 0.0  # bytes read from and written to HBM
+  wire: float = 0.0  # bytes sent
+  split: bool = False  # whether the arguments are split over the devices
+  result: bool = False  # whether the result is
+  donated: tuple[int, ...] = ()  # arguments whose memory the result takes
+  # Bytes of HBM that the compiler moves besides, by the kind of chip.
   besides: dict[str, float] = {}  # noqa: RUF012
 
 
@@ -200,11 +189,7 @@ def nested_loops_over_a_stack(stack):
 # Rows by index.
 
 
-@known(
-  ((MB, 512), WIDE),
-  ((32768,), WHOLE),
-  hbm=2 * 4 * 32768 * 512 + 4 * 32768,
-)
+@known(((MB, 512), WIDE), ((32768,), WHOLE), hbm=(2 * 512 + 1) * 4 * 32768)
 def gather(table, rows):
   return table.at[rows].get(mode="promise_in_bounds")
 
@@ -229,14 +214,10 @@ def sort(a):
 
 QUARTER = 4 * 64 * MB
 SHARDS = ((4 * 64 * MB // 1024, 1024), WIDE)
+BOTH_SPLIT = {"split": True, "result": True}
 
 
-@known(
-  SHARDS,
-  wire=3 * QUARTER,
-  hbm=(1 + 4) * QUARTER + 2 * 4 * QUARTER,
-  split=True,
-)
+@known(SHARDS, wire=3 * QUARTER, hbm=(1 + 4 + 2 * 4) * QUARTER, split=True)
 def all_gather(a):
   return lax.all_gather(a, "x", tiled=True) * 2
 
@@ -244,8 +225,8 @@ def all_gather(a):
 @known(
   SHARDS,
   wire=3 * QUARTER,
-  hbm=(4 + 1) * QUARTER + 2 * QUARTER,
-  besides={"v5e": 2 * QUARTER, "v5p": 2 * QUARTER, "v6e": 2 * QUARTER},
+  hbm=(4 + 1 + 2) * QUARTER,
+  besides=dict.fromkeys(("v5e", "v5p", "v6e"), 2 * QUARTER),
   result=True,
 )
 def reduce_scatter(a):
@@ -258,52 +239,31 @@ def all_reduce(a):
   return lax.psum(a, "x") * 2
 
 
-@known(
-  SHARDS,
-  wire=QUARTER * 3 / 4,
-  hbm=(1 + 1) * QUARTER + 2 * QUARTER,
-  split=True,
-  result=True,
-)
+@known(SHARDS, wire=QUARTER * 3 / 4, hbm=(1 + 1 + 2) * QUARTER, **BOTH_SPLIT)
 def all_to_all(a):
   return lax.all_to_all(a, "x", 0, 0, tiled=True) * 2
 
 
-@known(
-  SHARDS,
-  wire=QUARTER,
-  hbm=(1 + 1) * QUARTER + 2 * QUARTER,
-  split=True,
-  result=True,
-)
+@known(SHARDS, wire=QUARTER, hbm=(1 + 1 + 2) * QUARTER, **BOTH_SPLIT)
 def permute(a):
   return lax.ppermute(a, "x", [(n, (n + 1) % 4) for n in range(4)]) * 2
 
 
 # Experts: 8 groups of 16,384 rows.
 
-ROWS = ((16384, 1024), NARROW)
+GROUPED = ((16384, 1024), NARROW), ((8, 1024, 512), NARROW), ((8,), WHOLE)
+GROUPED_COST = {
+  "flops": 2 * 16384 * 1024 * 512,
+  "hbm": 2 * (16384 * 1024 + 8 * 1024 * 512 + 16384 * 512),
+}
 
 
-@known(
-  ROWS,
-  ((8, 1024, 512), NARROW),
-  ((8,), WHOLE),
-  flops=2 * 16384 * 1024 * 512,
-  hbm=2 * (16384 * 1024 + 8 * 1024 * 512 + 16384 * 512),
-)
+@known(*GROUPED, **GROUPED_COST)
 def grouped_product(x, w, sizes):
   return lax.ragged_dot(x, w, sizes)
 
 
-@known(
-  ROWS,
-  ((8, 1024, 512), NARROW),
-  ((8,), WHOLE),
-  ((16384, 512), NARROW),
-  flops=2 * 16384 * 1024 * 512,
-  hbm=2 * (16384 * 1024 + 8 * 1024 * 512 + 16384 * 512),
-)
+@known(*GROUPED, ((16384, 512), NARROW), **GROUPED_COST)
 def gradient_of_grouped_matrices(x, w, sizes, dy):
   return jax.vjp(lambda w: lax.ragged_dot(x, w, sizes), w)[1](dy)
 

@@ -21,11 +21,8 @@ def built(config, **sizes):
 
 
 def with_continuous_batching(config):
-  (
-    config.continuous_batching.slots,
-    config.continuous_batching.page_size,
-    config.continuous_batching.prefill_chunk,
-  ) = 8, 8, 16
+  sizes = {"slots": 8, "page_size": 8, "prefill_chunk": 16}
+  config.continuous_batching.update(sizes)
   return built(config, fsdp=2, expert=2)
 
 
@@ -56,14 +53,13 @@ def test_a_sampler_with_devices_of_its_own(debug_config, slots):
   name = "decode_params" if slots else "generate"
   weights, *_ = lowered[name].in_avals[0]
   assert {x.dtype.name for x in jax.tree.leaves(weights)} == {"bfloat16"}
-  mesh_of = lambda name: lowered[name].out_info
-  where = lambda name: {
+  devices_of = lambda name: {
     device
-    for x in jax.tree.leaves(mesh_of(name))
+    for x in jax.tree.leaves(lowered[name].out_info)
     for device in x.sharding.device_set
   }
-  assert where(name) == {*own}
-  assert where("update") == {*devices}
+  assert devices_of(name) == {*own}
+  assert devices_of("update") == {*devices}
 
 
 def test_a_run_with_pages(debug_config):
@@ -74,7 +70,7 @@ def test_a_run_with_pages(debug_config):
   # All shards' longest prompts; and every slot's state goes in and comes out.
   tokens = lowered["prefill"].in_avals[0][2]
   sampler = made.sampler.generate
-  assert lower.sampler_mesh(made) == sampler.jitted.decode.mesh
+  assert made.sampler.generate.mesh == sampler.jitted.decode.mesh
   longest = sampler.batching.buckets(debug_config.data.max_prompt_length)[-1]
   assert tokens.shape == (
     sampler.prefill_batch(longest) * sampler.shards,
@@ -118,15 +114,10 @@ def test_a_run_with_partial_rollouts(debug_config):
   made = with_continuous_batching(debug_config)
   lowered = lower.functions(parse(debug_config), made)
   tokens = lowered["prefill"].in_avals[0][2]
-  room = (
-    made.sampler.generate.sizes.max_prompt_length
-    + made.sampler.generate.sizes.max_new_tokens
-  )
-  assert (
-    room - 1
-    <= tokens.shape[1]
-    < room + debug_config.continuous_batching.prefill_chunk
-  )
+  sizes = made.sampler.generate.sizes
+  room = sizes.max_prompt_length + sizes.max_new_tokens
+  chunk = debug_config.continuous_batching.prefill_chunk
+  assert room - 1 <= tokens.shape[1] < room + chunk
   group = debug_config.rollout.group_size
   samples = lowered["generate"].out_info[1]
   assert samples.lengths.shape[0] == (debug_config.data.prompts + 8) * group

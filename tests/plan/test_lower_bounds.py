@@ -55,15 +55,9 @@ def test_a_dense_model_reads_its_weights_and_cache_once():
   weights = 4 * sum(sizes.values())  # tied: the embedding is the head
   cache = jax.eval_shape(lambda: (kv.empty(cfg, 24, 100), kv.empty(cfg, 3, 50)))
   cache = sum(4 * x.size for c in cache for x in (*c.k, *c.v))
+  tokens = 24 * 100 + 3 * 50
   least = lower_bounds.decode_bytes(
-    cfg,
-    prompts=3,
-    rows=24,
-    slots=100,
-    prompt_slots=50,
-    devices=1,
-    expert=1,
-    tensor=1,
+    cfg, rows=24, tokens=tokens, devices=1, expert=1, tensor=1
   )
   assert least == pytest.approx(weights + cache)
 
@@ -73,9 +67,7 @@ def test_experts_are_read_if_tokens_are_routed_to_them():
 
   def least(rows, **split):
     sizes = {"devices": 16, "expert": 1, "tensor": 1} | split
-    return lower_bounds.decode_bytes(
-      cfg, prompts=1, rows=rows, slots=0, prompt_slots=0, **sizes
-    )
+    return lower_bounds.decode_bytes(cfg, rows=rows, tokens=0, **sizes)
 
   experts = 2 * sum(
     size

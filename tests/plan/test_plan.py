@@ -51,19 +51,11 @@ def fitting():
 
 
 @needs_libtpu
-def test_a_plan_tells_what_it_is(fitting):
+def test_numbers_of_a_plan_fit_together(fitting):
   assert fitting["fits"]
   assert fitting["topology"] == "v5e:2x4"
-  assert fitting["devices"] == 8
-  assert fitting["mesh"]["data"] == 8
-  assert fitting["libtpu"]
-  assert fitting["jax"]
-  assert fitting["note"] == "compiler roofline, nothing ran on a chip"
+  assert fitting["devices"] == fitting["mesh"]["data"] == 8
   assert list(fitting["functions"]) == ["update", "old_logps", "generate"]
-
-
-@needs_libtpu
-def test_numbers_of_a_plan_fit_together(fitting):
   for f in fitting["functions"].values():
     memory, seconds = f["memory"], f["seconds"]
     assert memory["needed"] >= memory["peak"] + memory["resident"]
@@ -144,8 +136,7 @@ def test_with_pages_a_segment_is_planned(fitting):
   assert 0.5 < prefill["flops"] / prefill["model_flops"] < 2
   decode = functions["generate"]["decode"]
   assert decode["steps"] == 32
-  whole = functions["generate"]["hbm_bytes"]
-  assert whole >= 32 * decode["hbm_bytes"]
+  assert functions["generate"]["hbm_bytes"] >= 32 * decode["hbm_bytes"]
   # A device: 2 slots of 2 pages and one more; 2 bytes, keys and values, layers.
   assert decode["pages_bytes"] == 2 * (2 + 1) * 16 * 4 * 16 * 2 * 2 * 2
   assert decode["kernel"] is False  # 4 heads of 16 fill no lanes
@@ -193,26 +184,15 @@ def test_the_table_is_narrow_and_the_compiler_quiet():
   assert first == "compiling old_logps ..."
   assert all(line.startswith("compiling old_logps: ") for line in progress)
   assert max(map(len, done.stdout.splitlines())) <= 100
-  for words in (
-    "compiler roofline, nothing ran on a chip",
-    "libtpu ",
-    "old_logps: most expensive operations",
-    "verdict: fits",
-  ):
+  for words in ("libtpu ", "old_logps: most expensive", "verdict: fits"):
     assert words in done.stdout
-
-
-TOO_LARGE = (
-  "--config.model.variant=qwen3-1.7b",
-  "--topology=v5e:2x2",
-  "--functions=update",
-)
 
 
 @needs_libtpu
 def test_what_does_not_fit_is_refused_on_one_screen():
   """1.7 billion parameters and their moments on every chip: 20 GB of 16."""
-  done = run(*TINY, *TOO_LARGE, "--json")
+  large = "--config.model.variant=qwen3-1.7b", "--functions=update"
+  done = run(*TINY, *large, "--topology=v5e:2x2", "--json")
   assert done.returncode == 1, done.stderr
   assert "Traceback" not in done.stderr
   told = json.loads(done.stdout)
@@ -226,20 +206,11 @@ def test_what_does_not_fit_is_refused_on_one_screen():
   assert len(screen.splitlines()) <= 40
 
 
-def assert_a_mistake(done, words):
-  assert done.returncode == 2, done.stderr
-  assert done.stdout == ""
-  assert done.stderr.startswith("error: ")
-  assert words in done.stderr
-  assert done.stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize(
   ("arguments", "words"),
   [
     ([*TINY], "--topology is missing; for a start: python -m gspo_jax.plan"),
     ([*TINY, "--topology=v5x:2x4"], "did you mean 'v5e' or 'v5p'?"),
-    ([*TINY, SLICE, "--config.sed=1"], "did you mean 'seed'?"),
     (
       [*TINY, SLICE, "--functions="],
       "choose one of decode_params, generate, old_logps, prefill, ",
@@ -252,7 +223,11 @@ def assert_a_mistake(done, words):
   ],
 )
 def test_a_mistake_is_told_in_one_line(arguments, words):
-  assert_a_mistake(run(*arguments), words)
+  done = run(*arguments)
+  assert (done.returncode, done.stdout) == (2, ""), done.stderr
+  assert done.stderr.startswith("error: ")
+  assert words in done.stderr
+  assert done.stderr.count("\n") == 1
 
 
 def test_a_fault_is_not_taken_for_a_misfit():
@@ -263,8 +238,7 @@ def test_a_fault_is_not_taken_for_a_misfit():
     "door.main()"
   )
   done = run(*TINY, SLICE, command=("-c", broken))
-  assert done.returncode == 3
-  assert done.stdout == ""
+  assert (done.returncode, done.stdout) == (3, "")
   assert done.stderr.startswith("Traceback")
   assert "ZeroDivisionError" in done.stderr
 
@@ -291,10 +265,8 @@ def options_of_update(config, mesh, monkeypatch):
   given, jit = {}, jax.jit
 
   def spy(function, **keywords):
-    function_ = getattr(function, "func", function)  # of a partial
-    given[getattr(function_, "__name__", None)] = keywords.get(
-      "compiler_options"
-    )
+    name = getattr(getattr(function, "func", function), "__name__", None)
+    given[name] = keywords.get("compiler_options")
     return jit(function, **keywords)
 
   monkeypatch.setattr(jax, "jit", spy)

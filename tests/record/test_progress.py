@@ -46,7 +46,7 @@ def test_a_line_says_how_much_is_done_and_how_long_the_rest_takes(clock):
   assert work.line() == "cold start: 800/800 steps in 3 min"
 
 
-def test_what_was_done_before_does_not_count_as_fast(clock):
+def test_the_estimate_leaves_out_what_was_done_before_or_is_compiled(clock):
   work = Progress("cold start", 800, "steps", done=400)
   clock.now = 10.0
   work.advance()
@@ -55,9 +55,7 @@ def test_what_was_done_before_does_not_count_as_fast(clock):
   clock.now = 20.0
   work.advance(10)
   assert work.line() == "cold start: 411/800 steps in 20 s, 6 min left"
-
-
-def test_the_estimate_leaves_out_what_is_compiled_on_the_way(clock):
+  clock.now = 0.0
   work = Progress("cold start", 800, "steps")
   work.advance()
   clock.now, Progress.compile_seconds = 110.0, 100.0
@@ -196,15 +194,15 @@ def test_jax_reports_the_stages_of_a_function(monkeypatch):
   class Seen:
     compile_seconds = 0.0
 
-    def __init__(self, what, after):
-      self.what = what
+    def __init__(self, work, after):
+      self.work = work
 
     def __enter__(self):
-      seen.append(self.what)
+      seen.append(self.work)
       return self
 
     def __exit__(self, *exception):
-      seen.append(f"{self.what}: done")
+      seen.append(f"{self.work}: done")
 
   def _update(x):
     return jnp.sin(x) * 3
@@ -216,6 +214,6 @@ def test_jax_reports_the_stages_of_a_function(monkeypatch):
     first = Seen.compile_seconds
     update(2.0)
   stages = [f"{stage} update" for stage in ("tracing", "lowering", "compiling")]
-  expected = [line for what in stages for line in (what, f"{what}: done")]
+  expected = [line for work in stages for line in (work, f"{work}: done")]
   assert [line for line in seen if "update" in line] == expected
   assert Seen.compile_seconds == first > 0

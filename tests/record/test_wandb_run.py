@@ -107,9 +107,8 @@ def test_a_run_and_its_resumption_are_one_run_in_wandb(tmp_path, monkeypatch):
 
 def test_a_missing_package_is_an_error_with_the_extra(monkeypatch):
   monkeypatch.setitem(sys.modules, "wandb", None)
-  with pytest.raises(
-    UserError, match=r"^log\.wandb='p'.*pip install -e '\.\[wandb\]'"
-  ):
+  words = r"^log\.wandb='p'.*pip install -e '\.\[wandb\]'"
+  with pytest.raises(UserError, match=words):
     wandb_run.require_login("p")
 
 
@@ -162,7 +161,9 @@ def test_a_run_that_begins_again_is_another_one_in_wandb(fake, tmp_path):
   assert ids[0] == ids[1] != ids[2]
 
 
-def test_steps_before_an_interruption_are_not_logged_again(fake, tmp_path):
+def test_steps_are_logged_once_and_a_lost_one_does_not_end_the_run(
+  fake, tmp_path, caplog
+):
   steps = []
   fake.run.step = 4  # of the server
   fake.run.log = lambda row, step, commit: steps.append(step)
@@ -170,11 +171,7 @@ def test_steps_before_an_interruption_are_not_logged_again(fake, tmp_path):
   for step in range(2, 6):
     run.write(step, {"x": 1.0}, {})
   assert steps == [4, 5]
-
-
-def test_a_step_that_is_not_logged_does_not_end_the_run(fake, tmp_path, caplog):
-  fake.run.log = fail
-  run = wandb_run.WandbRun("p", epath.Path(tmp_path), {}, resumes=False)
+  fake.run.log, fake.run.step = fail, 3
   run.write(3, {"x": 1.0}, {})
   assert "step 3 is not in W&B: no such host" in caplog.text
 

@@ -24,7 +24,6 @@ METHODS = ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "ppo", "gmpo")
     ("gso", "gspo"),  # one too few
     ("GSPO", "gspo"),
     ("gspo-tokn", "gspo_token"),  # two typos in a long name
-    ("drgrpo", "dr_grpo"),
   ],
 )
 def test_a_typo_names_the_choice(name, choice):
@@ -35,7 +34,6 @@ def test_a_typo_names_the_choice(name, choice):
   ("name", "choices"),
   [
     ("sppg", METHODS),  # three letters of "gspo"
-    ("gspo_tree", METHODS),
     ("k4", ("k1", "k2", "k3")),
     ("qwen3-14b", ("qwen3-4b", "qwen3-8b")),
     ("AIME26", ("AIME24", "AIME25")),
@@ -55,13 +53,8 @@ def test_equally_close_choices_are_all_named():
 def test_an_id_of_the_hub_gets_the_line_that_downloads_it():
   hint = how_to_download("Qwen/Qwen3-0.6B")
   assert "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`" in hint
-
-
-@pytest.mark.parametrize(
-  "folder", ["./Qwen3-0.6B", "/Qwen3", "~/Qwen3", "gs://bucket/a", "a/b/c", "a"]
-)
-def test_another_folder_is_no_id_of_the_hub(folder):
-  assert how_to_download(folder) == ""
+  for folder in ("./Qwen3", "/Qwen3", "~/Qwen3", "gs://bucket/a", "a/b/c", "a"):
+    assert how_to_download(folder) == ""
 
 
 class Http(Exception):

@@ -47,21 +47,15 @@ def test_a_sigterm_during_the_exchange_is_not_lost(monkeypatch):
     assert preemption.reached()
 
 
-def test_a_sigterm_to_another_process_stops_this_one(monkeypatch):
+def test_a_sigterm_to_another_process_stops_this_run_alone(monkeypatch):
   with Preemption() as preemption:
     with monkeypatch.context() as once:
       once.setattr(multihost, "any_process", lambda flag: True)
       assert preemption.reached()
     assert preemption.reached()
     assert not preemption.requested
-
-
-def test_a_request_does_not_carry_over_to_the_next_run():
-  with Preemption() as first:
-    terminate()
-    assert first.requested
-  with Preemption() as second:
-    assert not second.reached()
+  with Preemption() as following:
+    assert not following.reached()
 
 
 def test_a_handler_set_outside_python_is_replaced_by_the_default(monkeypatch):

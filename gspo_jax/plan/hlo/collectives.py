@@ -8,14 +8,9 @@ import re
 from gspo_jax.plan.hlo.module import Computation, Instruction, Module
 
 _KINDS = (
-  "all-gather",
-  "all-reduce",
-  "all-to-all",
-  "collective-broadcast",
-  "collective-permute",
-  "ragged-all-to-all",
-  "reduce-scatter",
-)
+  "all-gather", "all-reduce", "all-to-all", "collective-broadcast",
+  "collective-permute", "ragged-all-to-all", "reduce-scatter",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +91,7 @@ def awaited(module: Module, i: Instruction) -> str | None:
 
 
 def _in_vmem(computation, i) -> float:
-  """Bytes of the operands and results of a collective that are not in HBM."""
+  """Bytes of operands and results that are not in HBM."""
   operands = (computation.get(name) for name in i.operands)
   arrays = [a for o in operands if o is not None for a in o.arrays]
   return sum(a.bytes for a in (*arrays, *_results(i)) if a.space)
@@ -149,19 +144,16 @@ def group(attributes: str, devices: int) -> tuple[int, ...]:
     r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
   )
   if iota:
-    return _iota(int(iota[1]), _numbers(iota[2]), _numbers(iota[3] or ""))
+    numbers = lambda text: [int(n) for n in (text or "").split(",") if n]
+    return _iota(int(iota[1]), numbers(iota[2]), numbers(iota[3]))
   mesh = re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", attributes)
   if mesh:
     return _mesh(mesh[1], mesh[2])
   return tuple(range(devices))
 
 
-def _numbers(text: str) -> list[int]:
-  return [int(n) for n in text.split(",") if n]
-
-
 def _iota(size, dims, order) -> tuple[int, ...]:
-  """The first `size` elements of arange in shape `dims`, transposed."""
+  """The first elements of arange in shape `dims`, transposed."""
   strides = [math.prod(dims[axis + 1 :]) for axis in range(len(dims))]
   order = order or range(len(dims))
   grid = itertools.product(

@@ -83,8 +83,12 @@ class HloCost:
 
   @property
   def collective_seconds(self) -> float:
-    """The time of all collectives, one after the other."""
+    """Of all collectives, one after the other."""
     return sum(traffic.seconds for traffic in self.collectives.values())
+
+  @property
+  def now(self) -> float:  # seconds since the start, as scheduled
+    return self.roofline_seconds + self.stalled_seconds
 
   @property
   def perfect_overlap(self) -> float:
@@ -94,9 +98,7 @@ class HloCost:
   @property
   def scheduled(self) -> float:
     """Seconds in the order of the compiler's schedule."""
-    return max(
-      self.roofline_seconds + self.stalled_seconds, self.perfect_overlap
-    )
+    return max(self.now, self.perfect_overlap)
 
   @property
   def no_overlap(self) -> float:
@@ -125,7 +127,6 @@ class HloCost:
     self.branches += map(repeat, other.branches)
 
   def add_operation(self, source: str, cost: OperationCost) -> None:
-    """Adds a cost to that of the JAX operation `source` in `by_source`."""
     old = self.by_source.get(source, OperationCost(0.0, 0.0, 0.0))
     self.by_source[source] = OperationCost(
       *(a + b for a, b in zip(old, cost, strict=True))
@@ -135,11 +136,8 @@ class HloCost:
     """The data-dependent loop with the largest state, also within branches.
 
     In a sampler it decodes with the longest cache, in a branch of a branch.
-
-    Returns:
-      The loop, and the entry that lists it: the loop itself if one trip of it
-      is in this cost, else the branch that contains it, of which nothing is.
-      None without a loop.
+    Beside it comes the entry that lists it: the loop itself if one trip of it
+    is in this cost, else the branch that contains it, of which nothing is.
     """
     candidates = [(loop, loop) for loop in self.loops]
     for branch in self.branches:

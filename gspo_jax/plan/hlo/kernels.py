@@ -1,8 +1,8 @@
 """Matrix products in kernels: attention, and the experts' grouped products.
 
-A kernel's FLOPs and the HBM bytes that it moves follow from its blocks, not
-from its operands alone: a block at an edge, or one that two groups share, costs
-as much as a whole one, and an operand is read again for each column of blocks.
+Their FLOPs and HBM bytes follow from the blocks: one at an edge, or one that
+two groups share, costs as much as a whole one, and an operand is read again for
+each column of blocks.
 """
 
 import math
@@ -22,9 +22,9 @@ _SPLASH_BLOCK = 512
 def attention_flops(computation: Computation, i: Instruction) -> float:
   """The FLOPs of a kernel of splash attention; 0 for any other instruction.
 
-  The kernel computes the blocks of scores that are not entirely masked: of
-  n x n blocks, the n (n + 1) / 2 on and below the diagonal. A fused backward
-  pass has longer blocks of keys, and returns dQ in as many parts.
+  Of n x n blocks of scores it computes the n (n + 1) / 2 on and below the
+  diagonal. A fused backward pass has longer blocks of keys, and returns dQ in
+  as many parts.
   """
   kernel = re.match(r"splash_m[hq]a(_fwd|_dkv|_dq)", i.name)
   if not kernel or i.op != "custom-call":
@@ -51,10 +51,10 @@ def grouped_product(
   """The cost of a `ragged_dot` on TPUs; None for any other instruction.
 
   The kernel multiplies blocks of m rows, k contracted columns and n columns of
-  the result, of the sizes in its attribute `ragged_dot_tiling`. It walks over
-  the blocks of rows, and visits one that two groups share for each of them;
-  groups rarely end where a block does, so that there are as many such visits
-  as groups but one. Blocks beyond the last group are not visited.
+  the result, as its `ragged_dot_tiling` says. It visits a block of rows that
+  two groups share for each of them; groups rarely end where a block does, so
+  that there are as many such visits as groups but one. Blocks beyond the last
+  group are not visited.
 
   - A product [M, K] x [G, K, N] walks once for each column of blocks. The rows
     are read as often, the matrices once, or at every visit if K is more than a

@@ -68,7 +68,7 @@ def _comparison(module, condition) -> tuple[Affine, Affine] | None:
 
 
 def _next_value(module, body, index) -> Affine | None:
-  """The value of an element of the loop's tuple after an iteration."""
+  """That of an element of the loop's tuple after an iteration."""
   if body.root.op != "tuple":
     return None
   return _Scope(module, body).value(body.root.operands[index])
@@ -93,10 +93,9 @@ class _Scope:
     self.module, self.computation = module, computation
     self.arguments = arguments
 
-  def callee(self, call: Instruction) -> "_Scope":
-    """The scope of the computation that a fusion calls."""
-    arguments = [self.value(name) for name in call.operands]
-    computation = self.module[call.called("calls")[0]]
+  def callee(self, fusion: Instruction) -> "_Scope":
+    arguments = [self.value(name) for name in fusion.operands]
+    computation = self.module[fusion.called("calls")[0]]
     return _Scope(self.module, computation, arguments)
 
   def value(self, name: str) -> Affine | None:
@@ -113,7 +112,11 @@ class _Scope:
     if i.op in _SAME:
       return self.value(i.operands[0])
     if i.op == "add":
-      return self._sum(*i.operands)
+      a, b = map(self.value, i.operands)
+      if a is None or b is None or None not in (a.element, b.element):
+        return None
+      element = a.element if b.element is None else b.element
+      return Affine(element, a.added + b.added)
     if i.op == "fusion":
       inner = self.callee(i)
       return inner.value(inner.computation.root.name)
@@ -128,10 +131,3 @@ class _Scope:
       root = inner.computation.root
       return inner.value(root.operands[i.index]) if root.op == "tuple" else None
     return None
-
-  def _sum(self, a, b):
-    a, b = self.value(a), self.value(b)
-    if a is None or b is None or None not in (a.element, b.element):
-      return None
-    element = a.element if b.element is None else b.element
-    return Affine(element, a.added + b.added)

@@ -27,8 +27,7 @@ class Array:
   space: int  # 0 is HBM, 1 is VMEM, others are scratch memory or the host's
 
   @property
-  def bits(self) -> int:
-    """Of one element."""
+  def bits(self) -> int:  # of one element
     bits = re.match(r"[a-z]+(\d+)", self.dtype)
     widths = {"pred": 8, "token": 0}
     return int(bits[1]) if bits else widths.get(self.dtype, 8)
@@ -56,13 +55,11 @@ class Instruction:
     return sum(a.bytes for a in self.arrays)
 
   @property
-  def hbm_bytes(self) -> float:
-    """Bytes of the result that are in HBM."""
+  def hbm_bytes(self) -> float:  # of the result
     return sum(a.bytes for a in self.arrays if a.space == 0)
 
   @property
-  def index(self) -> int:
-    """The element that a get-tuple-element takes."""
+  def index(self) -> int:  # the element that a get-tuple-element takes
     return int(self.find(r"index=(\d+)"))
 
   @functools.cached_property
@@ -71,7 +68,7 @@ class Instruction:
     return self.find(r'op_name="([^"]*)"') or self.name
 
   def find(self, pattern: str) -> str | None:
-    """The first group of a regular expression in the attributes, or None."""
+    """The first group of a regular expression in the attributes."""
     match = re.search(pattern, self.attributes)
     return match and match[1]
 
@@ -116,8 +113,6 @@ class Computation:
 
 
 class Module:
-  """A compiled program."""
-
   def __init__(self, computations: dict[str, Computation], entry: str):
     self.computations = computations
     self.entry = computations[entry]
@@ -150,12 +145,10 @@ class Module:
         if x.op == "parameter":
           inside[x.name] = operands[int(x.literal)]
           continue
-        inside[x.name] = f"{i.name}/{x.name}"
-        operands_of_x = tuple(inside[name] for name in x.operands)
+        name = inside[x.name] = f"{i.name}/{x.name}"
+        inputs = tuple(inside[name] for name in x.operands)
         result.append(
-          dataclasses.replace(
-            x, name=inside[x.name], operands=operands_of_x, root=False
-          )
+          dataclasses.replace(x, name=name, operands=inputs, root=False)
         )
       names[i.name] = inside[inner.root.name]
       if inner.root.op == "tuple":

@@ -1,25 +1,17 @@
 """The cost of a compiled module on a TPU, with all trips of its loops.
 
-There are two estimates of an operation's time:
-- At best, the roofline: the longest of its FLOPs at the peak rate, its HBM
-  bytes at the peak bandwidth and, of a sort, its passes over the vector
-  registers. FLOPs include those of the blocks of grouped products that are not
-  full.
-- By the compiler: the cycles that it states in the compiled text, which are
-  those of its own choice of tiles. It states none for kernels, sorts and
-  asynchronous copies, which take as long as at best.
+docs/scaling.md has the two estimates of an operation's time. By the compiler's,
+an operation without a stated number of cycles takes as long as at best.
 
-Collectives are counted separately, alike in both: a collective takes the longer
-of the bytes that a device sends, divided by the bandwidth of the links between
-the devices of its group, and of its operand and result, divided by that of HBM.
+A collective takes the longer of the bytes that a device sends, divided by the
+bandwidth of the links between the devices of its group, and of its operand and
+result, divided by that of HBM.
 
 Where control flow depends on the data, the balanced case is added up and the
-rest is listed:
-- A loop without a constant trip count runs once: the rows of an even expert
-  load, or one decode step. The caller can give the count, by the JAX scope of
-  the loop.
-- A `conditional` takes its cheapest branch: no overflow, decoding is done. The
-  caller can choose the branch, by the JAX scope of the conditional.
+rest is listed: a loop without a constant trip count runs once (the rows of an
+even expert load, or one decode step), and a `conditional` takes its cheapest
+branch (no overflow, decoding is done). The caller can give the count or choose
+the branch, by the JAX scope of the loop or the conditional.
 
 Not modelled: the latency of a collective or of the start of a kernel, the
 padding of layouts, and operations that an asynchronous collective slows down
@@ -32,62 +24,32 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from gspo_jax.plan.chips import Chip
-from gspo_jax.plan.hlo import work
+from gspo_jax.plan.hlo import cost, work
 from gspo_jax.plan.hlo.collectives import awaited, is_collective, started
-from gspo_jax.plan.hlo.cost import (
-  CollectiveKind,
-  DataDependent,
-  HloCost,
-  OperationCost,
-  Traffic,
-)
+from gspo_jax.plan.hlo.cost import DataDependent, HloCost
 from gspo_jax.plan.hlo.loops import trip_count
 from gspo_jax.plan.hlo.module import Computation, Module, parse
 
 _parse = functools.lru_cache(maxsize=1)(parse)  # each text is walked in a row
+# By opcode, the attribute with the computations that an instruction runs.
+_CALLEES = {"call": "to_apply", "custom-call": "called_computations"}
+# The bytes a second that each device of a group can send, by their indices in
+# the device order, and by whether each sends different bytes to each other one.
 Bandwidth = Callable[[Sequence[int], bool], float]
 
 
 def cost_of(
-  text: str,
-  chip: Chip,
-  bandwidth: Bandwidth,
-  devices: int,
-  *,
-  branches: Mapping[str, bool] | None = None,
-  trips: Mapping[str, int] | None = None,
-  filled: float = 1.0,
-  by_compiler: bool = False,
+  text: str, chip: Chip, bandwidth: Bandwidth, devices: int, **options
 ) -> HloCost:
-  """The cost of a compiled module on one device.
+  """The cost of a compiled module, as libtpu dumps it, on one of `devices`.
 
-  Args:
-    text: of the module, as libtpu dumps it after code generation.
-    chip: its peak rates.
-    bandwidth: the bytes a second that each device of a group can send, by
-      their indices in the device order, and by whether each sends different
-      bytes to each other device.
-    devices: how many devices run the module.
-    branches: the scope of a conditional -> True to take its most expensive
-      branch, False to take its cheapest. These conditionals are not listed.
-    trips: the scope of a loop -> its trip count. These loops are not listed.
-    filled: the share of the rows of a grouped product that hold a token.
-    by_compiler: whether operations take the compiler's own estimate.
+  `options` are fields of `_Walk`.
 
   Raises:
     ValueError: the text is not HLO, or has no entry computation.
   """
-  module = _parse(text)
-  return _Walk(
-    module,
-    chip,
-    bandwidth,
-    devices,
-    branches or {},
-    trips or {},
-    filled,
-    by_compiler,
-  ).cost_of(module.entry)
+  walk = _Walk(_parse(text), chip, bandwidth, devices, **options)
+  return walk.cost_of(walk.module.entry)
 
 
 class _Links:
@@ -116,10 +78,13 @@ class _Walk:
   chip: Chip
   bandwidth: Bandwidth
   devices: int
-  branches: Mapping[str, bool]
-  trips: Mapping[str, int]
-  filled: float
-  by_compiler: bool
+  # The scope of a conditional -> True to take its most expensive branch, False
+  # to take its cheapest. These conditionals are not listed.
+  branches: Mapping[str, bool] = dataclasses.field(default_factory=dict)
+  # The scope of a loop -> its trip count. These loops are not listed.
+  trips: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  filled: float = 1.0  # the share of rows of a grouped product with a token
+  by_compiler: bool = False  # operations take the compiler's own estimate
   costs: dict[int, HloCost] = dataclasses.field(default_factory=dict)
 
   def cost_of(self, computation: Computation) -> HloCost:
@@ -133,11 +98,8 @@ class _Walk:
       self.costs[id(computation)] = total
     return self.costs[id(computation)]
 
-  def _now(self, total):
-    return total.roofline_seconds + total.stalled_seconds
-
   def _wait(self, total, links, key):
-    total.stalled_seconds += links.wait(key, self._now(total))
+    total.stalled_seconds += links.wait(key, total.now)
 
   def _visit(self, total, links, computation, i):
     if i.op == "while":
@@ -149,16 +111,11 @@ class _Walk:
     elif i.op == "async-update":
       if i.operands[0] in links.ends_at:
         links.ends_at[i.name] = links.ends_at.pop(i.operands[0])
-    elif self._callees(i):
-      for callee in self._callees(i):
+    elif i.op in _CALLEES and (callees := i.called(_CALLEES[i.op])):
+      for callee in callees:
         total.add(self.cost_of(self.module[callee]))
     else:
       self._operation(total, links, computation, i)
-
-  def _callees(self, i):
-    if i.op == "call":
-      return i.called("to_apply")
-    return i.called("called_computations") if i.op == "custom-call" else ()
 
   def _loop(self, total, computation, i):
     body = self.cost_of(self.module[i.called("body")[0]])
@@ -177,7 +134,7 @@ class _Walk:
     )
     costs = sorted(
       (self.cost_of(self.module[name]) for name in names),
-      key=lambda cost: cost.no_overlap,
+      key=lambda c: c.no_overlap,
     )
     for scope, most_expensive in self.branches.items():
       if i.source.endswith(f"/{scope}/cond"):
@@ -189,14 +146,14 @@ class _Walk:
   def _async_start(self, total, links, i):
     """Another core starts a computation; its collectives overlap with ours."""
     inner = self.cost_of(self.module[i.called("calls")[0]])
-    overlapping = collections.defaultdict(Traffic)
+    overlapping = collections.defaultdict(cost.Traffic)
     for kind, traffic in inner.collectives.items():
       overlapping[kind._replace(asynchronous=True)] = traffic
     total.add(
       dataclasses.replace(inner, stalled_seconds=0.0, collectives=overlapping)
     )
     if overlapping:
-      links.start(i.name, self._now(total), inner.collective_seconds)
+      links.start(i.name, total.now, inner.collective_seconds)
 
   def _operation(self, total, links, computation, i):
     collectives = started(self.module, computation, i, self.devices)
@@ -206,14 +163,14 @@ class _Walk:
       seconds = max(c.wire / bandwidth, hbm_seconds)
       total.hbm_bytes += c.hbm_bytes
       total.hbm_seconds += hbm_seconds
-      kind = CollectiveKind(c.kind, len(c.members), c.key is not None)
+      kind = cost.CollectiveKind(c.kind, len(c.members), c.key is not None)
       traffic = total.collectives[kind]
       traffic.count += 1
       traffic.wire += c.wire
       traffic.hbm_bytes += c.hbm_bytes
       traffic.seconds += seconds
       key = c.key or i.name
-      links.start(key, self._now(total), seconds)
+      links.start(key, total.now, seconds)
       if c.key is None:
         self._wait(total, links, key)
     if not is_collective(i):
@@ -226,8 +183,7 @@ class _Walk:
     w = work.work(self.module, computation, i, self.filled)
     if with_collective and not w.flops:
       return  # its bytes are the collective's operand and result
-    hbm_bytes = w.hbm_bytes
-    hbm_seconds = hbm_bytes / chip.hbm_bandwidth
+    hbm_seconds = w.hbm_bytes / chip.hbm_bandwidth
     seconds = max(
       (w.flops + w.padding_flops) / chip.flops,
       hbm_seconds,
@@ -240,11 +196,13 @@ class _Walk:
     total.flops += w.flops
     total.attention_flops += w.attention_flops
     total.padding_flops += w.padding_flops
-    total.hbm_bytes += hbm_bytes
+    total.hbm_bytes += w.hbm_bytes
     total.hbm_seconds += hbm_seconds
     total.roofline_seconds += compiler_seconds if self.by_compiler else seconds
     if work.is_unknown_kernel(computation, i):
       total.unknown_kernels[i.name.rpartition(".")[0] or i.name] += 1
     if seconds or compiler_seconds:
-      operation = OperationCost(seconds, w.flops, hbm_bytes, compiler_seconds)
+      operation = cost.OperationCost(
+        seconds, w.flops, w.hbm_bytes, compiler_seconds
+      )
       total.add_operation(i.source, operation)

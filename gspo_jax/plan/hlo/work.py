@@ -30,7 +30,7 @@ _UNKNOWN_CYCLES = 2**63 - 1
 _COPIES = ("bitcast", "convert", "copy", "reshape", "transpose")
 
 
-def is_free(i: Instruction) -> bool:
+def _is_free(i: Instruction) -> bool:
   if i.op == "custom-call":
     return i.find(r'custom_call_target="([^"]*)"') in _FREE_CALLS
   return i.op in _FREE or i.op.endswith("-done")
@@ -39,10 +39,7 @@ def is_free(i: Instruction) -> bool:
 def work(
   module: Module, computation: Computation, i: Instruction, filled: float = 1.0
 ) -> Work:
-  """The work of an instruction.
-
-  `filled` is the share of the rows of a grouped product that hold a token.
-  """
+  """The work of an instruction; for `filled` see `cost_of`."""
   if grouped := grouped_product(computation, i, filled):
     return grouped
   return Work(
@@ -83,7 +80,7 @@ def sorted_bytes(i: Instruction) -> float:
 
 def hbm_bytes(module: Module, computation: Computation, i: Instruction):
   """The bytes that an instruction reads from HBM and writes to it."""
-  if is_free(i):
+  if _is_free(i):
     return 0.0
   if i.op == "copy-start":  # (destination, source, context)
     return sum(a.bytes for a in i.arrays[:2] if a.space == 0)
@@ -99,10 +96,7 @@ def hbm_bytes(module: Module, computation: Computation, i: Instruction):
 
 
 def _read(module, i, position, size, bits) -> float:
-  """The bytes that an instruction reads of the operand at `position`.
-
-  The operand has `size` bytes in HBM, and elements of `bits`.
-  """
+  """The bytes that it reads of an operand of `size` bytes in HBM."""
   if i.op == "fusion":
     fused = module.inlined(i.called("calls")[0])
     name = fused.parameters[position].name
@@ -120,9 +114,7 @@ def _read_of(fused, name, size, bits, as_result) -> float:
   """The bytes of a parameter that a fused computation reads.
 
   It computes only the elements that it needs: of a copy that is then sliced,
-  those of the slice.
-
-  `as_result` is what is read if the value `name` is the computation's result.
+  those of the slice. `as_result`: if the value `name` is its result.
   """
   total = as_result if name == fused.root.name else 0.0
   for user, position in fused.uses.get(name, ()):
@@ -146,7 +138,6 @@ def _copied(fused, name) -> bool:
 
 
 def _written(module, i) -> float:
-  """The bytes of a result that are written to HBM."""
   if i.op != "fusion":
     return i.hbm_bytes
   fused = module.inlined(i.called("calls")[0])
@@ -174,11 +165,7 @@ def _changed(fused, i) -> float:
 
 
 def _is_update(fused, i) -> bool:
-  """Whether a value is a copy of one that is updated in place.
-
-  The compiler updates a stack in place also where the fusion names it by
-  another layout or type.
-  """
+  """Whether a value is updated in place, also by another layout or type."""
   while i.op in _COPIES:
     i = fused.get(i.operands[0])
   return i.op in _IN_PLACE
@@ -196,7 +183,7 @@ def _updated(computation, i) -> float:
 
 
 def flops(module: Module, computation: Computation, i: Instruction) -> float:
-  """The multiplications and additions of matrix products alone."""
+  """Those of matrix products alone."""
   if i.op == "fusion":
     callee = module[i.called("calls")[0]]
     return sum(flops(module, callee, inner) for inner in callee)
@@ -213,7 +200,7 @@ def flops(module: Module, computation: Computation, i: Instruction) -> float:
 
 
 def is_unknown_kernel(computation: Computation, i: Instruction) -> bool:
-  """Whether an instruction is a kernel that reports no FLOPs."""
+  """Whether it is a kernel that reports no FLOPs."""
   return (
     i.op == "custom-call"
     and 'custom_call_target="tpu_custom_call"' in i.attributes
@@ -233,8 +220,7 @@ def _dot(i, left, right) -> int:
 def _convolution(i, left, right) -> int:
   """The multiplications of a convolution, without those of padding.
 
-  On TPUs a batched matrix product is compiled to a convolution in which most
-  positions are padding or dilation.
+  On TPUs a batched matrix product becomes one that is mostly padding.
   """
   labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
   left_labels, right_labels, out_labels = labels.groups()
@@ -256,20 +242,16 @@ def _window(i, axis) -> dict[str, int]:
   """The arguments of `_overlaps` for one axis of `window={...}`."""
   fields = (i.find(r"window=\{([^}]*)\}") or "").split()
   window = {k: v.split("x")[axis] for k, v in (f.split("=") for f in fields)}
-  return {
-    "stride": int(window.get("stride", 1)),
-    "low": int(window.get("pad", "0_0").split("_")[0]),
-    "lhs_dilate": int(window.get("lhs_dilate", 1)),
-    "rhs_dilate": int(window.get("rhs_dilate", 1)),
-  }
+  names = "stride", "lhs_dilate", "rhs_dilate"
+  numbers = {name: int(window.get(name, 1)) for name in names}
+  return numbers | {"low": int(window.get("pad", "0_0").split("_")[0])}
 
 
 def _overlaps(left, right, out, *, stride, low, lhs_dilate, rhs_dilate) -> int:
   """The pairs of an output o and a kernel tap k that use an input element.
 
-  They use element (o * stride - low + k * rhs_dilate) / lhs_dilate, if that is
-  an integer in [0, left). All others are padding or dilation. `low` is the
-  padding before the first element.
+  It is element (o * stride - low + k * rhs_dilate) / lhs_dilate, if that is an
+  integer in [0, left), else padding (`low` before the first) or dilation.
   """
   shared = math.gcd(stride, lhs_dilate)
   period = lhs_dilate // shared

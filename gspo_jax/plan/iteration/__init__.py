@@ -2,8 +2,8 @@
 
 The other modules of `plan` take these:
   lengths   draw: the lengths that `--lengths` describes
-  decoding  Decoding, decode: the decode steps that they take
-  cost      cost: the seconds of an iteration, and with other keys
+  decoding  the decode steps that they take
+  cost      cost: the seconds of an iteration
 """
 
 __all__ = ("cost", "decoding", "lengths")

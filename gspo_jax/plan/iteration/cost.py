@@ -1,57 +1,42 @@
 """What an iteration costs with responses of given lengths.
 
 The time of a function is that of its compiled program, as scheduled; how often
-its parts run comes from the lengths. The rows of the update and of the score
-are packed as a run packs them, and its sampler schedules the decode steps.
-
-A decode step takes what the compiled one does, but reads only the cached tokens
-that there are. A prefill takes its share of tokens of the compiled one. Not
-counted: rewards, packing, advantages, and the host between segments. So
+its parts run comes from the lengths, packed and scheduled as in a run. A decode
+step takes what the compiled one does, but reads only the cached tokens that
+there are. A prefill takes its share of tokens of the compiled one. Not counted:
+rewards, packing, advantages, and the host between segments. So
 `rollout.max_staleness`, which hides the rewards, gains nothing here. With
 dynamic sampling it is an iteration of one round.
 """
 
-import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from gspo_jax.learner import packing
 from gspo_jax.learner.packing import RowTokens
 from gspo_jax.plan import lower, lower_bounds
 from gspo_jax.plan.chips import Slice
-from gspo_jax.plan.iteration.decoding import Decoding, decode
+from gspo_jax.plan.iteration.decoding import Decoding, decode_together, replay
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import Config
-from gspo_jax.program.functions import Program, build_program
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.program.functions import Program
 
 _SAMPLING = "generate", "weights"  # parts of an iteration
 
 
 class _SamplerCost(NamedTuple):
-  """Seconds of the parts of a sampler, on all devices together."""
+  """Seconds, on all devices together."""
 
   weights: float  # to prepare the weights, once an iteration
   prefill: float  # of a token
   weights_read: float  # of a decode step, the least to read the weights
   row: float  # of a decode step, all else but the cache, for each row
   cached: float  # to read a cached token
-  cache: float  # bytes of the cache on each device
-  free: float  # bytes of HBM on each device that the sampler leaves free
-
-  def with_cache(self, size: float) -> "_SamplerCost":
-    """With a cache of this many bytes on each device."""
-    return self._replace(cache=size, free=self.free + self.cache - size)
 
   def seconds(self, decoding: Decoding) -> float:
-    """Of the prefills and the decode steps.
-
-    The weights are read in every step; all else but the cache grows with the
-    rows.
-    """
+    """Of the prefills and the decode steps."""
     step = self.weights_read + self.row * decoding.rows
     return (
       decoding.prefilled * self.prefill
@@ -70,24 +55,22 @@ def cost(
 ) -> dict:
   """The cost of an iteration, for JSON.
 
-  If the sampler has devices of its own, it samples while the others train,
-  unless `rollout.max_staleness` is 0: an iteration takes as long as the slower
-  side.
+  A sampler with devices of its own samples while the others train, unless
+  `rollout.max_staleness` is 0: the slower side decides.
 
   Seconds are of the whole iteration, MFU of the model FLOPs of real tokens
   alone, each response with its own causal attention.
 
-  Args:
-    functions: the report of each function that the program has.
-    config: of the run.
-    program: with the functions.
-    tpu_slice: what it was compiled for.
-    lengths: of the prompts and responses.
-    transfer: `seconds` to send the weights to a sampler with its own devices;
-      None without such.
+  `functions` are the reports of all functions that the program has; `transfer`
+  has the `seconds` to send the weights to a sampler with its own devices.
   """
-  decoding = decode(program, config, lengths)
-  tokens = _row_tokens(config, program, lengths)
+  decoding = (
+    replay(program.sampler.generate, lengths)
+    if program.sampler.generate.batching
+    else decode_together(lengths, config)
+  )
+  packed = program.learner.pack(*lengths, jax.random.key(config.seed))
+  tokens = program.learner.row_tokens(*lengths, packed)
   flops = _flops(program, lengths)
   peak_of = lambda name: (
     tpu_slice.chip.flops
@@ -95,21 +78,19 @@ def cost(
   )
   devices = program.mesh.size + len(lower.sampler_devices(program))
   peak = tpu_slice.chip.flops * devices
-  combine = functools.partial(_combine, config, transfer)
-
-  def parts_of(functions):
-    sampler = _sampler_cost(functions, config, program, tpu_slice)
-    return sampler, _parts(
-      functions, sampler, config, program, decoding, lengths, tokens, flops
+  parts, by_compiler = (
+    _parts(
+      reports, config, program, tpu_slice, decoding, lengths, tokens, flops
     )
-
-  sampler, parts = parts_of(functions)
-  _, by_compiler = parts_of(_by_compiler(functions))
+    for reports in (functions, _by_compiler(functions))
+  )
   for name, part in parts.items():
     if "model_flops" in part:
       at_peak = part["seconds"] * peak_of(name)
       part["mfu"] = _ratio(part["model_flops"], at_peak)
-  total, compiler_total = (combine(*_sides(p)) for p in (parts, by_compiler))
+  total, compiler_total = (
+    _combine(p, config, transfer) for p in (parts, by_compiler)
+  )
   model_flops = sum(part.get("model_flops", 0.0) for part in parts.values())
   real, computed = (
     sum(part.get(key, 0) for part in parts.values())
@@ -130,20 +111,13 @@ def cost(
       "mfu": _ratio(model_flops, compiler_total * peak),
       "parts": {name: part["seconds"] for name, part in by_compiler.items()},
     },
-    "alternatives": _alternatives(
-      functions, config, program, lengths, sampler, parts, combine
-    ),
   }
 
 
-def _sides(parts) -> tuple[float, float]:
-  """Seconds of sampling, and of all else."""
-  sampling = sum(parts[name]["seconds"] for name in _SAMPLING)
-  return sampling, sum(p["seconds"] for p in parts.values()) - sampling
-
-
-def _combine(config, transfer, sampling: float, learning: float) -> float:
+def _combine(parts, config, transfer) -> float:
   """Seconds of an iteration."""
+  sampling = sum(parts[name]["seconds"] for name in _SAMPLING)
+  learning = sum(p["seconds"] for p in parts.values()) - sampling
   if transfer is None:
     return sampling + learning
   sampling += transfer["seconds"]
@@ -152,7 +126,7 @@ def _combine(config, transfer, sampling: float, learning: float) -> float:
 
 
 def _by_compiler(functions) -> dict:
-  """The reports with the seconds of the compiler's estimate."""
+  """With the seconds of the compiler's estimate."""
   reports = {}
   for name, report in functions.items():
     compiler = report["compiler"]
@@ -163,9 +137,9 @@ def _by_compiler(functions) -> dict:
 
 
 def _parts(
-  functions, sampler, config, program, decoding, lengths, tokens, flops
+  functions, config, program, tpu_slice, decoding, lengths, tokens, flops
 ) -> dict:
-  """The report of each part of an iteration."""
+  sampler = _sampler_cost(functions, config, program, tpu_slice)
   score = {k: rows for k, rows in tokens.items() if k != "update"}
   update = functions["update"]["parts"]
   return {
@@ -199,11 +173,11 @@ def _summary(lengths) -> dict:
 
 
 class _Flops(NamedTuple):
-  """Model FLOPs of all sequences."""
+  """Model FLOPs of one forward pass of all sequences."""
 
-  prompts: float  # of the prompts' forward pass, with one token's logits
-  decode: float  # of the forward pass of the responses' tokens
-  whole: float  # of one forward pass of prompts with their responses
+  prompts: float  # with one token's logits
+  decode: float  # of the responses' tokens
+  whole: float  # of prompts with their responses
   critic: float  # of the same without the output head; 0 without a critic
 
 
@@ -221,12 +195,6 @@ def _flops(program, lengths: Lengths) -> _Flops:
   )
 
 
-def _row_tokens(config, program, lengths: Lengths) -> dict[str, RowTokens]:
-  """The tokens of the rows that a run would pack."""
-  packed = program.learner.pack(*lengths, jax.random.key(config.seed))
-  return program.learner.row_tokens(*lengths, packed)
-
-
 def _generate(sampler, decoding, lengths, flops) -> dict:
   sampled = int(lengths.responses.sum())
   return {
@@ -239,27 +207,18 @@ def _generate(sampler, decoding, lengths, flops) -> dict:
   }
 
 
-def _rows_seconds(functions, tokens, share=1.0) -> float:
-  """Seconds of calls that run this many micro-batches.
-
-  `share` is the share of a compiled micro-batch's rows. Waiting for
-  collectives, many of which are of weights or gradients, takes as long with
-  fewer rows.
-  """
-  total = 0.0
-  for name, rows in tokens.items():
-    parts = functions[name]["parts"]
-    one, rest = parts["micro_batch"]["seconds"], parts["rest"]["seconds"]
-    seconds = one["stalled"] + share * (one["scheduled"] - one["stalled"])
-    total += rest["scheduled"] + rows.micro_batches * seconds
-  return total
-
-
 def _rows(functions, tokens: dict[str, RowTokens]) -> dict:
   """The part of functions that run over packed rows."""
   total = lambda key: sum(getattr(rows, key) for rows in tokens.values())
+  seconds = 0.0
+  for name, rows in tokens.items():
+    one, rest = (
+      functions[name]["parts"][part]["seconds"]["scheduled"]
+      for part in ("micro_batch", "rest")
+    )
+    seconds += rest + rows.micro_batches * one
   return {
-    "seconds": _rows_seconds(functions, tokens),
+    "seconds": seconds,
     "micro_batches": total("micro_batches"),
     "real_tokens": total("real"),
     "computed_tokens": total("computed"),
@@ -278,21 +237,15 @@ def _score_flops(tokens, flops, program) -> float:
   return total
 
 
-def _cache_bytes(config, program) -> float:
-  """The bytes of all cached tokens that there is room for, on each device."""
-  tokens = lower.cached_tokens(config, program)
-  return (
-    lower_bounds.cache_bytes(program.cfg, tokens) / program.sampler.mesh.size
-  )
-
-
 def _sampler_cost(functions, config, program, tpu_slice) -> _SamplerCost:
   generate, sampler = functions["generate"], program.sampler.generate
   decode, bandwidth = generate["decode"], tpu_slice.chip.hbm_bandwidth
-  step, cache = decode["seconds"]["scheduled"], _cache_bytes(config, program)
-  # Without a kernel, the compiled step does not count the pages.
-  step_counts_cache = decode.get("kernel", True)
-  without_cache = step - (cache / bandwidth if step_counts_cache else 0.0)
+  step = decode["seconds"]["scheduled"]
+  mesh = program.sampler.generate.mesh
+  cached = lower_bounds.cache_bytes(program.cfg, 1) / (mesh.size * bandwidth)
+  without_cache = step
+  if decode.get("kernel", True):  # else the compiled step counts no pages
+    without_cache -= cached * lower.cached_tokens(config, program)
   weights = 0.0
   if sampler.batching:
     slots, T = sampler.batching.slots, lower.longest(config, sampler)
@@ -303,87 +256,19 @@ def _sampler_cost(functions, config, program, tpu_slice) -> _SamplerCost:
     slots = config.data.prompts * config.rollout.group_size
     prefilled = config.data.prompts * config.data.max_prompt_length
     prefill = generate["seconds"]["scheduled"] - decode["steps"] * step
-  least = _least_weight_bytes(program, slots) / bandwidth
-  one = lower_bounds.cache_bytes(program.cfg, 1) / program.sampler.mesh.size
+  weight_bytes = lower_bounds.decode_bytes(
+    program.cfg,
+    rows=slots,
+    tokens=0,
+    devices=mesh.size,
+    expert=mesh.shape["expert"],
+    tensor=mesh.shape["tensor"],
+  )
+  least = weight_bytes / bandwidth
   return _SamplerCost(
     weights=weights,
     prefill=prefill / prefilled,
     weights_read=min(least, without_cache),
     row=max(without_cache - least, 0.0) / slots,
-    cached=one / bandwidth,
-    cache=cache,
-    free=generate["memory"]["free"],
+    cached=cached,
   )
-
-
-def _least_weight_bytes(program, rows) -> float:
-  """The bytes of weights that a device reads at least in a decode step."""
-  mesh = lower.sampler_mesh(program)
-  return lower_bounds.decode_bytes(
-    program.cfg,
-    prompts=0,
-    rows=rows,
-    slots=0,
-    prompt_slots=0,
-    devices=program.sampler.mesh.size,
-    expert=mesh.shape["expert"],
-    tensor=mesh.shape["tensor"],
-  )
-
-
-def _alternatives(
-  functions, config, program, lengths, sampler, parts, combine
-) -> list[dict]:
-  """The seconds of an iteration with other keys: estimates, not compiled."""
-  generate, rows = _sides(parts)
-  alternatives = []
-
-  def add(change, seconds, fits=True):
-    alternatives.append({"change": change, "seconds": seconds, "fits": fits})
-
-  order = np.arange(len(lengths.responses))
-  padded = program.learner.row_tokens(
-    *lengths, packing.one_a_row(order, program.learner.packing)
-  )
-  padded_rows = _rows_seconds(functions, padded)
-  add("one response a row", combine(generate, padded_rows))
-  half = config.learner.micro_batch_size // 2
-  other = _other_program(config, program, learner={"micro_batch_size": half})
-  if other:
-    tokens = _row_tokens(config, other, lengths)
-    at_best = _rows_seconds(functions, tokens, share=0.5)
-    add(f"learner.micro_batch_size={half}, at best", combine(generate, at_best))
-  for batching in _other_batching(program, len(lengths.responses)):
-    other = _other_program(config, program, continuous_batching=batching)
-    if other:
-      changed = config.replace(continuous_batching=batching)
-      cost = sampler.with_cache(_cache_bytes(changed, other))
-      seconds = cost.weights + cost.seconds(decode(other, changed, lengths))
-      keys = ", ".join(f"{key}={value}" for key, value in batching.items())
-      add(
-        f"continuous_batching: {keys}", combine(seconds, rows), cost.free >= 0
-      )
-  return alternatives
-
-
-def _other_batching(program, responses) -> list[dict]:
-  """Keys of `continuous_batching`; twice the slots share the same pages."""
-  generate = program.sampler.generate
-  if not generate.batching:
-    return [{"slots": responses // 2}, {"slots": responses // 4}]
-  slots, pages = generate.batching.slots, generate.sizes.num_pages
-  twice = {"slots": 2 * slots, "num_pages": pages * generate.shards}
-  more = [twice] if 2 * slots <= responses else []
-  return [{"slots": 0}, *more, {"slots": slots // 2}]
-
-
-def _other_program(config, program, **keys) -> Program | None:
-  """The program with other keys; None if they do not go together."""
-  try:
-    return build_program(
-      config.replace(**keys),
-      program.mesh,
-      sampler_devices=lower.sampler_devices(program),
-    )
-  except UserError:
-    return None

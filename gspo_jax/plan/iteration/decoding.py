@@ -13,9 +13,7 @@ import numpy as np
 
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import Config
-from gspo_jax.program.functions import Program
 from gspo_jax.sampler.continuous import ContinuousSampler
-from gspo_jax.sampler.continuous.paged_decode import SegmentPlan
 from gspo_jax.sampler.samples import UNFINISHED, Prompts, Samples
 
 _PARTS = 10  # of the decode steps, for the slots in use
@@ -36,17 +34,14 @@ class Decoding(NamedTuple):
 
 
 class _CountingSampler:
-  """The functions of `JittedSampler`, without weights: they only count.
-
-  `lengths`, [P * G] int, are the tokens at which each response stops.
-  """
+  """The functions of `JittedSampler`, without weights: they only count."""
 
   def __init__(self, sampler: ContinuousSampler, lengths: np.ndarray):
     self._steps, self._lengths = sampler.sizes.segment_steps, lengths
     self._max_new_tokens = sampler.config.max_new_tokens
     self._slots = sampler.batching.slots
-    # Of each: its steps, the slots of a step, the sampled tokens, and the sum
-    # over steps of the cached tokens of the active slots.
+    # steps, slots of a step, sampled tokens, and cached tokens of active slots,
+    # summed over steps
     self.segments: list[tuple[int, int, int, float]] = []
     self.prefilled = 0
 
@@ -74,52 +69,35 @@ class _CountingSampler:
     self, params, state, samples, plan, compute_slots, min_active, key
   ):
     plan = jax.tree.map(np.asarray, plan)
-    state = self._begin_new(state, plan)
+    if not self.segments:
+      self._prefixes = np.zeros(self._slots)
+    self._prefixes = np.where(plan.new, plan.num_cached, self._prefixes)
+    num_tokens = np.where(plan.new, plan.num_tokens, state.num_tokens)
+    response = np.where(plan.new, plan.response, state.response)
     active = plan.active
-    left = np.where(active, self._lengths[state.response] - state.num_tokens, 0)
+    left = np.where(active, self._lengths[response] - num_tokens, 0)
     # After s steps those with more than s tokens left are active.
-    descending = np.sort(left)[::-1]
-    until = int(descending[int(min_active)])
+    until = int(np.sort(left)[::-1][int(min_active)])
     steps = min(self._steps, until)
     sampled = np.minimum(left, steps)
-    cached = (self._prefixes + state.num_tokens) * sampled + sampled**2 / 2
+    cached = (self._prefixes + num_tokens) * sampled + sampled**2 / 2
     computed = self._slots if compute_slots is None else compute_slots.size
     self.segments.append(
       (steps, computed, int(sampled.sum()), float(cached.sum()))
     )
-    pages = SimpleNamespace(active=active & (left > steps))
+    num_tokens, active = num_tokens + sampled.astype(np.int32), left > steps
+    pages = SimpleNamespace(active=active)
     state = SimpleNamespace(
-      num_tokens=state.num_tokens + sampled.astype(np.int32),
-      pages=pages,
-      response=state.response,
+      num_tokens=num_tokens, pages=pages, response=response
     )
-    results = state.num_tokens, state.pages.active
-    return state, samples, results
+    return state, samples, (num_tokens, active)
 
   def finalize(self, samples):
     return samples
 
-  def _begin_new(self, state, plan: SegmentPlan):
-    if not self.segments:
-      self._prefixes = np.zeros(self._slots)
-    self._prefixes = np.where(plan.new, plan.num_cached, self._prefixes)
-    pick = lambda new, old: np.where(plan.new, new, old)
-    return SimpleNamespace(
-      num_tokens=pick(plan.num_tokens, state.num_tokens),
-      response=pick(plan.response, state.response),
-    )
-
-
-def decode(program: Program, config: Config, lengths: Lengths) -> Decoding:
-  """The decoding of an iteration, by the sampler of its program."""
-  generate = program.sampler.generate
-  if generate.batching:
-    return replay(generate, lengths)
-  return _decode_together(lengths, config)
-
 
 def replay(sampler: ContinuousSampler, lengths: Lengths) -> Decoding:
-  """The decoding of responses that stop at these lengths, without a device."""
+  """The decoding of responses that stop at these lengths."""
   counting = _CountingSampler(sampler, lengths.responses)
   cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
   dry = dataclasses.replace(sampler, jitted=counting, batch_sharding=cpu)
@@ -140,7 +118,7 @@ def replay(sampler: ContinuousSampler, lengths: Lengths) -> Decoding:
   )
 
 
-def _decode_together(lengths: Lengths, config: Config) -> Decoding:
+def decode_together(lengths: Lengths, config: Config) -> Decoding:
   """The decoding of the static sampler: all rows, until the longest ends."""
   responses = lengths.responses
   B, longest = len(responses), int(responses.max())

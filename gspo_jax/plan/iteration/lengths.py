@@ -4,10 +4,9 @@
   --lengths=FILE
   --lengths=FILE:prompt_mean=.3
 
-`lognormal`: a log-normal distribution, cut at `sampler.max_new_tokens`. `mean`
-is its mean after the cut, as a share of `max_new_tokens`: what a run writes as
-`response/length`, over that limit. `sigma` is the standard deviation of the
-logarithm before the cut.
+`lognormal` is cut at `sampler.max_new_tokens`. `mean` is its mean after the
+cut, as a share of `max_new_tokens`: what a run writes as `response/length`,
+over that limit. `sigma` is the standard deviation of the logarithm before it.
 
 FILE has a line for each response, all of one kind: a number, its tokens; or a
 JSON object with the number in `length`, or with the text in `response`, as the
@@ -55,12 +54,14 @@ def draw(spec: str, config: Config, tokenizer: Tokenizer) -> Lengths:
   Raises:
     UserError: the spec or its file is mistaken, or rollouts are partial.
   """
+  mistake = lambda text: UserError(f"--lengths={spec}: {text}")
   if partial := config.rollout.max_tokens_per_iteration:
-    raise UserError(
-      f"--lengths={spec}: expected rollout.max_tokens_per_iteration=0, whole "
-      f"responses in an iteration, got {partial}"
+    raise mistake(
+      "expected rollout.max_tokens_per_iteration=0, whole responses in an "
+      f"iteration, got {partial}"
     )
-  name, options = _split(spec)
+  match = re.fullmatch(r"(.+?):(\w+=[^/]*)", spec)
+  name, options = match.groups() if match else (spec, "")
   known = ["mean", "sigma"] if name == _LOGNORMAL else []
   values = _numbers(spec, options, [*known, "prompt_mean"])
   limit = config.sampler.max_new_tokens
@@ -68,27 +69,25 @@ def draw(spec: str, config: Config, tokenizer: Tokenizer) -> Lengths:
   if name == _LOGNORMAL:
     for key in known:
       if key not in values:
-        raise UserError(f"--lengths={spec}: {key} is missing; {_EXPECTED}")
-    if not 1 / limit < values["mean"] < 1:
-      raise UserError(
-        f"--lengths={spec}: mean={values['mean']:g}: expected a share of "
-        f"sampler.max_new_tokens={limit}, above 1/{limit} and below 1"
+        raise mistake(f"{key} is missing; {_EXPECTED}")
+    mean, sigma = values["mean"], values["sigma"]
+    if not 1 / limit < mean < 1:
+      raise mistake(
+        f"mean={mean:g}: expected a share of sampler.max_new_tokens={limit}, "
+        f"above 1/{limit} and below 1"
       )
-    if not 0 < values["sigma"] <= 5:
-      raise UserError(
-        f"--lengths={spec}: sigma={values['sigma']:g}: expected a number above "
-        "0, at most 5"
-      )
-    responses = _lognormal(count, limit, values["mean"], values["sigma"])
+    if not 0 < sigma <= 5:
+      raise mistake(f"sigma={sigma:g}: expected a number above 0, at most 5")
+    responses = _lognormal(count, limit, mean, sigma)
   else:
     responses = _from_file(spec, name, tokenizer)
     if len(responses) != count:
       responses = _shuffled(np.quantile(responses, _quantiles(count)))
   mean = values.get("prompt_mean", _PROMPT_MEAN)
   if not 0 < mean <= 1:
-    raise UserError(
-      f"--lengths={spec}: prompt_mean={mean:g}: expected a share of "
-      f"data.max_prompt_length, above 0 and at most 1"
+    raise mistake(
+      f"prompt_mean={mean:g}: expected a share of data.max_prompt_length, "
+      "above 0 and at most 1"
     )
   spread = min(mean, 1 - mean)
   prompts = mean + spread * (2 * _quantiles(config.data.prompts) - 1)
@@ -96,14 +95,6 @@ def draw(spec: str, config: Config, tokenizer: Tokenizer) -> Lengths:
   prompts = _shuffled(prompts * longest, seed=1)
   cut = lambda x, limit: np.clip(np.rint(x), 1, limit).astype(int)
   return Lengths(cut(prompts, longest), cut(responses, limit))
-
-
-def _split(spec):
-  """The name of the distribution or file, and the text of its options."""
-  if spec == _LOGNORMAL:
-    return spec, ""
-  match = re.fullmatch(r"(.+?):(\w+=[^/]*)", spec)
-  return match.groups() if match else (spec, "")
 
 
 def _numbers(spec, options, known) -> dict[str, float]:
