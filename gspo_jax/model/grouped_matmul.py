@@ -24,16 +24,11 @@ _MAX_TILE = 2048 * 768  # bfloat16 numbers of a tile that fits in VMEM
 def matmul(x_AD, weights_eDF, sizes_e):
   """Multiplies each row by the matrix of its group.
 
+  The rows are sorted by group; group e has `sizes_e[e]` rows. Rows of the
+  result [A, F] beyond the sum of the sizes are undefined.
+
   `in_blocks` on a CPU, where XLA's ragged_dot multiplies every row by every
   matrix; `in_tiles` on TPU v5e and v5p; ragged_dot elsewhere.
-
-  Args:
-    x_AD: rows, sorted by group.
-    weights_eDF: a matrix for each group.
-    sizes_e: int, rows of each group.
-
-  Returns:
-    [A, F]; rows beyond the sum of the sizes are undefined.
   """
   if sharding.platform() == "cpu":
     return in_blocks(x_AD, weights_eDF, sizes_e)
@@ -65,11 +60,6 @@ def in_tiles(x_AD, weights_eDF, sizes_e):
   return _tiled(x_AD, weights_eDF, sizes_e, _PRODUCT)
 
 
-def _tiled_forward(x_AD, weights_eDF, sizes_e):
-  operands = x_AD, weights_eDF, sizes_e
-  return _tiled(*operands, _PRODUCT), operands
-
-
 def _tiled_backward(operands, dy_AF):
   x_AD, weights_eDF, sizes_e = operands
   return (
@@ -79,7 +69,9 @@ def _tiled_backward(operands, dy_AF):
   )
 
 
-in_tiles.defvjp(_tiled_forward, _tiled_backward)
+in_tiles.defvjp(
+  lambda *operands: (_tiled(*operands, _PRODUCT), operands), _tiled_backward
+)
 
 
 def _tiled(left, right, sizes_e, axes):
@@ -157,19 +149,11 @@ def swiglu_in_blocks(x_MD, weights_Mk, experts_Mk, gate_up, down):
   block and runs both products while they are in the cache. All data moves by
   gathers, in the backward pass, too.
 
-  Args:
-    x_MD: tokens.
-    weights_Mk: routing weights.
-    experts_Mk: int; the number of experts means none.
-    gate_up: [e, D, 2F].
-    down: [e, F, D].
-
-  Returns:
-    The weighted sum over the experts of each token, [M, D], and the number of
-    pairs of a token and an expert.
+  An expert of number e means none; `gate_up` is [e, D, 2F], `down` [e, F, D].
+  Returns the weighted sum [M, D] over the experts of each token, and the number
+  of pairs of a token and an expert.
   """
-  y_MD, num_rows, _ = _experts(x_MD, weights_Mk, experts_Mk, gate_up, down)
-  return y_MD, num_rows
+  return _experts(x_MD, weights_Mk, experts_Mk, gate_up, down)[:2]
 
 
 def _gate(h_bF, weights_b, dtype):
@@ -260,10 +244,8 @@ swiglu_in_blocks.defvjp(_experts_forward, _experts_backward)
 class _Places(NamedTuple):
   """The assignment of pairs of a token and an expert to blocks."""
 
-  # The pair m * k + j at each place; M * k where there is none.
-  pair_nb: jax.Array
-  # The place of each pair; n * b or more if it has no expert.
-  slot_Mk: jax.Array
+  pair_nb: jax.Array  # the pair m * k + j at each place; M * k for none
+  slot_Mk: jax.Array  # each pair's place; n * b or more if it has no expert
   group_n: jax.Array  # the expert of each block
   count: jax.Array  # [] the number of blocks in use
   num_pairs: jax.Array  # [] int32, the pairs that have an expert
@@ -294,9 +276,7 @@ def _weights(weights_Mk, places, dtype):
 class _Blocks(NamedTuple):
   """The assignment of rows to blocks."""
 
-  # The place of each row in the blocks; n * b or more for the rows beyond the
-  # groups.
-  slot_A: jax.Array
+  slot_A: jax.Array  # each row's place; n * b or more beyond the groups
   count: jax.Array  # [] the number of blocks in use
   group_n: jax.Array  # the group of each block
   size: int  # b

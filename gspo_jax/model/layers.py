@@ -82,7 +82,7 @@ def project(x, weights, name, axes: int = 1):
 
 
 def _gathered(weights, specs, dtype):
-  """A device's weights, joined along `WEIGHT_AXES`."""
+  """A device's weights, cast and joined along `WEIGHT_AXES`."""
   axes = sharding.WEIGHT_AXES
 
   def gather(name, x):
@@ -95,11 +95,7 @@ def _gathered(weights, specs, dtype):
 
 
 class Attention(nn.Module):
-  """Grouped-query attention with norms, with Qwen2's biases, or neither.
-
-  The norms are over the width of each query and key head (Qwen3), or over all
-  heads together (OLMoE). Queries, keys and values have the biases.
-  """
+  """Grouped-query attention; norms and biases as `ModelConfig` says."""
 
   cfg: ModelConfig
 
@@ -218,25 +214,17 @@ class Block(nn.Module):
 
   @nn.compact
   def __call__(
-    self,
-    x_BTD,
-    angles,
-    segments_BT,
-    cache=None,
-    layer=0,
-    routes=NO_ROUTES,
+    self, x_BTD, angles, segments_BT, cache=None, layer=0, routes=NO_ROUTES
   ):
     """Returns the stream [B, T, D], the routing or None, the new (k, v)."""
     cfg = self.cfg
     h = RMSNorm(cfg, name="attention_norm")(x_BTD)
-    h, updated = Attention(cfg, name="attention")(
-      h, angles, segments_BT, cache, layer
-    )
+    attend = Attention(cfg, name="attention")
+    h, updated = attend(h, angles, segments_BT, cache, layer)
     x_BTD = checkpoint_name(add(x_BTD, h), "stream")
     h = RMSNorm(cfg, name="mlp_norm")(x_BTD)
     if cfg.num_experts:
-      moe = MoE(cfg, name="moe")
-      h, routing = moe(h, segments_BT != 0, *routes)
+      h, routing = MoE(cfg, name="moe")(h, segments_BT != 0, *routes)
     else:
       h, routing = MLP(cfg, name="mlp")(h), None
     return add(x_BTD, h), routing, updated

@@ -45,16 +45,9 @@ def read(q_BNH, k_KntH, v_KntH, table_BW, lengths_B):
   On a TPU with JAX's kernel, which needs pages whose width is a multiple of 128
   and rounds keys and values to bfloat16. In all other cases by `by_blocks`.
 
-  Args:
-    q_BNH: queries; query head n uses key-value head n // (N / K).
-    k_KntH: keys; or [K / j, n, t, j * H].
-    v_KntH: values, in the same shape.
-    table_BW: int32, the pages of each row.
-    lengths_B: int32, tokens to attend to; for 0 the output is finite, but
-      meaningless.
-
-  Returns:
-    [B, N, H].
+  Query head i uses key-value head i // (N / K). Keys and values may also be
+  [K / j, n, t, j * H]. `lengths_B` are the tokens to attend to; for 0 the
+  output [B, N, H] is finite, but meaningless.
   """
   (B, N, H), (K, _, _, width) = q_BNH.shape, k_KntH.shape
   supported = width % _LANES == 0 and q_BNH.dtype == jnp.bfloat16
@@ -126,10 +119,9 @@ def _block_pairs(B, W, k_KntH):
   """M, the number of pairs whose keys take `_BLOCK_BYTES`.
 
   With 1/4 MiB, which fits in its caches, a CPU was at most 13 % slower than
-  with the best M, in ten shapes tried by hand: 50 to 900 tokens of 16 and 64
-  rows, 2 to 8 heads of width 16 to 128. A GPU starts a dozen kernels in each
-  iteration, about 50 us in total, the time in which it reads about 64 MiB of
-  keys and values; this is estimated, not measured.
+  with the best M, in ten shapes tried by hand. A GPU starts a dozen kernels in
+  each iteration, about 50 us, in which it reads about 64 MiB of keys and
+  values; this is estimated, not measured.
   """
   K, _, t, H = k_KntH.shape
   block_bytes = _BLOCK_BYTES.get(sharding.platform(), 2**25)

@@ -37,8 +37,7 @@ class Pages:
   # [B, W] int32, the pages of each row, in the order of its tokens; any valid
   # number in unused entries. Rows may share pages that are full.
   table: jax.Array
-  # [B] int32, tokens stored. An active row has room for one more.
-  lengths: jax.Array
+  lengths: jax.Array  # [B] int32, tokens; an active row has room for one more
   # [B] bool; the other rows write nothing, and their attention output is
   # finite, but meaningless.
   active: jax.Array
@@ -106,11 +105,8 @@ def shardings(cfg: ModelConfig, mesh: jax.sharding.Mesh) -> Pages:
 def store(pages: Pages, k, v, numbers: jax.Array) -> Pages:
   """Writes prefilled prompts into pages; in place if `pages` is donated.
 
-  Args:
-    pages: the cache.
-    k: per layer, [P, K, T, H], T = C * t.
-    v: as k.
-    numbers: [P, C] int32, the page of each t tokens; n or more: not written.
+  k and v are [P, K, C * t, H] per layer. `numbers` [P, C] int32 has the page of
+  each t tokens; n or more: not written.
   """
 
   def local(old, new, numbers_PC):
@@ -130,15 +126,9 @@ def store(pages: Pages, k, v, numbers: jax.Array) -> Pages:
 
 
 def load(pages: Pages, numbers: jax.Array, head_dim: int):
-  """Reads keys and values of prompts back: what `store` wrote.
+  """Reads the k and v that `store` wrote at these `numbers`.
 
-  Args:
-    pages: the cache.
-    numbers: [P, C] int32, the page of each t tokens; n or more: any values.
-    head_dim: H.
-
-  Returns:
-    k and v: per layer, [P, K, C * t, H].
+  Where a number is n or more, any values.
   """
 
   def local(old, numbers_PC):
@@ -159,10 +149,8 @@ def load(pages: Pages, numbers: jax.Array, head_dim: int):
 def copy(pages: Pages, source: jax.Array, target: jax.Array) -> Pages:
   """Copies page `source` to page `target`; in place if `pages` is donated.
 
-  Args:
-    pages: the cache.
-    source: [B] int32; no source may be a target.
-    target: [B] int32; n or more: not copied.
+  Both are [B] int32. No source may be a target; a target of n or more: not
+  copied.
   """
 
   def local(old, source_B, target_B):

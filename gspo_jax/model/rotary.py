@@ -6,6 +6,7 @@ the first is 1 and each is smaller than the one before.
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ class Llama3Scaling:
   low: float  # above 0
   high: float  # above `low`
   length: int  # tokens of the texts before the stretch
+  amplitude: ClassVar[float] = 1.0  # the factor of sines and cosines
 
   def __post_init__(self):
     if not (self.factor >= 1 and 0 < self.low < self.high and self.length > 0):
@@ -34,11 +36,6 @@ class Llama3Scaling:
         f"model.rope_scaling={self}: expected factor >= 1, 0 < low < high and"
         " length > 0"
       )
-
-  @property
-  def amplitude(self) -> float:
-    """The factor of sines and cosines."""
-    return 1.0
 
   def scale(self, frequency_H, theta: float):
     """The frequencies of `theta`, scaled."""
@@ -92,8 +89,7 @@ class YarnScaling:
     """The frequencies of `theta`, scaled."""
     half = frequency_H.shape[0]
 
-    def index(periods):
-      """The index of the frequency with these periods in `length` tokens."""
+    def index(periods):  # of the frequency with these periods in `length`
       turns = self.length / (periods * 2 * math.pi)
       return half * math.log(turns) / math.log(theta)
 

@@ -30,9 +30,8 @@ OPTIONS = {"xla_allow_excess_precision": False}
 def recomputed(function):
   """`function`, whose backward pass starts from its arguments alone.
 
-  For elementwise arithmetic: computing its intermediate results again takes
-  less time than storing and reading them. Unlike `jax.checkpoint` it leaves no
-  trace inside a block that is rematerialised itself.
+  Computing elementwise results again takes less time than storing and reading
+  them. Unlike `jax.checkpoint` it leaves no trace in a rematerialised block.
   """
 
   @jax.custom_vjp

@@ -31,12 +31,9 @@ _SMALL_DEPTH = 8  # layers that a CPU compiles unrolled
 class HiddenStates(NamedTuple):
   """The output of the blocks."""
 
-  # [B, T, D], after the last norm; `unembed` maps it to logits.
-  hidden: jax.Array
-  # Of every layer, with a leading axis L; None for a dense model.
-  routing: Routing | None
-  # The cache with the T tokens added; None if none was given.
-  cache: kv.Cache | None
+  hidden: jax.Array  # [B, T, D], after the last norm, for `unembed`
+  routing: Routing | None  # with a leading axis L; None for a dense model
+  cache: kv.Cache | None  # with the T tokens added; None if none was given
 
 
 class Output(NamedTuple):
@@ -45,8 +42,7 @@ class Output(NamedTuple):
   logits: jax.Array  # [B, T, V] float32
   # [L, B, T, k], the experts of each token; None for a dense model.
   experts: jax.Array | None
-  # The cache with the T tokens added; None if none was given.
-  cache: kv.Cache | None
+  cache: kv.Cache | None  # with the T tokens added; None if none was given
 
 
 def init(key: jax.Array, cfg: ModelConfig) -> Params:
@@ -138,7 +134,7 @@ def prefill(
   positions: jax.Array,
   mask: jax.Array,
 ) -> HiddenStates:
-  """`hidden_states` without a cache; returns one that holds the T tokens."""
+  """`hidden_states` without a cache; its result has one of the T tokens."""
   run = functools.partial(_scan_layers, store=True)
   return _run_blocks(run, params, cfg, tokens, positions, mask)
 
@@ -161,7 +157,6 @@ def _embed(table_VD, tokens_BT, cfg):
   Each device looks up its columns for all tokens. An all-to-all then gives it
   all columns of its own tokens.
   """
-
   axes = sharding.RULES["table"]
 
   def local(table, tokens_BT):
@@ -227,7 +222,6 @@ def _scan_layers(
 
 
 def _layers_per_step(cfg):
-  """Layers of one step of the scan: `ModelConfig.unroll`, or its default."""
   if cfg.unroll is not None:
     return cfg.unroll
   small = cfg.num_layers <= _SMALL_DEPTH
@@ -235,7 +229,6 @@ def _layers_per_step(cfg):
 
 
 def _loop_over_layers(params, cfg, x_BTD, angles, mask_BT, cache):
-  """An unrolled loop over the layers: stream, routing and cache."""
   cache = cache.mark_valid(mask_BT)
   segments_BT = mask_BT.astype(jnp.int32)
   routings, ks, vs = [], [], []

@@ -169,7 +169,7 @@ def test_rows_beyond_the_groups_are_never_used(monkeypatch):
     return jnp.where(beyond, 1e4, plain(rows, weights, sizes))
 
   def compiled():
-    loss = lambda *a: run(*a[:2], a[4], *a[2:4]).y_MD.sum()
+    loss = lambda *a: run(*a[:2], a[4], *a[2:4])[0].sum()
     return jax.jit(jax.value_and_grad(loss, argnums=range(4)))
 
   def results(gradient):

