@@ -1,12 +1,12 @@
 """The cache: tokens in several passes against all tokens in one."""
 
 import dataclasses
-import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from random_model import weights
 
 from gspo_jax import model
 from gspo_jax.model import cache as kv
@@ -36,19 +36,6 @@ forward = jax.jit(model.forward, static_argnums=1)
 unstack = jax.jit(model.unstack_layers, static_argnums=1)
 share_prefix = jax.jit(kv.share_prefix, static_argnums=(1, 2, 3))
 grow = jax.jit(kv.grow, static_argnums=1)
-
-
-@functools.cache
-def weights(cfg):
-  """Random parameters; the norm scales are around one."""
-  rng = np.random.default_rng(0)
-  shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
-
-  def fill(path, leaf):
-    mean = 1.0 if path[-1].key == "scale" else 0.0
-    return rng.normal(mean, 0.3, leaf.shape).astype(np.float32)
-
-  return jax.tree.map_with_path(fill, shapes)
 
 
 def rows():

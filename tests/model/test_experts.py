@@ -39,64 +39,56 @@ def random_layer(load):
   return normal(M, D), weights, experts, normal(E, D, 2 * F), normal(E, F, D)
 
 
-def dense(x, weights, chosen, gate_up, down):
-  """Every expert on every token, in float64."""
-  gate, up = np.split(np.einsum("md,edf->mef", x, gate_up), 2, -1)
-  each = np.einsum("mef,efd->med", gate / (1 + np.exp(-gate)) * up, down)
-  share = np.zeros((M, len(gate_up)))
-  np.add.at(share, (np.arange(M)[:, None], chosen), weights)
-  return np.einsum("med,me->md", each, share)
-
-
 def run(x, weights, chosen, gate_up, down):
   """The experts of one device of four."""
   gate_up, down = lora.Experts(gate_up), lora.Experts(down)
   return ep.apply(x, weights, chosen, gate_up, down, num_shards=4)
 
 
-apply = jax.jit(run)
+COTANGENT = np.random.default_rng(1).normal(size=(M, D)).astype(np.float32)
+
+
+def chunked(x, weights, gate_up, down, chosen):
+  y, num_rows = ep.apply(x, weights, chosen, gate_up, down, num_shards=4)
+  return (y * COTANGENT).sum(), (y, num_rows)
+
+
+def dense(x, weights, gate_up, down, chosen):
+  """Every expert on every token."""
+  gate_up, down = (
+    p.weight if p.a is None else p.weight + p.a @ p.b for p in (gate_up, down)
+  )
+  gate, up = jnp.split(jnp.einsum("md,edf->mef", x, gate_up), 2, -1)
+  each = jnp.einsum("mef,efd->med", jax.nn.silu(gate) * up, down)
+  one_hot = jax.nn.one_hot(chosen, len(down))  # zeros for other devices
+  share = (one_hot * weights[..., None]).sum(1)
+  y = jnp.einsum("med,me->md", each, share)
+  return (y * COTANGENT).sum(), (y, one_hot.sum().astype(int))
+
+
+GRADIENTS = [
+  jax.jit(jax.grad(f, argnums=range(4), has_aux=True)) for f in (chunked, dense)
+]
 
 
 @every_load
 @pytest.mark.parametrize("first", [0, 2, 6])
-def test_a_shard_equals_the_dense_sum(load, first):
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_shard_and_its_gradient_equal_the_dense_sum(load, first, adapters):
   """Two experts of eight: one chunk, several, or no row at all."""
-  x, weights, chosen, gate_up, down = random_layer(load)
-  here = slice(first, first + 2)
-  y, num_rows = apply(x, weights, chosen - first, gate_up[here], down[here])
-  local = (chosen >= first) & (chosen < first + 2)
-  f64 = [np.float64(a) for a in (x, weights * local, gate_up, down)]
-  expected = dense(f64[0], f64[1], chosen, *f64[2:])
-  np.testing.assert_allclose(y, expected, atol=2e-5)
-  assert num_rows == local.sum()
-
-
-@functools.cache
-def gradients():
-  """Of the chunks, and of the dense sum, as functions of the experts, too."""
-  cotangent = np.random.default_rng(1).normal(size=(M, D)).astype(np.float32)
-
-  def chunked(x, weights, gate_up, down, chosen):
-    y, _ = run(x, weights, chosen, gate_up, down)
-    return (y * cotangent).sum()
-
-  def plain(x, weights, gate_up, down, chosen):
-    gate, up = jnp.split(jnp.einsum("md,edf->mef", x, gate_up), 2, -1)
-    each = jnp.einsum("mef,efd->med", jax.nn.silu(gate) * up, down)
-    share = jnp.zeros((M, 2)).at[jnp.arange(M)[:, None], chosen]
-    each *= share.add(weights, mode="drop")[..., None]
-    return (each.sum(1) * cotangent).sum()
-
-  return [jax.jit(jax.grad(f, argnums=range(4))) for f in (chunked, plain)]
-
-
-@every_load
-def test_the_gradient_by_hand_equals_that_of_the_dense_sum(load):
-  x, weights, chosen, gate_up, down = random_layer(load)
-  given = x, weights, gate_up[:2], down[:2], chosen
-  actual, expected = (gradient(*given) for gradient in gradients())
-  for a, b in zip(actual, expected, strict=True):
-    np.testing.assert_allclose(a, b, atol=2e-5 * max(np.abs(b).max(), 1))
+  x, weights, chosen, *matrices = random_layer(load)
+  projections = [lora.Experts(w[first : first + 2]) for w in matrices]
+  if adapters:
+    rng = np.random.default_rng(2)
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    projections = [
+      lora.Experts(w, normal(2, w.shape[1], 3), normal(2, 3, w.shape[2]))
+      for w, _, _ in projections
+    ]
+  given = x, weights, *projections, chosen - first
+  actual, expected = (gradient(*given) for gradient in GRADIENTS)
+  for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+    np.testing.assert_allclose(a, b, atol=3e-5 * max(np.abs(b).max(), 1))
 
 
 def test_total_skew_takes_several_chunks(monkeypatch):
