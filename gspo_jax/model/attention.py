@@ -29,11 +29,9 @@ def attend(q_BTNH, k_BTKH, v_BTKH, segments_BT):
   Query head i uses key-value head i // (N / K); padding is a segment, too. The
   output [B, T, N, H] has the dtype of the queries.
 
-  It runs splash attention on a TPU, cuDNN's attention on a GPU, and `in_blocks`
-  elsewhere. None holds scores of [B, N, T, T]; cuDNN takes the segments as a
-  mask of [B, 1, T, T]. `in_blocks` is also used where a kernel's conditions are
-  not met: splash needs H to be a multiple of 128, cuDNN needs 16-bit numbers
-  and H to be a multiple of 8.
+  By splash attention on a TPU if H is a multiple of 128, by cuDNN on a GPU for
+  16-bit numbers if H is a multiple of 8, else `in_blocks`. None holds scores of
+  [B, N, T, T]; cuDNN takes the segments as a mask of [B, 1, T, T].
   """
   platform, (T, H) = sharding.platform(), q_BTNH.shape[1::2]
   if platform == "tpu" and H % _LANES == 0:
@@ -55,18 +53,15 @@ def in_blocks(q_BTNH, k_BTKH, v_BTKH, segments_BT):
   A block reads the keys up to its last query, which leaves out most of the
   masked scores. On a CPU a loop takes a few rows at a time, so that the scores
   stay in the cache of a core. The backward pass computes the scores again
-  (arXiv 2205.14135, algorithm 4).
-
-  Scores and softmax are float32 and the output is rounded once, as in the
-  caches of the sampler.
+  (arXiv 2205.14135, algorithm 4). Scores and softmax are float32 and the output
+  is rounded once, as in the caches of the sampler.
   """
   return _forward(q_BTNH, k_BTKH, v_BTKH, segments_BT)[0]
 
 
 def _forward(q_BTNH, k_BTKH, v_BTKH, segments_BT):
-  out_BTNH, lse_BTN = _map_rows(
-    _forward_rows, (q_BTNH, k_BTKH, v_BTKH, _biases(segments_BT))
-  )
+  operands = q_BTNH, k_BTKH, v_BTKH, _biases(segments_BT)
+  out_BTNH, lse_BTN = _map_rows(_forward_rows, operands)
   # Both, so that a rematerialised block does not compute the scores a third
   # time.
   out_BTNH = checkpoint_name(out_BTNH, "attention")
@@ -79,8 +74,7 @@ def _backward(residuals, dout_BTNH):
   # sum_s w_s dw_s = sum_s w_s (v_s . dout) = out . dout
   delta_BTN = (wide(out_BTNH) * wide(dout_BTNH)).sum(-1)
   operands = q_BTNH, k_BTKH, v_BTKH, lse_BTN, delta_BTN, dout_BTNH
-  biases = _biases(segments_BT)
-  return *_map_rows(_backward_rows, (*operands, biases)), None
+  return *_map_rows(_backward_rows, (*operands, _biases(segments_BT))), None
 
 
 in_blocks.defvjp(_forward, _backward)
@@ -107,10 +101,7 @@ def _blocks(T):
 
 
 def _biases(segments_BT):
-  """For each block [B, Q, S] float32, 0 at the keys that a query attends to.
-
-  They are computed ahead of the loop over rows, for all heads.
-  """
+  """For each block [B, Q, S] float32, 0 at the keys that a query attends to."""
   return [
     jnp.where(_visible(segments_BT, *block), 0.0, MASKED)
     for block in _blocks(segments_BT.shape[1])
@@ -120,9 +111,8 @@ def _biases(segments_BT):
 def _visible(segments_BT, start, end):
   """Whether the queries start..end attend to the keys 0..end, [B, Q, S]."""
   q_BQ, k_BS = segments_BT[:, start:end], segments_BT[:, :end]
-  return (q_BQ[:, :, None] == k_BS[:, None]) & (
-    jnp.arange(start, end)[:, None] >= jnp.arange(end)
-  )
+  causal_QS = jnp.arange(start, end)[:, None] >= jnp.arange(end)
+  return (q_BQ[:, :, None] == k_BS[:, None]) & causal_QS
 
 
 def _by_kv_head(x_BTN, K):
@@ -210,9 +200,8 @@ def _backward_rows(
 def weigh(subscripts: str, weights, values):
   """An einsum of float32 weights with values of any dtype, summed in float32.
 
-  A CPU multiplies in float32. Other platforms round the weights to the dtype of
-  the values in their matrix units; the explicit cast here avoids a float32 copy
-  of the values.
+  A CPU multiplies in float32. Other platforms round the weights to the values'
+  dtype anyway; the explicit cast avoids a float32 copy of the values.
   """
   if sharding.platform() != "cpu":
     weights = weights.astype(values.dtype)

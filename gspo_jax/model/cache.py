@@ -3,8 +3,8 @@
 Dimension key: B rows, P prompts, G responses a prompt (B = P * G), T new
 tokens, S slots, N query heads, K key-value heads, U = N / K, H head width.
 
-Each layer's keys and values are [B, K, S, H]: with the layers unrolled, this
-order decodes in place on a TPU, where [layers, B, S, K, H] copies the cache.
+Each layer's keys and values are [B, K, S, H], which decodes in place on a TPU,
+where [layers, B, S, K, H] copies the cache.
 """
 
 import dataclasses

@@ -31,8 +31,7 @@ class LoraConfig:
   rank: int  # columns of A and rows of B; an expert has its own
   alpha: float  # the product A B is multiplied by alpha / rank
   # "attention" (q, k, v and o), "mlp" (gate, up and down of the MLP or of every
-  # expert), or "all-linear", which is both. An expert's gate and up share A,
-  # because they are one matrix here.
+  # expert, whose gate and up share A), or "all-linear", which is both.
   targets: str = "all-linear"
 
   def __post_init__(self):

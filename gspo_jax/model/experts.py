@@ -1,9 +1,8 @@
 """The experts of one device, in chunks: dropless, exact, in bounded memory.
 
-The number of rows for a device's experts depends on the router's output. A
-buffer for the worst case would be many times too large, and one for the mean
-would drop tokens. So the rows are processed in chunks of 1.25 times the mean:
-one chunk if the load is even, and a loop over the others if it is not.
+A device's number of rows depends on the router. A buffer for the worst case
+would be many times too large, and one for the mean would drop tokens. So the
+rows are processed in chunks of 1.25 times the mean: one if the load is even.
 
 Dimension key: M tokens, D model width, e experts of this device, k experts a
 token, F hidden width of one expert, A rows of a chunk; a row is a pair of a
@@ -95,9 +94,8 @@ def _chunks(operands: _Operands, k, A):
   """As many chunks as there are rows for: the output of `apply`.
 
   Reverse mode cannot differentiate a loop of unknown length, so the gradient is
-  written by hand: again a loop over chunks, each differentiated by JAX. This
-  also keeps the undefined rows of a kernel out of all sums, and allows the
-  first chunk's hidden rows to be kept.
+  again a loop over chunks, each differentiated by JAX. This also keeps a
+  kernel's undefined rows out of all sums, and can keep the first hidden rows.
   """
   body, state = _steps(operands, k, A)
   # Without a gradient no chunk is kept, so one loop compiles all of them.

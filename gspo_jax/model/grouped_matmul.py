@@ -54,8 +54,7 @@ def in_tiles(x_AD, weights_eDF, sizes_e):
   """`matmul` by ragged_dot, in tiles that divide the widths.
 
   libtpu's own tiles on v5e and v5p need not divide them: it multiplies 768
-  columns in two tiles of 640. It takes others from an attribute of the
-  operation. Each product has its own: this one, and two in the backward pass.
+  columns in two tiles of 640. It takes others from the operation's attribute.
   """
   return _tiled(x_AD, weights_eDF, sizes_e, _PRODUCT)
 
@@ -98,9 +97,8 @@ def _divisor(width, limit):
 def in_blocks(x_AD, weights_eDF, sizes_e):
   """`matmul` in a loop over blocks, each with rows of one group.
 
-  Each group is padded with zeros to whole blocks, at most one extra block per
-  group. One batched product of all blocks would copy a matrix for each block,
-  and is slower.
+  Each group is padded with zeros to whole blocks. One batched product of all
+  blocks would copy a matrix for each block, and is slower.
   """
   return _forward(x_AD, weights_eDF, sizes_e)[0]
 
@@ -145,9 +143,8 @@ in_blocks.defvjp(_forward, _backward)
 def swiglu_in_blocks(x_MD, weights_Mk, experts_Mk, gate_up, down):
   """The experts of each token on one CPU: `w * down(silu(gate x) * up x)`.
 
-  A loop over blocks, each with tokens of one expert. It gathers the tokens of a
-  block and runs both products while they are in the cache. All data moves by
-  gathers, in the backward pass, too.
+  A loop over blocks of one expert's tokens runs both products while they are in
+  the cache. All data moves by gathers, in the backward pass, too.
 
   An expert of number e means none; `gate_up` is [e, D, 2F], `down` [e, F, D].
   Returns the weighted sum [M, D] over the experts of each token, and the number

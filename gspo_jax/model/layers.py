@@ -20,8 +20,6 @@ from gspo_jax.runtime import sharding
 
 
 class RMSNorm(nn.Module):
-  """`rms_norm` by the scale of this module."""
-
   cfg: ModelConfig
 
   @nn.compact
@@ -83,15 +81,13 @@ def project(x, weights, name, axes: int = 1):
 
 def _gathered(weights, specs, dtype):
   """A device's weights, cast and joined along `WEIGHT_AXES`."""
-  axes = sharding.WEIGHT_AXES
-
-  def gather(name, x):
-    x = x.astype(dtype)
-    if axes not in specs[name]:
-      return x
-    return sharding.gather(x, *axes, dim=specs[name].index(axes))
-
-  return {name: gather(name, x) for name, x in weights.items()}
+  axes, whole = sharding.WEIGHT_AXES, {}
+  for name, x in weights.items():
+    whole[name] = x.astype(dtype)
+    if axes in specs[name]:
+      dim = specs[name].index(axes)
+      whole[name] = sharding.gather(whole[name], *axes, dim=dim)
+  return whole
 
 
 class Attention(nn.Module):
@@ -136,10 +132,9 @@ def _project(x_BTD, weights, angles, cfg):
 def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
   """Attention among the T tokens, in a shard_map over rows, tokens and heads.
 
-  A device has all heads of its part of a row's tokens. It exchanges them for
-  all tokens of its part of the heads, and after attention back, so that the
-  devices along `context` have equal shares of the causal scores
-  (arXiv 2309.14509, sec. 3).
+  A device exchanges all heads of its tokens for all tokens of its heads, and
+  after attention back, so that the devices along `context` have equal shares of
+  the causal scores (arXiv 2309.14509, sec. 3).
   """
   tokens = sharding.TOKENS
   heads_first = PartitionSpec(sharding.ROW_AXES, "tensor", "context")

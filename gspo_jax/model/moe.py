@@ -117,10 +117,9 @@ def _local(
 
 
 def _run_experts(x_MD, weights_Mk, experts_Mk, gate_up, down):
-  """Gathers tokens along `expert`, runs each device's experts, adds up.
+  """The weighted sum over all experts, and the number of rows processed.
 
-  Returns the output and the rows processed, whose sum over the batch axes is
-  the number of rows of all devices.
+  This number has to be summed over the batch axes.
   """
   ranks = ("expert", "tensor")
   if sharding.size(*ranks) == 1:
@@ -143,10 +142,7 @@ def _run_experts(x_MD, weights_Mk, experts_Mk, gate_up, down):
 
 
 def route(logits_ME, cfg: ModelConfig, routes_Mk=None):
-  """The routing weights, float32, and their experts: [M, k] each.
-
-  The experts are `routes_Mk` if given, else the top k.
-  """
+  """Float32 weights and the experts, [M, k] each: `routes_Mk`, or the top k."""
   if routes_Mk is not None:
     experts_Mk = routes_Mk.astype(jnp.int32)
     if cfg.norm_topk_prob:  # unlikely routes would divide 0 by 0
@@ -185,8 +181,7 @@ def _routing_records(logits_ME, experts_Mk, routes_Mk):
 def dispatch(x_MD, weights_Mk, experts_Mk, gate_up, down):
   """Sends every token through its experts: sort, two grouped matmuls, unsort.
 
-  Exact for any load: a group is as long as its expert has tokens. The index E
-  means no expert, for padding.
+  The index E means no expert, for padding.
   """
   M, k = experts_Mk.shape
   order = jnp.argsort(experts_Mk.reshape(-1), stable=True)

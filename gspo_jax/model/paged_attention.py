@@ -21,9 +21,8 @@ def side_by_side(heads: int, width: int) -> int:
   """j, the number of key-value heads that lie side by side in a page.
 
   On a TPU as many as fill its 128 lanes, if j divides the heads of a device. A
-  narrow head alone would be padded to 128 lanes, for which XLA copies the whole
-  cache around a decoding segment, and a layer's cache in each step. `heads` is
-  K over all devices.
+  narrow head alone would be padded to 128 lanes, for which XLA copies a layer's
+  cache in each step. `heads` is K over all devices.
   """
   j = _LANES // width if width < _LANES and _LANES % width == 0 else 1
   divisible = heads % (j * sharding.size("tensor")) == 0
@@ -88,9 +87,8 @@ def by_kernel(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
 def by_blocks(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
   """Plain operations whose cost is proportional to the tokens in use.
 
-  The pages of all rows, one row after the other, form one list of (row, page)
-  pairs. A loop processes M pairs at a time; it rescales the sums of a row's
-  softmax whenever the row's maximum grows.
+  A loop processes M (row, page) pairs at a time, row after row; it rescales the
+  sums of a row's softmax whenever the row's maximum grows.
   """
   B, K = q_BKUH.shape[:2]
   t, W = k_KntH.shape[2], table_BW.shape[1]
@@ -129,10 +127,7 @@ def _block_pairs(B, W, k_KntH):
 
 
 def _look_up(pair_M, ends_B, table_BW, lengths_B, t):
-  """For each pair its row, its page, and its tokens up to the end of the row.
-
-  Pairs after the last one get a page of the last row, with no tokens.
-  """
+  """Each pair's row, page and remaining tokens; none after the last pair."""
   B, W = table_BW.shape
   row_M = jnp.searchsorted(ends_B, pair_M, "right", method="compare_all")
   row_M = jnp.minimum(row_M, B - 1)

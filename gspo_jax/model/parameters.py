@@ -1,10 +1,7 @@
 """Every parameter of the policy, declared once.
 
-A row of `TABLE` has the dimensions of a parameter and their sharding, its
-initial values, its tensors in a Hugging Face checkpoint, and whether it is a
-matrix that LoRA adapts and Muon updates. Dimensions are written as a map:
-"D -> N H" sums over D, "E | D -> 2F" has such a matrix for each expert, and "H"
-is a vector, a bias or the scale of a norm.
+Dimensions are written as a map: "D -> N H" sums over D, "E | D -> 2F" has such
+a matrix for each expert, and "H" is a vector, a bias or the scale of a norm.
 
 Paths begin with "layers/" for the parameters of a block: in the tree they are
 stacked, with one more axis in front. All parameters are float32.
@@ -249,8 +246,8 @@ class _Nested(nn.Module):
 def declare(module: nn.Module, part: str, cfg: ModelConfig) -> dict:
   """The parameters of a Flax module by name, with the adapters that it has.
 
-  B is multiplied by alpha / rank, so that what follows needs no factor. It is
-  rounded to `cfg.dtype` before, as in the weights for decoding.
+  B is rounded to `cfg.dtype`, as in the weights for decoding, and multiplied by
+  alpha / rank, so that what follows needs no factor.
   """
   weights = {}
   for row in rows(cfg):

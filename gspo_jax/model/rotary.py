@@ -58,12 +58,9 @@ class YarnScaling:
   length: int  # tokens of the texts before the stretch
   beta_fast: float = 32.0  # at least `beta_slow`
   beta_slow: float = 1.0  # above 0
-  # Of queries and of keys, as a factor of sines and cosines; None: `0.1
-  # ln(factor) + 1` (eq. 22).
+  # The factor of sines and cosines; None: `0.1 ln(factor) + 1` (eq. 22).
   attention_factor: float | None = None
-  # The first and last index of the part between are rounded to whole numbers,
-  # down and up.
-  truncate: bool = True
+  truncate: bool = True  # the first and last index between are rounded outwards
 
   def __post_init__(self):
     factor = self.attention_factor
@@ -125,15 +122,13 @@ def angles(
   frequency_H = theta ** (
     -jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
   )
-  amplitude = 1.0
   if scaling:
     frequency_H = scaling.scale(frequency_H, theta)
-    amplitude = scaling.amplitude
   angle_BTH = positions_BT[..., None].astype(jnp.float32) * frequency_H
   sin_BTH, cos_BTH = jnp.sin(angle_BTH), jnp.cos(angle_BTH)
-  if amplitude == 1.0:
+  if not scaling or scaling.amplitude == 1.0:
     return sin_BTH, cos_BTH
-  return amplitude * sin_BTH, amplitude * cos_BTH
+  return scaling.amplitude * sin_BTH, scaling.amplitude * cos_BTH
 
 
 @recomputed

@@ -106,9 +106,6 @@ def hidden_states(
 
   Returns:
     `HiddenStates`; finite, but meaningless at padding.
-
-  Raises:
-    ValueError: `replay` without `routes`, or `routes` with a cache.
   """
   if routes is None and replay:
     raise ValueError(f"{replay=} needs routes, got {routes=}")
@@ -154,8 +151,7 @@ def _run_blocks(run, params, cfg, tokens, positions, mask) -> HiddenStates:
 def _embed(table_VD, tokens_BT, cfg):
   """The embedding of each token; the table is sharded by its columns, too.
 
-  Each device looks up its columns for all tokens. An all-to-all then gives it
-  all columns of its own tokens.
+  A device looks up its columns for all tokens, and exchanges them for its own.
   """
   axes = sharding.RULES["table"]
 

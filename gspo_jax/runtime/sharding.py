@@ -1,12 +1,10 @@
 """The device mesh, and how arrays are sharded over it.
 
-`RULES` maps each logical axis of an array to mesh axes. Who makes an array says
-which logical axes it has. A batch of samples is sharded by its rows, over all
-axes but `tensor`. The rows of an update are sharded over `data`, `fsdp` and
+`RULES` maps each logical axis of an array to mesh axes. Samples are sharded by
+rows over all axes but `tensor`; the rows of an update over `data`, `fsdp` and
 `expert`, and within the model their tokens over `context`. The mesh axes have
-type Auto: XLA partitions most of the program. What XLA partitions badly
-(experts, attention kernels, the vocabulary) is a `shard_map` with explicit
-collectives.
+type Auto: XLA partitions most of the program. What it partitions badly
+(experts, attention kernels, the vocabulary) is a `shard_map`.
 """
 
 import dataclasses
@@ -214,10 +212,8 @@ def spec(
 ) -> PartitionSpec:
   """The PartitionSpec of one array of the training state; scalars are whole.
 
-  Raises:
-    ValueError: no rule or more than one matches the path, or the rule has
-      another number of dimensions, or uses one mesh axis for two of them.
-    UserError: a dimension is not divisible by the size of its mesh axes.
+  ValueError unless one rule, with as many dimensions, matches the path;
+  UserError if a dimension is not divisible by the size of its mesh axes.
   """
   if not shape:
     return PartitionSpec()
@@ -363,7 +359,7 @@ def constrain(tree, *axes):
 
 
 def constrain_batch(tree, axis: int):
-  """Constrains axis `axis` of each leaf to the batch axes of the mesh."""
+  """Constrains axis `axis` of each leaf to `BATCH_AXES`."""
   return constrain(tree, *[None] * axis, BATCH_AXES)
 
 

@@ -190,23 +190,3 @@ def test_dropped_rows_are_counted(monkeypatch):
     _, routing = layer({"params": params}, x_MD.reshape(16, 4, D), all_real)
   # Two groups of 32 tokens: of 64 rows each, a chunk takes 24.
   assert routing.dropped == 2 * (64 - 24)
-
-
-def test_padding_is_sent_to_no_expert(monkeypatch):
-  plain, outputs = grouped_matmul.swiglu_in_blocks, []
-  monkeypatch.setattr(
-    grouped_matmul,
-    "swiglu_in_blocks",
-    lambda *a: outputs.append(plain(*a)) or outputs[-1],
-  )
-  x_MD, _, _, gate_up, down = random_layer("even")
-  real = np.arange(M).reshape(16, 4) % 4 > 1
-  params = {"router": np.ones((D, E), np.float32)}
-  params |= {"gate_up": gate_up, "down": down}
-
-  @jax.jit
-  def num_rows(x):
-    MoE(CFG).apply({"params": params}, x, real)
-    return outputs.pop()[1]
-
-  assert num_rows(x_MD.reshape(16, 4, D)) == real.sum() * k

@@ -179,10 +179,9 @@ def test_save_and_load_is_the_identity(
   assert hf.config_from_hf(tmp_path / "out", remat=False) == (
     dataclasses.replace(cfg, dtype=dtype)
   )
-  layers = cfg.num_layers
   out = capsys.readouterr().out
-  assert f"writing {tmp_path}/out: {layers + 1} files in " in out
-  assert f"loading {tmp_path}/out: {layers} layers in " in out
+  assert f"writing {tmp_path}/out: {cfg.num_layers + 1} files in " in out
+  assert f"loading {tmp_path}/out: {cfg.num_layers} layers in " in out
 
 
 @every_model
@@ -293,21 +292,11 @@ import jax
 from gspo_jax import model
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.model import hf
-from gspo_jax.model.hf.tensors import HFCheckpoint
 folder, out = sys.argv[3:]
 cfg = hf.config_from_hf(folder)
 shapes = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
 shardings = model.shardings(shapes, sharding.make_mesh(fsdp=4))
-read, sizes = HFCheckpoint.read, []
-def recorded(self, layer, wanted):
-  found = read(self, layer, wanted)
-  for tensor, parts in found.items():
-    if tensor.path == "layers/mlp/gate":
-      sizes.extend(part.size for part in parts.values())
-  return found
-HFCheckpoint.read = recorded
 params = hf.load_hf(folder, cfg, shardings=shardings)
-assert 2 * sum(sizes) == shapes["layers"]["mlp"]["gate"].size
 hf.save_hf(params, cfg, out)
 try:
   hf.save_hf(params, cfg, out)
@@ -323,8 +312,8 @@ def test_only_the_primary_process_writes(tmp_path, monkeypatch):
   assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow  # the two tests above in one process
-def test_two_processes_read_half_each_and_one_writes(tmp_path):
+@pytest.mark.slow  # the tests above have one process
+def test_two_processes_load_and_one_writes(tmp_path):
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]

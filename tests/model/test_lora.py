@@ -112,9 +112,8 @@ def test_a_is_uniform_within_one_over_the_root_of_its_inputs():
 def test_targets(targets):
   chosen = model.LoraConfig(2, 1.0, targets)
   for cfg, mlp in ((DENSE, {"gate", "up", "down"}), (MOE, {"gate_up", "down"})):
-    expected = {"attention": set("qkvo"), "mlp": mlp}.get(
-      targets, {*"qkvo"} | mlp
-    )
+    parts = {"attention": set("qkvo"), "mlp": mlp}
+    expected = parts.get(targets, set("qkvo") | mlp)
     base, _ = base_and_adapters(cfg)
     adapters = init(jax.random.key(0), dataclasses.replace(cfg, lora=chosen))
     paths = sharding.leaves_by_path(adapters)
@@ -122,9 +121,8 @@ def test_targets(targets):
     joined = lora.join(base, adapters)
     again = lora.split(joined)
     jax.tree.map(np.testing.assert_array_equal, again, (base, adapters))
-    assert len(jax.tree.leaves(joined)) == len(jax.tree.leaves(base)) + 2 * len(
-      expected
-    )
+    count = lambda tree: len(jax.tree.leaves(tree))
+    assert count(joined) == count(base) + 2 * len(expected)
 
 
 def test_a_merge_is_rounded_once():

@@ -242,18 +242,6 @@ def test_packed_sequences_equal_separate_rows(name):
     np.testing.assert_allclose(packed[b, here], alone, atol=2e-5)
 
 
-def test_remat_is_in_the_program():
-  """Its gradient is compared below, under replay."""
-
-  def gradient(cfg):
-    loss = lambda params: model.forward(params, cfg, *batch()).logits.sum()
-    return str(jax.make_jaxpr(jax.grad(loss))(weights(cfg)))
-
-  assert not MOE.remat
-  assert "remat" not in gradient(MOE)
-  assert "remat" in gradient(dataclasses.replace(MOE, remat=True))
-
-
 # Routing Replay.
 
 

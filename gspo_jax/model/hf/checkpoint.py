@@ -1,9 +1,8 @@
 """Loads and saves Hugging Face checkpoints, one layer at a time.
 
-The parameters are created on their devices and filled layer by layer. The host
-holds one layer of the file, or the embedding, never the whole model. Each
-process reads only the parts of a file that its own devices need; of one in a
-bucket, the rows.
+The host holds one layer of the file, or the embedding, never the whole model.
+Each process reads only the parts of a file that its own devices need; of one in
+a bucket, the rows.
 """
 
 import functools
@@ -90,8 +89,7 @@ def load_hf(
         )
         params[tensor.path], finite = place(array, params[tensor.path], i)
         checked[tensor] = array, finite
-      # It waits for the layer. Otherwise the host would read all layers before
-      # the first is copied.
+      # It waits: otherwise the host would read all layers ahead of the copies.
       _require_finite(source, i, checked)
       progress.advance()
   return tree_of_paths(params)

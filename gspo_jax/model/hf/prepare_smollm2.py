@@ -178,24 +178,18 @@ def _write_tokenizer(folder: Path, get) -> None:
     [t for t, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
   )
   fast.save(str(folder / "tokenizer.json"))
-  name = lambda key: tokens[get(f"tokenizer.ggml.{key}_token_id")]
-  settings = {
+  names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+  ids = {k: get(f"tokenizer.ggml.{name}_token_id") for k, name in names.items()}
+  settings = {f"{key}_token": tokens[i] for key, i in ids.items()} | {
     "tokenizer_class": "PreTrainedTokenizerFast",
-    "bos_token": name("bos"),
-    "eos_token": name("eos"),
-    "unk_token": name("unknown"),
-    "pad_token": name("padding"),
     "model_max_length": get("llama.context_length"),
     "clean_up_tokenization_spaces": False,
     "chat_template": get("tokenizer.chat_template"),
   }
   _write(folder / "tokenizer_config.json", settings)
-  ids = {key: get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos")}
-  ids["pad"] = get("tokenizer.ggml.padding_token_id")
-  _write(
-    folder / "generation_config.json",
-    {f"{key}_token_id": i for key, i in ids.items()},
-  )
+  ids.pop("unk")
+  generation = {f"{key}_token_id": i for key, i in ids.items()}
+  _write(folder / "generation_config.json", generation)
 
 
 def _write(path: Path, content: dict) -> None:

@@ -185,9 +185,6 @@ class HFCheckpoint:
         part = file.get_slice(name)
         shape = tuple(part.get_shape())
         self._tensors[name] = _Stored(path, shape, part.get_dtype())
-    self._require(cfg)
-
-  def _require(self, cfg):
     self._require_count(cfg)
     shapes = expected(cfg)
     if self.has_second_head(cfg):
@@ -225,10 +222,9 @@ class HFCheckpoint:
   ) -> dict[TensorMap, dict[Spans, np.ndarray]]:
     """Reads the wanted parts of parameters; of a stack, one layer.
 
-    A tensor is read in blocks of rows, from which all parts with these rows are
-    copied: a bucket sends only whole rows. Two parts have either the same rows
-    or none in common, as the parts of a sharding do. The parts are in HF order
-    and the file's dtype.
+    In HF order and the file's dtype. A tensor is read in blocks of rows, from
+    which all parts with these rows are copied: a bucket sends only whole rows.
+    Two parts have either the same rows or none in common.
     """
     arrays, blocks = {}, []
     for tensor, parts in wanted.items():
@@ -268,9 +264,9 @@ class HFCheckpoint:
   def _fill(self, tensor, name, e, offset, span, parts):
     """Copies a block of a tensor's rows into the parts that have them.
 
-    Of several axes that form a tensor's rows or columns, the file is sliced
-    along the first one; the others are sliced in memory. Along the parameter's
-    first axis of rows the tensor begins at `offset`, and the block is `span`.
+    Of several axes that form rows or columns, the file is sliced along the
+    first one, the others in memory. Along the parameter's first axis of rows
+    the tensor begins at `offset`, and the block is `span`.
     """
     axis = 0 if tensor.experts is None else 1
     rows, *columns = ([tensor.shape[a] for a in group] for group in tensor.axes)
