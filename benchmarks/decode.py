@@ -75,7 +75,8 @@ def segment(cfg, params, cached: np.ndarray, room: int, steps: int):
       samples,
       jax.random.key(0),
       sampler=sampler,
-      limits=paged_decode.SegmentLimits(steps, min_active=0),
+      steps=steps,
+      min_active=0,
     )
 
   jitted = jax.jit(decode, donate_argnums=(1, 2))

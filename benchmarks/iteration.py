@@ -129,8 +129,8 @@ class Iterations:
     batch = learner.make_train_batch(
       self.prompts, samples, self._placement(samples, key)
     )
-    if learner.needs_old_logprobs:
-      self._state, batch, metrics = learner.compute_old_logprobs(
+    if learner.needs_old_logps:
+      self._state, batch, metrics = learner.compute_old_logps(
         self._state, batch
       )
     total = multihost.to_global(rewards.total.reshape(-1), self._rows)

@@ -42,9 +42,7 @@ def peaks(tokens: int, count: int) -> dict[str, int]:
   )
 
   def pieces(hidden, head, targets):
-    return logprobs.logprobs_and_entropy(hidden, head, targets, cfg, 1.0)[
-      0
-    ].sum()
+    return logprobs.logps_and_entropy(hidden, head, targets, cfg, 1.0)[0].sum()
 
   def at_once(hidden, head, targets):
     logps = jax.nn.log_softmax(model.project_logits(hidden, head, cfg))

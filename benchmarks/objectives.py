@@ -35,10 +35,12 @@ def main() -> None:
       settings = {
         "objective.name": name,
         "num_steps": args.steps,
-        "cold_start.dir": f"{folder}/cold_start",
       }
-      result = train(args.config, Path(folder) / name, **settings)
-      del result["cold_start.dir"]
+      workdir, shared = Path(folder, name), Path(folder, "cold_start")
+      for made in (workdir, shared):
+        made.mkdir(exist_ok=True)
+      (workdir / "cold_start").symlink_to(shared)
+      result = train(args.config, workdir, **settings)
       results.append(result)
       row = " | ".join(f"{result[column]:g}" for column in COLUMNS)
       print(f"{name} | {row}", flush=True)

@@ -94,7 +94,7 @@ class Learning:
     batch = learner.assign_advantages(batch, rewards, samples.finish)
     jax.block_until_ready(batch)
     (self.state, batch, _), score = timed(
-      learner.compute_old_logprobs, self.state, batch
+      learner.compute_old_logps, self.state, batch
     )
     (self.state, _, _), update = timed(learner.update, self.state, batch)
     return {"score": score, "update": update}

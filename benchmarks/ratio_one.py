@@ -50,12 +50,13 @@ def config_of(objective="gspo", experts=True, remat=True, micro=16, **changes):
   Args:
     objective: `objective.name`.
     experts: False: a dense model.
-    remat: `model.remat`.
+    remat: whether blocks are computed again in the backward pass.
     micro: `learner.micro_batch_size`, of 16 responses a minibatch.
     **changes: more keys of `objective`.
   """
   c = tiny_cpu.get_config("debug")
-  c.model.dtype, c.model.remat = "bfloat16", remat
+  c.model.dtype = "bfloat16"
+  c.model.remat = "attention,stream" if remat else "none"
   if not experts:
     c.model.num_experts = c.model.experts_per_token = 0
   c.optim.learning_rate = 0.0
@@ -117,8 +118,8 @@ def measure(config, mesh, *, apart: bool = False) -> dict[str, float]:
       ),
       {},
     )
-    if run.learner.needs_old_logprobs:
-      state, batch, scored = run.learner.compute_old_logprobs(state, batch)
+    if run.learner.needs_old_logps:
+      state, batch, scored = run.learner.compute_old_logps(state, batch)
     if apart:
       batch = _with_old_logps_alone(run, state, batch)
     if run.learner.add_reference_and_values:

@@ -67,17 +67,19 @@ def _train(args, folder, milliseconds, devices, staleness) -> dict:
   config.num_steps = _FIRST + _LAST + 7  # an even number of them
   config.eval.every = 0
   config.checkpoint.every = config.num_steps
-  config.cold_start.dir = str(folder / "cold_start")
   if not args.quick:
     config.cold_start.steps, config.cold_start.gate = 300, 0.0
-    config.data.chain_steps = config.cold_start.chain_steps = (2, 4, 8, 12)
+    config.data.source = "chain:steps=2|4|8|12,demonstrated=2|4|8|12"
     config.data.max_prompt_length, config.sampler.max_new_tokens = 40, 96
     config.data.prompts, config.learner.micro_batch_size = 16, 16
   config.reward.names = (REWARD.format(milliseconds),)
   config.continuous_batching.slots = args.slots
   config.sampler_mesh.devices = devices
   config.rollout.max_staleness = staleness
+  shared = folder / "cold_start"
+  shared.mkdir(exist_ok=True)
   with tempfile.TemporaryDirectory(dir=folder) as workdir:
+    Path(workdir, "cold_start").symlink_to(shared)
     with contextlib.redirect_stdout(io.StringIO()):
       train.train_and_evaluate(config, workdir)
     lines = (Path(workdir) / "metrics.jsonl").read_text().splitlines()

@@ -51,7 +51,7 @@ SET = ""  # of several evaluated sets the one to look at; "": the first
 
 # %%
 SMALL = (
-  "--config.data.chain_steps=2,3",
+  "--config.data.source=chain:steps=2|3,demonstrated=2|3",
   "--config.data.max_prompt_length=12",
   "--config.data.prompts=32",
   "--config.rollout.group_size=8",
@@ -59,14 +59,12 @@ SMALL = (
   "--config.learner.micro_batch_size=16",
   "--config.cold_start.steps=400",
   "--config.cold_start.batch=64",
-  "--config.cold_start.chain_steps=2,3",
 )
 LONGER = (
   "--config.num_steps=40",
   "--config.eval.every=10",
   "--config.eval.prompts=128",
   "--config.checkpoint.every=20",
-  "--config.log.samples_every=20",
 )
 
 

@@ -66,7 +66,7 @@ FULL = False  # True: chains of eight steps
 config = tiny_cpu.get_config("" if FULL else "debug")
 if not FULL:
   config.num_steps = 40
-  config.data.chain_steps = (2, 3)
+  config.data.source = "chain:steps=2|3,demonstrated=2|3"
   config.data.prompts = 32  # problems an iteration,
   config.rollout.group_size = 8  # and responses to each
   config.data.max_prompt_length = 12
@@ -74,13 +74,10 @@ if not FULL:
   config.learner.micro_batch_size = 16
   config.cold_start.steps = 400
   config.cold_start.batch = 64
-  config.cold_start.chain_steps = (2, 3)
-  config.cold_start.check_every = 100
   config.eval.every = 10
   config.eval.prompts = 128
-  config.log.samples_every = 20
 
-held_out = Chain(tuple(config.data.chain_steps), evaluation=True)
+held_out = Chain((8,) if FULL else (2, 3), evaluation=True)
 for i in range(3):
   problem = held_out[i]
   print(f"{problem.text:22} {problem.demonstration:45} {problem.reference}")
@@ -241,7 +238,7 @@ start = functions.learner.init_state(
 learner, lengths = functions.learner, np.asarray(samples.lengths)
 packing = learner.pack(prompts.lengths, lengths, jax.random.key(2))
 packed = learner.make_train_batch(prompts, samples, packing)
-start, packed, _ = learner.compute_old_logprobs(start, packed)
+start, packed, _ = learner.compute_old_logps(start, packed)
 rewards = jnp.float32(right.reshape(-1))
 packed = learner.assign_advantages(packed, rewards, samples.finish)
 updated, _, metrics = learner.update(start, packed)

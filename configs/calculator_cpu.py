@@ -39,7 +39,6 @@ def get_config(mode: str = "") -> ConfigDict:
   c.continuous_batching.prefill_chunk = 36  # one length to compile
   if not mode:
     c.eval.prompts = 128
-    c.cold_start.check_every = 100
     c.cold_start.steps = 300
     c.cold_start.gate = 0.0  # most demonstrations are wrong
   return c

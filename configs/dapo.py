@@ -15,13 +15,13 @@ in the paper. `:debug` shrinks all.
 
 from ml_collections import ConfigDict
 
-from gspo_jax.configs import common, hugging_face, tiny_cpu
+from gspo_jax.configs import hugging_face, recipes, tiny_cpu
 
 
 def get_config(arg: str = "") -> ConfigDict:
   """arg: "", a checkpoint's folder with a / in it, or "debug"."""
   if "/" in arg:
-    return common.with_recipe(hugging_face.of_folder(arg), "dapo")
+    return recipes.with_recipe(hugging_face.of_folder(arg), "dapo")
   if arg not in ("", "debug"):
     raise ValueError(
       f"configs/dapo.py:{arg}: expected 'debug', a folder: ./DIR, or nothing"
@@ -29,4 +29,4 @@ def get_config(arg: str = "") -> ConfigDict:
   c = tiny_cpu.get_config(arg)
   if not arg:
     c.sampler.max_new_tokens = 96  # correct responses have 59 tokens
-  return common.with_recipe(c, "dapo")
+  return recipes.with_recipe(c, "dapo")

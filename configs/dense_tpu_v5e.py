@@ -22,7 +22,7 @@ many as all slots can need.
 
 from ml_collections import ConfigDict
 
-from gspo_jax.configs import common
+from gspo_jax.configs import common, recipes
 
 
 def get_config(mode: str = "") -> ConfigDict:
@@ -55,4 +55,4 @@ def get_config(mode: str = "") -> ConfigDict:
   c.optim.warmup_steps = 20
   c.eval.prompts = 512
   c.eval.samples = 8
-  return common.shrink(c) if mode else c
+  return recipes.shrink(c) if mode else c

@@ -22,13 +22,13 @@ learnt from.
 
 from ml_collections import ConfigDict
 
-from gspo_jax.configs import common
+from gspo_jax.configs import common, recipes
 
 
 def get_config(arg: str = "") -> ConfigDict:
   """arg: "debug", or the folder of the three files."""
   if arg == "debug":
-    return common.shrink(_real("data/gsm8k"))
+    return recipes.shrink(_real("data/gsm8k"))
   if arg and not arg.startswith(("/", ".")) and "/" not in arg:
     raise ValueError(
       f"configs/gsm8k_small.py:{arg}: expected 'debug', or a folder with a /"
@@ -41,7 +41,7 @@ def _real(folder: str) -> ConfigDict:
   c.num_steps = 30
   c.model.variant = "small"
   c.model.dtype = "float32"  # a CPU has no fast bfloat16
-  c.model.remat = False  # it all fits
+  c.model.remat = "none"  # it all fits
 
   c.data.source = f"jsonl:{folder}/train.jsonl"
   c.data.eval_source = f"jsonl:{folder}/test.jsonl"
@@ -60,7 +60,6 @@ def _real(folder: str) -> ConfigDict:
   c.cold_start.steps = 400
   c.cold_start.batch = 32
   c.cold_start.gate = 0.0  # from scratch it does not get far
-  c.cold_start.check_every = 100
   c.optim.learning_rate = 1e-4
   c.optim.warmup_steps = 8
   c.eval.every = 15

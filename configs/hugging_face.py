@@ -18,20 +18,21 @@ configs/dapo.py, and `recipe=srpo` that of configs/srpo.py.
 
 from ml_collections import ConfigDict
 
-from gspo_jax.configs import common
+from gspo_jax.configs import common, recipes
 
 
 def get_config(arg: str = "") -> ConfigDict:
   """arg: the checkpoint's folder, with a / in it, or "debug"; behind it
-  perhaps ",recipe=" and a name of `common.RECIPES`."""
+  perhaps ",recipe=" and a name of `recipes.RECIPES`."""
   folder, comma, recipe = arg.partition(",recipe=")
   fits = folder == "debug" or ("/" in folder and "," not in folder)
-  if not fits or (comma and recipe not in common.RECIPES):
+  if not fits or (comma and recipe not in recipes.RECIPES):
+    names = " or ,recipe=".join(recipes.RECIPES)
     raise ValueError(
       f"configs/hugging_face.py:{arg}: expected 'debug', or a folder without a "
-      f"comma: ./DIR, and perhaps ,recipe={' or ,recipe='.join(common.RECIPES)}"
+      f"comma: ./DIR, and perhaps ,recipe={names}"
     )
-  return common.with_recipe(of_folder(folder), recipe)
+  return recipes.with_recipe(of_folder(folder), recipe)
 
 
 def of_folder(folder: str) -> ConfigDict:
@@ -59,7 +60,7 @@ def of_folder(folder: str) -> ConfigDict:
   c.eval.prompts = 256
   c.eval.samples = 4
   if folder == "debug":
-    common.shrink(c)
+    recipes.shrink(c)
   else:
     c.model.checkpoint = folder
   return c

@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from gspo_jax.configs import common
+from gspo_jax.configs import common, recipes
 
-_KEEP_MOST = ("attention", "stream", "heads", "tokens", "hidden")
-_KEEP_LITTLE = ("attention", "stream")
+_STORE_MOST = "attention,stream,heads,tokens,hidden"
+_STORE_LITTLE = "attention,stream"
 
 
 class _Slice(NamedTuple):
@@ -43,7 +43,7 @@ class _Slice(NamedTuple):
     new_tokens: most tokens of a response.
     pages: `continuous_batching.num_pages`.
     rows: packed rows in one forward and backward pass, of `context` devices.
-    keep: what blocks do not compute again.
+    remat: `model.remat`.
     instruments: `log.instruments`.
     lora_rank: `model.lora.rank`; 0: all weights are trained.
     context: `mesh.context`.
@@ -59,7 +59,7 @@ class _Slice(NamedTuple):
   new_tokens: int = 3072
   pages: int = 0
   rows: int = 1
-  keep: tuple[str, ...] = _KEEP_LITTLE
+  remat: str = _STORE_LITTLE
   instruments: bool = True
   lora_rank: int = 0
   context: int = 1
@@ -75,7 +75,7 @@ _QWEN3_30B = {
     group_size=16,
     new_tokens=16384,
     pages=384_000,  # of 392,640 that the plan allows
-    keep=_KEEP_MOST,
+    remat=_STORE_MOST,
     # The experts of every token and their log-probs take 79 GiB more.
     instruments=False,
   ),
@@ -96,7 +96,7 @@ _QWEN3_30B = {
     group_size=16,
     new_tokens=16384,
     pages=704_512,  # of 726,784 that the plan allows
-    keep=_KEEP_MOST,
+    remat=_STORE_MOST,
     instruments=False,
   ),
   "v6e:8x8": _Slice(devices=64, fsdp=16, expert=4, decoding=16, prompts=256),
@@ -175,7 +175,7 @@ _QWEN3_30B_LONG = {
     prompts=256,
     new_tokens=65536 - 1024,
     pages=262_144,  # of 400,896 that the plan allows
-    keep=_KEEP_MOST,
+    remat=_STORE_MOST,
     instruments=False,
   ),
   "tpu7x:4x4x4": _Slice(
@@ -187,7 +187,7 @@ _QWEN3_30B_LONG = {
     prompts=256,
     new_tokens=131_072 - 1024,
     pages=524_288,  # of 742,528 that the plan allows
-    keep=_KEEP_MOST,
+    remat=_STORE_MOST,
     instruments=False,
   ),
 }
@@ -253,12 +253,12 @@ def _config(arg: str) -> ConfigDict:
     )
   c = _sized(variant, slices[topology])
   if "debug" in flags:
-    common.shrink(c)
+    recipes.shrink(c)
   if checkpoint:
     _train_on(c, checkpoint, questions, given.get("eval", ""))
     if variant in _HYBRID and slices[topology].new_tokens < _THINKING_TOKENS:
       c.data.template_args = "enable_thinking=False"
-  return common.with_recipe(c, given.get("recipe", ""))
+  return recipes.with_recipe(c, given.get("recipe", ""))
 
 
 def _list(names) -> str:
@@ -293,7 +293,7 @@ def _sized(variant: str, where: _Slice) -> ConfigDict:
   c = common.get_config()
   c.num_steps = 500
   c.model.variant = variant
-  c.model.keep = where.keep
+  c.model.remat = where.remat
   c.model.lora.rank = where.lora_rank
   c.mesh.data = -1
   c.mesh.fsdp = where.fsdp

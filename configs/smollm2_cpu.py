@@ -17,7 +17,7 @@ The products are in bfloat16, which is fast on a CPU with AMX; on another one
 
 from ml_collections import ConfigDict
 
-from gspo_jax.configs import common
+from gspo_jax.configs import common, recipes
 
 
 def get_config(mode: str = "") -> ConfigDict:
@@ -29,7 +29,7 @@ def get_config(mode: str = "") -> ConfigDict:
   c = common.get_config()
   c.num_steps = 40
   # On a CPU, computing the blocks again takes less time than storing them.
-  c.model.keep = ()
+  c.model.remat = "full"
 
   c.data.source = "gspo_jax.tasks.instructions.training"
   c.data.eval_source = "gspo_jax.tasks.instructions.new_subjects"
@@ -50,6 +50,6 @@ def get_config(mode: str = "") -> ConfigDict:
   c.eval.prompts = 64
   c.eval.samples = 4
   if mode == "debug":
-    return common.shrink(c)
+    return recipes.shrink(c)
   c.model.checkpoint = "models/smollm2"
   return c

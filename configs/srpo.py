@@ -17,7 +17,7 @@ never repeats a problem, so none is left out there.
 
 from ml_collections import ConfigDict
 
-from gspo_jax.configs import common, hugging_face
+from gspo_jax.configs import hugging_face, recipes
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -26,7 +26,7 @@ def get_config(arg: str = "") -> ConfigDict:
     raise ValueError(
       f"configs/srpo.py:{arg}: expected 'debug', or a folder: ./DIR"
     )
-  c = common.with_recipe(hugging_face.of_folder(arg), "srpo")
+  c = recipes.with_recipe(hugging_face.of_folder(arg), "srpo")
   if arg != "debug":
     c.data.source = "jsonl:data/first.jsonl"
     both = "jsonl:data/first.jsonl,jsonl:data/second.jsonl"

@@ -69,7 +69,7 @@ def token_logprobs(
   `expert` and `tensor`.
 
   Args:
-    params: from `model.init`.
+    params: as `model.init` returns them.
     cfg: the model; static.
     tokens: [B, T] int32, prompts then responses.
     positions: [B, T] int32.
@@ -83,9 +83,7 @@ def token_logprobs(
       these parameters; static.
     use_own_experts: [] bool; if true the experts of this pass replace `routes`.
     wanted: [B, R] bool, the tokens whose log-probs and entropies are computed;
-      the others get 0. Logits are computed in chunks of 1,024 tokens of the
-      devices that share the vocabulary, and only in chunks with a wanted token.
-      None: all.
+      the others get 0. Only chunks with a wanted token are computed. None: all.
 
   Raises:
     ValueError: a response length outside 1..T-1, or `replay` without routes.
@@ -113,7 +111,7 @@ def token_logprobs(
     hidden, targets = out.hidden, jnp.roll(tokens, -1, axis=1)
     wanted = jnp.ones_like(tokens[:, -R:], bool) if wanted is None else wanted
     wanted = jnp.pad(wanted, ((0, 0), (tokens.shape[1] - R - 1, 1)))
-  logps, entropy = logprobs_and_entropy(
+  logps, entropy = logps_and_entropy(
     hidden,
     model.output_matrix(params, cfg),
     targets,
@@ -136,15 +134,15 @@ def token_logprobs(
   )
 
 
-def logprobs_and_entropy(
+def logps_and_entropy(
   hidden_BRD, head_DV, targets_BR, cfg, temperature, wanted_BR=None
 ):
   """Log-probs of the targets and entropies, [B, R] each, from hidden states.
 
-  Both are 0 where `wanted_BR` is given and false. A shard_map: the devices
-  along `tensor` and `expert` share the vocabulary, and those along `context`
-  the columns of the hidden states. The results have whole rows, so that sums
-  over a sequence are the same on any mesh.
+  Both are 0 where `wanted_BR` is given and false. The devices along `tensor`
+  and `expert` share the vocabulary, and those along `context` the columns of
+  the hidden states. The results have whole rows, so that sums over a sequence
+  are the same on any mesh.
   """
 
   def local(hidden_BRD, head, targets_BR, wanted_BR):
@@ -154,18 +152,24 @@ def logprobs_and_entropy(
     flat = lambda x: x.reshape(-1, *x.shape[2:])
     gather = lambda x: sharding.gather(flat(x), "expert", dim=0)
 
-    def of_chunk(chunk):
+    def score_chunk(chunk):
       hidden_CD, targets_C = chunk
       logits_Cv = model.project_logits(hidden_CD, head_Dv, cfg) / temperature
       return _log_softmax(logits_Cv, targets_C, column_v)
 
     operands = gather(hidden_BRD), gather(targets_BR)
     if wanted_BR is None:
-      gathered = _map_chunks(jax.checkpoint(of_chunk), *operands)
+      gathered = _map_chunks(jax.checkpoint(score_chunk), *operands)
     else:
-      gathered = _map_wanted(of_chunk, *operands, gather(wanted_BR))
-    local_rows = lambda x: _local_rows(x, targets_BR.shape)
-    whole_rows = lambda x: sharding.gather(local_rows(x), "context", dim=1)
+      gathered = _map_wanted(score_chunk, *operands, gather(wanted_BR))
+
+    def whole_rows(x_M):
+      count = targets_BR.size  # this device's tokens of those gathered
+      start = sharding.index("expert") * count
+      local = jax.lax.dynamic_slice_in_dim(x_M, start, count)
+      local_BR = local.reshape(targets_BR.shape)
+      return sharding.gather(local_BR, "context", dim=1)
+
     return jax.tree.map(whole_rows, gathered)
 
   tokens = sharding.TOKENS
@@ -207,24 +211,17 @@ def _log_softmax(logits_Cv, targets_C, column_v):
   return target - jnp.log(total), jnp.log(total) - weighted / total
 
 
-def _local_rows(x_M, shape):
-  """This device's tokens of those gathered along `expert`, [B, R]."""
-  start = sharding.index("expert") * (shape[0] * shape[1])
-  local = jax.lax.dynamic_slice_in_dim(x_M, start, shape[0] * shape[1])
-  return local.reshape(shape)
-
-
-def _map_wanted(of_chunk, hidden_MD, targets_M, wanted_M):
+def _map_wanted(score_chunk, hidden_MD, targets_M, wanted_M):
   """`_map_chunks` of the wanted tokens, which are sorted first; 0 elsewhere."""
   wanted_M = jnp.asarray(wanted_M, bool)
   order = jnp.argsort(~wanted_M, stable=True)
   # The same on all devices: a chunk has collectives.
   count = sharding.pmax(wanted_M.sum(), *sharding.BATCH_AXES)
 
-  def of_chunk_if_wanted(chunk):
+  def chunk_if_wanted(chunk):
     *operands, place_C = chunk
     zeros = (jnp.zeros(place_C.shape, jnp.float32),) * 2
-    run = lambda: of_chunk(operands)
+    run = lambda: score_chunk(operands)
     with jax.named_scope(WANTED_TOKENS):
       return jax.lax.cond(place_C[0] < count, run, lambda: zeros)
 
@@ -233,7 +230,7 @@ def _map_wanted(of_chunk, hidden_MD, targets_M, wanted_M):
     jnp.asarray(x).at[order].get(unique_indices=True, mode="promise_in_bounds")
   )
   sorted_ = _map_chunks(
-    jax.checkpoint(of_chunk_if_wanted),
+    jax.checkpoint(chunk_if_wanted),
     permute(hidden_MD, order),
     permute(targets_M, order),
     jnp.arange(len(order)),
@@ -244,15 +241,15 @@ def _map_wanted(of_chunk, hidden_MD, targets_M, wanted_M):
   )
 
 
-def _map_chunks(of_chunk, *operands):
-  """Maps `of_chunk` over chunks of the tokens; the last one is padded."""
+def _map_chunks(score_chunk, *operands):
+  """Maps `score_chunk` over chunks of the tokens; the last one is padded."""
   M = len(operands[0])
   if M <= _CHUNK:
-    return of_chunk(operands)
+    return score_chunk(operands)
 
   def chunks(x):
     x = jnp.pad(x, [(0, -M % _CHUNK), *[(0, 0)] * (x.ndim - 1)])
     return x.reshape(-1, _CHUNK, *x.shape[1:])
 
-  mapped = jax.lax.map(of_chunk, jax.tree.map(chunks, operands))
+  mapped = jax.lax.map(score_chunk, jax.tree.map(chunks, operands))
   return jax.tree.map(lambda x: x.reshape(-1)[:M], mapped)

@@ -17,7 +17,7 @@ from gspo_jax.data import pipeline, sources
 from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.evaluate import held_out
 from gspo_jax.evaluate.estimators import correct
-from gspo_jax.learner.cold_start import ColdStart, ColdStartConfig
+from gspo_jax.learner.cold_start import ColdStart
 from gspo_jax.learner.health import HealthChecks, require_finite
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import EDGES
@@ -50,8 +50,10 @@ from gspo_jax.rollout.off_policy import OffPolicy
 from gspo_jax.rollout.scoring import wait_scored
 from gspo_jax.rollout.source import Source, make_source
 from gspo_jax.runtime import multihost, sharding
+from gspo_jax.runtime.key import as_dict
 from gspo_jax.runtime.preemption import Preemption
-from gspo_jax.sampler.continuous import ContinuousSampler
+
+_SAMPLES_EVERY = 10  # iterations between sample responses
 
 
 class Run(NamedTuple):
@@ -247,8 +249,8 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   packing = learner.pack(scored.prompts.lengths, lengths, key)
   train_batch = learner.make_train_batch(prompts, scored.samples, packing)
   old_metrics = {}
-  if learner.needs_old_logprobs:
-    state, train_batch, old_metrics = learner.compute_old_logprobs(
+  if learner.needs_old_logps:
+    state, train_batch, old_metrics = learner.compute_old_logps(
       state, train_batch
     )
   if learner.add_reference_and_values:
@@ -308,7 +310,7 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   metrics["optim/learning_rate"] = float(learner.learning_rate(updates - 1))
   require_finite(metrics, step)
   samples = []
-  if _due(config.log.samples_every, step, config.num_steps):
+  if _due(_SAMPLES_EVERY, step, config.num_steps):
     samples = _first_samples(scored, config.log.samples)
   return state, Row(metrics, distributions, samples)
 
@@ -367,9 +369,8 @@ def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
     max_failed=config.reward.max_failed,
     conversations=experiment.conversations,
   )
-  if isinstance(context.generate, ContinuousSampler):
-    continues = config.rollout.continues
-    multihost.print_once(context.generate.describe(continues=continues))
+  if line := context.generate.describe(continues=config.rollout.continues):
+    multihost.print_once(line)
   return make_source(
     config.rollout, context, program.sampler, last_step=config.num_steps
   )
@@ -512,14 +513,11 @@ def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
   config, program = experiment.config, experiment.program
   cold, problems = config.cold_start, experiment.datasets.demonstrations
   k_init, k_check = jax.random.split(experiment.keys.cold_start)
-  chosen = {
-    k: v for k, v in config.as_json()["cold_start"].items() if k != "dir"
-  }
   identity = experiment.identity | {
     "data": {"fingerprint": sources.fingerprint(problems)},
-    "cold_start": chosen | {"from": config.model.checkpoint},
+    "cold_start": as_dict(cold) | {"from": config.model.checkpoint},
   }
-  folder = cold.dir or experiment.workdir / "cold_start"
+  folder = experiment.workdir / "cold_start"
   with Checkpoints(folder, every=cold.check_every, keep=1) as checkpoints:
     return ColdStart(
       functions=program.cold_start,
@@ -535,7 +533,7 @@ def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
       accuracy=functools.partial(_greedy_accuracy, experiment, k_check),
       checkpoints=checkpoints,
       identity=identity,
-      cfg=ColdStartConfig(cold.steps, cold.check_every, cold.gate),
+      cfg=cold,
     ).run(lambda: program.init_params(k_init), preemption)
 
 

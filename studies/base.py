@@ -17,7 +17,6 @@ def config(asked: SimpleNamespace) -> ConfigDict:
   c.learner.micro_batch_size = 64  # as in the recorded runs
   # Where the default's gate of .9 is passed: see configs/tiny_cpu.py.
   c.cold_start.steps = 450
-  c.cold_start.check_every = 150
   c.cold_start.gate = 0.0
   c.eval.samples = 4  # half the time; problems are what pass@1 varies with
   c.checkpoint.keep = 1
@@ -29,9 +28,8 @@ def long_chains(c: ConfigDict) -> None:
   c.data.max_prompt_length = 40
   c.sampler.max_new_tokens = 96
   c.learner.micro_batch_size = 32
-  c.cold_start.chain_steps = (2, 4, 8, 12)
   # 12 steps with 2/3 of the noise go wrong as often as 8 do with all of it.
-  c.cold_start.chain_noise = 0.08
+  c.data.source = "chain:demonstrated=2|4|8|12,noise=0.08"
   c.cold_start.steps = 800  # after 450 chains of 12 were still guessed
 
 
@@ -47,7 +45,6 @@ def learning(c: ConfigDict) -> None:
   c.model.mlp_dim = 16
   c.learner.micro_batch_size = 32
   c.cold_start.steps = 1750
-  c.cold_start.check_every = 250
   c.optim.learning_rate = 2e-4
 
 

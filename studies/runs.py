@@ -77,7 +77,7 @@ def cold_start(config: ConfigDict) -> str:
   c = _plain(config)
   rest = c["sampler"]["max_new_tokens"], c["data"]["max_prompt_length"]
   micro = c["learner"]["micro_batch_size"]
-  parts = [c["model"], c["cold_start"] | {"dir": ""}, rest, micro]
+  parts = [c["model"], c["cold_start"], c["data"]["source"], rest, micro]
   return f"{_hash(parts)} seed={config.seed}"
 
 
@@ -87,17 +87,10 @@ def digest(config: ConfigDict, kept: dict | None = None) -> str:
 
 
 def _chosen(plain: dict) -> dict:
-  """By path, what is not as in common.py: keys that were added there since.
-
-  Where a cold start lies is no choice.
-  """
+  """By path, what is not as in common.py: keys that were added there since."""
   default = flatten(_plain(common.get_config()))
   same = lambda path, x: path in default and default[path] == x
-  return {
-    path: x
-    for path, x in flatten(plain).items()
-    if not same(path, x) and path != "cold_start.dir"
-  }
+  return {path: x for path, x in flatten(plain).items() if not same(path, x)}
 
 
 def _hash(parts) -> str:

@@ -9,7 +9,7 @@ import jax
 from ml_collections import ConfigDict
 
 from gspo_jax import model
-from gspo_jax.data import pipeline
+from gspo_jax.data import datasets, pipeline
 from gspo_jax.evaluate import held_out
 from gspo_jax.learner import train_batch
 from gspo_jax.learner.train_batch import TrainBatch
@@ -20,7 +20,6 @@ from gspo_jax.program.experiment import prepare
 from gspo_jax.program.functions import Program
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.samples import Prompts, Samples
-from gspo_jax.tasks.chain import Chain
 
 
 def weights(
@@ -62,7 +61,7 @@ def accuracy(config: ConfigDict, folder: Path, step: int) -> float:
 
 def prompts(config: ConfigDict, program: Program) -> Iterator[Prompts]:
   """Endless batches of `data.prompts` held-out chains."""
-  chain = Chain(config.data.chain_steps, evaluation=True, seed=config.seed)
+  chain = datasets.load(parse(config).data, config.seed).held_out
   batches = pipeline.prompts(
     chain, program.prompt_config, batch=config.data.prompts, seed=config.seed
   )

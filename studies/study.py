@@ -148,10 +148,15 @@ class Study:
     if not jax.config.jax_compilation_cache_dir:
       compiled = str((self._workdir / "compiled").absolute())
       jax.config.update("jax_compilation_cache_dir", compiled)
-    folder = self._workdir / "cold_starts" / cold_start(config)
-    config.cold_start.dir = str(folder)
     print(f"\n== {self._name}: {name}", flush=True)
-    return finish(config, self._runs / name.replace(",", " "))
+    folder = self._runs / name.replace(",", " ")
+    # Runs with the same cold start share its folder.
+    shared = self._workdir / "cold_starts" / cold_start(config)
+    for made in (folder, shared):
+      made.mkdir(parents=True, exist_ok=True)
+    if not (folder / "cold_start").exists():
+      (folder / "cold_start").symlink_to(shared.absolute())
+    return finish(config, folder)
 
   def _known(self) -> dict[str, dict]:
     """By digest, the runs that result.json has."""

@@ -140,6 +140,8 @@ def test_a_wing_says_what_it_is_for(wing):
   [
     ("rewards/numbers", set()),
     ("rewards/format", set()),
+    ("rewards/reward", {"gspo_jax"}),
+    ("rollout/environment", {"gspo_jax"}),
     ("data/problem", set()),
     ("runtime/errors", set()),
     ("model/config", {"gspo_jax"}),

@@ -371,7 +371,7 @@ def test_the_flagship_is_ready_to_train_a_folder_on_questions(
   with jax.set_mesh(mesh):
     ready = experiment.prepare(parse(keys), str(tmp_path / "run"), mesh)
   assert ready.program.cfg == hf.config_from_hf(
-    base, dtype="float32", keep=ready.program.cfg.keep
+    base, dtype="float32", remat=ready.program.cfg.remat
   )
   prompt = ready.program.tokenizer.decode(ready.held_out.tokens[0])
   assert "+1?" in prompt

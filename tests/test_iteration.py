@@ -22,10 +22,11 @@ from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.program import settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.experiment import Experiment, Keys
-from gspo_jax.program.functions import LearnerFunctions
+from gspo_jax.program.learner_functions import LearnerFunctions
 from gspo_jax.rewards.pool import PendingRewards, RewardPool, Rewards
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import Samples
+from gspo_jax.sampler.static import StaticSampler
 
 KEYS = Keys(*jax.random.split(jax.random.key(0), 4))
 BYTES = tokenizers.load("bytes")
@@ -60,7 +61,7 @@ def make_run(config, pool, generate, learner, prompts):
     mesh=mesh,
     tokenizer=BYTES,
     sampler=SimpleNamespace(
-      generate=generate,
+      generate=StaticSampler(None, generate),
       merge_groups=lambda kept, new, index: kept,
       stop=None,
       mesh=mesh,
@@ -78,6 +79,8 @@ def make_run(config, pool, generate, learner, prompts):
 class FailingPool:
   """A reward pool that fails, from some response on."""
 
+  takes_groups = False
+
   def __init__(self, first=0):
     self.first = first
 
@@ -94,16 +97,16 @@ class Recorder:
   The batch of a step is its packing.
   """
 
-  def __init__(self, needs_old_logprobs=True):
+  def __init__(self, needs_old_logps=True):
     self.sample_keys, self.steps = [], []
     self.learner = LearnerFunctions(
-      old_logps_of_every_minibatch=False,
+      recompute_first_minibatch=False,
       abstract=None,
       init_state=None,
       learning_rate=lambda step: 1.0,
       packing=PackingConfig(width=5, minibatches=1, micro_batch_size=4),
       make_train_batch=lambda prompts, samples, packing: packing,
-      needs_old_logprobs=needs_old_logprobs,
+      needs_old_logps=needs_old_logps,
       add_reference_and_values=None,
       assign_advantages=lambda batch, rewards, finish: batch,
       step=self.step,
@@ -188,8 +191,8 @@ def test_every_step_and_use_has_its_own_key(config, pool, monkeypatch):
   assert functions.steps == [False, True] * 3
 
 
-def test_no_old_logprobs_are_computed_where_none_are_needed(config, pool):
-  functions = Recorder(needs_old_logprobs=False)
+def test_no_old_logps_are_computed_where_none_are_needed(config, pool):
+  functions = Recorder(needs_old_logps=False)
   run = make_run(config, pool, functions.generate, functions.learner, 2)
   train.iterate(run, STATE, 1)
   assert functions.steps == [True]
@@ -227,7 +230,7 @@ class TabularPolicy:
     self.config = config
     self.params_used, self.batch = [], None
     self.learner = LearnerFunctions(
-      old_logps_of_every_minibatch=False,
+      recompute_first_minibatch=False,
       abstract=None,
       init_state=None,
       learning_rate=lambda step: 1.0,
@@ -239,7 +242,7 @@ class TabularPolicy:
         packing_config=settings.packing(config, 1),
       ),
       packing=settings.packing(config, 1),
-      needs_old_logprobs=settings.needs_old_logps(config, CFG),
+      needs_old_logps=settings.needs_old_logps(config, CFG),
       add_reference_and_values=None,
       assign_advantages=self.assign_advantages,
       step=self.step,
@@ -271,6 +274,8 @@ class TabularPolicy:
 class ScriptedPool:
   """Scores responses by `REWARDS`, and checks that their problem is theirs."""
 
+  takes_groups = False
+
   def submit(self, responses, group_size=1):
     total = []
     for response in responses:
@@ -293,7 +298,8 @@ def tabular(config, monkeypatch):
   config.learner.minibatches = P  # the update computes old log-probs of one
   config.learner.micro_batch_size = G // 2
   config.data.prompts, config.sampler.max_new_tokens = P, R
-  config.log.samples_every, config.log.samples = 1, P
+  config.log.samples = P
+  monkeypatch.setattr(train, "_SAMPLES_EVERY", 1)
   policy = TabularPolicy(config)
   run = make_run(config, ScriptedPool(), policy.generate, policy.learner, P)
   logps = -np.random.default_rng(0).random((P * G, R), np.float32)
@@ -382,7 +388,7 @@ def test_a_reward_of_a_turn_reaches_the_gradient_of_its_turn(config, tabular):
   np.testing.assert_allclose(change, expected / (G * R), atol=1e-6)
 
 
-def test_the_newest_policy_samples_and_computes_old_logprobs(tabular):
+def test_the_newest_policy_samples_and_computes_old_logps(tabular):
   run, policy, state = tabular
   for step in (1, 2, 3):
     before = state.params

@@ -42,7 +42,7 @@ from gspo_jax.runtime import sharding
 
 config = config.parse(tiny_cpu.get_config("debug"))
 functions.build_program(config, sharding.make_mesh())
-datasets.load(config)
+datasets.load(config.data, config.seed)
 """
 
 
@@ -64,7 +64,7 @@ def test_the_embedded_task_needs_no_extra():
     ("safetensors", "hf", lambda folder: hf.require_new(folder, "float32")),
     ("jinja2", "hf", lambda folder: tokenizers.load(str(folder))),
     ("transformers", "hf", lambda folder: Bytes().save(folder)),
-    ("tensorflow_datasets", "tfds", lambda _: readers.tfds("gsm8k", "")),
+    ("tensorflow_datasets", "tfds", lambda _: readers.tfds("gsm8k")),
     (
       "tensorflow_datasets",
       "tfds",

@@ -134,8 +134,6 @@ def test_a_published_result_follows_from_its_runs(name, tmp_path):
 def test_a_run_is_identified_by_its_config(monkeypatch):
   config = module("clip_fraction", "config").get_config()
   before = runs.digest(config)
-  config.cold_start.dir = "elsewhere"
-  assert runs.digest(config) == before
   fewer = common.get_config()
   del fewer["continuous_batching"]  # keys whose values are the defaults
   monkeypatch.setattr(runs.common, "get_config", lambda: fewer)
@@ -151,7 +149,6 @@ def test_a_run_is_identified_by_its_config(monkeypatch):
 def test_a_finished_run_is_not_repeated_and_another_is_refused(tmp_path):
   config = module("clip_fraction", "config").get_config("quick=1")
   saved = json.loads(config.to_json_best_effort())
-  saved["cold_start"]["dir"] = "elsewhere"  # the location makes no difference
   (tmp_path / "run_config.json").write_text(json.dumps(saved))
   rows = [{"step": 0}, {"step": 1, "x": 2.0}, {"step": 2, "x": None}]
   lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -329,7 +326,7 @@ def test_a_run_is_trained_unless_the_result_has_it(tmp_path, monkeypatch):
   monkeypatch.setattr(study.time, "monotonic", lambda: next(clock))
   monkeypatch.setattr(study.Study, "train", lambda *_: synthetic_run())
   drawn = SimpleNamespace(draw=lambda record, path: None)
-  config = lambda text: ConfigDict({"text": text, "cold_start": {"dir": "x"}})
+  config = lambda text: ConfigDict({"text": text})
   drawn.get_config = config
   monkeypatch.setattr(importlib, "import_module", lambda name: drawn)
   measured = []

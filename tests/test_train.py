@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -35,11 +36,22 @@ from gspo_jax.rollout import metrics as rollout_metrics
 from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.sampler.many_prompts import sample_many
+from gspo_jax.sampler.samples import Prompts
 
 STEPS = 4  # of the debug config, which saves every 2
 
 
-def config_of(**overrides):
+def share(workdir, cold_start):
+  """Makes the cold start of another run that of `workdir`."""
+  link = Path(workdir) / "cold_start"
+  if cold_start and not link.exists():
+    link.parent.mkdir(exist_ok=True)
+    Path(cold_start).mkdir(exist_ok=True)
+    link.symlink_to(cold_start)
+
+
+def config_of(*, cold_start=None, **overrides):
   """The debug config; __ in a keyword stands for a dot."""
   config = tiny_cpu.get_config("debug")
   config.update_from_flattened_dict(
@@ -53,9 +65,9 @@ def program_key(config):
   keys = dataclasses.asdict(config)
   for name in ("num_steps", "seed", "checkpoint", "reward"):
     del keys[name]
-  for name in ("source", "chain_steps", "drop_solved"):
+  for name in ("source", "drop_solved"):
     del keys["data"][name]
-  del keys["cold_start"]["dir"], keys["eval"]["every"]
+  del keys["eval"]["every"]
   del keys["rollout"]["max_staleness"]
   return repr(keys)
 
@@ -94,7 +106,8 @@ class Stdout(io.StringIO):
 def run(build_once):
   """Runs a config in this process: the state, None after SIGTERM; stdout."""
 
-  def run(workdir, *, sigterm_at=None, **overrides):
+  def run(workdir, *, sigterm_at=None, cold_start=None, **overrides):
+    share(workdir, cold_start)
     stdout = Stdout()
     stdout.sigterm_at = sigterm_at
     with contextlib.redirect_stdout(stdout):
@@ -125,7 +138,10 @@ def start(tmp_path_factory):
   env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
   env["PYTHONUNBUFFERED"] = "1"
 
-  def start(workdir, *, devices=1, config="debug", **overrides):
+  def start(
+    workdir, *, devices=1, config="debug", cold_start=None, **overrides
+  ):
+    share(workdir, cold_start)
     mode = f":{config}" if config else ""
     flags = [
       f"--config.{k.replace('__', '.')}={v}" for k, v in overrides.items()
@@ -224,7 +240,7 @@ def test_the_promised_metrics_are_written(reference):
 def test_each_computed_token_has_the_same_weight():
   rows = {
     "update": RowTokens(3, 50, 100),
-    "old_logprobs": RowTokens(1, 10, 20),
+    "old_logps": RowTokens(1, 10, 20),
     "reference_and_values": RowTokens(3, 50, 100),
   }
   assert rollout_metrics.useful_fractions(rows, 9, 10) == {
@@ -264,6 +280,36 @@ def test_the_weights_are_printed_at_the_start(reference, build_once):
   assert len(rows) == len(jax.tree.leaves(shapes))
   (row,) = [row for row in rows if "layers/moe/gate_up" in row]
   assert str(shapes["layers"]["moe"]["gate_up"].shape) in row
+
+
+def test_greedy_responses_are_the_same_with_every_key(reference, build_once):
+  """And those of pass@k are not."""
+  program = build_once(parse(config_of()), sharding.make_mesh(None))
+  sampler, width = program.sampler, program.prompt_config.width
+  tokens = np.full((sampler.eval_prompts, width), ord("1"), np.int32)
+  prompts = Prompts(tokens, np.full(len(tokens), width, np.int32))
+  with jax.set_mesh(program.mesh):
+    params = program.new_policy(program.init_params(jax.random.key(0)))
+
+    def sample(generate, key):
+      rows = sharding.batch_sharding(program.mesh)
+      (batch,) = sample_many(
+        generate,
+        params,
+        prompts,
+        key,
+        batch_size=sampler.eval_prompts,
+        batch_sharding=rows,
+      )
+      return batch.samples.tokens
+
+    one, other = jax.random.split(jax.random.key(0))
+    for generate, is_greedy in (
+      (sampler.generate_greedy, True),
+      (sampler.generate_eval, False),
+    ):
+      same = np.array_equal(sample(generate, one), sample(generate, other))
+      assert same == is_greedy
 
 
 def test_learning_moves_the_policy(reference):
@@ -367,7 +413,7 @@ def test_adapters_resume_beside_the_weights_of_a_cold_start(
   """Their checkpoints hold no other weights, which the run saves once."""
   shared = {
     "model__lora__rank": 2,
-    "cold_start__dir": str(reference[0] / "cold_start"),
+    "cold_start": str(reference[0] / "cold_start"),
     "checkpoint__every": 1,
     "eval__every": 0,
     "num_steps": 2,
@@ -470,7 +516,7 @@ def test_every_added_part_resumes(run, reference, tmp_path, assert_same_run):
     "objective__replay": "r3",
     "rollout__dynamic_sampling_rounds": 2,
     "data__drop_solved": True,
-    "cold_start__dir": str(reference[0] / "cold_start"),
+    "cold_start": str(reference[0] / "cold_start"),
   }
   whole, parts = tmp_path / "whole", tmp_path / "parts"
   run(whole, **flags)
@@ -492,7 +538,7 @@ def test_continuous_batching_is_the_same_run(run, reference, tmp_path):
     tmp_path,
     **CONTINUOUS,
     num_steps=2,
-    cold_start__dir=str(reference[0] / "cold_start"),
+    cold_start=str(reference[0] / "cold_start"),
   )
   both = metrics_of(reference[0])[:3], metrics_of(tmp_path)
   for static, continuous in zip(*both, strict=True):
@@ -509,11 +555,10 @@ def test_pending_responses_resume(run, reference, tmp_path, assert_same_run):
   flags = {
     **CONTINUOUS,
     "rollout__max_tokens_per_iteration": 6,
-    "rollout__extra_prompts_in_flight": 2,
     "rollout__max_staleness": 2,
     "data__drop_solved": True,
     "objective__mismatch": "tis_sequence",
-    "cold_start__dir": str(reference[0] / "cold_start"),
+    "cold_start": str(reference[0] / "cold_start"),
   }
   whole, parts = tmp_path / "whole", tmp_path / "parts"
   _, out = run(whole, **flags)
@@ -532,7 +577,7 @@ def test_a_sampler_on_its_own_device_is_the_same_run(
   run, build_once, reference, tmp_path, assert_same_run
 ):
   """With the same policies, and one device more."""
-  cold = {"cold_start__dir": str(reference[0] / "cold_start")}
+  cold = {"cold_start": str(reference[0] / "cold_start")}
   sampler = build_once(
     parse(config_of(**SPLIT)), sharding.make_mesh(None), jax.devices()[-1:]
   ).sampler
@@ -553,7 +598,7 @@ def test_a_sampler_that_runs_ahead_is_the_same_run(
   """On its own device or not, interrupted or not."""
   flags = {
     "rollout__max_staleness": 2,
-    "cold_start__dir": str(reference[0] / "cold_start"),
+    "cold_start": str(reference[0] / "cold_start"),
   }
   run(tmp_path / "turns", **flags)
   rows = metrics_of(tmp_path / "turns")[1:]
@@ -573,7 +618,6 @@ def test_a_sampler_that_runs_ahead_is_the_same_run(
       **CONTINUOUS,
       "continuous_batching__slots": 8,
       "rollout__max_tokens_per_iteration": 6,
-      "rollout__extra_prompts_in_flight": 4,
       "rollout__max_staleness": 1,
     },
   ],
@@ -622,7 +666,7 @@ def test_a_sampler_that_fails_ends_the_run(
   run, reference, tmp_path, assert_same_run, monkeypatch
 ):
   """The run goes on from its last checkpoint."""
-  cold = {"cold_start__dir": str(reference[0] / "cold_start")}
+  cold = {"cold_start": str(reference[0] / "cold_start")}
   sample = OnPolicy.__call__
 
   def fails(self, params, step, policy_step):
@@ -678,7 +722,7 @@ def test_conversations_of_earlier_policies(run, tmp_path, assert_same_run):
     "rollout__max_staleness": 2,
     "objective__credit": "turn",
     "objective__entropy_coef": 0.01,  # it moves, even if no guess is right
-    "cold_start__dir": str(tmp_path / "cold_start"),
+    "cold_start": str(tmp_path / "cold_start"),
   }
   run(tmp_path / "turns", **flags)
   rows = metrics_of(tmp_path / "turns")[1:]
@@ -708,7 +752,10 @@ def test_a_changed_setting_is_printed_and_taken(run, workdir):
   [
     ({"model__dtype": "bfloat16"}, "has model.dtype='float32', this run"),
     ({"seed": 1}, "has seed=0, this run seed=1"),
-    ({"data__chain_steps": (2,)}, "data.source, the content of what it names"),
+    (
+      {"data__source": "chain:steps=2,demonstrated=1"},
+      "data.source, the content of what it names",
+    ),
   ],
 )
 def test_a_workdir_of_another_run_is_refused(run, reference, overrides, words):
@@ -723,9 +770,9 @@ def test_a_workdir_of_another_run_is_refused(run, reference, overrides, words):
 
 
 def test_a_cold_start_folder_that_is_a_file(run, tmp_path):
-  (tmp_path / "file").write_text("")
+  (tmp_path / "cold_start").write_text("")
   with pytest.raises(UserError, match="checkpoints in"):
-    run(tmp_path / "run", cold_start__dir=str(tmp_path / "file" / "x"))
+    run(tmp_path)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Problems from any source become batches of prompts in tokens.
 
 Other wings take these modules:
+  config        DataConfig, the section `data` of a config
   datasets      what a config names: stages of training, held-out problems
   curriculum    Curriculum: which problems come when, and which are solved
   pipeline      batches of prompts and demonstrations; `take` for evaluation
@@ -13,6 +14,7 @@ Commands: prepare_tfds, tokenizers.train.
 """
 
 __all__ = (
+  "config",
   "curriculum",
   "datasets",
   "pipeline",

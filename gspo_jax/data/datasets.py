@@ -3,17 +3,17 @@
 import dataclasses
 import functools
 import operator
-import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from gspo_jax.data import pipeline, sources
+from gspo_jax.data.config import DataConfig
 from gspo_jax.data.problem import Problem
 from gspo_jax.runtime import spec
 from gspo_jax.runtime.errors import UserError
 
-BUILT_IN = {"chain": "gspo_jax.tasks.chain.Chain"}
+BUILT_IN = {"chain": "gspo_jax.tasks.chain.sources"}
 
 
 class Stage(NamedTuple):
@@ -36,39 +36,27 @@ class Datasets(NamedTuple):
   notes: Sequence[str] = ()
 
 
-def load(config) -> Datasets:
+def load(data: DataConfig, seed: int) -> Datasets:
   """The data sets of a config; `data.source` is the first stage.
-
-  Args:
-    config: `program.config.Config`.
 
   Raises:
     UserError: a source cannot be read, or does not go with another key.
   """
-  c, cold = config.data, config.cold_start
-  if c.source == "chain":
+  c = data
+  if c.source.partition(":")[0] in BUILT_IN:
     if c.eval_source or c.weights or c.curriculum:
       raise UserError(
         f"data.eval_source={c.eval_source!r}, data.weights={c.weights}, "
         f"data.curriculum={c.curriculum}: expected none, since "
-        "data.source='chain' makes its own held-out problems and mixes with no "
-        "other source"
+        f"data.source={c.source!r} makes its own held-out problems and mixes "
+        "with no other source"
       )
-    chain = spec.imported("chain", BUILT_IN)(c.chain_steps, seed=config.seed)
-    return Datasets(
-      [Stage(1, chain)],
-      dataclasses.replace(chain, evaluation=True),
-      dataclasses.replace(
-        chain, steps=cold.chain_steps, noise=cold.chain_noise
-      ),
-    )
+    return _built_in(c.source, seed)
   fields = sources.Fields(
     c.problem_field, c.reference_field, c.demonstration_field
   )
 
-  load_once = functools.cache(
-    lambda spec: sources.load(spec, fields=fields, data_dir=c.tfds_dir)
-  )
+  load_once = functools.cache(functools.partial(sources.load, fields=fields))
   read = lambda specs: [load_once(name.strip()) for name in specs.split(",")]
   side = lambda every, evaluation: [
     dataclasses.replace(s, evaluation=evaluation) for s in every
@@ -86,6 +74,15 @@ def load(config) -> Datasets:
     stages.append(Stage(begin, sources.mix(part)))
   held_out = sources.mix(evaluated or side(first, True))
   return Datasets(stages, held_out, train, _notes(whole, evaluated))
+
+
+def _built_in(source: str, seed: int) -> Datasets:
+  """The embedded task: `chain`, or `chain:steps=1|2,noise=0.1`."""
+  name, colon, text = source.partition(":")
+  make = spec.imported(name, BUILT_IN)
+  numbers = spec.arguments(name, make, text, "data.source") if colon else {}
+  train, held_out, demonstrated = make(seed, **numbers)
+  return Datasets([Stage(1, train)], held_out, demonstrated)
 
 
 def _notes(stages, evaluated) -> tuple[str, ...]:
@@ -109,39 +106,6 @@ def _notes(stages, evaluated) -> tuple[str, ...]:
       "are in data.source or data.curriculum, too: they are trained on"
     )
   return tuple(filter(None, lines))
-
-
-def examples(stages: Sequence[Stage], count: int, seed: int) -> list[Problem]:
-  """Problems of the first stage, for `PromptConfig.examples`.
-
-  Args:
-    stages: of training, with nothing held out.
-    count: `data.few_shot`.
-    seed: decides which.
-
-  Raises:
-    UserError: there are fewer, or one has no demonstration.
-  """
-  parts = pipeline.parts(stages[0].source)
-  total = sum(map(len, parts))
-  if count > total:
-    raise UserError(
-      f"data.few_shot={count}: expected at most {total}, the problems of the "
-      "training part"
-    )
-  chosen = []
-  for index in random.Random(f"few_shot/{seed}").sample(range(total), count):
-    part = iter(parts)
-    while index >= len(source := next(part)):
-      index -= len(source)
-    chosen.append(source[index])
-    if not chosen[-1].demonstration:
-      raise UserError(
-        f"data.few_shot={count}: problem {chosen[-1].text[:40]!r} has no "
-        "demonstration to show; set data.demonstration_field to a field that "
-        "has one in every record"
-      )
-  return chosen
 
 
 def fingerprint(stages: Sequence[Stage]) -> str:

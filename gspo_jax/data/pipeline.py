@@ -87,7 +87,7 @@ def prompts(
       long. The embedded task raises for a long problem when it comes, any other
       source now.
   """
-  make = functools.partial(_training_prompt, cfg=cfg)
+  make = functools.partial(_prompt, cfg=cfg)
   _check(source, make, cfg, batch)
   return Batches(_stream(source, make, seed), batch, solved)
 
@@ -121,8 +121,8 @@ def parts(source: Source) -> tuple[Sequence[Problem], ...]:
 def num_fitting(part: Sequence[Problem], cfg: PromptConfig) -> int:
   """How many problems of a source are not dropped."""
   if cfg.too_long == "error":
-    return len(part) - sum(map(cfg.is_example, part) if cfg.examples else ())
-  make = functools.partial(_training_prompt, cfg=cfg)
+    return len(part)
+  make = functools.partial(_prompt, cfg=cfg)
   return _count(_Positioned(0, part), make, len(part))
 
 
@@ -138,8 +138,7 @@ def take(source: Source, cfg: PromptConfig, count: int) -> PromptBatch:
     map(part.__getitem__, range(len(part))) for part in _with_positions(source)
   ]
   in_turn = itertools.chain.from_iterable(itertools.zip_longest(*columns))
-  # Few-shot examples are skipped, in case one is also a held-out problem.
-  prompts = (_training_prompt(*item, cfg=cfg) for item in in_turn if item)
+  prompts = (_prompt(*item, cfg=cfg) for item in in_turn if item)
   first = list(itertools.islice(filter(None, prompts), count))
   if len(first) < count:
     fit = " and fit data.max_prompt_length" if cfg.too_long == "drop" else ""
@@ -187,23 +186,12 @@ def _prompt(
   """A batch of one prompt; None if it is dropped, which Grain passes over."""
   ids = cfg.tokens_of(problem)
   name = f"problem {problem.text[:40]!r}"
-  if cfg.examples:
-    name += f", with the examples of data.few_shot={len(cfg.examples)},"
   if not cfg.fits(ids, cfg.width, name, "data.max_prompt_length"):
     return None
   tokens = np.full((1, cfg.width), cfg.tokenizer.pad_id, np.int32)
   tokens[0, cfg.width - len(ids) :] = ids
   int32 = lambda x: np.array([x], np.int32)
   return PromptBatch([problem], tokens, int32(len(ids)), int32(position))
-
-
-def _training_prompt(
-  problem: Problem, position: Sequence[int], cfg: PromptConfig
-) -> PromptBatch | None:
-  """A batch of one prompt; None if it is dropped, or shows its own answer."""
-  if cfg.is_example(problem):
-    return None
-  return _prompt(problem, position, cfg)
 
 
 def _demonstration(
@@ -235,7 +223,7 @@ def _demonstration(
       turns += [0] * len(new)
       ids += new
   name = f"demonstration {text[:40]!r}"
-  prompt = _training_prompt(problem, position, cfg)
+  prompt = _prompt(problem, position, cfg)
   fits = cfg.fits(ids, width, name, "sampler.max_new_tokens")
   if not fits or prompt is None:
     return None
@@ -304,15 +292,13 @@ def _check(source, make: Callable, cfg: PromptConfig, batch: int) -> None:
       if isinstance(part, ProblemSource):
         for problem in part:
           make(problem, (0, 0, 0))
-    if not cfg.examples:
-      return
+    return
   fitting = [_count(part, make, batch) for part in _with_positions(source)]
   if not all(fitting) or sum(fitting) < batch:
-    examples = f" after data.few_shot={len(cfg.examples)} examples"
     raise UserError(
       f"of the data's {[*map(len, parts(source))]} problems only {fitting} fit "
-      f"data.max_prompt_length={cfg.width}{examples if cfg.examples else ''}: "
-      f"fewer than a batch of {batch}, or none of one source"
+      f"data.max_prompt_length={cfg.width}: fewer than a batch of {batch}, or "
+      "none of one source"
     )
 
 

@@ -3,7 +3,7 @@
   python -m gspo_jax.data.prepare_tfds --name=gsm8k --train=train.jsonl \\
     --test=test.jsonl --data_dir=runs/tfds
 
-Then `data.source=tfds:gsm8k` with `data.tfds_dir=runs/tfds` reads the set, and
+Then `data.source=tfds:gsm8k` with TFDS_DATA_DIR=runs/tfds reads the set, and
 so does `tfds.data_source("gsm8k", data_dir=...)` in any program. In place of a
 file of JSON lines, parquet:FILE and other sources will do. gsm8k has the
 features that TFDS gives it. A set of any other name has the fields of its first

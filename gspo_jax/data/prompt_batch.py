@@ -1,7 +1,6 @@
 """Batches of prompts, and how problems become prompts."""
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import TypeVar
@@ -9,8 +8,8 @@ from typing import TypeVar
 import numpy as np
 
 from gspo_jax.data.problem import Problem
-from gspo_jax.data.tokenizers.base import Tokenizer, Turn
-from gspo_jax.runtime.errors import UserError, nearest
+from gspo_jax.data.tokenizers.base import Tokenizer
+from gspo_jax.runtime.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +93,6 @@ class PromptConfig:
     instruction: the text of the prompt; `{problem}` in it is replaced.
     too_long: what to do with a prompt or demonstration that is too long:
       "error" or "drop".
-    examples: problems that every prompt shows with their demonstrations, before
-      its own; they themselves are not trained on.
   """
 
   tokenizer: Tokenizer
@@ -103,45 +100,15 @@ class PromptConfig:
   system: str = ""
   instruction: str = "{problem}"
   too_long: str = "error"
-  examples: tuple[Problem, ...] = ()
-
-  def __post_init__(self):
-    choices = ("error", "drop")
-    if self.too_long not in choices:
-      hint = nearest(self.too_long, choices)
-      raise UserError(f"data.too_long={self.too_long!r}: {hint}")
-    if "{problem}" not in self.instruction:
-      raise UserError(
-        f"data.instruction={self.instruction!r}: expected {{problem}} in it"
-      )
 
   def tokens_of(self, problem: Problem) -> list[int]:
     """The ids of the prompt of a problem, of any length."""
     history, system = list(problem.history), self.system
     if history and history[0][0] == "system":
       _, system = history.pop(0)
-    return self.tokenizer.prompt(
-      self._message(problem), system, [*self._turns_of_examples, *history]
-    )
-
-  @functools.cached_property
-  def _turns_of_examples(self) -> list[Turn]:
-    turns = []
-    for example in self.examples:
-      turns += [turn for turn in example.history if turn[0] != "system"]
-      turns.append(("user", self._message(example)))
-      turns.append(("assistant", example.demonstration))
-    return turns
-
-  def _message(self, problem: Problem) -> str:
-    """The message of the user that asks a problem."""
     # No str.format: problems contain braces.
-    return self.instruction.replace("{problem}", problem.text)
-
-  def is_example(self, problem: Problem) -> bool:
-    """Whether every prompt has the problem and its demonstration."""
-    asked = problem.history, problem.text
-    return any(asked == (e.history, e.text) for e in self.examples)
+    message = self.instruction.replace("{problem}", problem.text)
+    return self.tokenizer.prompt(message, system, history)
 
   def fits(self, ids: Sequence[int], width: int, name: str, key: str) -> bool:
     """Whether ids fit; if not and `too_long` is "error", raises UserError.

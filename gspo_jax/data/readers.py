@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,12 +42,11 @@ class Records(NamedTuple):
   place: Callable[[int], str]  # the name of a record by its index, for errors
 
 
-def read(spec: str, data_dir: str = "") -> Records:
+def read(spec: str) -> Records:
   """The records that a spec names.
 
   Args:
     spec: of `SPECS`, but `chain`; see the functions below.
-    data_dir: the folder of TFDS sets; "" for the default of TFDS.
 
   Raises:
     UserError: there is no such source, or it cannot be read.
@@ -61,7 +61,7 @@ def read(spec: str, data_dir: str = "") -> Records:
   elif kind == "hf":
     rows = hugging_face(rest)
   elif kind == "tfds":
-    rows = tfds(rest, data_dir)
+    rows = tfds(rest)
   else:
     rows = from_factory(spec)
   return Records(rows, functools.partial(_name, spec))
@@ -393,12 +393,11 @@ def _short(value, dtype: str):
   return None if value is None else plain(np.array(value, dtype), "")
 
 
-def tfds(spec: str, data_dir: str) -> Sequence:
-  """A split of a prepared TFDS set.
+def tfds(spec: str) -> Sequence:
+  """A split of a TFDS set that is prepared in `TFDS_DATA_DIR`.
 
   Args:
     spec: `NAME[/CONFIG][:VERSION][:SPLIT]`; the split is "train" if not given.
-    data_dir: the folder of the sets; "" for the default of TFDS.
 
   Raises:
     UserError: the set is not prepared, or has no such split.
@@ -407,13 +406,15 @@ def tfds(spec: str, data_dir: str) -> Sequence:
   if not parts:
     raise UserError(f"tfds:{spec}: expected tfds:NAME[:SPLIT]")
   name, split = parts[1], parts[2] or "train"
+  # TFDS itself reads the variable when it is imported.
+  data_dir = os.environ.get("TFDS_DATA_DIR")
   try:
     import tensorflow_datasets  # takes a second, and few runs need it
   except ImportError as error:
     raise missing_package(error, "tfds", f"tfds:{spec}") from error
   try:
     return tensorflow_datasets.data_source(
-      name, split=split, data_dir=data_dir or None, download=False
+      name, split=split, data_dir=data_dir, download=False
     )
   except (
     tensorflow_datasets.core.DatasetNotFoundError,

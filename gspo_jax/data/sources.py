@@ -215,7 +215,6 @@ def load(
   spec: str,
   *,
   fields: Fields = _TO_BE_FOUND,
-  data_dir: str = "",
   evaluation: bool | None = None,
 ) -> ProblemSource:
   """The source that a config names; see `ProblemSource` for the options.
@@ -226,7 +225,6 @@ def load(
       called without arguments and returns anything with a length and records by
       index, each a dict or a `Problem`.
     fields: names in a dict; those that are "" are found in the first record.
-    data_dir: the folder of TFDS sets; "" for the default of TFDS.
     evaluation: the side of the split, None for both.
 
   Raises:
@@ -234,7 +232,7 @@ def load(
       Checked now are all JSON lines, the first 100,000 records of tables, and
       none of a factory, which may make problems without end.
   """
-  records, place = readers.read(spec, data_dir)
+  records, place = readers.read(spec)
   if not len(records):
     raise UserError(f"{spec}: no problem in it")
   found = fields.found_in(records[0], place(0))

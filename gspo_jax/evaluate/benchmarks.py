@@ -69,7 +69,6 @@ def read(
   reward: str = "",
   limit: int | None = None,
   fields: Fields | None = None,
-  data_dir: str = "",
 ) -> Benchmark:
   """Reads a benchmark.
 
@@ -81,7 +80,6 @@ def read(
     limit: only so many problems from the start of the file.
     fields: names of columns. Of a benchmark above, whose columns are known, one
       that the first row lacks is looked for.
-    data_dir: the folder of TFDS sets.
 
   Raises:
     UserError: no such benchmark or file, or a row lacks a column.
@@ -94,7 +92,7 @@ def read(
       "needs --reward)"
     )
   form, spec = known or _Format(name), readers.spec_of(file)
-  records = readers.read(spec, data_dir)
+  records = readers.read(spec)
   if not len(records.rows):
     raise UserError(f"{file}: no problem in it")
   problem_of, note = _parser(form, spec, records, fields or Fields())

@@ -155,7 +155,6 @@ def _read(config, sets, samples, limit, reward) -> list[Benchmark]:
       reward=reward,
       limit=limit,
       fields=fields,
-      data_dir=c.tfds_dir,
     )
     if benchmark.name in [b.name for b in chosen]:
       raise UserError(f"--set={pair}: {benchmark.name} is there twice")

@@ -13,7 +13,7 @@ from gspo_jax.rollout.scoring import (
   wait_scored,
 )
 from gspo_jax.runtime import sharding
-from gspo_jax.sampler.functions import Generate
+from gspo_jax.sampler.functions import Sampler
 from gspo_jax.sampler.many_prompts import sample_many
 from gspo_jax.sampler.samples import Prompts
 
@@ -40,7 +40,7 @@ def greedy(
 
 def first_rewards(
   experiment: Experiment,
-  generate: Generate,
+  generate: Sampler,
   params: model.Params,
   key: jax.Array,
   group_size: int,
@@ -48,22 +48,30 @@ def first_rewards(
   """The first reward of responses to the N held-out problems, [N, G].
 
   Args:
-    experiment: of the run.
+    experiment: the run.
     generate: G responses to each of `eval_prompts` prompts.
-    params: of the policy.
-    key: of the samples.
+    params: the policy.
+    key: decides the samples.
     group_size: G.
 
   Raises:
     multihost.AgreedError: more than `reward.max_failed` of the responses could
       not be scored.
   """
-  problems, program = experiment.held_out, experiment.program
-  count, pending = len(problems), []
-  params = program.sampler.weights(params)
-  if experiment.conversations:
-    return _of_conversations(experiment, generate, params, key)
-  with Progress("evaluation", count * group_size, "responses") as progress:
+  sample = _conversations if experiment.conversations else _responses
+  params = experiment.program.sampler.weights(params)
+  pending = sample(experiment, generate, params, key, group_size)
+  max_failed = experiment.config.reward.max_failed
+  rewards = wait_scored(pending, max_failed, label="the held-out problems")
+  scores = np.concatenate([batch.first for batch in rewards])
+  return scores[: len(experiment.held_out)]
+
+
+def _responses(experiment, generate, params, key, group_size) -> list:
+  """The pending rewards of single responses, by batch."""
+  problems, program, pending = experiment.held_out, experiment.program, []
+  count = len(problems) * group_size
+  with Progress("evaluation", count, "responses") as progress:
     for batch in sample_many(
       generate,
       params,
@@ -83,28 +91,24 @@ def first_rewards(
       pending.append(
         score_responses(experiment.reward_pool, responses, group_size, lengths)
       )
-  most = experiment.config.reward.max_failed
-  rewards = wait_scored(pending, most, label="the held-out problems")
-  return np.concatenate([each.first for each in rewards])[:count]
+  return pending
 
 
-def _of_conversations(experiment, generate, params, key) -> np.ndarray:
-  """As `first_rewards`, of conversations."""
+def _conversations(experiment, generate, params, key, group_size) -> list:
+  """The rewards of conversations, by batch."""
   problems, size = experiment.held_out, experiment.program.sampler.eval_prompts
-  count, rewards = len(problems), []
-  for i, start in enumerate(range(0, count, size)):
-    index = np.arange(start, start + size) % count
-    done = experiment.conversations(
+  rewards = []
+  for i, start in enumerate(range(0, len(problems), size)):
+    index = np.arange(start, start + size) % len(problems)
+    sampled = experiment.conversations(
       generate,
       params,
       problems.pick(index),
       jax.random.fold_in(key, i),
       label="evaluation",
     )
-    rewards.append(done.rewards)
-  most = experiment.config.reward.max_failed
-  rewards = wait_scored(rewards, most, label="the held-out problems")
-  return np.concatenate([each.first for each in rewards])[:count]
+    rewards.append(sampled.rewards)
+  return rewards
 
 
 def summarize(

@@ -8,11 +8,12 @@ import jax
 import numpy as np
 
 from gspo_jax import model
-from gspo_jax.data import datasets, pipeline
+from gspo_jax.data import pipeline
 from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.program.config import Config
-from gspo_jax.program.functions import build_program, shards_of_rows
+from gspo_jax.program.functions import build_program
+from gspo_jax.program.sampler_functions import shards_of_rows
 from gspo_jax.record.progress import Progress
 from gspo_jax.rewards.reward import Response
 from gspo_jax.rollout.scoring import ResponseDecoder
@@ -110,25 +111,13 @@ class PolicySampler:
     config = config.replace(
       data={"prompts": shape.prompts},
       eval={"prompts": shape.prompts, "samples": shape.group_size},
-      rollout={"extra_prompts_in_flight": 0},
     )
     self.program = build_program(config, mesh, training=False)
-    if count := config.data.few_shot:
-      stages = datasets.load(config).stages
-      self.program = self.program.with_examples(
-        datasets.examples(stages, count, config.seed)
-      )
 
   def prompts(self, problems: Sequence[Problem]) -> PromptBatch:
-    """The prompts of problems; UserError if one is long or an example."""
+    """The prompts of problems; UserError if one is long."""
     # A benchmark is sampled whole, whatever data.too_long says.
     config = dataclasses.replace(self.program.prompt_config, too_long="error")
-    for problem in problems:
-      if config.is_example(problem):
-        raise UserError(
-          f"data.few_shot: the problem {problem.text[:40]!r} is an example of "
-          "data.source, which every prompt shows with its answer"
-        )
     return pipeline.take(problems, config, len(problems))
 
   def sample(

@@ -17,6 +17,7 @@ import numpy as np
 from gspo_jax import model
 from gspo_jax.data.pipeline import Batches
 from gspo_jax.learner import train_batch, train_step
+from gspo_jax.learner.optimizer import OptimConfig
 from gspo_jax.learner.packing import (
   Packing,
   PackingConfig,
@@ -30,23 +31,44 @@ from gspo_jax.record.checkpoint import Checkpoints
 from gspo_jax.record.identity import match
 from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import multihost
+from gspo_jax.runtime.key import POSITIVE, SHARE, ZERO_OR_MORE, check, key
 from gspo_jax.runtime.preemption import Preemption
 from gspo_jax.sampler.samples import Prompts
 
 
 @dataclasses.dataclass(frozen=True)
 class ColdStartConfig:
-  """When a cold start ends.
+  """Supervised fine-tuning before RL.
 
   Attributes:
-    steps: optimizer steps at most.
     check_every: steps between two measurements of greedy accuracy.
-    gate: greedy accuracy that ends it; 0 runs all the steps.
   """
 
-  steps: int
-  check_every: int
-  gate: float
+  steps: int = key(0, "optimizer steps at most; 0: none", ZERO_OR_MORE)
+  batch: int = key(64, "demonstrations a step")
+  learning_rate: float = key(
+    2e-3,
+    "its peak, after at most 50 steps of warm-up; a cosine decays to a tenth",
+    POSITIVE,
+  )
+  gate: float = key(
+    0.9, "greedy accuracy that ends it; 0: run all steps", SHARE
+  )
+  check_every: int = 50
+
+  def __post_init__(self):
+    check(self, "cold_start")
+
+  @property
+  def optim(self) -> OptimConfig:
+    """Its optimizer."""
+    return OptimConfig(
+      name="adamw:b2=0.98,weight_decay=0.01",
+      learning_rate=self.learning_rate,
+      warmup_steps=min(50, self.steps // 4),
+      decay="cosine:min_lr_ratio=0.1",
+      total_steps=max(self.steps, 1),
+    )
 
 
 def cross_entropy(
@@ -152,7 +174,7 @@ class ColdStart:
       self.identity,
       saved,
       "cold start in this folder",
-      "use another --workdir or cold_start.dir",
+      "use another --workdir",
     )
     restored = self.checkpoints.restore(self.functions.abstract, accept)
     if restored is None:

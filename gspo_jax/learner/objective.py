@@ -29,6 +29,7 @@ from gspo_jax.runtime.key import (
   ZERO_OR_MORE,
   Choice,
   Range,
+  check,
   key,
 )
 
@@ -116,6 +117,7 @@ class ObjectiveConfig:
   )
 
   def __post_init__(self):
+    check(self, "objective")
     _ = self.mismatch_options
     # A policy can be evaluated without the module of a user's own method.
     if "." not in self.name.partition(":")[0]:

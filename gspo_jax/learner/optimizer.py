@@ -7,11 +7,15 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from gspo_jax.model import parameters
-from gspo_jax.runtime import sharding
-from gspo_jax.runtime.errors import UserError, nearest
-
-NAMES = ("adamw", "muon")
-DECAYS = ("constant", "linear", "cosine")
+from gspo_jax.runtime import sharding, spec
+from gspo_jax.runtime.key import (
+  POSITIVE,
+  SHARE,
+  UNDER_1,
+  ZERO_OR_MORE,
+  check,
+  key,
+)
 
 # The logical axes of all arrays of a training state; Muon keeps three numbers.
 STATE_AXES = parameters.AXES | {"ns_coeffs": ("whole",)}
@@ -22,40 +26,28 @@ class OptimConfig:
   """AdamW or Muon, with warm-up, decay and clipping by global norm.
 
   Attributes:
-    learning_rate: the peak of the schedule.
-    warmup_steps: optimizer steps of linear warm-up from 0.
     total_steps: optimizer steps in all; `decay` ends with them.
-    name: "adamw", or "muon": Muon (Jordan et al. 2024) for the matrices of the
-      blocks, and AdamW for all other parameters. An expert's gate and up
-      projection are stored side by side, and are one matrix.
-    decay: from the peak, after the warm-up: "constant", "linear" or "cosine".
-    min_lr_ratio: the end of `decay`, as a share of the peak.
-    b1: decay of AdamW's first moment.
-    b2: decay of AdamW's second moment.
-    weight_decay: decoupled, on matrices only.
-    clip_norm: largest global norm of the gradient.
   """
 
-  learning_rate: float
-  warmup_steps: int
-  total_steps: int
-  name: str = "adamw"
-  decay: str = "constant"
-  min_lr_ratio: float = 0.0
-  b1: float = 0.9
-  b2: float = 0.95
-  weight_decay: float = 0.0
-  clip_norm: float = 1.0
+  name: str = key(
+    "adamw",
+    '"adamw", or "muon": Muon for the matrices of the blocks, AdamW for the '
+    'rest. "adamw:b1=0.9,b2=0.95,weight_decay=0.0" are the defaults of both; '
+    "only matrices decay.",
+  )
+  learning_rate: float = key(1e-6, "its peak", ZERO_OR_MORE)
+  warmup_steps: int = key(0, "optimizer steps", ZERO_OR_MORE)
+  decay: str = key(
+    "constant",
+    'after the warm-up, until `num_steps`: "constant", "linear" or "cosine"; '
+    '"cosine:min_lr_ratio=0.1" ends at a tenth of the peak, in place of 0',
+  )
+  clip_norm: float = key(1.0, "largest global norm of the gradient", POSITIVE)
+  total_steps: int = 1
 
   def __post_init__(self):
-    for key, names in (("name", NAMES), ("decay", DECAYS)):
-      if (value := getattr(self, key)) not in names:
-        raise UserError(f"optim.{key}={value!r}: {nearest(value, names)}")
-    if self.decay == "constant" and self.min_lr_ratio:
-      raise UserError(
-        f"optim.min_lr_ratio={self.min_lr_ratio}: expected 0 with "
-        "optim.decay='constant', which does not decay"
-      )
+    check(self, "optim")
+    optimizer(self)  # its numbers, and those of the decay
 
 
 def schedule(cfg: OptimConfig) -> optax.Schedule:
@@ -65,13 +57,8 @@ def schedule(cfg: OptimConfig) -> optax.Schedule:
   at step `total_steps`, the first one that is not taken.
   """
   peak = cfg.learning_rate
-  after = max(cfg.total_steps - cfg.warmup_steps, 1)
-  if cfg.decay == "cosine":
-    then = optax.cosine_decay_schedule(peak, after, alpha=cfg.min_lr_ratio)
-  elif cfg.decay == "linear":
-    then = optax.linear_schedule(peak, peak * cfg.min_lr_ratio, after)
-  else:
-    then = optax.constant_schedule(peak)
+  decay = spec.chosen("optim.decay", cfg.decay, _DECAYS)
+  then = decay(peak, max(cfg.total_steps - cfg.warmup_steps, 1))
   if not cfg.warmup_steps:
     return then
   # It starts above 0, so that the first update moves the policy.
@@ -79,30 +66,60 @@ def schedule(cfg: OptimConfig) -> optax.Schedule:
   return optax.join_schedules([warmup, then], [cfg.warmup_steps])
 
 
+def _constant(peak, steps):
+  return optax.constant_schedule(peak)
+
+
+def _linear(peak, steps, *, min_lr_ratio=0.0):
+  SHARE.check("optim.decay: min_lr_ratio", min_lr_ratio)
+  return optax.linear_schedule(peak, peak * min_lr_ratio, steps)
+
+
+def _cosine(peak, steps, *, min_lr_ratio=0.0):
+  SHARE.check("optim.decay: min_lr_ratio", min_lr_ratio)
+  return optax.cosine_decay_schedule(peak, steps, alpha=min_lr_ratio)
+
+
+_DECAYS = {"constant": _constant, "linear": _linear, "cosine": _cosine}
+
+
 def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
   """Clip by global norm, then AdamW or Muon."""
-  rate = schedule(cfg)
-  adamw = optax.adamw(
-    rate,
-    b1=cfg.b1,
-    b2=cfg.b2,
-    weight_decay=cfg.weight_decay,
-    mask=_decays,
-  )
+  make = spec.chosen("optim.name", cfg.name, _OPTIMIZERS)
   clip = optax.clip_by_global_norm(cfg.clip_norm)
-  if cfg.name == "adamw":
-    return optax.chain(clip, adamw)
+  return optax.chain(clip, make(schedule(cfg)))
+
+
+def _adamw(rate, *, b1=0.9, b2=0.95, weight_decay=0.0):
+  UNDER_1.check("optim.name: b1", b1)
+  UNDER_1.check("optim.name: b2", b2)
+  ZERO_OR_MORE.check("optim.name: weight_decay", weight_decay)
+  return optax.adamw(
+    rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=_decays
+  )
+
+
+def _muon(rate, *, b1=0.9, b2=0.95, weight_decay=0.0):
+  """Muon (Jordan et al. 2024) for matrices, AdamW for other parameters.
+
+  An expert's gate and up projection are stored side by side, and are one
+  matrix.
+  """
+  adamw = _adamw(rate, b1=b1, b2=b2, weight_decay=weight_decay)
   # Updates as large as AdamW's, for the same learning rate: arXiv 2502.16982,
   # sec. 2.2. The AdamW inside of `optax.contrib.muon` is not used: it has
   # Nesterov momentum, and decays norms.
   muon = optax.contrib.muon(
     rate,
-    weight_decay=cfg.weight_decay,
+    weight_decay=weight_decay,
     consistent_rms=0.2,
     muon_weight_dimension_numbers=_dimension_numbers,
   )
   parts = {"adamw": adamw, "muon": muon, "experts": _each_expert(muon)}
-  return optax.chain(clip, optax.partition(parts, _labels))
+  return optax.partition(parts, _labels)
+
+
+_OPTIMIZERS = {"adamw": _adamw, "muon": _muon}
 
 
 def _labels(params):

@@ -27,6 +27,7 @@ from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
 from gspo_jax.model.moe import number_type
 from gspo_jax.runtime import sharding
+from gspo_jax.runtime.key import key
 from gspo_jax.sampler.samples import Prompts, Samples
 
 
@@ -36,15 +37,17 @@ class PackingConfig:
 
   Attributes:
     width: W, columns of a row; no sequence is longer.
-    minibatches: M, optimizer steps a batch; divides B, the number of sequences.
-    micro_batch_size: rows of one forward pass; divides B / M.
+    minibatches: M, divides B, the number of sequences.
+    micro_batch_size: divides B / M.
     shards: devices among which the rows of a micro-batch are split; divides
       `micro_batch_size`.
   """
 
-  width: int
-  minibatches: int
-  micro_batch_size: int
+  width: int = 0
+  minibatches: int = key(4, "optimizer steps an iteration (GSPO, sec. 5.1)")
+  micro_batch_size: int = key(
+    64, "packed rows of a forward and backward pass, over all devices"
+  )
   shards: int = 1
 
 

@@ -13,6 +13,7 @@ from gspo_jax.model.config import (
   VARIANTS,
   LoraConfig,
   ModelConfig,
+  PolicyConfig,
   variant,
 )
 from gspo_jax.model.parameters import shapes, shardings
@@ -40,6 +41,7 @@ __all__ = [
   "ModelConfig",
   "Output",
   "Params",
+  "PolicyConfig",
   "YarnScaling",
   "cache",
   "experts",

@@ -4,6 +4,13 @@ import dataclasses
 
 from gspo_jax.model.rotary import Llama3Scaling, RopeScaling
 from gspo_jax.runtime.errors import UserError, nearest
+from gspo_jax.runtime.key import (
+  POSITIVE,
+  ZERO_OR_MORE,
+  Choice,
+  check,
+  key,
+)
 
 DTYPES = ("float32", "bfloat16")
 
@@ -26,22 +33,38 @@ TARGETS = ("attention", "mlp", "all-linear")
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-  """Which weights have adapters, and of which size."""
+  """Which weights have adapters, and of which size.
 
-  rank: int  # columns of A and rows of B; an expert has its own
-  alpha: float  # the product A B is multiplied by alpha / rank
-  # "attention" (q, k, v and o), "mlp" (gate, up and down of the MLP or of every
-  # expert, whose gate and up share A), or "all-linear", which is both.
-  targets: str = "all-linear"
+  An expert has an A and a B of its own. Its gate and up share A, because they
+  are one matrix here.
+  """
+
+  rank: int = key(
+    0,
+    "columns of A and rows of B; 0: no adapters, all weights are trained",
+    ZERO_OR_MORE,
+  )
+  alpha: float = key(
+    32.0, "alpha / rank multiplies what an adapter adds", POSITIVE
+  )
+  targets: str = key(
+    "all-linear",
+    '"attention" (q, k, v and o), "mlp" (gate, up and down of the MLP or of '
+    'every expert), "all-linear": both',
+    Choice(TARGETS),
+  )
+  checkpoint: str = key(
+    "",
+    'a PEFT folder with the first adapters; "": new ones, which change nothing '
+    "yet",
+  )
 
   def __post_init__(self):
-    if self.rank < 1:
-      raise UserError(f"model.lora.rank={self.rank}: expected at least 1")
-    if not self.alpha > 0:
-      raise UserError(f"model.lora.alpha={self.alpha}: expected more than 0")
-    if self.targets not in TARGETS:
+    check(self, "model.lora")
+    if self.checkpoint and not self.rank:
       raise UserError(
-        f"model.lora.targets={self.targets!r}: {nearest(self.targets, TARGETS)}"
+        f"model.lora.checkpoint={self.checkpoint!r}: expected '' with "
+        "model.lora.rank=0, where there are no adapters"
       )
 
   @property
@@ -82,10 +105,9 @@ class ModelConfig:
   # Of activations and matrix products; parameters, softmaxes and vocabulary
   # logits are always float32.
   dtype: str = "bfloat16"
-  # Recompute each block in the backward pass instead of storing it.
-  remat: bool = True
-  # The values stored even so, of `KEPT`.
-  keep: tuple[str, ...] = ("attention", "stream")
+  # What each block stores for the backward pass, which computes the rest again:
+  # names of `KEPT` with commas between, "full" for nothing, "none" for all.
+  remat: str = "attention,stream"
   # Layers in one step of the scan over layers; `num_layers`: no scan, and
   # nothing that the backward pass needs is stacked. None: `num_layers` on a CPU
   # with at most 8 layers, else 1, which compiles fastest.
@@ -124,9 +146,55 @@ class ModelConfig:
       raise UserError(
         f"model.dtype={self.dtype!r}: {nearest(self.dtype, DTYPES)}"
       )
-    for name in self.keep:
+    if self.lora is not None and not self.lora.rank:
+      raise UserError("model.lora.rank=0: expected lora=None")
+    for name in self.kept or ():
       if name not in KEPT:
-        raise UserError(f"model.keep={name!r}: {nearest(name, KEPT)}")
+        hint = nearest(name, ("none", "full", *KEPT))
+        raise UserError(f"model.remat={name!r}: {hint}")
+
+  @property
+  def kept(self) -> tuple[str, ...] | None:
+    """The values that `remat` stores; None: all, nothing is computed again."""
+    if self.remat in ("none", "full"):
+      return None if self.remat == "none" else ()
+    return tuple(name.strip() for name in self.remat.split(","))
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig:
+  """Which policy a run trains, and how it computes.
+
+  `sizes` are other fields of `ModelConfig` that a config file sets.
+  """
+
+  checkpoint: str = key(
+    "",
+    "a Hugging Face folder: the first weights, the sizes and the tokenizer",
+  )
+  variant: str = key(
+    "tiny", "without a checkpoint: a name in gspo_jax/model/config.py"
+  )
+  dtype: str = key(
+    "bfloat16", "of activations; parameters are float32", Choice(DTYPES)
+  )
+  remat: str = key(
+    "attention,stream",
+    'what a block stores for the backward pass: "none": no rematerialisation, '
+    'it stores all; "full": nothing, it computes all again; else names of KEPT '
+    "in gspo_jax/model/config.py with commas between, and it computes the rest "
+    "again",
+  )
+  lora: LoraConfig = key(
+    LoraConfig(),
+    "low-rank adapters: the weights stay as they are, in `model.dtype`, and "
+    "only the adapters are trained, in float32. The reference policy is the "
+    "weights without adapters.",
+  )
+  sizes: tuple[tuple[str, object], ...] = ()
+
+  def __post_init__(self):
+    check(self, "model")
 
 
 # The embedded default (see tasks/chain.py): it learns in minutes on two cores.
@@ -142,7 +210,7 @@ _TINY = ModelConfig(
   num_experts=8,
   experts_per_token=2,
   rope_theta=1e4,
-  remat=False,
+  remat="none",
 )
 
 # For text on two cores: configs/gsm8k_small.py.
@@ -271,7 +339,7 @@ def variant(name: str, **changes) -> ModelConfig:
 def changed(cfg: ModelConfig, **changes) -> ModelConfig:
   """`cfg` with some fields changed; raises UserError as `variant` does."""
   fields = {f.name for f in dataclasses.fields(ModelConfig)}
-  for key in changes:
-    if key not in fields:
-      raise UserError(f"model.{key}: unknown, {nearest(key, fields)}")
+  for name in changes:
+    if name not in fields:
+      raise UserError(f"model.{name}: unknown, {nearest(name, fields)}")
   return dataclasses.replace(cfg, **changes)

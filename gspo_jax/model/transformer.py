@@ -196,8 +196,8 @@ def _scan_layers(
     return x_BTD.astype(dtype), (routing, keys_values if store else None)
 
   steps = _layers_per_step(cfg)
-  if cfg.remat:
-    keep = jax.checkpoint_policies.save_only_these_names(*cfg.keep)
+  if cfg.kept is not None:
+    keep = jax.checkpoint_policies.save_only_these_names(*cfg.kept)
     # Inside a loop nothing can be merged with the forward pass anyway.
     body = jax.checkpoint(body, prevent_cse=steps > 1, policy=keep)
   layers = params["layers"], routes.experts

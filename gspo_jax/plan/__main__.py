@@ -10,7 +10,7 @@ counted. `generate` is shown by one decode step at the longest cache, and as a
 whole as if every response had full length. With `continuous_batching.slots` it
 is a segment of decode steps with every page full, and beside it comes the
 largest `continuous_batching.num_pages` that the HBM left over holds. The time
-of `old_logprobs` is that of all minibatches, although a run needs only one
+of `old_logps` is that of all minibatches, although a run needs only one
 micro-batch of the first.
 
 With `--lengths` it also prints what an iteration costs whose responses have

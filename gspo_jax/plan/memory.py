@@ -60,7 +60,7 @@ def memory(
 
 def _unread(name, state):
   """The part of a state that a function does not read, but that stays."""
-  if name in ("update", "old_logprobs"):
+  if name in ("update", "old_logps"):
     return None
   moments = state.opt_state, state.critic and state.critic.opt_state
   if name == "reference_and_values":
@@ -82,7 +82,7 @@ def page_bytes(cfg: ModelConfig, sampler: ContinuousSampler) -> int:
   A bound for narrow heads that do not fill the lanes: XLA may choose another
   layout for them, without padding.
   """
-  mesh, sizes = sampler.jitted.decode.mesh, sampler.sizes
+  mesh, sizes = sampler.mesh, sampler.sizes
   one_a_shard = functools.partial(
     paged_cache.empty,
     cfg,

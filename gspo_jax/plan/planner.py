@@ -105,7 +105,7 @@ def _analyze(functions, config, program, tpu_slice) -> dict:
       f"--functions={','.join(functions)}: this config has no "
       f"{' and no '.join(absent)}; choose of {', '.join(lowered)} "
       "(decode_params and prefill come with continuous_batching.slots, "
-      "reference_and_values with objective.kl_coef or ppo, old_logprobs with "
+      "reference_and_values with objective.kl_coef or ppo, old_logps with "
       "several learner.minibatches)"
     )
   results, done = {}, {}

@@ -15,7 +15,6 @@ from gspo_jax.plan import chips, hlo, lower, lower_bounds
 from gspo_jax.plan.lower import LEARNING, sampler_mesh
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
-from gspo_jax.sampler.continuous import ContinuousSampler
 
 _TOP = 40  # operations that are listed
 
@@ -111,7 +110,7 @@ def _learning(cost_of, config, program):
 
 def _steps(name, config, program) -> int:
   """Most trips of the loop whose length depends on data."""
-  if not isinstance(program.sampler.generate, ContinuousSampler):
+  if not program.sampler.generate.batching:
     return config.sampler.max_new_tokens - 1 if name == "generate" else 0
   chunks = (
     lower.longest(config, program.sampler.generate)
@@ -163,7 +162,7 @@ def _decode(step, steps, config, program, tpu_slice) -> dict:
     "prompt_slots": config.data.max_prompt_length,
   }
   report = {}
-  if isinstance(program.sampler.generate, ContinuousSampler):
+  if program.sampler.generate.batching:
     rows = config.continuous_batching.slots
     tokens = lower.cached_tokens(config, program)
     cache = {"prompts": 0, "rows": rows, "slots": tokens / rows}
@@ -212,10 +211,7 @@ def _continuous_flops(name, config, program) -> float:
 
 
 def _model_flops(name, config, program) -> float:
-  if (
-    isinstance(program.sampler.generate, ContinuousSampler)
-    and name not in LEARNING
-  ):
+  if program.sampler.generate.batching and name not in LEARNING:
     return _continuous_flops(name, config, program)
   P, S = config.data.prompts, config.data.max_prompt_length
   B, R = P * config.rollout.group_size, config.sampler.max_new_tokens

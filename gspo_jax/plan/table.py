@@ -8,7 +8,7 @@ _GIB = 2**30
 _WIDTH = 100
 # Names of functions that are wider than a column.
 _HEADS = {
-  "old_logprobs": "old logps",
+  "old_logps": "old logps",
   "reference_and_values": "ref+values",
   "decode_params": "weights",
 }

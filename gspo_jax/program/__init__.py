@@ -3,19 +3,24 @@
 Other wings take these modules:
   command      the flags and exit codes of the commands; imports no JAX
   config       Config, and `parse`, the only reader of a ConfigDict
-  config_reference  what each key means, from the comments of common.py
+  config_reference  what each key means; writes configs/common.py
   experiment   Experiment, what a run consists of, and `prepare`
-  functions    Program, its groups of functions, and `build_program`
+  functions    Program and `build_program`: all jitted functions of a run
+  learner_functions, sampler_functions  its groups, each beside its shardings
+  abstract     shapes and shardings of weights and states
   load_params  the weights of a checkpoint or Hugging Face folder
   settings     the frozen settings that a config gives each wing
 """
 
 __all__ = (
+  "abstract",
   "command",
   "config",
   "config_reference",
   "experiment",
   "functions",
+  "learner_functions",
   "load_params",
+  "sampler_functions",
   "settings",
 )

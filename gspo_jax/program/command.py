@@ -153,11 +153,7 @@ def _with_config_path(argv: list[str]) -> list[str]:
 
 
 def _config_path(name: str) -> str:
-  """`FILE[:ARGUMENT]` of a file that exists, here or in the package.
-
-  Raises:
-    UserError: there is no such file.
-  """
+  """`FILE[:ARGUMENT]` of a file that exists, here or in the package."""
   file, colon, argument = name.partition(":")
   path = Path(file)
   if path.exists() and not path.is_dir():
@@ -168,7 +164,10 @@ def _config_path(name: str) -> str:
     if packaged.exists():
       return f"{packaged}{colon}{argument}"
   names = {f"configs/{p.name}" for p in folder.glob("[!_]*.py")}
-  near = nearest(f"configs/{path.stem}.py", names - {"configs/common.py"})
+  near = nearest(
+    f"configs/{path.stem}.py",
+    names - {"configs/common.py", "configs/recipes.py"},
+  )
   raise UserError(f"--config={name}: no such file; {near}")
 
 
@@ -186,12 +185,7 @@ def _config_file(argv: list[str]):
 def _checked_overrides(argv: list[str], keys: dict) -> list[str]:
   """The command line, with tuples as Python writes them.
 
-  Args:
-    argv: the command line.
-    keys: of the config, with their defaults.
-
-  Raises:
-    UserError: it overrides a key that the config does not have.
+  UserError where it overrides a key that is not in `keys`, which has defaults.
   """
   argv = list(argv)
   for i, flag in enumerate(argv):
@@ -216,11 +210,8 @@ def _as_tuple(key: str, text: str, default: tuple) -> str:
 
   A part that starts with `name=` belongs to the one before it, as in
   `overlong:buffer=8,scale=2,format`. Stop strings are taken as they are typed:
-  `[END]` has its brackets, and `4` is a string.
-
-  Raises:
-    UserError: it has a word where `default` has numbers, or a number where that
-      has words.
+  `[END]` has its brackets, and `4` is a string. UserError where `default` has
+  numbers and the text words, or the other way round.
   """
   try:
     value = ast.literal_eval(text)

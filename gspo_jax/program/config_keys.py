@@ -4,126 +4,103 @@ from collections.abc import Collection, Sequence
 
 from gspo_jax.runtime.errors import either, mistyped
 
-# By key: its names in TRL, verl, OpenRLHF, NeMo RL, MaxText and Tunix, names of
-# what they have in its place, and its names in earlier versions. A name may
-# belong to several keys: the section that was typed decides, else the first. A
-# name with a dot is the end of a longer one, such as verl's
-# actor_rollout_ref.model.path.
+# By key: its names in TRL, verl, OpenRLHF, NeMo RL, MaxText and Tunix, and the
+# names of what they have in its place. A name may belong to several keys: the
+# section that was typed decides, else the first. A name with a dot is the end
+# of a longer one, such as verl's actor_rollout_ref.model.path. `key=value` is a
+# number in the spec of a key.
 OTHER_NAMES = {
-  "seed": "random_seed data_seed init_weights_seed",
-  "num_steps": "num_steps max_steps steps total_steps train_steps "
-  "total_training_steps max_num_steps num_batches num_episodes "
-  "num_train_epochs num_epochs total_epochs epochs",
+  "num_steps": "num_steps max_steps steps total_steps total_training_steps "
+  "max_num_steps num_episodes num_train_epochs num_epochs total_epochs epochs",
   "model.checkpoint": "model_name_or_path model_name model.name model_id "
   "model_path model.path pretrain load_parameters_path",
   "model.dtype": "bf16 fp16 torch_dtype param_dtype precision mixed_precision",
   "model.remat": "gradient_checkpointing enable_gradient_checkpointing "
-  "activation_checkpointing",
-  "model.keep": "remat_policy",
+  "activation_checkpointing remat_policy",
   "mesh.data": "ici_data_parallelism dcn_data_parallelism data_parallel_size",
   "mesh.fsdp": "ici_fsdp_parallelism fsdp_size",
   "mesh.context": "ici_context_parallelism context_parallel_size "
   "ulysses_sequence_parallel_size",
-  "mesh.expert": "ici_expert_parallelism expert_parallel_size "
-  "expert_model_parallel_size",
-  "mesh.tensor": "ici_tensor_parallelism tensor_parallel_size "
-  "tensor_model_parallel_size",
-  "sampler_mesh.devices": "mesh.sampler_devices trainer_devices_fraction "
-  "sampler_devices_fraction rollout.n_gpus_per_node",
+  "mesh.expert": "ici_expert_parallelism expert_model_parallel_size",
+  "mesh.tensor": "ici_tensor_parallelism tensor_model_parallel_size",
+  "sampler_mesh.devices": "rollout.n_gpus_per_node",
   "sampler_mesh.tensor": "vllm_tensor_parallel_size "
-  "rollout.tensor_model_parallel_size rollout.tensor_parallel_size",
+  "rollout.tensor_model_parallel_size",
   "data.source": "dataset dataset_name dataset_path train_files prompt_data",
   "data.eval_source": "val_files eval_dataset",
-  "data.problem_field": "question_field data.question_field prompt_key "
-  "input_key",
-  "data.reference_field": "answer_field data.answer_field label_key answer_key",
-  "data.template_args": "chat_template_kwargs apply_chat_template_kwargs "
-  "tokenizer_chat_template_kwargs",
-  "data.few_shot": "num_fewshot fewshot num_few_shot n_shots",
+  "data.problem_field": "prompt_key input_key",
+  "data.reference_field": "label_key answer_key",
+  "data.template_args": "chat_template_kwargs apply_chat_template_kwargs",
   "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_name_or_path",
   "data.prompts": "batch_size train_batch_size rollout_batch_size "
-  "gen_batch_size generation_batch_size global_batch_size "
-  "num_prompts_per_step",
-  "rollout.dynamic_sampling_rounds": "max_num_gen_batches "
-  "dynamic_sampling_max_gen_batches dynamic_filtering use_dynamic_sampling "
-  "filter_groups filter_groups.enable refill_rounds data.refill_rounds",
-  "data.max_prompt_length": "prompt_max_len max_prompt_len data.max_length",
+  "gen_batch_size generation_batch_size num_prompts_per_step",
+  "data.max_prompt_length": "prompt_max_len data.max_length",
   "data.too_long": "filter_overlong_prompts",
-  "rollout.group_size": "sampler.group_size num_generations "
-  "num_generations_per_prompt n n_samples_per_prompt num_return_sequences",
   "sampler.max_new_tokens": "max_completion_length response_length "
-  "max_response_length generate_max_len max_tokens max_tokens_to_generate "
-  "total_generation_steps max_length max_total_sequence_length "
-  "max_target_length",
-  "sampler.min_new_tokens": "min_tokens min_length",
-  "sampler.stop": "stop_strings stop_sequences stop_words",
-  "continuous_batching.slots": "paging paging.slots use_vllm max_num_seqs",
-  "continuous_batching.page_size": "paging.page block_size",
-  "continuous_batching.num_pages": "paging.pages num_gpu_blocks "
-  "num_gpu_blocks_override",
-  "rollout.max_staleness": "rollout.one_step_off_policy rollout.ahead "
-  "async_train async_grpo async_grpo.enabled staleness_threshold "
-  "max_head_offpolicyness",
-  "continuous_batching.segment_steps": "paging.steps",
-  "continuous_batching.prefill_chunk": "paging.chunk",
-  "rollout.max_tokens_per_iteration": "rollout.budget",
-  "rollout.extra_prompts_in_flight": "rollout.spare",
-  "data.drop_solved": "data.history",
-  "data.curriculum": "data.stages",
-  "reward.names": "reward_funcs reward_fn reward_function "
-  "custom_reward_function remote_rm_url",
-  "objective.name": "loss_type loss_algo loss_mode policy_loss_type "
-  "adv_estimator advantage_estimator importance_sampling_level scale_rewards "
-  "norm_adv_by_std_in_grpo epsilon epsilon_low clip_ratio clip_ratio_low "
-  "cliprange clip_range clip_eps eps_clip eps_clip_low_high ratio_clip_min "
-  "epsilon_high clip_ratio_high ratio_clip_max clip_ratio_c ratio_clip_c delta "
-  "clip_low clip_high cap tau_positive tau_negative dual_clip "
-  "router_shift_floor cliprange_value value_clip clip_range_vf vf_clip gamma "
-  "lam lambd gae_lambda lambda_ critic_learning_rate critic.lr "
-  "critic.optim.lr critic_warmup_steps critic_clip critic_discount "
-  "critic_trace_decay",
-  "objective.kl_coef": "beta kl_beta kl_coeff kl_loss_coef use_kl_loss "
-  "init_kl_coef reference_policy_kl_penalty",
-  "objective.kl_estimator": "kl_loss_type kl_penalty kl_type "
-  "reference_policy_kl_type",
+  "max_response_length generate_max_len max_tokens total_generation_steps "
+  "max_length max_total_sequence_length max_target_length",
+  "sampler.stop": "stop_strings stop_sequences",
+  "continuous_batching.slots": "use_vllm max_num_seqs",
+  "continuous_batching.page_size": "block_size",
+  "continuous_batching.num_pages": "num_gpu_blocks",
+  "rollout.group_size": "num_generations num_generations_per_prompt n "
+  "n_samples_per_prompt",
+  "rollout.dynamic_sampling_rounds": "max_num_gen_batches dynamic_filtering "
+  "use_dynamic_sampling filter_groups filter_groups.enable",
+  "rollout.max_staleness": "one_step_off_policy async_train async_grpo "
+  "staleness_threshold max_head_offpolicyness",
+  "reward.names": "reward_funcs reward_fn custom_reward_function remote_rm_url",
+  "objective.name": "loss_type loss_mode adv_estimator advantage_estimator "
+  "importance_sampling_level scale_rewards norm_adv_by_std_in_grpo",
+  "objective.name=gspo:clip_low=3e-4": "clip_low epsilon clip_ratio "
+  "clip_ratio_low cliprange clip_eps eps_clip eps_clip_low_high ratio_clip_min",
+  "objective.name=gspo:clip_high=4e-4": "clip_high epsilon_high "
+  "clip_ratio_high ratio_clip_max",
+  "objective.name=grpo:dual_clip=3.0": "dual_clip clip_ratio_c ratio_clip_c "
+  "delta",
+  "objective.name=ppo:critic_learning_rate=1e-5": "critic_learning_rate "
+  "critic.lr critic.optim.lr critic.learning_rate",
+  "objective.name=ppo:critic_clip=0.2": "cliprange_value value_clip vf_clip",
+  "objective.name=ppo:critic_discount=1.0": "gamma",
+  "objective.name=ppo:critic_trace_decay=0.95": "lam lambd gae_lambda",
+  "objective.kl_coef": "beta kl_beta kl_loss_coef use_kl_loss init_kl_coef "
+  "reference_policy_kl_penalty",
+  "objective.kl_estimator": "kl_loss_type kl_penalty",
   "objective.reference_every": "sync_ref_model ref_model_sync_steps",
-  "objective.entropy_coef": "entropy_coeff entropy_loss_coef",
-  "objective.mismatch": "vllm_importance_sampling_correction "
-  "vllm_importance_sampling_mode enable_vllm_is_correction rollout_is "
-  "use_importance_sampling_correction vllm_importance_sampling_cap "
+  "objective.entropy_coef": "entropy_coeff",
+  "objective.mismatch": "vllm_importance_sampling_correction rollout_is "
+  "enable_vllm_is_correction use_importance_sampling_correction",
+  "objective.mismatch=tis_token:cap=2.0": "vllm_importance_sampling_cap "
   "tis_imp_ratio_cap rollout_is_threshold truncated_importance_sampling_ratio",
   "objective.replay": "router_replay routing_replay",
   "objective.zero_truncated": "mask_truncated_completions overlong_filtering",
   "learner.minibatches": "learner.epochs num_iterations ppo_epochs "
-  "num_ppo_epochs ppo_mini_batch_size mini_batch_size num_mini_batches "
+  "ppo_mini_batch_size mini_batch_size num_mini_batches "
   "steps_per_generation train_global_batch_size",
-  "learner.micro_batch_size": "micro_rows learner.micro_rows "
-  "per_device_train_batch_size per_device_batch_size ppo_micro_batch_size "
-  "ppo_micro_batch_size_per_gpu micro_train_batch_size train_micro_batch_size "
-  "micro_batch_size gradient_accumulation_steps",
-  "optim.name": "optim optimizer optimizer_name opt_type",
+  "learner.micro_batch_size": "per_device_train_batch_size "
+  "per_device_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu "
+  "micro_train_batch_size train_micro_batch_size gradient_accumulation_steps",
+  "optim.name": "optim optimizer optimizer_name",
+  "optim.name=adamw:b1=0.9": "b1 beta1 adam_b1 adam_beta1 betas adam_betas",
+  "optim.name=adamw:b2=0.95": "b2 beta2 adam_b2 adam_beta2",
+  "optim.name=adamw:weight_decay=0.1": "weight_decay adam_weight_decay l2",
   "optim.learning_rate": "learning_rate lr actor_learning_rate",
-  "optim.decay": "lr_scheduler_type lr_scheduler lr_decay_style warmup_style "
-  "lr_schedule",
-  "optim.min_lr_ratio": "min_lr_rate min_lr lr_end eta_min end_value "
+  "optim.decay": "lr_scheduler_type lr_scheduler lr_decay_style warmup_style",
+  "optim.decay=cosine:min_lr_ratio=0.1": "min_lr_ratio min_lr_rate min_lr "
   "cosine_learning_rate_final_fraction",
   "optim.warmup_steps": "warmup_steps warmup warmup_ratio lr_warmup_steps "
   "lr_warmup_ratio lr_warmup_steps_ratio warmup_steps_fraction",
-  "optim.b1": "beta1 adam_b1 adam_beta1 betas adam_betas",
-  "optim.b2": "beta2 adam_b2 adam_beta2",
-  "optim.weight_decay": "adam_weight_decay l2",
-  "optim.clip_norm": "max_grad_norm max_norm grad_clip clip_grad_norm "
-  "optim.clip gradient_clipping gradient_clipping_threshold",
+  "optim.clip_norm": "max_grad_norm grad_clip clip_grad_norm "
+  "gradient_clipping gradient_clipping_threshold",
   "cold_start.steps": "steps max_steps num_steps",
   "cold_start.batch": "batch_size train_batch_size",
   "cold_start.learning_rate": "learning_rate lr",
-  "cold_start.warmup_steps": "warmup_steps warmup lr_warmup_steps",
-  "eval.every": "eval_steps eval.steps eval_interval eval_every_n_steps "
-  "test_freq val_period",
+  "eval.every": "eval_steps eval_interval eval_every_n_steps test_freq "
+  "val_period",
   "eval.prompts": "max_val_samples",
   "eval.samples": "n val_kwargs.n eval_n_samples_per_prompt",
   "checkpoint.every": "save_steps save_freq save_period save_interval_steps "
-  "checkpoint_period checkpoint.steps",
+  "checkpoint_period",
   "checkpoint.keep": "save_total_limit keep_top_k max_to_keep max_ckpt_num "
   "max_actor_ckpt_to_keep",
   "log.samples": "log_completions num_completions_to_print",
@@ -163,14 +140,14 @@ def near(key: str, keys: Collection[str]) -> list[str]:
     key: as it was typed, with dots between its parts.
     keys: all keys of the config.
   """
-  found = _of_other_trainers(key, keys)
-  return found or _typo(key, keys) + _in_another_section(key, keys)
+  named = _of_other_trainers(key, keys)
+  return named or _typo(key, keys) + _in_another_section(key, keys)
 
 
-def did_you_mean(found: Sequence[str], prefix: str = "") -> str:
+def did_you_mean(meant: Sequence[str], prefix: str = "") -> str:
   """The question after keys of `near`, each behind `prefix`."""
-  counts = _COUNTS.get(found[0], "") if len(found) == 1 else ""
-  names = either(prefix + key for key in found)
+  counts = _COUNTS.get(meant[0], "") if len(meant) == 1 else ""
+  names = either(prefix + key for key in meant)
   return f"did you mean {names}{counts and f' ({counts})'}?"
 
 
@@ -179,8 +156,8 @@ def hint(key: str, keys: Collection[str]) -> str:
 
   Where none is near, it lists the keys of the section, or the sections.
   """
-  if found := near(key, keys):
-    return did_you_mean(found)
+  if meant := near(key, keys):
+    return did_you_mean(meant)
   section = key.partition(".")[0]
   inside = sorted(k for k in keys if k.startswith(f"{section}."))
   if inside:
@@ -191,14 +168,14 @@ def hint(key: str, keys: Collection[str]) -> str:
 
 
 def _of_other_trainers(key, keys):
-  names = {}
-  for ours, others in OTHER_NAMES.items():
-    for other in others.split():
-      if ours in keys:
-        names.setdefault(_plain(other), []).append(ours)
   parts = key.split(".")
   for i in range(len(parts)):
-    ours = names.get(_plain(".".join(parts[i:])))
+    name = _plain(".".join(parts[i:]))
+    ours = [
+      k
+      for k, others in OTHER_NAMES.items()
+      if k.partition("=")[0] in keys and name in map(_plain, others.split())
+    ]
     if ours:
       in_section = [k for p in parts for k in ours if k.startswith(f"{p}.")]
       return (in_section or ours)[:1]

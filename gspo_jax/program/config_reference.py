@@ -1,18 +1,33 @@
-"""What each key of a config means, from the comments of configs/common.py."""
+"""All keys of a config with their meanings; writes configs/common.py.
 
-import ast
-import dataclasses
-import inspect
-import io
-import tokenize
+python -m gspo_jax.program.config_reference > configs/common.py
+"""
+
+import json
+import re
+import textwrap
 from typing import NamedTuple
 
-from gspo_jax.configs import common
 from gspo_jax.program.config import Config, ConfigDict
 from gspo_jax.record.identity import flatten
-from gspo_jax.runtime.key import Choice, Range
+from gspo_jax.runtime.key import Choice, Range, keys
 
-_SIZE = "Sets a field of gspo_jax.model.ModelConfig."
+_HEAD = '''\
+"""Every key of a config with its default; see tiny_cpu.py for one.
+
+Change a key on the command line with `--config.optim.learning_rate=2e-4`.
+
+`python -m gspo_jax.program.config_reference` writes this file: a key is
+declared in the wing that reads it.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+  """The defaults that all configs start from."""
+  c = ConfigDict()
+'''
 
 
 class Description(NamedTuple):
@@ -21,84 +36,87 @@ class Description(NamedTuple):
   Attributes:
     key: as it is typed, with dots between its parts.
     default: its value; None for a section.
-    comment: what it means, with its unit, and the values it may have in
-      brackets; "" for a section that common.py says nothing about.
+    meaning: with its unit, and the values it may have in brackets.
   """
 
   key: str
   default: object
-  comment: str
+  meaning: str
 
 
 def describe(config: ConfigDict | None = None) -> list[Description]:
-  """All keys, in the order of configs/common.py, each section before its keys.
+  """All keys, each section before its keys.
 
   Args:
-    config: gives the defaults; None: those of configs/common.py.
+    config: gives the defaults; None: those of the fields.
   """
-  config = common.get_config() if config is None else config
-  comments, rules = _comments(inspect.getsource(common)), _rules(Config)
-  place = {key: i for i, key in enumerate(comments)}
-  values = {key: None for key in config if isinstance(config[key], ConfigDict)}
-  values |= flatten(config)
-  # A key that common.py does not have comes last in its section.
-  order = lambda key: (
-    place.get(key.partition(".")[0], len(place)),
-    place.get(key, len(place)),
-  )
-  return [
-    Description(
-      key, values[key], _with_range(comments.get(key, _SIZE), rules.get(key))
-    )
-    for key in sorted(values, key=order)
+  values = {} if config is None else flatten(config)
+  rows = []
+  for row in _describe(Config(), ""):
+    rows.append(row._replace(default=values.pop(row.key, row.default)))
+  sizes = [
+    Description(key, value, "Sets a field of gspo_jax.model.ModelConfig.")
+    for key, value in values.items()
   ]
+  end = next(i for i, row in enumerate(rows) if row.key == "mesh")
+  return [*rows[:end], *sizes, *rows[end:]]
 
 
-def _comments(source: str) -> dict[str, str]:
-  """The comment of each `c.key = value`, first those above, then those beside.
-
-  A key that is set again keeps its first comment.
-  """
-  above, beside = {}, {}
-  for token in tokenize.generate_tokens(io.StringIO(source).readline):
-    if token.type == tokenize.COMMENT:
-      alone = not token.line[: token.start[1]].strip()
-      (above if alone else beside)[token.start[0]] = token.string[1:].strip()
-  found = {}
-  for node in ast.walk(ast.parse(source)):
-    if not isinstance(node, ast.Assign):
-      continue
-    key = ast.unparse(node.targets[0])
-    if not key.startswith("c."):
-      continue
-    lines = []
-    line = node.lineno - 1
-    while line in above:
-      lines.insert(0, above[line])
-      line -= 1
-    inside = range(node.lineno, node.end_lineno + 1)
-    lines += [beside[line] for line in inside if line in beside]
-    found.setdefault(key.removeprefix("c."), " ".join(lines))
-  return found
+def _describe(section, prefix: str) -> list[Description]:
+  rows = []
+  for name, field in keys(section).items():
+    key, value = f"{prefix}{name}", getattr(section, name)
+    if inside := hasattr(value, "__dataclass_fields__"):
+      rows.append(Description(key, None, field.metadata["meaning"]))
+      rows += _describe(value, f"{key}.")
+    if not inside:
+      rows.append(Description(key, value, _meaning(**field.metadata)))
+  return rows
 
 
-def _rules(kind, prefix: str = "") -> dict[str, Range | Choice]:
-  """What the dataclasses of program/config.py check, by key."""
-  rules = {}
-  for field in dataclasses.fields(kind):
-    key = f"{prefix}{field.name}"
-    if dataclasses.is_dataclass(field.type):
-      rules |= _rules(field.type, f"{key}.")
-    elif rule := field.metadata.get("rule"):
-      rules[key] = rule
-  return rules
-
-
-def _with_range(comment: str, rule: Range | Choice | None) -> str:
+def _meaning(meaning: str, rule: Range | Choice | None) -> str:
+  """What a key means, and the values that it may have."""
   if rule is None:
-    return comment
+    return meaning
   if isinstance(rule, Range):
-    return f"{comment} [{rule.expected}]"
-  if all(name in comment for name in rule.names):
-    return comment  # which says more about each
-  return f"{comment} [{' | '.join(rule.names)}]"
+    return f"{meaning} [{rule.expected}]"
+  if all(name in meaning for name in rule.names):
+    return meaning  # which says more about each
+  return f"{meaning} [{' | '.join(rule.names)}]"
+
+
+def common() -> str:
+  """The text of configs/common.py."""
+  lines = []
+  for key, default, meaning in describe():
+    code = "ConfigDict()" if default is None else _literal(default)
+    if default is None:
+      lines.append("")
+    line = f"  c.{key} = {code}"
+    if len(line) + len(meaning) + 4 <= 80:
+      lines.append(f"{line}  # {meaning}")
+    else:
+      lines += textwrap.wrap(
+        meaning[0].upper() + meaning[1:],
+        80,
+        initial_indent="  # ",
+        subsequent_indent="  # ",
+        break_long_words=False,
+        break_on_hyphens=False,
+      )
+      lines.append(line)
+  return _HEAD + "\n".join(lines) + "\n  return c\n"
+
+
+def _literal(value) -> str:
+  """Python's notation as ruff formats it."""
+  if isinstance(value, tuple):
+    comma = "," if len(value) == 1 else ""
+    return f"({', '.join(map(_literal, value))}{comma})"
+  if isinstance(value, str):
+    return json.dumps(value)
+  return re.sub(r"e-0", "e-", repr(value))
+
+
+if __name__ == "__main__":
+  print(common(), end="")

@@ -8,6 +8,7 @@ import jax
 from etils import epath
 
 from gspo_jax.data import datasets, pipeline, readers
+from gspo_jax.data.config import DataConfig
 from gspo_jax.data.datasets import Datasets
 from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptBatch
@@ -16,6 +17,7 @@ from gspo_jax.program import load_params, settings
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program, build_program
 from gspo_jax.record.progress import Progress
+from gspo_jax.rewards.config import RewardConfig
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rewards.reward import EXAMPLE
 from gspo_jax.rollout import environment
@@ -27,7 +29,7 @@ from gspo_jax.workers import sandbox_files
 
 # Of the metadata and arrays of a checkpoint of RL. A run does not resume from
 # another format.
-CHECKPOINT_FORMAT = 2
+CHECKPOINT_FORMAT = 3
 
 
 class Keys(NamedTuple):
@@ -101,12 +103,9 @@ def prepare(
     multihost.print_once(f"warning: {warning}")
   program = build_program(config, mesh, sampler_devices=sampler_devices)
   with Progress(f"reading {config.data.source}"):
-    problems = datasets.load(config)
+    problems = datasets.load(config.data, config.seed)
   for note in filter(None, (*problems.notes, _first_weights(config))):
     multihost.print_once(note)
-  program = program.with_examples(
-    datasets.examples(problems.stages, config.data.few_shot, config.seed)
-  )
   identity = load_params.identity(program) | {
     "seed": config.seed,
     "data": {"fingerprint": datasets.fingerprint(problems.stages)},
@@ -129,7 +128,7 @@ def prepare(
   )
 
 
-def _require_hidden(c, workdir: str) -> None:
+def _require_hidden(c: DataConfig, workdir: str) -> None:
   """UserError if programs of the policy could read files of the run."""
   sandbox_files.require_hidden("the current folder", ".")
   sandbox_files.require_hidden("--workdir", workdir)
@@ -186,7 +185,7 @@ def _first_problems(problems: Datasets) -> list[Problem]:
   return [source[0] for source in sources if len(source)]
 
 
-def _reward_pool(c, problems: Datasets) -> RewardPool:
+def _reward_pool(c: RewardConfig, problems: Datasets) -> RewardPool:
   """The pool, with the first problem of every source as an example."""
   try:
     return RewardPool(
@@ -211,22 +210,24 @@ def checkpoint_identity(experiment: Experiment) -> dict:
     identity |= load_params.lora_identity(experiment.program)
   if state.critic is not None:
     identity["a critic (objective.name)"] = True
-  if config.optim.name != "adamw":
-    identity["optim.name"] = config.optim.name
+  name = config.optim.name.partition(":")[0]
+  if name != "adamw":
+    identity["optim.name"] = name
   rollout = config.rollout
   if rollout.max_staleness:
     identity["batches ahead (rollout.max_staleness)"] = rollout.max_staleness
   if rollout.max_tokens_per_iteration:
-    identity["prompts in flight (rollout.extra_prompts_in_flight)"] = (
-      rollout.extra_prompts_in_flight
-    )
+    identity["partial responses (rollout.max_tokens_per_iteration)"] = True
   if rollout.is_off_policy:
     # Pending responses belong to these prompts, and have this shape.
-    for key in ("prompts", "max_prompt_length", "system_prompt", "instruction"):
+    for key in (
+      "prompts",
+      "max_prompt_length",
+      "system_prompt",
+      "instruction",
+      "template_args",
+    ):
       identity[f"data.{key}"] = getattr(config.data, key)
-    for key in ("template_args", "few_shot"):
-      if value := getattr(config.data, key):  # older checkpoints lack the keys
-        identity[f"data.{key}"] = value
     identity["rollout.group_size"] = rollout.group_size
     identity["sampler.max_new_tokens"] = config.sampler.max_new_tokens
     if rollout.environment:

@@ -9,9 +9,9 @@ from etils import epath
 
 from gspo_jax import model
 from gspo_jax.model import hf
+from gspo_jax.program.abstract import shardings
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
-from gspo_jax.program.jitted import shardings
 from gspo_jax.record.checkpoint import Checkpoints, checksums
 from gspo_jax.record.identity import match
 from gspo_jax.runtime import multihost
@@ -23,7 +23,7 @@ def identity(program: Program) -> dict:
   cfg = dataclasses.asdict(program.cfg)
   # The same model may recompute more or less, and run unrolled; a cold start
   # comes before the adapters.
-  free = ("remat", "keep", "unroll", "lora")
+  free = ("remat", "unroll", "lora")
   return {
     "model": {k: v for k, v in cfg.items() if k not in free},
     "tokenizer": program.tokenizer.fingerprint,
@@ -60,13 +60,7 @@ def first_policy(
 
 
 def save_base(base: model.Params, config: Config, workdir: epath.Path) -> None:
-  """Saves the weights below the adapters, unless `model.checkpoint` has them.
-
-  Args:
-    base: these weights.
-    config: of the run.
-    workdir: of the run, which has no checkpoints yet.
-  """
+  """Saves the weights below the adapters if `model.checkpoint` lacks them."""
   if config.model.checkpoint and not config.cold_start.steps:
     return
   folder = workdir / "base"
@@ -85,14 +79,9 @@ def load_base(
 ) -> model.Params:
   """The weights below the adapters of a run, of its folder or again of a file.
 
-  Args:
-    config: of the run.
-    program: its program.
-    workdir: of the run.
-    saved: the checksums of these weights, from a checkpoint.
-
   Raises:
-    UserError: there are none, or they are not those of the run.
+    UserError: there are none, or their checksums are not `saved`, those of the
+      run.
   """
   folder = workdir / "base"
   if folder.exists():
@@ -129,8 +118,8 @@ def load(config: Config, program: Program, checkpoint: str) -> model.Params:
   With adapters: the weights in the model's dtype, and the adapters.
 
   Args:
-    config: of `with_checkpoint`.
-    program: built from it.
+    config: of `with_checkpoint`, as is `program`.
+    program: of `config`.
     checkpoint: such a folder; or a run's workdir, for its newest checkpoint
       that is whole; or one step of it, WORKDIR/checkpoints/STEP.
 

@@ -8,6 +8,7 @@ from etils import epath
 
 from gspo_jax import model
 from gspo_jax.data import tokenizers
+from gspo_jax.data.config import DataConfig
 from gspo_jax.data.prompt_batch import PromptConfig
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.learner import critic, optimizer
@@ -16,44 +17,36 @@ from gspo_jax.learner.objective import policy_loss
 from gspo_jax.learner.optimizer import OptimConfig
 from gspo_jax.learner.packing import PackingConfig
 from gspo_jax.learner.train_step import Learner
-from gspo_jax.model import hf
+from gspo_jax.model import PolicyConfig, hf
 from gspo_jax.program.config import Config
 from gspo_jax.runtime.errors import UserError, how_to_download, with_reason
 from gspo_jax.sampler import stop_strings
-from gspo_jax.sampler.continuous_config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import SamplerConfig
 
 
-def model_config(config: Config) -> model.ModelConfig:
+def model_config(c: PolicyConfig) -> model.ModelConfig:
   """The policy's sizes: of `model.checkpoint`, else of `model.variant`."""
-  changes = dataclasses.asdict(config.model)
-  name, folder = changes.pop("variant"), changes.pop("checkpoint")
-  changes |= dict(changes.pop("sizes")) | {"lora": lora_config(config)}
-  if folder:
-    with with_reason(f"model.checkpoint={folder!r}"):
-      exists = epath.Path(folder).is_dir()
-    if not exists:
-      raise UserError(
-        f"model.checkpoint={folder!r}: no such folder{how_to_download(folder)}"
-      )
-    return hf.config_from_hf(folder, **changes)
-  return model.variant(name, **changes)
-
-
-def lora_config(config: Config) -> model.LoraConfig | None:
-  """The adapters; None: all weights are trained."""
-  c = config.model.lora
-  return model.LoraConfig(c.rank, c.alpha, c.targets) if c.rank else None
+  # Which adapters come first is no property of the model.
+  lora = dataclasses.replace(c.lora, checkpoint="") if c.lora.rank else None
+  changes = dict(c.sizes) | {"dtype": c.dtype, "remat": c.remat, "lora": lora}
+  if not c.checkpoint:
+    return model.variant(c.variant, **changes)
+  with with_reason(f"model.checkpoint={c.checkpoint!r}"):
+    exists = epath.Path(c.checkpoint).is_dir()
+  if not exists:
+    raise UserError(
+      f"model.checkpoint={c.checkpoint!r}: no such folder"
+      f"{how_to_download(c.checkpoint)}"
+    )
+  return hf.config_from_hf(c.checkpoint, **changes)
 
 
 def length_warning(config: Config) -> str:
   """A warning where texts may be longer than `model.checkpoint` takes."""
   folder = config.model.checkpoint
   longest = hf.context_length(folder) if folder else None
-  prompt, response = (
-    config.data.max_prompt_length,
-    config.sampler.max_new_tokens,
-  )
+  prompt = config.data.max_prompt_length
+  response = config.sampler.max_new_tokens
   if longest is None or prompt + response <= longest:
     return ""
   return (
@@ -85,32 +78,25 @@ def load_tokenizer(config: Config, cfg: model.ModelConfig) -> Tokenizer:
 
 def sampler_config(config: Config, tokenizer: Tokenizer) -> SamplerConfig:
   """How the responses of an iteration are sampled."""
-  keys = dataclasses.asdict(config.sampler)
-  strings = keys.pop("stop")
-  return SamplerConfig(
+  strings = config.sampler.stop
+  return dataclasses.replace(
+    config.sampler,
     group_size=config.rollout.group_size,
     stop=stop_strings.build(strings, tokenizer) if strings else None,
     stop_ids=tokenizer.stop_ids,
     pad_id=tokenizer.pad_id,
     record_routing=config.objective.replay == "r3",
-    **keys,
   )
 
 
-def continuous_batching(config: Config) -> ContinuousBatchingConfig | None:
-  """The slots and pages of continuous batching; None: the static sampler."""
-  c = config.continuous_batching
-  return ContinuousBatchingConfig(**dataclasses.asdict(c)) if c.slots else None
-
-
-def prompt_config(config: Config, tokenizer: Tokenizer) -> PromptConfig:
+def prompt_config(c: DataConfig, tokenizer: Tokenizer) -> PromptConfig:
   """How problems become prompts."""
   return PromptConfig(
     tokenizer=tokenizer,
-    width=config.data.max_prompt_length,
-    system=config.data.system_prompt,
-    instruction=config.data.instruction,
-    too_long=config.data.too_long,
+    width=c.max_prompt_length,
+    system=c.system_prompt,
+    instruction=c.instruction,
+    too_long=c.too_long,
   )
 
 
@@ -130,22 +116,15 @@ def needs_old_logps(config: Config, cfg: model.ModelConfig) -> bool:
 
 def packing(config: Config, shards: int) -> PackingConfig:
   """The rows of an update: each has room for the longest response."""
-  return PackingConfig(
-    width=config.data.max_prompt_length + config.sampler.max_new_tokens,
-    minibatches=config.learner.minibatches,
-    micro_batch_size=config.learner.micro_batch_size,
-    shards=shards,
-  )
+  width = config.data.max_prompt_length + config.sampler.max_new_tokens
+  return dataclasses.replace(config.learner, width=width, shards=shards)
 
 
 def cold_start_packing(config: Config, shards: int) -> PackingConfig:
   """The rows of a step of supervised fine-tuning."""
+  micro = min(config.learner.micro_batch_size, config.cold_start.batch)
   return dataclasses.replace(
-    packing(config, shards),
-    minibatches=1,
-    micro_batch_size=min(
-      config.learner.micro_batch_size, config.cold_start.batch
-    ),
+    packing(config, shards), minibatches=1, micro_batch_size=micro
   )
 
 
@@ -174,9 +153,7 @@ def require_experts(config: Config, cfg: model.ModelConfig) -> None:
 def optim_config(config: Config) -> OptimConfig:
   """The policy's optimizer; its schedule ends with the run."""
   total = config.num_steps * config.learner.minibatches
-  return OptimConfig(
-    total_steps=max(total, 1), **dataclasses.asdict(config.optim)
-  )
+  return dataclasses.replace(config.optim, total_steps=max(total, 1))
 
 
 def changed_decay(config: Config, saved: dict, step: int) -> str | None:
@@ -190,7 +167,7 @@ def changed_decay(config: Config, saved: dict, step: int) -> str | None:
   Returns:
     A line for the log; None if nothing changes.
   """
-  keys = ("learning_rate", "warmup_steps", "decay", "min_lr_ratio")
+  keys = ("learning_rate", "warmup_steps", "decay")
   optim = saved.get("optim", {})
   end = saved["num_steps"]
   old = config.replace(
@@ -235,9 +212,11 @@ def learners(config: Config, cfg: model.ModelConfig) -> Learners:
     has_old_logps=in_advance or config.objective.has_sampler_logps,
     recompute_first_minibatch=config.objective.recompute_first_minibatch,
   )
-  return Learners(
-    policy, _critic_learner(config, cfg, policy), _cold_start(config, cfg)
+  cold_start = Learner(
+    loss=functools.partial(cross_entropy, cfg=cfg),
+    optimizer=optimizer.optimizer(config.cold_start.optim),
   )
+  return Learners(policy, _critic_learner(config, cfg, policy), cold_start)
 
 
 def _critic_learner(config, cfg, policy) -> Learner | None:
@@ -246,28 +225,11 @@ def _critic_learner(config, cfg, policy) -> Learner | None:
     return None
   optim = dataclasses.replace(
     optim_config(config),
-    name="adamw",
+    name=config.optim.name.replace("muon", "adamw"),
     learning_rate=c.learning_rate,
     warmup_steps=c.warmup_steps,
   )
   return policy._replace(
     loss=functools.partial(critic.loss, cfg=cfg, clip=c.clip),
-    optimizer=optimizer.optimizer(optim),
-  )
-
-
-def _cold_start(config, cfg) -> Learner:
-  c = config.cold_start
-  optim = OptimConfig(
-    learning_rate=c.learning_rate,
-    warmup_steps=c.warmup_steps,
-    total_steps=max(c.steps, 1),
-    decay="cosine",
-    min_lr_ratio=0.1,
-    b2=0.98,
-    weight_decay=0.01,
-  )
-  return Learner(
-    loss=functools.partial(cross_entropy, cfg=cfg),
     optimizer=optimizer.optimizer(optim),
   )

@@ -24,6 +24,7 @@ from gspo_jax.record.progress import Progress
 from gspo_jax.record.run_files import in_bucket
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.key import AT_LEAST_1, check, key
 from gspo_jax.runtime.sharding import leaves_by_path
 
 
@@ -34,6 +35,19 @@ class Restored:
   step: int  # the step at which it was saved
   state: Any  # the pytree of arrays
   metadata: dict[str, Any]  # the JSON object that was saved with it
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+  """When a run is saved."""
+
+  every: int = key(
+    10, "iterations; also after the last, and on SIGTERM", AT_LEAST_1
+  )
+  keep: int = key(3, "newest checkpoints to keep", AT_LEAST_1)
+
+  def __post_init__(self):
+    check(self, "checkpoint")
 
 
 class Checkpoints:

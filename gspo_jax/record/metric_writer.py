@@ -16,6 +16,7 @@ step and divides; `MetricWriter` writes the results:
 
 import collections
 import contextlib
+import dataclasses
 import math
 import re
 import socket
@@ -42,6 +43,38 @@ from gspo_jax.record.run_files import (
 )
 from gspo_jax.record.wandb_run import WandbRun
 from gspo_jax.runtime.errors import with_reason
+from gspo_jax.runtime.key import ZERO_OR_MORE, Range, check, key
+
+
+@dataclasses.dataclass(frozen=True)
+class LogConfig:
+  """What a run writes besides its scalars."""
+
+  instruments: bool = key(
+    True,
+    "how far the routing moved, and histograms of ratios; False saves memory",
+  )
+  samples: int = key(
+    4,
+    "responses to write, every 10 iterations and after the last",
+    ZERO_OR_MORE,
+  )
+  wandb: str = key("", 'a project in Weights & Biases; "": none')
+  profile: tuple[int, ...] = key(
+    (),
+    "(first, last) iteration of a trace in <workdir>/profile; (): none",
+    Range(
+      "() for none, or the first and the last iteration, such as (10, 12)",
+      lambda x: (
+        len(x) in (0, 2)
+        and all(type(i) is int and i >= 1 for i in x)
+        and list(x) == sorted(x)
+      ),
+    ),
+  )
+
+  def __post_init__(self):
+    check(self, "log")
 
 
 @contextlib.contextmanager

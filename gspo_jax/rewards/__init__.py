@@ -13,6 +13,7 @@ __all__ = (
   "BUILT_IN",
   "Reward",
   "code",
+  "config",
   "final_answer",
   "gsm8k",
   "math",

@@ -329,8 +329,8 @@ def _fits(within: float, *, total, **_) -> None:
 
 
 def _columns(*, template, **_) -> list[str]:
-  own = ("prompt", "response", "reference", "scale")
-  return [n for n in _NAME.findall(_template(template)) if n not in own]
+  built_in = ("prompt", "response", "reference", "scale")
+  return [n for n in _NAME.findall(_template(template)) if n not in built_in]
 
 
 JUDGE = Reward(score, _prepare, _fits, _columns)

@@ -3,13 +3,14 @@
 Others take `source.make_source`, `off_policy.OffPolicy` (the source that
 samples ahead), `context` (what sources need, and `iteration_keys`), `batch`
 (what they give), `scoring` (samples become responses with rewards),
-`metrics.rollout_metrics`, `environment` (what an environment is, and which a
-config names), `environment_pool` (runs them) and `conversations` (samples of
-several turns). `environments` has those built in.
+`metrics.rollout_metrics`, `config.RolloutConfig`, `environment` (what an
+environment is, and which a config names), `environment_pool` (runs them) and
+`conversations` (samples of several turns). `environments` has those built in.
 """
 
 __all__ = [
   "batch",
+  "config",
   "context",
   "conversations",
   "environment",

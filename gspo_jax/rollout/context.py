@@ -12,8 +12,7 @@ from gspo_jax.rollout import scoring
 from gspo_jax.rollout.batch import ScoredSamples
 from gspo_jax.rollout.conversations import Conversations
 from gspo_jax.rollout.environment_pool import EnvironmentPool
-from gspo_jax.sampler.continuous import ContinuousSampler
-from gspo_jax.sampler.functions import Generate
+from gspo_jax.sampler.functions import Sampler
 from gspo_jax.sampler.samples import Samples
 from gspo_jax.sampler.stop_strings import StopStrings
 
@@ -35,8 +34,8 @@ class RolloutContext(NamedTuple):
 
   Attributes:
     curriculum: gives the prompts.
-    generate: a `ContinuousSampler` also resumes responses, and reports them as
-      they finish.
+    generate: samples; partial rollouts and conversations need a
+      `ContinuousSampler`, which resumes responses.
     reward_pool: scores responses.
     batch_sharding: of arrays whose first axis is the batch.
     rng: the key of all iterations; see `iteration_keys`.
@@ -48,7 +47,7 @@ class RolloutContext(NamedTuple):
   """
 
   curriculum: Curriculum
-  generate: Generate | ContinuousSampler
+  generate: Sampler
   tokenizer: Tokenizer
   reward_pool: RewardPool | EnvironmentPool
   batch_sharding: jax.sharding.Sharding

@@ -23,12 +23,12 @@ from gspo_jax.rollout.batch import (
   sampled_tokens,
 )
 from gspo_jax.rollout.scoring import wait_scored
-from gspo_jax.sampler.functions import MergeGroups
+from gspo_jax.sampler.samples import Samples
 
 
 def sample_until_mixed(
   sample: Callable[[int], ScoredSamples],
-  merge_groups: MergeGroups,
+  merge_groups: Callable[[Samples, Samples, jax.Array], Samples],
   *,
   rounds: int,
   max_failed: float,
@@ -41,7 +41,7 @@ def sample_until_mixed(
   Args:
     sample: samples the batch of a round, counted from 0; P and G are the same
       in every round.
-    merge_groups: jitted.
+    merge_groups: see `SamplerFunctions`.
     rounds: the maximum number of batches, at least 1.
     max_failed: as for `wait_scored`, of the responses of all rounds.
     label: what is sampled, for the log.
@@ -99,7 +99,7 @@ def metrics(
 
 
 def _merge(
-  kept: ScoredSamples, new: ScoredSamples, merge_groups: MergeGroups
+  kept: ScoredSamples, new: ScoredSamples, merge_groups
 ) -> ScoredSamples:
   """The first P groups of both with mixed rewards, then the first others."""
   kept_rewards, new_rewards = kept.rewards.result(), new.rewards.result()

@@ -14,12 +14,13 @@ from gspo_jax.rollout.batch import (
   sampled_tokens,
   slot_steps,
 )
+from gspo_jax.rollout.config import RolloutConfig
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler.samples import TRUNCATED, Samples
 
 
 def rollout_metrics(
-  batch: RolloutBatch, rollout, step: int
+  batch: RolloutBatch, rollout: RolloutConfig, step: int
 ) -> dict[str, float]:
   """`reward/*` and `response/*`, and what is on of the others.
 
@@ -27,7 +28,7 @@ def rollout_metrics(
 
   Args:
     batch: that an iteration learns from; waits for its rewards.
-    rollout: the section `rollout` of a config.
+    rollout: decides which of them are on.
     step: the iteration that learns from the batch.
   """
   scalars = _reward_metrics(batch.samples.rewards.result())

@@ -44,7 +44,7 @@ class OffPolicy:
       pads with this.
     max_staleness: `rollout.max_staleness`; 0 needs `separate`.
     last_step: the last iteration.
-    timeout: seconds to wait for a dedicated sampler; 0: for ever.
+    timeout: seconds to wait for a dedicated sampler.
     separate: of a dedicated sampler, which has its own devices; else None.
   """
 
@@ -56,12 +56,12 @@ class OffPolicy:
     *,
     max_staleness: int,
     last_step: int,
-    timeout: float = 0.0,
+    timeout: float = 3600.0,
     separate: SeparateDevices | None = None,
   ):
     self._source, self._context = source, context
     self._max_staleness, self._last_step = max_staleness, last_step
-    self._separate, self._timeout = separate, timeout or None
+    self._separate, self._timeout = separate, timeout
     self._empty = self._on_trainer(empty) if max_staleness else None
     # JAX has no order between the collectives of two threads, so that one
     # thread alone runs programs on the sampler's devices.
@@ -119,9 +119,8 @@ class OffPolicy:
       if batch.done():  # raised by the sampler itself
         raise
       raise TimeoutError(
-        f"rollout.timeout={self._timeout:g}: the sampler has not finished a "
-        "batch in so many seconds; the same command resumes from the last "
-        "checkpoint"
+        f"the sampler has not finished a batch in {self._timeout:g} seconds; "
+        "the same command resumes from the last checkpoint"
       ) from error
 
   def close(self) -> None:

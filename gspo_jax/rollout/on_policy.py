@@ -1,5 +1,7 @@
 """On-policy rollouts: the policy that learns samples all responses."""
 
+from collections.abc import Callable
+
 import jax
 
 from gspo_jax.record.progress import Progress
@@ -13,8 +15,7 @@ from gspo_jax.rollout.batch import (
 from gspo_jax.rollout.context import RolloutContext, iteration_keys
 from gspo_jax.rollout.scoring import ResponseDecoder, StreamingScorer
 from gspo_jax.runtime import sharding
-from gspo_jax.sampler.continuous import ContinuousSampler
-from gspo_jax.sampler.functions import MergeGroups
+from gspo_jax.sampler.samples import Samples
 
 
 class OnPolicy:
@@ -22,14 +23,18 @@ class OnPolicy:
 
   Args:
     context: what sampling needs.
-    merge_groups: jitted, for dynamic sampling.
+    merge_groups: see `SamplerFunctions`; for dynamic sampling.
     rounds: `rollout.dynamic_sampling_rounds`; 1: no dynamic sampling.
   """
 
   pending = None
 
   def __init__(
-    self, context: RolloutContext, merge_groups: MergeGroups, *, rounds: int
+    self,
+    context: RolloutContext,
+    merge_groups: Callable[[Samples, Samples, jax.Array], Samples],
+    *,
+    rounds: int,
   ):
     self._context, self._rounds = context, rounds
     self._merge_groups = merge_groups
@@ -61,7 +66,7 @@ class OnPolicy:
     )
 
   def _sample(self, params, step, key) -> ScoredSamples:
-    """Responses to new prompts; `ContinuousSampler` streams them to scoring."""
+    """Responses to new prompts, scored as they finish."""
     context = self._context
     batch = context.curriculum.next_batch(step)
     label = f"rollout of iteration {step}"
@@ -71,10 +76,6 @@ class OnPolicy:
       )
     key = sharding.key_beside(context.batch_sharding, key)
     prompts = prompts_on_device(batch, context.batch_sharding)
-    if not isinstance(context.generate, ContinuousSampler):
-      with Progress(label):
-        samples = context.generate(params, prompts, key)
-        return context.start_scoring(batch, samples)
     scorer = StreamingScorer(
       context.reward_pool,
       ResponseDecoder(

@@ -19,7 +19,11 @@ from gspo_jax.rewards.pool import (
 )
 from gspo_jax.rewards.reward import Response
 from gspo_jax.runtime import multihost
-from gspo_jax.sampler.samples import STOPPED, FinishedResponse, Samples
+from gspo_jax.sampler.samples import (
+  FinishedResponse,
+  Samples,
+  finished_responses,
+)
 from gspo_jax.sampler.stop_strings import StopStrings, response_text
 
 MAX_REASONS = 3  # for failures, of this host
@@ -80,14 +84,9 @@ def decode_responses(
   """
   group_size = len(samples.tokens) // len(batch)
   decode = ResponseDecoder(batch, tokenizer, group_size, stop)
-  lengths = multihost.local_rows(samples.lengths)
-  finish = multihost.local_rows(samples.finish)
   return {
-    row: decode(
-      row,
-      FinishedResponse(tokens, int(lengths[row]), bool(finish[row] == STOPPED)),
-    )
-    for row, tokens in multihost.local_rows(samples.tokens).items()
+    row: decode(row, response)
+    for row, response in finished_responses(samples).items()
   }
 
 

@@ -9,6 +9,7 @@ A source is called with the policy's weights and the iteration that learns from
 the batch. A checkpoint has its pending responses, in `pending` and `get_state`.
 """
 
+from gspo_jax.rollout.config import RolloutConfig
 from gspo_jax.rollout.context import RolloutContext
 from gspo_jax.rollout.off_policy import OffPolicy
 from gspo_jax.rollout.on_policy import OnPolicy
@@ -19,7 +20,7 @@ Source = OnPolicy | PartialRollouts | OffPolicy
 
 
 def make_source(
-  rollout,
+  rollout: RolloutConfig,
   context: RolloutContext,
   functions: SamplerFunctions,
   *,
@@ -28,7 +29,7 @@ def make_source(
   """The source of a config.
 
   Args:
-    rollout: the section `rollout` of a config.
+    rollout: which source.
     context: what sampling needs.
     functions: the sampler's functions of a program.
     last_step: the last iteration.
@@ -41,7 +42,7 @@ def make_source(
       functions,
       max_tokens=rollout.max_tokens_per_iteration,
       shards=sampler.shards,
-      extra_prompts=rollout.extra_prompts_in_flight,
+      extra_prompts=context.prompts,
     )
   else:
     source = OnPolicy(
@@ -56,7 +57,6 @@ def make_source(
       functions.empty_samples(),
       max_staleness=rollout.max_staleness,
       last_step=last_step,
-      timeout=rollout.timeout,
       separate=functions.separate,
     )
   return source

@@ -6,7 +6,11 @@ A section of the config is a frozen dataclass of the wing that reads it:
   class OptimConfig:
     learning_rate: float = key(1e-6, "its peak", ZERO_OR_MORE)
 
-configs/common.py, `--help` and docs/config.md are made from these fields.
+    def __post_init__(self):
+      key.check(self, "optim")
+
+configs/common.py, `--help` and docs/config.md are made from these fields. A
+field without `key` is none of the config: the program fills it in.
 """
 
 import dataclasses
@@ -61,7 +65,29 @@ def key(default, meaning: str, rule: Range | Choice | None = None) -> Any:
   Args:
     default: its value in configs/common.py.
     meaning: with its unit; a sentence or two.
-    rule: what `parse` checks.
+    rule: what `check` holds it to.
   """
   metadata = {"meaning": meaning, "rule": rule}
   return dataclasses.field(default=default, metadata=metadata)
+
+
+def keys(section) -> dict[str, dataclasses.Field]:
+  """The fields of a section, or of its class, that are keys of a config."""
+  fields = dataclasses.fields(section)
+  return {field.name: field for field in fields if "meaning" in field.metadata}
+
+
+def as_dict(section) -> dict[str, Any]:
+  """The keys of a section with their values; a section in it is a dict."""
+  values = {name: getattr(section, name) for name in keys(section)}
+  return {
+    name: as_dict(value) if dataclasses.is_dataclass(value) else value
+    for name, value in values.items()
+  }
+
+
+def check(section, name: str) -> None:
+  """UserError where a key of the section `name` is outside its range."""
+  for key, field in keys(section).items():
+    if rule := field.metadata["rule"]:
+      rule.check(f"{name}.{key}" if name else key, getattr(section, key))

@@ -8,6 +8,7 @@ type Auto: XLA partitions most of the program. What it partitions badly
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.key import ZERO_OR_MORE, check, key
 
 AXES = ("data", "fsdp", "context", "expert", "tensor")
 BATCH_AXES = ("data", "fsdp", "context", "expert")  # of samples
@@ -41,6 +43,40 @@ RULES = {
   # Whole experts on each device: they are gathered along the expert axis.
   "experts": ("expert", "tensor", *WEIGHT_AXES),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  """Devices along each axis; `make_mesh` checks that they multiply to all."""
+
+  data: int = key(-1, "replicas")
+  fsdp: int = key(1, "parameters and rows are split")
+  context: int = key(
+    1,
+    "parameters and the tokens of each row are split; the heads in attention",
+  )
+  expert: int = key(1, "experts and rows are split")
+  tensor: int = key(1, "heads, hidden columns and vocabulary are split")
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerMeshConfig:
+  """Devices of the sampler, and along two of its axes."""
+
+  devices: int = key(
+    0,
+    "devices of the sampler's own, the last ones; the others train meanwhile. "
+    "With several processes: half of all devices. 0: all devices sample and "
+    "train in turns.",
+    ZERO_OR_MORE,
+  )
+  expert: int = key(
+    0, "devices among which experts and vocabulary are split", ZERO_OR_MORE
+  )
+  tensor: int = key(0, "devices among which heads are split, too", ZERO_OR_MORE)
+
+  def __post_init__(self):
+    check(self, "sampler_mesh")
 
 
 def make_mesh(devices=None, **sizes: int) -> Mesh:
@@ -471,3 +507,10 @@ class MeshJit:
     """Lowers for ahead-of-time compilation; arguments may be shapes."""
     with jax.set_mesh(self.mesh):
       return self.jitted.lower(*args)
+
+
+def mesh_jit(function: Callable, mesh: Mesh, **options) -> MeshJit:
+  """`jax.jit` with these options, in the context of a mesh."""
+  # jax.jit shares its cache between uses of one function; a new partial gets a
+  # cache of its own, so that `_cache_size` counts the programs of this one.
+  return MeshJit(jax.jit(functools.partial(function), **options), mesh)

@@ -1,6 +1,7 @@
 """Specs: a name with arguments, as `overlong:buffer=8` is in a config."""
 
 import ast
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -99,3 +100,27 @@ def keywords(function: Callable[..., float]) -> dict[str, inspect.Parameter]:
   """The keyword-only arguments of a function."""
   parameters = inspect.signature(function).parameters.items()
   return {n: p for n, p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def chosen(
+  key: str, spec: str, table: Mapping[str, Callable[..., Any]]
+) -> functools.partial:
+  """The function of a table that a key names, with the numbers of its spec.
+
+  Args:
+    key: of the config, for errors.
+    spec: `name` or `name:key=value,key=value`; the keys are keyword-only
+      arguments of the function, which have numbers as defaults.
+    table: functions by name.
+
+  Raises:
+    UserError: no such name, no such argument, or no number.
+  """
+  name, colon, text = spec.partition(":")
+  if name not in table:
+    raise errors.UserError(f"{key}={name!r}: {errors.nearest(name, table)}")
+  numbers = arguments(name, table[name], text, kind=key) if colon else {}
+  for argument, value in numbers.items():
+    if isinstance(value, bool) or not isinstance(value, int | float):
+      raise errors.UserError(f"{key}={spec}: {argument}: expected a number")
+  return functools.partial(table[name], **numbers)

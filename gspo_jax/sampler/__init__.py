@@ -3,13 +3,11 @@
 Other wings take from here `generate`, its arguments and its result, and from
 its modules:
   samples: the operations on Samples, and FinishedResponse.
-  continuous: ContinuousSampler and `build_continuous_sampler`.
+  functions: Sampler, the interface of both kinds, and SamplerFunctions.
+  static, continuous: the two kinds, and how to build them.
   many_prompts: `sample_many`, any number of prompts in batches of one size,
     and `equal_batches`, that size.
   continuous_config: ContinuousBatchingConfig.
-  functions: SamplerFunctions, the jitted functions, and their Protocols.
-  paged_decode, decode_params: SegmentPlan and `decode_params_sharding`, for
-    `plan`.
 """
 
 from gspo_jax.sampler.samples import (
@@ -31,11 +29,11 @@ __all__ = [
   "Samples",
   "continuous",
   "continuous_config",
-  "decode_params",
   "functions",
   "generate",
   "many_prompts",
   "paged_decode",
   "samples",
+  "static",
   "stop_strings",
 ]

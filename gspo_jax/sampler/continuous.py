@@ -13,7 +13,7 @@ prefix, C its pages, R most new tokens.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -23,15 +23,18 @@ from gspo_jax import model
 from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler import continuous_jit
 from gspo_jax.sampler.continuous_config import (
   ContinuousBatchingConfig,
   ShardSizes,
 )
-from gspo_jax.sampler.continuous_jit import JittedSampler, SegmentResults
+from gspo_jax.sampler.continuous_jit import JittedSampler
+from gspo_jax.sampler.decode_params import decode_params_sharding
 from gspo_jax.sampler.paged_decode import DecodeState, SegmentPlan
 from gspo_jax.sampler.samples import (
   FinishedResponse,
+  OnFinished,
   Prompts,
   SamplerConfig,
   Samples,
@@ -47,18 +50,6 @@ from gspo_jax.sampler.stop_strings import StopStrings
 _IDLE = 8  # a segment ends when 1 of 8 slots is idle and responses wait
 _SUBSET = 4  # 1 of 4 slots is computed if no more are active
 _MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
-
-# Gets the finished responses on this host's devices, by their numbers 0..A-1.
-OnFinished = Callable[[dict[int, FinishedResponse]], None]
-
-
-class _Prefill(NamedTuple):
-  """One row of a `_PrefillBatch`."""
-
-  num_cached: int
-  tokens: np.ndarray
-  pages: list[int]
-  response: int
 
 
 class _PrefillBatch(NamedTuple):
@@ -80,6 +71,7 @@ class _PrefillBatch(NamedTuple):
   first_response: np.ndarray
 
 
+@dataclasses.dataclass
 class PrefixCache:
   """Keys and values that calls of a sampler leave to the next one.
 
@@ -90,49 +82,17 @@ class PrefixCache:
   lives; what does not fit is prefilled again.
   """
 
-  def __init__(self):
-    self._state, self._tokens, self._params = None, None, None
-
-  def take(
-    self, shards: int
-  ) -> tuple[DecodeState | None, list[dict], model.Params | None]:
-    """What the last call left; empties it.
-
-    Returns:
-      The state, each shard's cached tokens by response, and the weights of
-      `decode_params`.
-    """
-    state, tokens = self._state, self._tokens or [{} for _ in range(shards)]
-    params = self._params
-    self._state = self._tokens = self._params = None
-    return state, tokens, params
-
-  def put(
-    self, state: DecodeState, tokens: list[dict], params: model.Params
-  ) -> None:
-    """What the next call may use."""
-    self._state, self._tokens, self._params = state, tokens, params
-
-
-class _Finished(NamedTuple):
-  """N responses that left their slots, and rows of padding.
-
-  Attributes:
-    responses: [N] int32, their numbers; -1 for padding.
-    lengths: [N] int32, their tokens.
-    tokens: [N, R] int32 on the devices.
-  """
-
-  responses: np.ndarray
-  lengths: np.ndarray
-  tokens: jax.Array
+  state: DecodeState | None = None
+  tokens: list[dict] | None = None  # of each shard, by response
+  params: model.Params | None = None  # of `decode_params`
 
 
 @dataclasses.dataclass(frozen=True)
 class ContinuousSampler:
-  """Generates responses to prompts: (params, prompts, key) -> Samples.
+  """Continuous batching, as a `Sampler`; it can also continue responses.
 
   Attributes:
+    cfg: the model.
     config: the sampling parameters.
     batching: sizes of all devices together.
     sizes: sizes of each shard.
@@ -141,12 +101,18 @@ class ContinuousSampler:
     jitted: the functions that run on the devices.
   """
 
+  cfg: model.ModelConfig
   config: SamplerConfig
   batching: ContinuousBatchingConfig
   sizes: ShardSizes
   shards: int
   batch_sharding: jax.sharding.Sharding
   jitted: JittedSampler
+
+  @property
+  def mesh(self) -> jax.sharding.Mesh:
+    """The mesh that decodes."""
+    return self.batch_sharding.mesh
 
   def __call__(
     self,
@@ -188,7 +154,12 @@ class ContinuousSampler:
         several calls.
     """
     tokens, lengths = multihost.to_host((prompts.tokens, prompts.lengths))
-    self._check_prompts(tokens.shape)
+    width = self.sizes.max_prompt_length
+    if tokens.shape[1] != width or len(tokens) % self.shards:
+      raise UserError(
+        f"prompts {tokens.shape}: expected [P, {width}], with P a multiple of "
+        f"the {self.shards} shards"
+      )
     samples = resume_from
     if samples is None:
       samples = self.jitted.empty_samples(len(tokens))
@@ -199,18 +170,19 @@ class ContinuousSampler:
         "because the routing of a response's earlier tokens is not kept"
       )
     so_far = multihost.to_host((samples.lengths, samples.finish))
-    state, cached, decode_params = None, [None] * self.shards, None
+    cache, cached = prefix_cache or PrefixCache(), [None] * self.shards
     if prefix_cache:
-      state, cached, decode_params = prefix_cache.take(self.shards)
-    state, samples = self.jitted.begin(samples, state)
+      cached = cache.tokens or [{} for _ in range(self.shards)]
+    state, samples = self.jitted.begin(samples, cache.state)
+    cache.state = cache.tokens = None  # the state was donated
     requests = self._shard_requests(tokens, lengths, samples, so_far, stop_at)
     schedulers = self._schedulers(requests, cached)
     if turn_start is None:
       turn_start = np.zeros_like(so_far[0])
     fields = _fields_by_response(requests, turn_start, self.config.stop)
-    params = decode_params or self.jitted.decode_params(params)
+    params = cache.params or self.jitted.decode_params(params)
 
-    def finished_in(results, samples) -> list[_Finished]:
+    def finished_in(results, samples) -> list[tuple]:
       before = sum(scheduler.num_sampled for scheduler in schedulers)
       left = self._apply_results(schedulers, requests, results)
       if progress:
@@ -245,8 +217,8 @@ class ContinuousSampler:
     if finished:
       on_finished(self._read_finished(finished))
     if prefix_cache:
-      kept = [scheduler.kept for scheduler in schedulers]
-      prefix_cache.put(state, kept, params)
+      cache.state, cache.params = state, params
+      cache.tokens = [scheduler.kept for scheduler in schedulers]
     return self.jitted.finalize(samples)
 
   def append_tokens(
@@ -256,25 +228,14 @@ class ContinuousSampler:
     counts: np.ndarray,
     finish: np.ndarray,
   ) -> Samples:
-    """Appends given tokens, as `samples.append_tokens`.
-
-    Args:
-      samples: of an earlier call; donated.
-      tokens: [A, R] int32.
-      counts: [A] int32, how many tokens of each row to append.
-      finish: [A] int8; a call continues what is UNFINISHED.
-    """
+    """`samples.append_tokens` to the samples of an earlier call, donated."""
     arrays = multihost.to_global(
       (tokens, counts, finish), samples.tokens.sharding
     )
     return self.jitted.append_tokens(samples, *arrays)
 
   def buckets(self, *, continues: bool = True) -> tuple[int, ...]:
-    """The padded lengths T that prefills can be compiled for.
-
-    Args:
-      continues: whether unfinished responses are continued.
-    """
+    """The padded lengths T that prefills can be compiled for."""
     longest = self.sizes.max_prompt_length
     if continues:
       longest += self.sizes.max_new_tokens
@@ -288,19 +249,67 @@ class ContinuousSampler:
     tokens = self.sizes.num_pages * self.sizes.page_size
     return max(1, min(_MAX_PREFILL_BATCH, tokens // (8 * T)))
 
-  def compilations(self) -> dict[str, int]:
-    """Most programs that each function of `jitted` is compiled to."""
+  def lower(
+    self,
+    params: model.Params,
+    prompts: Prompts,
+    key: jax.Array,
+    *,
+    continues: bool = False,
+    compute_slots: jax.ShapeDtypeStruct | None = None,
+  ) -> dict[str, jax.stages.Lowered]:
+    """See `Sampler`: a prefill of the longest prompts, and a segment.
+
+    With `compute_slots`, int32 [b], a segment computes only those slots.
+    """
+    shape, jitted = jax.ShapeDtypeStruct, self.jitted
+    whole = lambda *dims: shape(dims, np.int32, sharding=self.batch_sharding)
+    decode_params = jitted.decode_params.lower(params)
+    params = jax.tree.map(
+      lambda x, place: shape(x.shape, x.dtype, sharding=place),
+      decode_params.out_info,
+      decode_params_sharding(self.cfg, self.mesh),
+    )
+    empty = jitted.empty_samples.lower(len(prompts.lengths)).out_info
+    state, samples = jitted.begin.lower(empty, None).out_info
+    slots = dict.fromkeys(SegmentPlan.__dataclass_fields__, state.num_tokens)
+    slots |= {"table": state.pages.table}
+    slots |= {"active": state.pages.active, "new": state.pages.active}
+    T = self.buckets(continues=continues)[-1]
+    N, C = self.prefill_batch(T) * self.shards, T // self.sizes.page_size
+    return {
+      "decode_params": decode_params,
+      "prefill": jitted.prefill.lower(
+        params, state, whole(N, T), whole(N), whole(N, C), None
+      ),
+      "generate": jitted.decode.lower(
+        params,
+        state,
+        samples,
+        SegmentPlan(**slots),
+        compute_slots,
+        shape((), np.int32),
+        key,
+      ),
+    }
+
+  def compilations(self) -> dict[str, tuple[MeshJit, int]]:
+    """See `Sampler`."""
     once = "decode_params", "read_tokens", "finalize", "append_tokens"
     prefills = 4 * len(self.buckets())
-    return dict.fromkeys(once, 1) | {
+    limits = dict.fromkeys(once, 1) | {
       "begin": 2,  # with an empty cache, and with that of the last turn
       "decode": len(self._compute_sizes),
       "prefill": prefills,
       "write_prompt_routing": prefills,
     }
+    return {
+      name: (getattr(self.jitted, name), limit)
+      for name, limit in limits.items()
+    }
 
   def describe(self, *, continues: bool) -> str:
-    """One line for the log: the programs to compile and the cache's size."""
+    """See `Sampler`: the programs to compile and the cache's size."""
     slots = " or ".join(map(str, self._compute_sizes))
     buckets = ", ".join(map(str, self.buckets(continues=continues)))
     return (
@@ -309,25 +318,14 @@ class ContinuousSampler:
       f"tokens; prefills of up to {buckets} tokens"
     )
 
-  def _check_prompts(self, shape):
-    width = self.sizes.max_prompt_length
-    if shape[1] != width or shape[0] % self.shards:
-      raise UserError(
-        f"prompts {shape}: expected [P, {width}], with P a multiple of the "
-        f"{self.shards} shards"
-      )
-
   def _shard_requests(
     self, prompts, prompt_lengths, samples: Samples, so_far, stop_at
   ) -> list[Requests]:
     """The responses that each shard has to generate.
 
-    Args:
-      prompts: [P, S] tokens, on the host.
-      prompt_lengths: [P], on the host.
-      samples: on the decoding mesh.
-      so_far: their lengths [A] and their finish [A], on the host.
-      stop_at: as in a call.
+    `prompts` [P, S], `prompt_lengths` [P] and `so_far`, the lengths [A] and the
+    finish [A] of the samples, are on the host; the samples are on the decoding
+    mesh.
     """
     A, R = samples.tokens.shape
     stop_at = np.full(A, R) if stop_at is None else np.minimum(stop_at, R)
@@ -365,37 +363,33 @@ class ContinuousSampler:
         tokens = request.prefixes[prefix][:-1]
         T = next(T for T in queues if len(tokens) <= T)
         response = int(np.searchsorted(request.prefix_index, prefix))
-        row = _Prefill(num_cached, tokens, pages, response)
-        queues[T][shard].append(row)
+        queues[T][shard].append((num_cached, tokens, pages, response))
     for T, by_shard in queues.items():
       for queue in by_shard:
         # A batch computes what its row with the fewest cached tokens needs.
-        queue.sort(key=lambda row: row.num_cached)
+        queue.sort(key=lambda row: row[0])
       while longest := max(map(len, by_shard)):
         # Padding costs as much as a prefix, so a few are prefilled one by one.
         count = self.prefill_batch(T)
         count = count if longest > count // 2 else 1
-        batch = self._empty_prefill(count, T)
+        N, C = self.shards * count, T // self.sizes.page_size
+        batch = _PrefillBatch(
+          tokens=np.zeros((N, T), np.int32),
+          lengths=np.zeros(N, np.int32),
+          pages=np.full((N, C), self.sizes.num_pages, np.int32),
+          num_cached=np.zeros(N, np.int32),
+          first_response=np.full(N, -1, np.int32),
+        )
         for shard, queue in enumerate(by_shard):
-          for row, one in enumerate(queue[:count], shard * count):
-            batch.tokens[row, : len(one.tokens)] = one.tokens
-            batch.lengths[row] = len(one.tokens)
-            batch.pages[row, : len(one.pages)] = one.pages
-            batch.num_cached[row] = one.num_cached
-            batch.first_response[row] = one.response
+          for row, prefill in enumerate(queue[:count], shard * count):
+            num_cached, tokens, pages, response = prefill
+            batch.tokens[row, : len(tokens)] = tokens
+            batch.lengths[row] = len(tokens)
+            batch.pages[row, : len(pages)] = pages
+            batch.num_cached[row] = num_cached
+            batch.first_response[row] = response
           del queue[:count]
         yield batch
-
-  def _empty_prefill(self, count, T) -> _PrefillBatch:
-    """A prefill of padding, `count` rows a shard."""
-    N, C = self.shards * count, T // self.sizes.page_size
-    return _PrefillBatch(
-      tokens=np.zeros((N, T), np.int32),
-      lengths=np.zeros(N, np.int32),
-      pages=np.full((N, C), self.sizes.num_pages, np.int32),
-      num_cached=np.zeros(N, np.int32),
-      first_response=np.full(N, -1, np.int32),
-    )
 
   def _prefill(self, params, state, samples, batch: _PrefillBatch):
     """The state and the samples after a prefill."""
@@ -469,7 +463,7 @@ class ContinuousSampler:
     return subset.ravel().astype(np.int32)
 
   def _apply_results(
-    self, schedulers, requests, results: SegmentResults
+    self, schedulers, requests, results
   ) -> list[list[tuple[int, int]]]:
     """Reads what a segment did, and applies it to the schedulers.
 
@@ -493,8 +487,13 @@ class ContinuousSampler:
       left.append(list(zip(numbers, lengths, strict=True)))
     return left
 
-  def _finished(self, left, samples) -> Iterator[_Finished]:
-    """The tokens of the responses that left their slots, on the devices."""
+  def _finished(self, left, samples) -> Iterator[tuple]:
+    """The responses that left their slots, N at a time, with padding.
+
+    Yields:
+      Their numbers [N], -1 for padding; their lengths [N]; and their tokens
+      [N, R] on the devices.
+    """
     count = max(1, self.sizes.slots // _IDLE)  # rows of a shard
     while any(left):
       responses = np.full((self.shards, count), -1, np.int32)
@@ -505,18 +504,16 @@ class ContinuousSampler:
         del pairs[:count]
       responses, lengths = responses.ravel(), lengths.ravel()
       rows = multihost.to_global(responses, self.batch_sharding)
-      yield _Finished(
-        responses, lengths, self.jitted.read_tokens(samples, rows)
-      )
+      yield responses, lengths, self.jitted.read_tokens(samples, rows)
 
   def _read_finished(
-    self, finished: list[_Finished]
+    self, finished: list[tuple]
   ) -> dict[int, FinishedResponse]:
     """The finished responses on this host; paused ones are left out."""
     responses = {}
-    for each in finished:
-      for i, tokens in multihost.local_rows(each.tokens).items():
-        number, length = int(each.responses[i]), int(each.lengths[i])
+    for numbers, lengths, tokens_on_devices in finished:
+      for i, tokens in multihost.local_rows(tokens_on_devices).items():
+        number, length = int(numbers[i]), int(lengths[i])
         if number < 0:
           continue
         stopped = self._stopped(tokens[:length])
@@ -584,25 +581,29 @@ def build_continuous_sampler(
     sampler: the sampling parameters.
     batching: sizes of all devices together.
     max_prompt_length: S, the width of the prompts.
-    params_sharding: shardings of the parameters, on `mesh`.
-    mesh: the training mesh, of parameters, keys and samples.
-    sampler_mesh: the decoding mesh: the same devices, as they decode.
+    params_sharding: shardings of the weights, on `mesh`.
+    mesh: of weights, keys and samples.
+    sampler_mesh: the same devices, as they decode.
 
   Raises:
     UserError: the sizes do not fit.
   """
   shards = sharding.batch_shards(sampler_mesh)
   sizes = batching.shard_sizes(sampler, max_prompt_length, shards)
-  jitted = continuous_jit.jit_sampler(
-    cfg,
-    sampler,
-    prefill_chunk=batching.prefill_chunk,
-    sizes=sizes,
-    params_sharding=params_sharding,
-    mesh=mesh,
-    sampler_mesh=sampler_mesh,
-  )
-  batch_sharding = sharding.batch_sharding(sampler_mesh)
   return ContinuousSampler(
-    sampler, batching, sizes, shards, batch_sharding, jitted
+    cfg=cfg,
+    config=sampler,
+    batching=batching,
+    sizes=sizes,
+    shards=shards,
+    batch_sharding=sharding.batch_sharding(sampler_mesh),
+    jitted=continuous_jit.jit_sampler(
+      cfg,
+      sampler,
+      prefill_chunk=batching.prefill_chunk,
+      sizes=sizes,
+      params_sharding=params_sharding,
+      mesh=mesh,
+      sampler_mesh=sampler_mesh,
+    ),
   )

@@ -3,6 +3,7 @@
 import dataclasses
 
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.key import AT_LEAST_1, ZERO_OR_MORE, check, key
 from gspo_jax.sampler.samples import SamplerConfig
 
 
@@ -20,7 +21,7 @@ class ShardSizes:
   Attributes:
     slots: B, responses that decode at the same time.
     num_pages: n, pages in the pool.
-    page_size: S, tokens a page.
+    page_size: tokens a page.
     segment_steps: most decode steps of a segment.
     max_new_tokens: R, most tokens of a response.
     max_prompt_length: most tokens of a prompt.
@@ -55,35 +56,27 @@ class ShardSizes:
 
 @dataclasses.dataclass(frozen=True)
 class ContinuousBatchingConfig:
-  """Sizes of continuous batching on all devices together.
+  """Sizes of continuous batching on all devices together."""
 
-  Attributes:
-    slots: B, responses that decode at the same time.
-    page_size: S, tokens a page.
-    segment_steps: most decode steps of a segment.
-    prefill_chunk: tokens of one forward pass of a prefill; a multiple of
-      `page_size`.
-    num_pages: pages in the pool; 0 for as many as B of the longest prompts and
-      responses take.
-  """
-
-  slots: int
-  page_size: int
-  segment_steps: int
-  prefill_chunk: int
-  num_pages: int = 0
+  slots: int = key(
+    0,
+    "responses that decode together; 0: the static sampler, all of a batch",
+    ZERO_OR_MORE,
+  )
+  page_size: int = key(16, "tokens of a page", AT_LEAST_1)
+  num_pages: int = key(
+    0,
+    "pages of the pool; 0: as many as `slots` of the longest responses take. "
+    "`gspo_jax.plan` prints the most that the HBM holds.",
+    ZERO_OR_MORE,
+  )
+  prefill_chunk: int = key(
+    128, "prompt tokens of a forward pass; a multiple of `page_size`"
+  )
+  segment_steps: int = 32  # decode steps between host checks
 
   def __post_init__(self):
-    for name, least in (
-      ("slots", 1),
-      ("page_size", 1),
-      ("segment_steps", 1),
-      ("num_pages", 0),
-    ):
-      if (value := getattr(self, name)) < least:
-        raise UserError(
-          f"continuous_batching.{name}={value}: expected at least {least}"
-        )
+    check(self, "continuous_batching")
     if self.prefill_chunk < 1 or self.prefill_chunk % self.page_size:
       raise UserError(
         f"continuous_batching.prefill_chunk={self.prefill_chunk}: expected a "

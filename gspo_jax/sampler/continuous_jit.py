@@ -7,7 +7,6 @@ its pages, P prompts.
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,29 +18,13 @@ from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler import paged_decode
 from gspo_jax.sampler.continuous_config import ShardSizes
 from gspo_jax.sampler.decode_params import decode_params, decode_params_sharding
-from gspo_jax.sampler.paged_decode import (
-  CachedKeysAndValues,
-  DecodeState,
-  SegmentLimits,
-)
+from gspo_jax.sampler.paged_decode import DecodeState
 from gspo_jax.sampler.samples import (
   SamplerConfig,
   append_tokens,
   empty_samples,
   samples_sharding,
 )
-
-
-class SegmentResults(NamedTuple):
-  """What the host reads after a segment; whole on every device.
-
-  Attributes:
-    num_tokens: [B] int32, tokens of the response in each slot.
-    active: [B] bool, whether it goes on.
-  """
-
-  num_tokens: jax.Array
-  active: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +49,11 @@ class JittedSampler:
       first_response [N]) -> samples; `paged_decode.write_prompt_routing`.
       Donates the samples.
     decode: (params, state, samples, SegmentPlan, compute_slots [b] or None,
-      min_active [], key) -> (state, samples, SegmentResults); a segment of the
-      slots `compute_slots`, or of all. `compute_slots` are equally many of each
-      shard, all active ones among them and none of them new. Donates state and
-      samples.
+      min_active [], key) -> (state, samples, results); a segment of the slots
+      `compute_slots`, or of all. `compute_slots` are equally many of each
+      shard, all active ones among them and none of them new. The results,
+      whole on every device, are the tokens [B] of the response in each slot,
+      and whether it goes on, [B] bool. Donates state and samples.
     read_tokens: (samples, responses [N]) -> their tokens [N, R].
     finalize: (samples) -> samples on the training mesh, with `pad_id` and 0
       after the end of each response.
@@ -98,107 +82,39 @@ def jit_sampler(
   mesh: jax.sharding.Mesh,
   sampler_mesh: jax.sharding.Mesh,
 ) -> JittedSampler:
-  """Jits the functions for their shardings; compiles nothing yet.
-
-  Args:
-    cfg: the model.
-    sampler: the sampling parameters.
-    prefill_chunk: tokens of one forward pass of a prefill.
-    sizes: those of each shard.
-    params_sharding: shardings of the parameters, on `mesh`.
-    mesh: the training mesh, of parameters, keys and samples.
-    sampler_mesh: the same devices, as they decode.
-  """
-  batch, state = (
-    sharding.batch_sharding(sampler_mesh),
-    _sharding(cfg, sampler_mesh),
+  """Jits the functions; arguments as of `build_continuous_sampler`."""
+  batch = sharding.batch_sharding(sampler_mesh)
+  state, shards = (
+    _state_sharding(cfg, sampler_mesh),
+    sharding.batch_shards(sampler_mesh),
   )
   decode_samples = samples_sharding(sampler, sampler_mesh)
   train_samples = samples_sharding(sampler, mesh)
   record_routing = sampler.record_routing and cfg.num_experts > 0
 
-  def jit(f, *, static=None, **options):
-    # jax.jit shares its cache between uses of one function; a new partial gets
-    # a cache of its own, so that `_cache_size` counts this sampler's programs.
-    f = functools.partial(f, **(static or {}))
-    return MeshJit(jax.jit(f, **options), sampler_mesh)
+  jit = functools.partial(sharding.mesh_jit, mesh=sampler_mesh)
 
-  return JittedSampler(
-    decode_params=jit(
-      _decode_params,
-      static={"cfg": cfg},
-      in_shardings=(params_sharding,),
-      out_shardings=decode_params_sharding(cfg, sampler_mesh),
-    ),
-    empty_samples=jit(
-      lambda P: empty_samples(P, sizes.max_prompt_length, cfg, sampler),
-      static_argnums=0,
-      out_shardings=train_samples,
-    ),
-    begin=jit(
-      _begin,
-      static={
-        "cfg": cfg,
-        "sizes": sizes,
-        "shards": sharding.batch_shards(sampler_mesh),
-      },
-      in_shardings=(train_samples, None),
-      out_shardings=(state, decode_samples),
-      donate_argnums=(0, 1),
-    ),
-    prefill=jit(
-      _prefill(cfg, prefill_chunk, record_routing),
-      donate_argnums=1,
-      out_shardings=(state, batch if record_routing else None),
-      compiler_options=rounding.OPTIONS,
-    ),
-    write_prompt_routing=jit(
-      paged_decode.write_prompt_routing,
-      static={"group_size": sampler.group_size},
-      donate_argnums=0,
-      out_shardings=decode_samples,
-    ),
-    decode=jit(
-      _decode_segment(cfg, sampler, sizes.segment_steps),
-      in_shardings=(None,) * 6 + (sharding.replicated(mesh),),
-      out_shardings=(state, decode_samples, sharding.replicated(sampler_mesh)),
-      donate_argnums=(1, 2),
-      compiler_options=rounding.OPTIONS,
-    ),
-    read_tokens=jit(paged_decode.read_tokens, out_shardings=batch),
-    finalize=jit(
-      _finalize, static={"sampler": sampler}, out_shardings=train_samples
-    ),
-    append_tokens=jit(
-      append_tokens, donate_argnums=0, out_shardings=train_samples
-    ),
-  )
+  def unstacked_decode_params(params):
+    return model.unstack_layers(decode_params(params, cfg), cfg)
 
+  def begin(samples, state):
+    if state is None:
+      state = paged_decode.empty(
+        cfg,
+        num_slots=sizes.slots * shards,
+        num_pages=sizes.num_pages * shards,
+        page_size=sizes.page_size,
+        pages_per_slot=sizes.pages_per_slot,
+      )
+    # The steps of one call are counted.
+    return state, dataclasses.replace(samples, slot_steps=jnp.int32(0))
 
-def _decode_params(params, cfg):
-  return model.unstack_layers(decode_params(params, cfg), cfg)
-
-
-def _begin(samples, state, cfg, sizes, shards):
-  if state is None:
-    state = paged_decode.empty(
-      cfg,
-      num_slots=sizes.slots * shards,
-      num_pages=sizes.num_pages * shards,
-      page_size=sizes.page_size,
-      pages_per_slot=sizes.pages_per_slot,
-    )
-  # The steps of one call are counted.
-  return state, dataclasses.replace(samples, slot_steps=jnp.int32(0))
-
-
-def _prefill(cfg, chunk, record_routing):
   def prefill(params, state, tokens, lengths, pages, num_cached):
     cached = None
     if num_cached is not None:
       k, v = paged_cache.load(state.pages, pages, cfg.head_dim)
-      cached = CachedKeysAndValues(k, v, num_cached)
-      full = num_cached // (tokens.shape[1] // pages.shape[1])
+      cached = k, v, num_cached
+      full = num_cached // sizes.page_size
       nowhere = state.pages.k[0].shape[1]
       column = jnp.arange(pages.shape[1])
       pages = jnp.where(column < full[:, None], nowhere, pages)
@@ -207,17 +123,13 @@ def _prefill(cfg, chunk, record_routing):
       cfg,
       tokens,
       lengths,
-      chunk=chunk,
+      chunk=prefill_chunk,
       record_routing=record_routing,
       cached=cached,
     )
     stored = paged_cache.store(state.pages, cache.k, cache.v, pages)
     return dataclasses.replace(state, pages=stored), experts
 
-  return prefill
-
-
-def _decode_segment(cfg, sampler, steps):
   def decode(params, state, samples, plan, compute_slots, min_active, key):
     # No slot is new where a subset is computed.
     everything = compute_slots is None
@@ -229,28 +141,69 @@ def _decode_segment(cfg, sampler, steps):
       samples,
       sharding.constrain(key),
       sampler=sampler,
-      limits=SegmentLimits(steps, min_active),
+      steps=sizes.segment_steps,
+      min_active=min_active,
     )
     if not everything:
       computed = paged_decode.scatter_slots(state, computed, compute_slots)
-    results = SegmentResults(computed.num_tokens, computed.pages.active)
-    return computed, samples, results
+    return computed, samples, (computed.num_tokens, computed.pages.active)
 
-  return decode
+  def finalize(samples):
+    # A response that was preempted may have left more tokens than it now has.
+    column = jnp.arange(sampler.max_new_tokens)
+    real = column < samples.lengths[:, None]
+    return dataclasses.replace(
+      samples,
+      tokens=jnp.where(real, samples.tokens, sampler.pad_id),
+      logps=jnp.where(real, samples.logps, 0),
+    )
 
-
-def _finalize(samples, sampler):
-  # A response that was preempted may have left more tokens than it now has.
-  column = jnp.arange(sampler.max_new_tokens)
-  real = column < samples.lengths[:, None]
-  return dataclasses.replace(
-    samples,
-    tokens=jnp.where(real, samples.tokens, sampler.pad_id),
-    logps=jnp.where(real, samples.logps, 0),
+  return JittedSampler(
+    decode_params=jit(
+      unstacked_decode_params,
+      in_shardings=(params_sharding,),
+      out_shardings=decode_params_sharding(cfg, sampler_mesh),
+    ),
+    empty_samples=jit(
+      lambda P: empty_samples(P, sizes.max_prompt_length, cfg, sampler),
+      static_argnums=0,
+      out_shardings=train_samples,
+    ),
+    begin=jit(
+      begin,
+      in_shardings=(train_samples, None),
+      out_shardings=(state, decode_samples),
+      donate_argnums=(0, 1),
+    ),
+    prefill=jit(
+      prefill,
+      donate_argnums=1,
+      out_shardings=(state, batch if record_routing else None),
+      compiler_options=rounding.OPTIONS,
+    ),
+    write_prompt_routing=jit(
+      functools.partial(
+        paged_decode.write_prompt_routing, group_size=sampler.group_size
+      ),
+      donate_argnums=0,
+      out_shardings=decode_samples,
+    ),
+    decode=jit(
+      decode,
+      in_shardings=(None,) * 6 + (sharding.replicated(mesh),),
+      out_shardings=(state, decode_samples, sharding.replicated(sampler_mesh)),
+      donate_argnums=(1, 2),
+      compiler_options=rounding.OPTIONS,
+    ),
+    read_tokens=jit(paged_decode.read_tokens, out_shardings=batch),
+    finalize=jit(finalize, out_shardings=train_samples),
+    append_tokens=jit(
+      append_tokens, donate_argnums=0, out_shardings=train_samples
+    ),
   )
 
 
-def _sharding(cfg, mesh) -> DecodeState:
+def _state_sharding(cfg, mesh) -> DecodeState:
   """The sharding of each array of the decode state."""
   batch = sharding.batch_sharding(mesh)
   pages = paged_cache.shardings(cfg, mesh)

@@ -1,7 +1,4 @@
-"""What samples responses, as the other wings call it.
-
-Dimension key: P prompts, G responses a prompt.
-"""
+"""What samples responses, as the other wings call it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,38 +7,69 @@ from typing import Protocol
 import jax
 
 from gspo_jax import model
-from gspo_jax.sampler.samples import Prompts, Samples
+from gspo_jax.record.progress import Progress
+from gspo_jax.runtime.sharding import MeshJit
+from gspo_jax.sampler.continuous_config import ContinuousBatchingConfig
+from gspo_jax.sampler.samples import (
+  OnFinished,
+  Prompts,
+  SamplerConfig,
+  Samples,
+)
 from gspo_jax.sampler.stop_strings import StopStrings
 
 
-class Generate(Protocol):
-  """Samples responses: a jitted function, or a `ContinuousSampler`."""
+class Sampler(Protocol):
+  """Samples responses: a `StaticSampler` or a `ContinuousSampler`.
+
+  Attributes:
+    config: the sampling parameters.
+    batching: slots and pages; None with static batching.
+    mesh: the mesh that decodes.
+  """
+
+  config: SamplerConfig
+  batching: ContinuousBatchingConfig | None
+  mesh: jax.sharding.Mesh
 
   def __call__(
-    self, params: model.Params, prompts: Prompts, key: jax.Array
+    self,
+    params: model.Params,
+    prompts: Prompts,
+    key: jax.Array,
+    *,
+    on_finished: OnFinished | None = None,
+    progress: Progress | None = None,
   ) -> Samples:
-    """Responses to P prompts, G each: P * G rows, a group side by side."""
+    """G responses to each of P prompts.
 
+    Args:
+      params: the policy, from `SamplerFunctions.weights`.
+      prompts: P of them, on the sampler's devices.
+      key: a typed PRNG key.
+      on_finished: called with this host's responses, each once, as early as the
+        sampler can.
+      progress: counts the responses.
+    """
 
-class MergeGroups(Protocol):
-  """Picks whole groups from two batches."""
+  def lower(
+    self,
+    params: model.Params,
+    prompts: Prompts,
+    key: jax.Array,
+    *,
+    continues: bool = False,
+  ) -> dict[str, jax.stages.Lowered]:
+    """Its functions, lowered for abstract arguments; `generate` decodes."""
 
-  def __call__(self, a: Samples, b: Samples, index: jax.Array) -> Samples:
-    """Groups `index`, [P] integers below 2 P, of the 2 P groups of both."""
+  def compilations(self) -> dict[str, tuple[MeshJit, int]]:
+    """Its jitted functions, and the most programs of each, by name."""
 
+  def describe(self, *, continues: bool) -> str:
+    """A line for the log on its programs, "" if there is one.
 
-class TakeGroups(Protocol):
-  """Picks whole groups from a batch."""
-
-  def __call__(self, samples: Samples, index: jax.Array) -> Samples:
-    """Groups `index`, [N] integers; an empty group for -1."""
-
-
-class EmptySamples(Protocol):
-  """Makes a batch of samples without tokens."""
-
-  def __call__(self) -> Samples:
-    """Samples of the shape that `generate` gives."""
+    `continues`: whether unfinished responses are continued.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +78,8 @@ class SeparateDevices:
 
   Attributes:
     weights: shapes and shardings of the sampler's copy of the policy.
-    in_transit: shapes, and shardings with as large shards as those of the copy
-      that the trainer's devices hold meanwhile.
+    in_transit: abstract copy of the weights that the trainer's devices hold
+      while they are sent; `plan` counts its memory.
     sync_weights: policy -> a copy for the sampler, in the dtype of the model.
     to_trainer: samples -> the same on the trainer's devices.
     to_sampler: the way back.
@@ -73,23 +101,26 @@ class SamplerFunctions:
     generate_eval: `eval.samples` responses to each of `eval_prompts`.
     generate_greedy: one greedy response to each of `eval_prompts`.
     eval_prompts: prompts of a batch of the held-out problems.
-    merge_groups: the groups of two batches that dynamic sampling keeps.
-    take_batch: the groups of an update, from those in flight.
-    take_pending: the groups that stay in flight.
-    empty_samples: a batch without tokens.
+    merge_groups: (samples, samples, index [P] below 2 P) -> those of the 2 P
+      groups of both, for dynamic sampling.
+    take_batch: (samples, index [P]) -> the groups of an update, from those in
+      flight.
+    take_pending: (samples, index) -> the groups that stay in flight; an empty
+      group for -1.
+    empty_samples: () -> samples without tokens, in the shape of `generate`'s.
     stop: the stop strings of all samplers; None: there are none.
     mesh: of prompts and samples.
     separate: for a sampler with devices of its own; else None.
   """
 
-  generate: Generate
-  generate_eval: Generate
-  generate_greedy: Generate
+  generate: Sampler
+  generate_eval: Sampler
+  generate_greedy: Sampler
   eval_prompts: int
-  merge_groups: MergeGroups
-  take_batch: TakeGroups
-  take_pending: TakeGroups
-  empty_samples: EmptySamples
+  merge_groups: Callable[[Samples, Samples, jax.Array], Samples]
+  take_batch: Callable[[Samples, jax.Array], Samples]
+  take_pending: Callable[[Samples, jax.Array], Samples]
+  empty_samples: Callable[[], Samples]
   stop: StopStrings | None
   mesh: jax.sharding.Mesh
   separate: SeparateDevices | None

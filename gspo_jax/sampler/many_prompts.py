@@ -9,17 +9,14 @@ import numpy as np
 from gspo_jax import model
 from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.sampler.functions import Generate
+from gspo_jax.sampler.functions import Sampler
 from gspo_jax.sampler.samples import Prompts, Samples
 
 
 class SampledBatch(NamedTuple):
-  """A batch of prompts, and their samples.
+  """Samples of the prompts `index` [batch_size], of which the first are new.
 
-  Attributes:
-    index: [batch_size] int, the numbers of the prompts.
-    new: how many of them, the first, are new; the others are padding.
-    samples: the responses to all of them.
+  The prompts behind the first `new` ones are padding.
   """
 
   index: np.ndarray
@@ -27,20 +24,20 @@ class SampledBatch(NamedTuple):
   samples: Samples
 
 
-def equal_batches(count: int, most: int, multiple: int = 1) -> int:
-  """The size of a batch: as few batches as can be, equally large.
+def equal_batches(count: int, limit: int, multiple: int = 1) -> int:
+  """The rows of a batch: as few batches as can be, equally large.
 
   Args:
     count: rows in all, 1 or more.
-    most: the most rows of a batch, before the size is rounded up.
+    limit: the most rows of a batch, before its size is rounded up.
     multiple: the size is rounded up to a multiple of this.
   """
-  batches = -(-count // most)
+  batches = -(-count // limit)
   return -(-count // (batches * multiple)) * multiple
 
 
 def sample_many(
-  generate: Generate,
+  generate: Sampler,
   params: model.Params,
   prompts: Prompts,
   key: jax.Array,
@@ -55,8 +52,8 @@ def sample_many(
   same compiled function.
 
   Args:
-    generate: (params, prompts, key) -> Samples.
-    params: those of the policy.
+    generate: samples a batch.
+    params: the policy, where the sampler takes it.
     prompts: N prompts, numpy arrays, the same on every process.
     key: batch i is sampled with `fold_in(key, i)`.
     batch_size: prompts a batch.

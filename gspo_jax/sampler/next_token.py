@@ -3,8 +3,6 @@
 Dimension key: B responses, D model width, V vocabulary.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 
@@ -85,16 +83,13 @@ def truncate(
 ) -> jax.Array:
   """Sets log-probs to -inf where a token is not allowed.
 
-  Min length, min-p, top-k and top-p forbid tokens, in this order, as in vLLM.
+  Min length, top-k and top-p forbid tokens, in this order, as in vLLM.
   """
   logps = logps_BV
   if sampler.min_new_tokens > 1:
     stops = jnp.isin(jnp.arange(logps.shape[-1]), jnp.array(sampler.stop_ids))
     early_B = step_B + 1 < sampler.min_new_tokens
     logps = jnp.where(early_B[:, None] & stops, -jnp.inf, logps)
-  if sampler.min_p > 0:
-    least = logps.max(-1, keepdims=True) + math.log(sampler.min_p)
-    logps = jnp.where(logps < least, -jnp.inf, logps)
   if 0 < sampler.top_k < logps.shape[-1]:
     worst = jax.lax.top_k(logps, sampler.top_k)[0][:, -1:]
     logps = jnp.where(logps < worst, -jnp.inf, logps)
@@ -127,7 +122,7 @@ def stop(
     The state after this token [B], and whether the response ends [B].
   """
   stopped_B = jnp.isin(token_B, jnp.array(sampler.stop_ids))
-  if sampler.stop is None:
+  if not sampler.stop:
     return stop_state_B, stopped_B
   stop_state_B, ended_B = sampler.stop.advance(stop_state_B, token_B)
   ended_B &= length_B >= sampler.min_new_tokens

@@ -10,7 +10,6 @@ prompts, G responses a prompt.
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,36 +87,9 @@ class SegmentPlan:
   copy_target: jax.Array
 
 
-class CachedKeysAndValues(NamedTuple):
-  """Of the first tokens of N prefixes.
-
-  Attributes:
-    k: per layer, [N, K, T, H]; K key-value heads of width H.
-    v: likewise.
-    counts: [N] int32, the tokens whose values they hold; the rest is ignored.
-  """
-
-  k: tuple[jax.Array, ...]
-  v: tuple[jax.Array, ...]
-  counts: jax.Array
-
-
-def empty(
-  cfg: model.ModelConfig,
-  *,
-  num_slots: int,
-  num_pages: int,
-  page_size: int,
-  pages_per_slot: int,
-) -> DecodeState:
+def empty(cfg: model.ModelConfig, **sizes: int) -> DecodeState:
   """A state without responses; the sizes are those of `paged_cache.empty`."""
-  pages = paged_cache.empty(
-    cfg,
-    num_slots=num_slots,
-    num_pages=num_pages,
-    page_size=page_size,
-    pages_per_slot=pages_per_slot,
-  )
+  pages = paged_cache.empty(cfg, **sizes)
   zeros = jnp.zeros_like(pages.lengths)
   return DecodeState(pages, zeros, zeros, zeros, zeros, zeros)
 
@@ -130,7 +102,7 @@ def prefill(
   *,
   chunk: int,
   record_routing: bool = False,
-  cached: CachedKeysAndValues | None = None,
+  cached: tuple[tuple, tuple, jax.Array] | None = None,
 ) -> tuple[kv.Cache, jax.Array | None]:
   """Keys and values of prefixes, computed `chunk` tokens at a time.
 
@@ -143,8 +115,9 @@ def prefill(
     lengths: [N] int32, real tokens; 0 for a row of padding.
     chunk: tokens of one forward pass; static.
     record_routing: whether to return the experts; static.
-    cached: keys and values of the first tokens. Chunks that lie in them for
-      all rows are not computed; their experts are 0.
+    cached: keys and values of the first tokens, per layer [N, K, T, H] for K
+      heads of width H, and the number of these tokens, [N] int32. Chunks that
+      lie in them for all rows are not computed; their experts are 0.
 
   Returns:
     The cache of T slots, and the experts [N, L, T, k] of the tokens, or None.
@@ -174,9 +147,10 @@ def prefill(
   num_chunks = -(-lengths.max() // chunk)
   first, cache = jnp.int32(0), kv.empty(cfg, N, T)
   if cached is not None:
-    valid_NT = jnp.arange(T) < cached.counts[:, None]
-    first = jnp.where(lengths > 0, cached.counts, T).min() // chunk
-    cache = kv.Cache(cached.k, cached.v, valid_NT, first * chunk)
+    k, v, counts_N = cached
+    valid_NT = jnp.arange(T) < counts_N[:, None]
+    first = jnp.where(lengths > 0, counts_N, T).min() // chunk
+    cache = kv.Cache(k, v, valid_NT, first * chunk)
   init = cache, experts
   cache, experts = jax.lax.fori_loop(first, num_chunks, forward, init)
   return cache, experts.swapaxes(0, 1) if record_routing else None
@@ -251,18 +225,6 @@ def apply_plan(
   )
 
 
-class SegmentLimits(NamedTuple):
-  """When a segment ends.
-
-  Attributes:
-    steps: most decode steps.
-    min_active: [] int32; it also ends when no more slots than these decode.
-  """
-
-  steps: int
-  min_active: jax.Array
-
-
 def decode(
   params: model.Params,
   cfg: model.ModelConfig,
@@ -271,9 +233,10 @@ def decode(
   key: jax.Array,
   *,
   sampler: SamplerConfig,
-  limits: SegmentLimits,
+  steps: int,
+  min_active: jax.Array,
 ) -> tuple[DecodeState, Samples]:
-  """A segment: one token for each active slot, up to `limits.steps` times.
+  """A segment: one token for each active slot, up to `steps` times.
 
   Token t of response a is sampled with a key made of (key, a, t), whatever its
   slot and its neighbours are.
@@ -285,7 +248,9 @@ def decode(
     samples: A responses; the tokens are written there.
     key: the same for all responses.
     sampler: the sampling parameters; static.
-    limits: when the segment ends.
+    steps: most decode steps; static.
+    min_active: [] int32; the segment also ends when no more slots than these
+      decode.
   """
   response_key = functools.partial(jax.random.fold_in, key)
 
@@ -321,23 +286,17 @@ def decode(
 
   def proceed(carry):
     step, state, _ = carry
-    num_active = state.pages.active.sum()
-    return (step < limits.steps) & (num_active > limits.min_active)
+    return (step < steps) & (state.pages.active.sum() > min_active)
 
-  steps, state, samples = jax.lax.while_loop(
+  taken, state, samples = jax.lax.while_loop(
     proceed, body, (jnp.int32(0), state, samples)
   )
-  slot_steps = samples.slot_steps + steps * state.num_tokens.size
+  slot_steps = samples.slot_steps + taken * state.num_tokens.size
   return state, dataclasses.replace(samples, slot_steps=slot_steps)
 
 
 def select_slots(state: DecodeState, slots: jax.Array) -> DecodeState:
-  """The state of some slots over the same pages.
-
-  Args:
-    state: of all B slots.
-    slots: [b] int32, equally many of each shard.
-  """
+  """The state of the slots [b], equally many of each shard."""
 
   def local(arrays, slot_b):
     return jax.tree.map(lambda x: x[slot_b % len(x)], arrays)
@@ -361,11 +320,9 @@ def scatter_slots(
 
 
 def read_tokens(samples: Samples, responses: jax.Array) -> jax.Array:
-  """The tokens [N, R] int32 of some responses.
+  """The tokens [N, R] of `responses` [N], each on the device of its response.
 
-  Args:
-    samples: A responses.
-    responses: [N] int32, each on the device of its response; -1 for any.
+  A number of -1 stands for any response.
   """
 
   def local(tokens, response_N):

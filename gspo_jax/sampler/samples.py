@@ -5,6 +5,8 @@ length, R most new tokens, L layers, k experts a token.
 """
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -13,12 +15,20 @@ import numpy as np
 
 from gspo_jax import model
 from gspo_jax.model.moe import number_type
+from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.key import AT_LEAST_1, ZERO_OR_MORE, Range, check, key
 from gspo_jax.runtime.sharding import batch_sharding, replicated
 from gspo_jax.sampler.stop_strings import StopStrings
 
 # Values of Samples.finish. Only `ContinuousSampler` continues the unfinished.
 UNFINISHED, STOPPED, TRUNCATED = 2, 1, 0
+
+
+def _are_strings(stop) -> bool:
+  return isinstance(stop, StopStrings | None) or (
+    not isinstance(stop, str) and all(isinstance(s, str) and s for s in stop)
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,62 +37,67 @@ class SamplerConfig:
 
   Attributes:
     group_size: G, responses a prompt.
-    max_new_tokens: R; a response of this length is truncated.
-    stop_ids: tokens that end a response; the stop token is part of it.
-    temperature: divides the logits; 0 decodes greedily.
-    top_k: sample among the k likeliest tokens, and those that tie with the
-      k-th; 0 for all.
-    top_p: sample among the fewest likeliest tokens of this total probability.
-    min_p: sample among the tokens at least this many times as likely as the
-      likeliest one (arXiv 2407.01082); 0 for all.
-    min_new_tokens: the shortest length at which a stop token is allowed, and
-      at which a stop string ends a response.
+    stop_ids: tokens that end a response; the stop token is part of it. A
+      sampler needs one.
     stop: strings that end a response; the token that completes one is part of
-      it. None for none.
+      it. A sampler needs them as `StopStrings` of its tokenizer.
+    min_new_tokens: the shortest length at which a stop token is allowed, and
+      at which a stop string ends a response. A benchmark sets it.
     pad_id: fills the tokens after the end of a response.
     record_routing: whether Samples hold the experts of each token.
   """
 
-  group_size: int
-  max_new_tokens: int
-  stop_ids: tuple[int, ...]
-  temperature: float = 1.0
-  top_k: int = 0
-  top_p: float = 1.0
-  min_p: float = 0.0
+  group_size: int = 1
+  max_new_tokens: int = key(
+    64, "tokens of a response, the stop token included", AT_LEAST_1
+  )
+  stop_ids: tuple[int, ...] = ()
+  temperature: float = key(
+    1.0,
+    "divides the logits",
+    Range(
+      "more than 0, or 0 for a greedy evaluation", lambda x: 0 <= x < math.inf
+    ),
+  )
+  top_k: int = key(
+    0,
+    "sample among the k likeliest tokens, and those that tie with the k-th; "
+    "0: all, otherwise samples are off-policy",
+    ZERO_OR_MORE,
+  )
+  top_p: float = key(
+    1.0,
+    "sample among the fewest likeliest tokens of this total probability; 1: "
+    "all, otherwise samples are off-policy",
+    Range("more than 0, at most 1", lambda x: 0 < x <= 1),
+  )
+  stop: StopStrings | tuple[str, ...] | None = key(
+    (),
+    'strings that also end a response, such as ("</answer>",); they stay in '
+    "it. A newline or a comma in one needs Python's notation in a shell: "
+    "\"('\\n\\n',)\".",
+    Range("strings that are not empty, as in ('</answer>',)", _are_strings),
+  )
   min_new_tokens: int = 1
-  stop: StopStrings | None = None
   pad_id: int = 0
   record_routing: bool = False
 
   def __post_init__(self):
-    for key, good, expected in (
-      ("rollout.group_size", self.group_size >= 1, "at least 1"),
-      ("sampler.max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-      ("sampler.stop_ids", len(self.stop_ids) >= 1, "at least one token"),
-      ("sampler.temperature", self.temperature >= 0, "0 or more"),
-      ("sampler.top_k", self.top_k >= 0, "0 (all) or more"),
-      ("sampler.top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-      ("sampler.min_p", 0 <= self.min_p <= 1, "0 (all) to 1"),
-      (
-        "sampler.min_new_tokens",
-        0 <= self.min_new_tokens <= self.max_new_tokens,
-        f"0 to sampler.max_new_tokens={self.max_new_tokens}",
-      ),
-    ):
-      if not good:
-        value = getattr(self, key.split(".")[1])
-        raise UserError(f"{key}={value!r}: expected {expected}")
+    check(self, "sampler")
+    if self.group_size < 1:
+      raise UserError(
+        f"rollout.group_size={self.group_size}: expected at least 1"
+      )
+    if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+      raise UserError(
+        f"min_new_tokens={self.min_new_tokens}: expected 0 to "
+        f"sampler.max_new_tokens={self.max_new_tokens}"
+      )
 
   @property
   def truncates(self) -> bool:
     """Whether some tokens have probability 0; a run logs this."""
-    return (
-      self.top_k > 0
-      or self.top_p < 1
-      or self.min_p > 0
-      or self.min_new_tokens > 1
-    )
+    return self.top_k > 0 or self.top_p < 1 or self.min_new_tokens > 1
 
 
 @jax.tree_util.register_dataclass
@@ -155,14 +170,7 @@ def empty_samples(
   cfg: model.ModelConfig,
   sampler: SamplerConfig,
 ) -> Samples:
-  """Samples in which all P * G responses are UNFINISHED and have no token.
-
-  Args:
-    num_prompts: P.
-    prompt_length: S, the width of the prompts.
-    cfg: the model.
-    sampler: the sampling parameters.
-  """
+  """Samples in which all P * G responses are UNFINISHED and have no token."""
   B, R = num_prompts * sampler.group_size, sampler.max_new_tokens
   experts = None
   if sampler.record_routing and cfg.num_experts:
@@ -194,16 +202,26 @@ class FinishedResponse(NamedTuple):
   stopped: bool
 
 
+# Gets finished responses on this host's devices, by their row.
+OnFinished = Callable[[dict[int, FinishedResponse]], None]
+
+
+def finished_responses(samples: Samples) -> dict[int, FinishedResponse]:
+  """The responses of this host's rows, all finished, by row."""
+  lengths = multihost.local_rows(samples.lengths)
+  finish = multihost.local_rows(samples.finish)
+  return {
+    row: FinishedResponse(
+      tokens, int(lengths[row]), bool(finish[row] == STOPPED)
+    )
+    for row, tokens in multihost.local_rows(samples.tokens).items()
+  }
+
+
 def samples_sharding(
   sampler: SamplerConfig, mesh: jax.sharding.Mesh, *, turns: bool = False
 ) -> Samples:
-  """The sharding of each field of Samples on a mesh.
-
-  Args:
-    sampler: the sampling parameters.
-    mesh: of the devices.
-    turns: whether the samples are conversations.
-  """
+  """The sharding of each field; `turns`: of samples of conversations."""
   batch = batch_sharding(mesh)
   return Samples(
     *[batch] * 4,
@@ -216,38 +234,35 @@ def samples_sharding(
 def append_tokens(
   samples: Samples, tokens: jax.Array, counts: jax.Array, finish: jax.Array
 ) -> Samples:
-  """Appends given tokens to some responses.
+  """Appends tokens of an environment to some responses.
 
   Args:
     samples: B responses, without `turns`.
-    tokens: [B, N] int32, to append.
-    counts: [B] int32, how many of them; the rows have room for them.
+    tokens: [B, N] int32, of which each row gets the first `counts`.
+    counts: [B] int32; the rows have room for them.
     finish: [B] int8, as in Samples, of the results.
   """
   place = jnp.arange(samples.tokens.shape[1]) - samples.lengths[:, None]
-  given = jnp.take_along_axis(
+  appended = jnp.take_along_axis(
     tokens, jnp.clip(place, 0, tokens.shape[1] - 1), axis=1
   )
-  is_given = (place >= 0) & (place < counts[:, None])
+  is_new = (place >= 0) & (place < counts[:, None])
   return dataclasses.replace(
     samples,
-    tokens=jnp.where(is_given, given, samples.tokens),
+    tokens=jnp.where(is_new, appended, samples.tokens),
     lengths=samples.lengths + counts,
     finish=finish,
   )
 
 
 def merge_groups(kept, new, index: jax.Array):
-  """Selects P of the 2 P groups of two batches.
+  """Selects P of the 2 P groups of two batches, in the order of `index` [P].
 
   Args:
     kept: a pytree of arrays [P * G, ...] whose groups 0 to P - 1 are blocks of
-      G rows. A scalar, such as `slot_steps`, is added to that of `new`.
+      G rows. A scalar, such as `slot_steps`, is added to the other batch's.
     new: the same; its groups have the numbers P to 2 P - 1.
-    index: [P] integers below 2 P, the groups to select.
-
-  Returns:
-    The same pytree with P groups in the order of `index`.
+    index: integers below 2 P.
   """
   P = len(index)
   is_kept = index < P
@@ -283,16 +298,9 @@ def take_groups(
   cfg: model.ModelConfig,
   sampler: SamplerConfig,
 ) -> Samples:
-  """Selects groups of samples; an index of -1 gives an empty group.
+  """Selects groups of samples without routing, by their numbers [N].
 
-  Args:
-    samples: Q groups, without routing.
-    index: [N] integers from -1 to Q - 1, the groups to select.
-    cfg: the model; static.
-    sampler: the sampling parameters; static.
-
-  Returns:
-    N groups; `slot_steps` is that of all Q.
+  A number of -1 gives an empty group. `slot_steps` stays.
   """
   empty = empty_samples(len(index), 0, cfg, sampler)
   groups = lambda x: x.reshape(-1, sampler.group_size, *x.shape[1:])

@@ -1,7 +1,7 @@
 """The host's half of continuous batching: which response has which slot, pages.
 
-Dimension key: N prefixes, A responses, B slots, n pages in the pool, S tokens a
-page, W pages of the longest slot, P prompts, R most new tokens.
+Dimension key: N prefixes, A responses, B slots, n pages in the pool, W pages
+of the longest slot, P prompts, R most new tokens.
 
 A prefix is the tokens that a response continues: a prompt, shared by all new
 responses to it, or a prompt and the beginning of one response. All tokens of a
@@ -283,10 +283,11 @@ class Scheduler:
     It does whenever no slot is active: then all that stays in the pool is this
     response's own prefix.
     """
-    prefix, S = self._prefix_A[response], self._sizes.page_size
+    prefix, page_size = self._prefix_A[response], self._sizes.page_size
     m = self._num_cached_N[prefix]
     pages = self._pages_after_segment(m, 0, self._max_tokens_A[response])
-    needed = pages - m // S + -(-m // S) - len(self._cached(prefix).pages)
+    needed = pages - m // page_size + -(-m // page_size)
+    needed -= len(self._cached(prefix).pages)
     needed += int(self._missing_pages().sum())
     while needed > self.num_free_pages:
       if not self._evict(after=prefix):
@@ -306,20 +307,20 @@ class Scheduler:
 
   def _start(self, slot, response, admission):
     """Puts a response into a slot, and records that in `admission`."""
-    prefix, S = int(self._prefix_A[response]), self._sizes.page_size
+    prefix, page_size = int(self._prefix_A[response]), self._sizes.page_size
     m = int(self._num_cached_N[prefix])
     stored, num_cached = self._cached(prefix)
-    stored = stored + self._pop_pages(-(-m // S) - len(stored))
+    stored = stored + self._pop_pages(-(-m // page_size) - len(stored))
     self._prefix_pages[prefix] = CachedTokens(stored, m)
     if num_cached < m:
       admission.prefill.append(PrefixPages(prefix, stored, num_cached))
     count = self._pages_after_segment(m, 0, self._max_tokens_A[response])
-    pages = stored[: m // S]
+    pages = stored[: m // page_size]
     self._readers_n[pages] += 1
     pages = pages + self._pop_pages(count - len(pages))
-    if m % S:
+    if m % page_size:
       admission.copy_source[slot] = stored[-1]
-      admission.copy_target[slot] = pages[m // S]
+      admission.copy_target[slot] = pages[m // page_size]
     admission.new[slot] = True
     admission.response[slot] = response
     admission.num_cached[slot] = m
@@ -363,11 +364,7 @@ class Scheduler:
   def _evict(self, *, after) -> bool:
     """Evicts tokens that no slot reads: a finished response's, or a prefix.
 
-    Args:
-      after: prefixes up to this one stay.
-
-    Returns:
-      Whether there were any.
+    Prefixes up to `after` stay. Returns whether there were any to evict.
     """
     if self.kept:
       _, tokens = self.kept.popitem()

@@ -14,15 +14,21 @@ import jax.numpy as jnp
 
 from gspo_jax import model
 from gspo_jax.model import cache as kv
-from gspo_jax.runtime.sharding import BATCH_AXES, constrain
+from gspo_jax.model import rounding
+from gspo_jax.record.progress import Progress
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.sharding import BATCH_AXES, MeshJit, constrain
 from gspo_jax.sampler import next_token
 from gspo_jax.sampler.decode_params import decode_params
 from gspo_jax.sampler.samples import (
   STOPPED,
   TRUNCATED,
+  OnFinished,
   Prompts,
   SamplerConfig,
   Samples,
+  finished_responses,
+  samples_sharding,
 )
 
 _FIRST_SLOTS = 64  # least length of the responses' first cache; it doubles
@@ -109,12 +115,87 @@ def generate(
   )
 
 
+@dataclasses.dataclass(frozen=True)
+class StaticSampler:
+  """`generate`, jitted, as a `Sampler`: one program."""
+
+  config: SamplerConfig
+  jitted: MeshJit
+  batching = None  # slots and pages
+
+  @property
+  def mesh(self) -> jax.sharding.Mesh:
+    """The mesh that decodes."""
+    return self.jitted.mesh
+
+  def __call__(
+    self,
+    params: model.Params,
+    prompts: Prompts,
+    key: jax.Array,
+    *,
+    on_finished: OnFinished | None = None,
+    progress: Progress | None = None,
+  ) -> Samples:
+    """See `Sampler`; all responses are finished at the end."""
+    samples = self.jitted(params, prompts, key)
+    if on_finished:
+      on_finished(finished_responses(samples))
+    if progress:
+      progress.advance(len(samples.lengths))
+    return samples
+
+  def lower(
+    self,
+    params: model.Params,
+    prompts: Prompts,
+    key: jax.Array,
+    *,
+    continues: bool = False,
+  ) -> dict[str, jax.stages.Lowered]:
+    """See `Sampler`; it cannot continue a response."""
+    return {"generate": self.jitted.lower(params, prompts, key)}
+
+  def compilations(self) -> dict[str, tuple[MeshJit, int]]:
+    """See `Sampler`."""
+    return {"generate": (self.jitted, 1)}
+
+  def describe(self, *, continues: bool) -> str:
+    """See `Sampler`."""
+    return ""
+
+
+def build_static_sampler(
+  cfg: model.ModelConfig,
+  sampler: SamplerConfig,
+  *,
+  params_sharding,
+  mesh: jax.sharding.Mesh,
+  sampler_mesh: jax.sharding.Mesh,
+) -> StaticSampler:
+  """Compiles nothing yet; arguments as of `build_continuous_sampler`."""
+
+  def generate_static(params, prompts, key):
+    # Arrays of another mesh must be moved to this one before they are used.
+    prompts = sharding.constrain_batch(prompts, axis=0)
+    return generate(params, cfg, prompts, constrain(key), sampler=sampler)
+
+  batch, replicated = sharding.batch_sharding(mesh), sharding.replicated(mesh)
+  jitted = sharding.mesh_jit(
+    generate_static,
+    sampler_mesh,
+    in_shardings=(params_sharding, batch, replicated),
+    out_shardings=samples_sharding(sampler, mesh),
+    compiler_options=rounding.OPTIONS,
+  )
+  return StaticSampler(sampler, jitted)
+
+
 def _prefill(params, cfg, prompts, sampler):
   """Prefills the prompts and shares their keys and values among responses.
 
-  Returns:
-    The logits of the first token [B, V], the cache, and the experts of the
-    prompts [L, P, S, k], or None.
+  Returns the logits of the first token [B, V], the cache, and the experts of
+  the prompts [L, P, S, k], or None.
   """
   out = model.prefill(
     params, cfg, prompts.tokens, prompts.positions, prompts.mask
@@ -165,10 +246,10 @@ def cache_slots(
     cfg: the model.
     sampler: the sampling parameters.
   """
-  most = max(sampler.max_new_tokens - 1, 1)  # the last token is not fed
+  longest = max(sampler.max_new_tokens - 1, 1)  # the last token is not fed
   num_lengths = max(_BLOCKS // cfg.num_layers, 1)
-  first = max(_FIRST_SLOTS, -(-most // 2 ** (num_lengths - 1)))
-  return min(max(first, 2 * slots), most)
+  first = max(_FIRST_SLOTS, -(-longest // 2 ** (num_lengths - 1)))
+  return min(max(first, 2 * slots), longest)
 
 
 def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
@@ -176,15 +257,8 @@ def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
 
   Each doubling is in a branch of a `cond`, so that short responses never touch
   the longer cache; it also compiles the step once more. The cache of the
-  returned state is None.
-
-  Args:
-    state: after the first token.
-    params: those of `decode_params`, unstacked.
-    cfg: the model.
-    starts: [B] int32, the position of each response's first token.
-    row_keys: [B] PRNG keys.
-    sampler: the sampling parameters.
+  returned state is None. `starts` [B] are the positions of the responses' first
+  tokens.
   """
   slots = state.cache.valid.shape[1]
   limit = min(slots + 1, sampler.max_new_tokens)

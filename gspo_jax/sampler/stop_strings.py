@@ -27,11 +27,12 @@ _MAX_TABLE = 32 << 20  # bytes; a constant of the compiled samplers
 class StopStrings:
   """The stop strings of a sampler, for one tokenizer; made by `build`.
 
-  Two are equal if their strings and their tokenizers are.
+  Compared and hashed by `strings` and `fingerprint` only, so it can be static
+  under jit.
 
   Attributes:
-    strings: that end a response.
-    fingerprint: of the tokenizer.
+    strings: those that end a response.
+    fingerprint: the tokenizer's.
     table: [K, V + 1] unsigned integers, the state after a token, by the state
       before it and the id; K more if a stop string ended inside the token. The
       last column is for all ids from V on.
@@ -46,11 +47,9 @@ class StopStrings:
   def advance(
     self, state: jax.Array, token: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """The state [B] int32 after a token [B], and whether a string ended in it.
+    """The states [B] after tokens [B], and whether strings ended in them.
 
-    Args:
-      state: [B] int32, 0 for a response without tokens.
-      token: [B] int32.
+    Both are int32; the state of a response without tokens is 0.
     """
     token = jnp.minimum(token, self.table.shape[1] - 1)
     entry = jnp.asarray(self.table)[state, token].astype(jnp.int32)
@@ -75,11 +74,7 @@ class StopStrings:
     return bool(entry >= len(self.table))
 
   def behind(self, ids: Sequence[int]) -> str:
-    """The text behind the first stop string that ends in the last token.
-
-    Args:
-      ids: the tokens of a response that a stop string ended.
-    """
+    """The text behind the stop string that ended a response of these tokens."""
     last = self.token_bytes[self._column(ids[-1])]
     step, ends = _automaton(self.strings)
     state = self.state(ids[:-1])
@@ -95,11 +90,7 @@ class StopStrings:
 
 @functools.lru_cache(maxsize=4)
 def build(strings: tuple[str, ...], tokenizer: Tokenizer) -> StopStrings:
-  """The stop strings for a tokenizer.
-
-  Args:
-    strings: at least one; none is empty.
-    tokenizer: of the policy.
+  """The stop strings, at least one and none empty, for a tokenizer.
 
   Raises:
     UserError: the bytes of the tokenizer's ids are not known, or the table
@@ -137,7 +128,7 @@ def response_text(
   Args:
     ids: the tokens of the response, the one that ended it included.
     stopped: whether a stop token or a stop string ended it.
-    tokenizer: of the policy.
+    tokenizer: the policy's.
     stop: the stop strings; None: there are none.
   """
   if stopped and ids[-1] in tokenizer.stop_ids:

@@ -43,10 +43,10 @@ class Chain:
   def __post_init__(self):
     fits = lambda n: isinstance(n, int) and 1 <= n <= 26
     if not self.steps or not all(map(fits, self.steps)):
-      raise UserError(f"chain_steps={self.steps}: expected lengths in 1..26")
+      raise UserError(f"chain: steps={self.steps}: expected lengths in 1..26")
     if not 0 <= self.noise <= 1:
       raise UserError(
-        f"chain_noise={self.noise}: expected a probability in 0..1"
+        f"chain: noise={self.noise}: expected a probability in 0..1"
       )
 
   def __len__(self) -> int:
@@ -73,3 +73,33 @@ class Chain:
         shown = rng.randrange(10)
       demonstration.append(f"{label}{before}{operation}{operand}={shown};")
     return Problem(text + "?", str(value), "".join(demonstration) + f"#{shown}")
+
+
+def sources(
+  seed: int, *, steps="8", demonstrated="2|4|6|8", noise=0.12
+) -> tuple[Chain, Chain, Chain]:
+  """Chains to learn from, to be evaluated on, and to imitate.
+
+  Args:
+    seed: of all.
+    steps: lengths to learn from and to be evaluated on, with | between.
+    demonstrated: lengths to imitate.
+    noise: share of random results in these.
+  """
+  chain = Chain(_lengths("steps", steps), seed=seed)
+  return (
+    chain,
+    dataclasses.replace(chain, evaluation=True),
+    dataclasses.replace(
+      chain, steps=_lengths("demonstrated", demonstrated), noise=noise
+    ),
+  )
+
+
+def _lengths(name: str, text: str | int) -> tuple[int, ...]:
+  lengths = str(text).split("|")
+  if not all(map(str.isdecimal, lengths)):
+    raise UserError(
+      f"data.source=chain:{name}={text}: expected lengths, such as 2|4|8"
+    )
+  return tuple(map(int, lengths))

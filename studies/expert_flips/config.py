@@ -27,7 +27,7 @@ def get_config(argument: str = "") -> ConfigDict:
   c.model.mlp_dim = 512 // asked.experts
   c.model.num_layers = c.model.unroll = asked.layers
   c.data.prompts = 16
-  c.data.chain_steps = (4,)
+  c.data.source = "chain:steps=4,demonstrated=2|4"
   c.data.max_prompt_length = 16
   c.sampler.max_new_tokens = 40
   c.objective.name = "grpo"
@@ -35,8 +35,6 @@ def get_config(argument: str = "") -> ConfigDict:
   c.optim.learning_rate = asked.rate
   c.optim.warmup_steps = 0
   c.cold_start.steps = 200
-  c.cold_start.check_every = 100
-  c.cold_start.chain_steps = (2, 4)
   c.eval.every = 10
   c.eval.prompts = 64
   return base.shrink(c) if asked.quick else c

@@ -109,11 +109,12 @@ def bench(run_config: ConfigDict, folder: Path, mesh, length: int) -> Bench:
   """For a run in `folder`; call it and its methods in the mesh's context."""
   config = run_config.copy_and_resolve_references()
   config.log.instruments = False
-  config.sampler.min_new_tokens = config.sampler.max_new_tokens = length
+  config.sampler.max_new_tokens = length
   # Half a batch at a time: responses are long, and windows need no more.
   config.data.prompts //= 2
   config.learner.micro_batch_size //= 2
-  functions = build_program(parse(config), mesh)
+  parsed = parse(config).replace(sampler={"min_new_tokens": length})
+  functions = build_program(parsed, mesh)
   gradient = functools.partial(
     gradients.grams,
     cfg=functions.cfg,

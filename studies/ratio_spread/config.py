@@ -18,7 +18,7 @@ def get_config(argument: str = "") -> ConfigDict:
   c = base.config(asked)
   base.long_chains(c)
   c.num_steps = 10
-  c.data.chain_steps = c.cold_start.chain_steps
+  c.data.source = "chain:steps=2|4|8|12,demonstrated=2|4|8|12,noise=0.08"
   c.eval.every = 10
   c.eval.prompts = 128
   if asked.quick:

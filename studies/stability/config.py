@@ -58,7 +58,7 @@ def _routing(c):
 def _long(c):
   base.long_chains(c)
   c.data.prompts = 16  # for longer responses
-  c.data.chain_steps = (12,)
+  c.data.source += ",steps=12"
 
 
 def _off_policy(c):

@@ -1,6 +1,7 @@
 """Material: stages, held-out questions and demonstrations, apart."""
 
 import json
+import re
 
 import datasets as hf_datasets
 import pyarrow
@@ -8,8 +9,8 @@ import pytest
 from pyarrow import parquet
 
 from gspo_jax.data import datasets
-from gspo_jax.data.problem import Problem
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.tasks.chain import Chain
 
 
 @pytest.fixture
@@ -28,13 +29,17 @@ def config(debug_config, tmp_path):
   return debug_config
 
 
+def load(config):
+  return datasets.load(config.data, config.seed)
+
+
 def questions(source):
   parts = getattr(source, "sources", (source,))
   return {part[i].text for part in parts for i in range(len(part))}
 
 
 def test_a_later_stage_has_both(config):
-  found = datasets.load(config)
+  found = load(config)
   assert [stage.begin for stage in found.stages] == [1, 3]
   first, second = (questions(stage.source) for stage in found.stages)
   assert first < second
@@ -42,7 +47,7 @@ def test_a_later_stage_has_both(config):
 
 
 def test_nothing_held_out_is_learnt_in_any_stage(config):
-  found = datasets.load(config)
+  found = load(config)
   held_out = questions(found.held_out)
   assert held_out
   for stage in found.stages:
@@ -59,40 +64,19 @@ def test_a_fingerprint_is_of_beginnings_and_questions(config):
     ((3, config.data.source),),
   ):
     config.data.curriculum = stages
-    prints.add(datasets.fingerprint(datasets.load(config).stages))
+    prints.add(datasets.fingerprint(load(config).stages))
   assert len(prints) == 4
-
-
-def test_examples_are_of_the_training_part_and_of_the_seed(config):
-  found = datasets.load(config)
-  chosen = datasets.examples(found.stages, 5, seed=1)
-  assert len({p.text for p in chosen}) == 5
-  assert {p.text for p in chosen} <= questions(found.stages[0].source)
-  assert chosen == datasets.examples(found.stages, 5, seed=1)
-  assert chosen != datasets.examples(found.stages, 5, seed=2)
-  both = found.stages[1:]
-  every = datasets.examples(both, len(questions(both[0].source)), seed=1)
-  assert {p.text for p in every} == questions(both[0].source)
-  assert datasets.examples(both, 0, seed=1) == []
-
-
-def test_examples_that_do_not_exist(config):
-  stages = [datasets.Stage(1, [Problem("a", "1", "")])]
-  with pytest.raises(UserError, match=r"few_shot=2: expected at most 1, "):
-    datasets.examples(stages, 2, seed=0)
-  with pytest.raises(UserError, match=r"'a' has no demonstration .*_field"):
-    datasets.examples(stages, 1, seed=0)
 
 
 def test_the_columns_that_were_found_are_said_once(config):
   first, second = config.data.source, config.data.curriculum[0][1].split(",")[1]
   said = "the problem is in 'question', the reference in 'answer'"
-  assert datasets.load(config).notes == (
+  assert load(config).notes == (
     f"{first}: {said}",
     f"{second}: {said}",
   )
   config.data.problem_field, config.data.reference_field = "question", "answer"
-  assert datasets.load(config).notes == ()
+  assert load(config).notes == ()
 
 
 def test_equal_problems_are_said(config, tmp_path):
@@ -102,22 +86,22 @@ def test_equal_problems_are_said(config, tmp_path):
   lines = first.read_text().splitlines()
   held_out.write_text("\n".join(['{"question": "?", "answer": "1"}', *lines]))
   config.data.eval_source = f"jsonl:{held_out}"
-  assert datasets.load(config).notes == (
+  assert load(config).notes == (
     "data.eval_source: of the 41 problems read 40 are in data.source or "
     "data.curriculum, too: they are trained on",
   )
   held_out.write_text('{"question": "?", "answer": "1"}')
-  assert datasets.load(config).notes == ()
+  assert load(config).notes == ()
   first.write_text("\n".join([*lines, *lines[:2], lines[0]]))
   said = "data.source and data.curriculum: of the {} problems read {} are equal"
-  found = lambda: datasets.load(config).notes[0]
+  found = lambda: load(config).notes[0]
   assert found().startswith(said.format(43, 3))
   first.write_text("\n".join(lines))
   config.data.source += f",jsonl:{first}"
   assert found().startswith(said.format(80, 40))
   config.data.source = f"jsonl:{first}"
   config.data.curriculum = ((2, f"jsonl:{first}"),)
-  assert datasets.load(config).notes == ()
+  assert load(config).notes == ()
   again = tmp_path / "again.jsonl"
   again.write_text(lines[0].replace('?"', '? "') + "\n" + lines[1])
   config.data.curriculum = ((2, f"jsonl:{first},jsonl:{again}"),)
@@ -133,12 +117,40 @@ def test_a_bad_record_of_a_table_is_named_before_it_is_needed(
   config.data.source = f"parquet:{tmp_path}/a.parquet"
   config.data.eval_source = config.data.curriculum[0][1]
   with pytest.raises(UserError, match=r"a.parquet\[2\]: 'answer' .* null"):
-    datasets.load(config)
+    load(config)
   monkeypatch.setattr(datasets.sources, "_CHECKED", 2)
-  datasets.load(config)
+  load(config)
 
 
 def test_the_embedded_task_has_one_stage(debug_config):
   debug_config.data.curriculum = ((3, "chain"),)
   with pytest.raises(UserError, match=r"data.curriculum=\(\(3, 'chain'\),\)"):
-    datasets.load(debug_config)
+    load(debug_config)
+
+
+def test_the_numbers_of_the_embedded_task(debug_config):
+  debug_config.data.source = "chain:steps=2|4,demonstrated=3,noise=1.0"
+  found, seed = load(debug_config), debug_config.seed
+  (stage,) = found.stages
+  assert stage.source == Chain((2, 4), seed=seed)
+  assert found.held_out == Chain((2, 4), seed=seed, evaluation=True)
+  assert found.demonstrations == Chain((3,), seed=seed, noise=1.0)
+  debug_config.data.source = "chain"
+  found = load(debug_config)
+  assert found.stages[0].source.steps == (8,)
+  assert found.demonstrations == Chain((2, 4, 6, 8), seed=seed, noise=0.12)
+
+
+@pytest.mark.parametrize(
+  ("source", "words"),
+  [
+    ("chain:step=2", "'chain' has no argument 'step': did you mean 'steps'"),
+    ("chain:steps=2-4", "chain:steps=2-4: expected lengths, such as 2|4|8"),
+    ("chain:steps=99", "99"),
+    ("chain:noise=2", "2: expected"),
+  ],
+)
+def test_a_mistaken_chain(debug_config, source, words):
+  debug_config.data.source = source
+  with pytest.raises(UserError, match=re.escape(words)):
+    load(debug_config)

@@ -96,44 +96,6 @@ def test_the_prompt_of_a_conversation(history, text):
   assert text_of(Problem("2+2?", "4", "", {}, history), cfg) == text
 
 
-def test_every_prompt_begins_with_the_examples():
-  examples = (
-    Problem("1+1?", "2", " 2"),
-    Problem("3?", "3", " 3", {}, (SYSTEM,)),
-  )
-  cfg = config(64, system="Add.", instruction="Q: {problem}", examples=examples)
-  expected = "Add.\n\nQ: 1+1? 2\n\nQ: 3? 3\n\nQ: 2+2?"
-  assert text_of(Problem("2+2?", "4", ""), cfg) == expected
-
-
-@pytest.mark.parametrize("too_long", ["error", "drop"])
-def test_an_example_is_not_trained_on(too_long):
-  shown = (LONG[3], LONG[20])
-  cfg = config(64, too_long=too_long, examples=shown)
-  options = {"batch": 7, "seed": 0}
-  every = {p.text for p in LONG} - {p.text for p in shown}
-  for stream in (
-    pipeline.prompts(LONG, cfg, **options),
-    pipeline.demonstrations(LONG, cfg, width=4, **options),
-  ):
-    assert set(itertools.chain(*texts(stream, 12))) == every
-  assert pipeline.num_fitting(LONG, cfg) == len(every)
-  with pytest.raises(UserError, match=r"only \[21\] fit .*data.few_shot=2 ex"):
-    pipeline.prompts(LONG, cfg, batch=22, seed=0)
-  # Nor is it evaluated.
-  assert pipeline.take(LONG, cfg, 4).problems == [*LONG[:3], LONG[4]]
-  other = LONG[3]._replace(history=(("user", "before"),))
-  assert not cfg.is_example(other)
-
-
-def test_examples_that_leave_no_room_are_named(tmp_path):
-  source = write(tmp_path / "a", *"abcdefgh")
-  with pytest.raises(
-    UserError, match=r"'b', with the examples of data.few_shot=1, has 10 tokens"
-  ):
-    batches(source, width=8, examples=(source[0],))
-
-
 def test_a_demonstration_ends_in_a_stop():
   batch = next(demonstrations(Chain((1, 3)), width=24))
   assert batch.turns is None
@@ -363,10 +325,3 @@ def test_take_is_the_first_problems_in_order():
     UserError, match=r"eval.prompts=13: expected at most 12, "
   ):
     pipeline.take(SMALL, config(), 13)
-
-
-def test_bad_options_of_prompts():
-  with pytest.raises(UserError, match="too_long='dropp': did you mean 'drop'"):
-    config(too_long="dropp")
-  with pytest.raises(UserError, match=r"data.instruction='Solve: ': expected"):
-    config(instruction="Solve: ")

@@ -27,13 +27,14 @@ def write(path, count, **more):
   return str(path)
 
 
-def test_a_set_is_read_by_name_and_in_order(tmp_path):
+def test_a_set_is_read_by_name_and_in_order(tmp_path, monkeypatch):
   files = {"train": write(tmp_path / "a", 9), "test": write(tmp_path / "b", 3)}
   assert prepare_tfds.prepare("gsm8k", files, str(tmp_path / "sets")) == {
     "train": 9,
     "test": 3,
   }
-  read = lambda spec: list(sources.load(spec, data_dir=str(tmp_path / "sets")))
+  monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "sets"))
+  read = lambda spec: list(sources.load(spec))
   for split, path in files.items():
     problems = read(f"tfds:gsm8k:{split}")
     assert problems[2].columns == {"annotation": "so\n", "short_answer": "2"}
@@ -50,13 +51,14 @@ def test_a_set_is_read_by_name_and_in_order(tmp_path):
   assert "tensorflow" not in sys.modules
 
 
-def test_a_set_with_another_name(tmp_path):
+def test_a_set_with_another_name(tmp_path, monkeypatch):
   tests = [{"input": "1\n", "output": "2\n"}]
   path = write(tmp_path / "a", 4, tests=tests)
   folder = str(tmp_path / "sets")
   assert prepare_tfds.prepare("my_set", {"train": path}, folder) == {"train": 4}
   fields = sources.Fields(reference="tests", demonstration="answer")
-  source = sources.load("tfds:my_set", data_dir=folder, fields=fields)
+  monkeypatch.setenv("TFDS_DATA_DIR", folder)
+  source = sources.load("tfds:my_set", fields=fields)
   assert json.loads(source[3].reference) == tests
   assert source[3].demonstration == "so\n#### 3"
 
@@ -68,21 +70,24 @@ def test_a_set_of_a_parquet_file(tmp_path, monkeypatch):
   datasets.Dataset.from_dict(rows).to_parquet(file)
   files = {"train": f"parquet:{file}"}
   assert prepare_tfds.prepare("sums", files, folder) == {"train": 1}
-  problem = sources.load("tfds:sums", data_dir=folder)[0]
+  monkeypatch.setenv("TFDS_DATA_DIR", folder)
+  problem = sources.load("tfds:sums")[0]
   assert problem == ("1+1?", "2", "so #### 2", {"info": '{"n": 1}'}, (), ())
 
 
-def test_a_set_that_is_not_prepared_names_the_command(tmp_path):
+def test_a_set_that_is_not_prepared_names_the_command(tmp_path, monkeypatch):
+  monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
   words = f"prepare_tfds --name=gsm8k --train=FILE --data_dir={tmp_path}"
   with pytest.raises(UserError, match=words):
-    sources.load("tfds:gsm8k", data_dir=str(tmp_path))
+    sources.load("tfds:gsm8k")
 
 
-def test_a_split_that_does_not_exist(tmp_path):
+def test_a_split_that_does_not_exist(tmp_path, monkeypatch):
+  monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "sets"))
   files = {"train": write(tmp_path / "a", 2)}
   prepare_tfds.prepare("my_set", files, str(tmp_path / "sets"))
   with pytest.raises(UserError, match="Unknown split 'tset'"):
-    sources.load("tfds:my_set:tset", data_dir=str(tmp_path / "sets"))
+    sources.load("tfds:my_set:tset")
 
 
 def test_mistakes(tmp_path):
@@ -126,11 +131,12 @@ def test_the_command(tmp_path):
 
 @pytest.mark.slow
 @needs_gsm8k
-def test_gsm8k(tmp_path):
+def test_gsm8k(tmp_path, monkeypatch):
+  monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
   files = {part: str(GSM8K / f"{part}.jsonl") for part in ("train", "test")}
   sizes = prepare_tfds.prepare("gsm8k", files, str(tmp_path))
   assert sizes == {"train": 7473, "test": 1319}
   for part, path in files.items():
-    source = sources.load(f"tfds:gsm8k:{part}", data_dir=str(tmp_path))
+    source = sources.load(f"tfds:gsm8k:{part}")
     without = [problem._replace(columns={}) for problem in source]
     assert without == list(sources.load(f"jsonl:{path}"))

@@ -584,10 +584,11 @@ def test_the_command(workdir, files, tmp_path):
 )
 def test_flags(arguments, words, monkeypatch, capsys):
   monkeypatch.setattr(sys, "argv", ["gspo", *arguments])
-  monkeypatch.setattr(__main__.command, "on_hosts", lambda work: work())
-  with flagsaver.flagsaver(), pytest.raises(UserError) as error:
-    __main__._command(__main__._parse(sys.argv))
-  assert words in str(error.value)
+  with flagsaver.flagsaver(), pytest.raises(SystemExit, match="2"):
+    __main__.main()
+  error = capsys.readouterr().err.splitlines()[-1]
+  assert error.startswith("error: ")
+  assert words in error
 
 
 # Several processes.

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax.data import datasets
 from gspo_jax.data.problem import Problem
 from gspo_jax.evaluate.policy_sampler import (
   BatchShape,
@@ -188,28 +187,6 @@ def test_instruction_and_system_prompt_reach_the_policy(debug_config):
   text = sampler.program.tokenizer.decode(tokens)
   assert text.startswith("S")
   assert text.endswith("{x}? \\box{}")
-
-
-def test_the_examples_of_training_reach_the_policy(debug_config):
-  debug_config.data.few_shot = 1
-  debug_config.data.max_prompt_length = 40
-  config = parse(debug_config)
-  sampler = PolicySampler(config, one_device(), BatchShape(1, 1, 1))
-  stages = datasets.load(config).stages
-  (example,) = datasets.examples(stages, 1, config.seed)
-  prompts = sampler.prompts([Problem("x?", "", "")])
-  tokens = prompts.tokens[0][-prompts.lengths[0] :]
-  text = sampler.program.tokenizer.decode(tokens)
-  assert text == f"{example.text}{example.demonstration}\n\nx?"
-  with pytest.raises(
-    UserError, match=r"^data.few_shot: the problem .* is an ex"
-  ):
-    sampler.prompts([Problem("x?", "", ""), example])
-  words = (
-    "'xxx.*with the examples of data.few_shot=1, has .* more than data.max"
-  )
-  with pytest.raises(UserError, match=words):
-    sampler.prompts([Problem("x" * 40, "", "")])
 
 
 def test_the_conversation_before_a_problem_reaches_the_policy(debug_config):

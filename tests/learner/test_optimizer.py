@@ -50,7 +50,7 @@ def test_warmup_is_a_line_that_starts_above_zero():
 )
 def test_a_decay_goes_from_the_peak_to_its_end(decay, left, warmup):
   for end in (0.0, 0.1):
-    rate = rates(130, decay=decay, warmup_steps=warmup, min_lr_ratio=end)
+    rate = rates(130, decay=f"{decay}:min_lr_ratio={end}", warmup_steps=warmup)
     t = np.clip((np.arange(130) - warmup) / (100 - warmup), 0, 1)
     expected = 0.1 * (end + (1 - end) * left(t))
     expected[:warmup] = 0.1 * np.arange(1, warmup + 1) / max(warmup, 1)
@@ -61,7 +61,10 @@ def test_a_decay_goes_from_the_peak_to_its_end(decay, left, warmup):
 
 def test_two_steps_of_adamw():
   cfg = dataclasses.replace(
-    PLAIN, warmup_steps=4, b1=0.8, b2=0.9, weight_decay=0.3, clip_norm=0.2
+    PLAIN,
+    name="adamw:b1=0.8,b2=0.9,weight_decay=0.3",
+    warmup_steps=4,
+    clip_norm=0.2,
   )
   tx = optimizer.optimizer(cfg)
   update = jax.jit(tx.update)
@@ -86,7 +89,8 @@ def test_two_steps_of_adamw():
 
 @pytest.mark.parametrize("factor", [1e-3, 1.0, 1e6])
 def test_the_norm_is_clipped_and_never_scaled_up(factor):
-  tx = optimizer.optimizer(dataclasses.replace(PLAIN, clip_norm=0.25, b1=0.0))
+  cfg = dataclasses.replace(PLAIN, clip_norm=0.25, name="adamw:b1=0.0")
+  tx = optimizer.optimizer(cfg)
   grads = jax.tree.map(lambda g: factor * g, GRADS)
   _, state = tx.update(grads, tx.init(PARAMS), PARAMS)
   moment = optax.tree.get(state, "mu")
@@ -133,8 +137,9 @@ def test_a_step_of_muon(name, axis):
     jax.tree.map(lambda s: rng.normal(size=s.shape).astype("f4"), shapes)
     for _ in range(2)
   )
-  adamw = dataclasses.replace(PLAIN, weight_decay=0.5, clip_norm=1e9)
-  muon = optimizer.optimizer(dataclasses.replace(adamw, name="muon"))
+  numbers = "weight_decay=0.5"
+  adamw = dataclasses.replace(PLAIN, name=f"adamw:{numbers}", clip_norm=1e9)
+  muon = optimizer.optimizer(dataclasses.replace(adamw, name=f"muon:{numbers}"))
   adamw = optimizer.optimizer(adamw)
   step = lambda g, p: adamw.update(g, adamw.init(p), p)[0]
   expected = jax.jit(step)(grads, params)
@@ -169,7 +174,8 @@ def test_matrices_decay_and_norms_do_not(name):
   )
   shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
   params = jax.tree.map(lambda s: np.ones(s.shape, s.dtype), shapes)
-  tx = optimizer.optimizer(dataclasses.replace(PLAIN, weight_decay=0.5))
+  cfg = dataclasses.replace(PLAIN, name="adamw:weight_decay=0.5")
+  tx = optimizer.optimizer(cfg)
   decay_only = lambda p: tx.update(
     jax.tree.map(jnp.zeros_like, p), tx.init(p), p
   )
@@ -188,7 +194,19 @@ def test_matrices_decay_and_norms_do_not(name):
     ("decay", "cosinus", "did you mean 'cosine'"),
     ("decay", "x", "constant, cosine, linear"),
     ("name", "adam", "did you mean 'adamw'"),
-    ("min_lr_ratio", 0.1, "min_lr_ratio=0.1: expected 0 with optim.decay='con"),
+    (
+      "decay",
+      "constant:min_lr_ratio=.1",
+      "'min_lr_ratio': it takes none",
+    ),
+    (
+      "decay",
+      "cosine:min_lr_ratio=2",
+      "min_lr_ratio=2: expected 0 to 1",
+    ),
+    ("name", "adamw:b2=1.5", "optim.name: b2=1.5: expected 0 or more, under 1"),
+    ("name", "adamw:b1=x", "optim.name=adamw:b1=x: b1: expected a number"),
+    ("name", "muon:weight_decay=-1", "weight_decay=-1: expected 0 or more"),
   ],
 )
 def test_bad_settings(option, value, words):

@@ -214,7 +214,7 @@ def iterate(program, rewards):
     samples = program.sampler.generate(state.params, prompts, jax.random.key(1))
     packing = pack(learner, prompts, samples)
     batch = learner.make_train_batch(prompts, samples, packing)
-    state, batch, _ = learner.compute_old_logprobs(state, batch)
+    state, batch, _ = learner.compute_old_logps(state, batch)
     rewards = multihost.to_global(
       np.float32(rewards), sharding.batch_sharding(program.mesh)
     )
@@ -365,7 +365,7 @@ def test_critic_reference_and_replay_on_many_devices_do_as_one(config):
       )
       packing = pack(learner, prompts, samples)
       batch = learner.make_train_batch(prompts, samples, packing)
-      state, batch, _ = learner.compute_old_logprobs(state, batch)
+      state, batch, _ = learner.compute_old_logps(state, batch)
       batch = learner.add_reference_and_values(state, batch)
       batch = learner.assign_advantages(batch, rewards, samples.finish)
       kept = jax.device_get(batch)

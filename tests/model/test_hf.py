@@ -43,7 +43,7 @@ QWEN2 = MOE | {"num_experts": 0, "attention_bias": True, "qk_norm": False}
 
 
 def config(name):
-  return hf.config_from_hf(GOLDENS / name, dtype="float32", remat=False)
+  return hf.config_from_hf(GOLDENS / name, dtype="float32", remat="none")
 
 
 @functools.cache
@@ -176,7 +176,7 @@ def test_save_and_load_is_the_identity(
   again = hf.load_hf(tmp_path / "out", cfg)
   assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(again))
   require_equal(again, params)
-  assert hf.config_from_hf(tmp_path / "out", remat=False) == (
+  assert hf.config_from_hf(tmp_path / "out", remat="none") == (
     dataclasses.replace(cfg, dtype=dtype)
   )
   out = capsys.readouterr().out
@@ -626,6 +626,12 @@ def config_with(tmp_path, **changes):
   raw = {key: value for key, value in raw.items() if value is not None}
   (tmp_path / "config.json").write_text(json.dumps(raw))
   return hf.config_from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(("said", "tied"), [(True, True), (None, False)])
+def test_a_head_is_tied_only_where_the_config_says_so(tmp_path, said, tied):
+  cfg = config_with(tmp_path, tie_word_embeddings=said)
+  assert cfg.tie_embeddings == tied
 
 
 def test_a_config_is_read(tmp_path):

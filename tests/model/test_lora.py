@@ -177,7 +177,7 @@ def test_adapters_are_sharded_as_their_weights():
 @pytest.mark.parametrize(
   ("values", "words"),
   [
-    ((0, 1.0), "model.lora.rank=0: expected at least 1"),
+    ((-1, 1.0), "model.lora.rank=-1: expected 0 or more"),
     ((4, 0.0), "model.lora.alpha=0.0: expected more than 0"),
     ((4, 1.0, "mpl"), "model.lora.targets='mpl'.*'mlp'"),
   ],

@@ -27,7 +27,7 @@ def parts(micro_batch, stalled, rest):
 
 FUNCTIONS = {
   "update": parts(3.0, 1.0, 4.0),
-  "old_logprobs": parts(1.0, 0.0, 0.5),
+  "old_logps": parts(1.0, 0.0, 0.5),
   "reference_and_values": parts(2.0, 0.0, 0.0),
   "decode_params": {"seconds": {"scheduled": 0.25}},
   "prefill": {"seconds": {"scheduled": 0.125}},
@@ -191,7 +191,7 @@ def test_fewer_rows_wait_as_long_for_collectives(config):
 @pytest.fixture
 def continuous(config):
   config.continuous_batching.update(
-    {"slots": 8, "page_size": 4, "prefill_chunk": 8, "segment_steps": 4}
+    {"slots": 8, "page_size": 4, "prefill_chunk": 8}
   )
   return config
 

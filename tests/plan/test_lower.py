@@ -32,9 +32,9 @@ def with_continuous_batching(config):
 def test_a_run_without_pages(debug_config):
   made = built(debug_config, data=4)
   lowered = lower.functions(parse(debug_config), made)
-  assert list(lowered) == ["generate", "update", "old_logprobs"]
+  assert list(lowered) == ["generate", "update", "old_logps"]
   # One program, so that both round alike.
-  assert lowered["old_logprobs"] is lowered["update"]
+  assert lowered["old_logps"] is lowered["update"]
   assert set(lowered) < set(lower.FUNCTIONS)
 
 
@@ -69,7 +69,7 @@ def test_a_sampler_with_devices_of_its_own(debug_config, slots):
 def test_a_run_with_pages(debug_config):
   made = with_continuous_batching(debug_config)
   lowered = lower.functions(parse(debug_config), made)
-  names = ["decode_params", "prefill", "generate", "update", "old_logprobs"]
+  names = ["decode_params", "prefill", "generate", "update", "old_logps"]
   assert list(lowered) == names
   # All shards' longest prompts; and every slot's state goes in and comes out.
   tokens = lowered["prefill"].in_avals[0][2]
@@ -114,9 +114,7 @@ def test_the_segment_plan_is_that_of_a_run(debug_config, monkeypatch):
 
 def test_a_run_with_partial_rollouts(debug_config):
   """All responses in flight decode; a prefill has a prompt and a response."""
-  debug_config.rollout.update(
-    {"max_tokens_per_iteration": 4, "extra_prompts_in_flight": 8}
-  )
+  debug_config.rollout.update({"max_tokens_per_iteration": 4})
   made = with_continuous_batching(debug_config)
   lowered = lower.functions(parse(debug_config), made)
   tokens = lowered["prefill"].in_avals[0][2]

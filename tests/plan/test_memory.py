@@ -13,10 +13,10 @@ from gspo_jax.plan import memory as plan_memory
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
-from gspo_jax.sampler.continuous import ContinuousSampler
 
 MIB, GIB = 2**20, 2**30
 WHERE = chips.parse("v5e:2x4")
+STATIC, PAGED = (SimpleNamespace(batching=slots) for slots in (None, 8))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def made():
   return program(bare), program(state)
 
 
-def program(state, generate=None, separate=None):
+def program(state, generate=STATIC, separate=None):
   """A program with the state of its learner alone."""
   return SimpleNamespace(
     abstract_policy=state.params,
@@ -63,7 +63,7 @@ def test_what_a_function_does_not_read_stays(made):
   _, whole = made
   resident = lambda name: memory(name, whole, 0)["memory"]["resident"]
   assert resident("update") == 0
-  assert resident("old_logprobs") == 0  # the same program
+  assert resident("old_logps") == 0  # the same program
   assert resident("generate") == (1 + 3 + 5 + 2) * GIB // 2 + 4
   assert resident("reference_and_values") == (4 + 1 + 3) * GIB // 2 + 4
 
@@ -80,7 +80,7 @@ def test_moments_stay_while_other_functions_run(made):
 
 def test_with_pages_the_parameters_stay_while_others_decode(made):
   bare, _ = made
-  paged = program(bare.learner.abstract, object.__new__(ContinuousSampler))
+  paged = program(bare.learner.abstract, PAGED)
   resident = lambda name, of: memory(name, of, 0)["memory"]["resident"]
   parameters = GIB // 2
   for name, more in (("decode_params", 0), ("prefill", parameters)):
@@ -98,7 +98,7 @@ def test_a_sampler_of_its_own_devices_holds_weights_alone(made):
     "resident"
   ]
   static = program(state, separate=separate)
-  paged = program(state, object.__new__(ContinuousSampler), separate)
+  paged = program(state, PAGED, separate)
   for ahead in (0, 1, 4):
     # Weights are an argument of these two.
     assert resident("generate", static, ahead) == ahead * weights

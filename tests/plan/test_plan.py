@@ -59,7 +59,7 @@ def test_a_plan_tells_what_it_is(fitting):
   assert fitting["libtpu"]
   assert fitting["jax"]
   assert fitting["note"] == "compiler roofline, nothing ran on a chip"
-  assert list(fitting["functions"]) == ["update", "old_logprobs", "generate"]
+  assert list(fitting["functions"]) == ["update", "old_logps", "generate"]
 
 
 @needs_libtpu
@@ -78,7 +78,7 @@ def test_numbers_of_a_plan_fit_together(fitting):
 @needs_libtpu
 def test_the_update_is_its_micro_batches_and_its_optimizer_steps(fitting):
   """Of 32 responses, one a row and 8 rows at a time, in two minibatches."""
-  for name in ("update", "old_logprobs"):
+  for name in ("update", "old_logps"):
     whole = fitting["functions"][name]
     parts = whole["parts"]
     assert parts["most_micro_batches"] == 4
@@ -93,7 +93,7 @@ def test_the_update_is_its_micro_batches_and_its_optimizer_steps(fitting):
     # Nothing is left that data decides.
     assert whole["loops"] == whole["branches"] == []
   update, score = (
-    fitting["functions"][name]["parts"] for name in ("update", "old_logprobs")
+    fitting["functions"][name]["parts"] for name in ("update", "old_logps")
   )
   ratio = update["micro_batch"]["flops"] / score["micro_batch"]["flops"]
   assert 2.5 < ratio < 3.5  # forward and backward, against forward
@@ -115,7 +115,7 @@ def test_an_iteration_is_the_parts_that_its_lengths_need(fitting):
     seconds("update", "rest") + parts["update"]["micro_batches"] * one
   )
   # Forward alone is less than forward and backward.
-  assert 0 < seconds("old_logprobs", "micro_batch") < one
+  assert 0 < seconds("old_logps", "micro_batch") < one
   assert parts["generate"]["steps"] <= functions["generate"]["decode"]["steps"]
   assert iteration["seconds"] == sum(part["seconds"] for part in parts.values())
 
@@ -187,16 +187,16 @@ def test_a_pool_that_is_too_large_is_refused_with_the_largest(tmp_path):
 
 @needs_libtpu
 def test_the_table_is_narrow_and_the_compiler_quiet():
-  done = run(*TINY, SLICE, "--functions=old_logprobs", "--top=3")
+  done = run(*TINY, SLICE, "--functions=old_logps", "--top=3")
   assert done.returncode == 0
   first, *progress = done.stderr.splitlines()
-  assert first == "compiling old_logprobs ..."
-  assert all(line.startswith("compiling old_logprobs: ") for line in progress)
+  assert first == "compiling old_logps ..."
+  assert all(line.startswith("compiling old_logps: ") for line in progress)
   assert max(map(len, done.stdout.splitlines())) <= 100
   for words in (
     "compiler roofline, nothing ran on a chip",
     "libtpu ",
-    "old_logprobs: most expensive operations",
+    "old_logps: most expensive operations",
     "verdict: fits",
   ):
     assert words in done.stdout
@@ -242,7 +242,7 @@ def assert_a_mistake(done, words):
     ([*TINY, SLICE, "--config.sed=1"], "did you mean 'seed'?"),
     (
       [*TINY, SLICE, "--functions="],
-      "choose one of decode_params, generate, old_logprobs, prefill, ",
+      "choose one of decode_params, generate, old_logps, prefill, ",
     ),
     ([*TINY, SLICE, "--lengths=nowhere"], "--lengths=nowhere: cannot read "),
     (
@@ -344,7 +344,7 @@ def test_in_turns_all_devices_sample_and_train(in_turns, sizes, axis):
 def test_in_turns_that_cannot_run_has_a_reason(in_turns):
   assert in_turns(data=1, fsdp=3)[0]["reason"].startswith("mesh={'data': -1")
   reason = in_turns(fits=False, data=2, fsdp=1)[0]["reason"]
-  assert reason.startswith("does not fit: update, old_logprobs")
+  assert reason.startswith("does not fit: update, old_logps")
 
 
 @needs_libtpu

@@ -25,7 +25,7 @@ def test_the_weights_below_adapters_stay_and_have_no_gradient(debug_config):
   debug_config.model.lora.rank = 4
   made, mib = build(), 2**20
   assert flops("update", made) == pytest.approx(update * 2 / 3)
-  assert flops("reference_and_values", made) == flops("old_logprobs", made) > 0
+  assert flops("reference_and_values", made) == flops("old_logps", made) > 0
   size = plan_memory.array_bytes
   state = made.learner.abstract
   assert 1 * mib < size(state.base) < 1.1 * mib  # 0.26M float32 numbers

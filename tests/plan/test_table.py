@@ -79,7 +79,7 @@ REPORT = {
   "hbm": 40 * GIB,
   "functions": {
     "update": FUNCTION,
-    "old_logprobs": FUNCTION,
+    "old_logps": FUNCTION,
     "generate": FUNCTION,
   },
   "fits": True,
@@ -215,15 +215,15 @@ def test_the_largest_pool_can_be_pasted():
 
 def test_a_misfit_is_named_last_with_its_buffers():
   report = copy.deepcopy(REPORT)
-  report["functions"]["old_logprobs"] = {
+  report["functions"]["old_logps"] = {
     "compile_seconds": 3.0,
     "fits": False,
     "reason": "RESOURCE_EXHAUSTED: too much",
     "buffers": [(50 * GIB, "f32[64,4096,151936]" + "x" * 200)],
   }
   text = render(report)
-  assert text.endswith("verdict: does NOT fit: old_logprobs")
-  assert "old_logprobs does not fit: RESOURCE_EXHAUSTED: too much" in text
+  assert text.endswith("verdict: does NOT fit: old_logps")
+  assert "old_logps does not fit: RESOURCE_EXHAUSTED: too much" in text
   assert "50.00  f32[64,4096,151936]" in text
   assert max(map(len, text.splitlines())) <= 100
 

@@ -48,11 +48,8 @@ def assert_one_line(text):
 @pytest.mark.parametrize(
   ("line", "words"),
   [
-    ("c.paging.slots = 8", "paging: no .* 'continuous_batching.slots'"),
-    (
-      "c.learner.micro_rows = 2",
-      "micro_rows: no .* 'learner.micro_batch_size'",
-    ),
+    ("c.beta = 8", "beta: no .* 'objective.kl_coef'"),
+    ("c.optim.lr = 2", "lr: no .* 'optim.learning_rate'"),
   ],
 )
 def test_a_key_that_a_config_file_may_not_set_is_named(
@@ -72,17 +69,17 @@ def test_overrides_reach_the_config(parse):
     "--config.seed=3",
     "--config.optim.learning_rate",
     "2e-4",
-    "--config.model.remat=true",
-    "--noconfig.model.remat",
-    "--config.data.chain_steps=(1, 3)",
+    "--config.log.instruments=true",
+    "--noconfig.log.instruments",
+    "--config.reward.weights=(1.0, 3)",
     "--config.objective.name=grpo",
     "--workdir=there",
   )
   parsed = config.parse(typed)
   assert parsed.seed == 3
   assert parsed.optim.learning_rate == 2e-4
-  assert parsed.model.remat is False
-  assert parsed.data.chain_steps == (1, 3)
+  assert parsed.log.instruments is False
+  assert parsed.reward.weights == (1, 3)
   assert parsed.objective.name == "grpo"
   assert workdir == "there"
 
@@ -99,20 +96,19 @@ def test_overrides_reach_the_config(parse):
      "did you mean 'optim.learning_rate'?"),
     ([TINY, WORKDIR, "--config.data.batch_size=8"],
      "--config.data.batch_size=8: no such key; did you mean 'data.prompts'"),
-    ([TINY, WORKDIR, "--config.paging.slots=8"],
-     "--config.paging.slots=8: no such key; did you mean "
-     "'continuous_batching.slots'"),
+    ([TINY, WORKDIR, "--config.optim.b1=.8"],
+     "--config.optim.b1=.8: no such key; did you mean 'optim.name=adamw:b1=0"),
     ([TINY, WORKDIR, "--config.sampler.group_size", "4"],
      "did you mean 'rollout.group_size'?"),
     ([TINY, WORKDIR, "-config.sed=1"], "did you mean 'seed'?"),
-    ([TINY, WORKDIR, "--noconfig.model.remats"], "mean 'model.remat'?"),
+    ([TINY, WORKDIR, "--noconfig.log.instrument"], "'log.instruments'?"),
     ([TINY, WORKDIR, "--config.sed", "1"], "did you mean 'seed'?"),
     (["--workdir", "x", TINY, "--config.sed=1"], "did you mean 'seed'?"),
     ([TINY, WORKDIR, "--config.optim=1"], "--config.optim=1: .*'optim.name'"),
     ([TINY, WORKDIR, "--config.seed=abc"], "--config.seed=abc: invalid"),
     ([TINY, WORKDIR, "--config.seed=1.5"], "--config.seed=1.5: invalid"),
-    ([TINY, WORKDIR, "--config.optim.b1=x"], "--config.optim.b1=x"),
-    ([TINY, WORKDIR, "--config.model.remat=maybe"], "maybe"),
+    ([TINY, WORKDIR, "--config.optim.clip_norm=x"], "optim.clip_norm=x"),
+    ([TINY, WORKDIR, "--config.log.instruments=maybe"], "maybe"),
     ([TINY, WORKDIR, "--config.seed"], "Missing value"),
     ([TINY, WORKDIR, "--config.reward.weights=1,x"],
      "--config.reward.weights=1,x: expected numbers with commas between"),
@@ -198,8 +194,8 @@ def test_a_file_here_goes_before_that_of_the_package(
     ("sampler.stop=4", ("4",)),
     ("sampler.stop=('a,b',)", ("a,b",)),
     ("sampler.stop=", ()),
-    ("data.chain_steps=2,4", (2, 4)),
-    ("data.chain_steps=2", (2,)),
+    ("log.profile=2,4", (2, 4)),
+    ("reward.weights=2", (2,)),
     ("data.weights=", ()),
     ("data.curriculum=((3,'chain'),)", ((3, "chain"),)),
   ],
@@ -219,8 +215,8 @@ def test_help_lists_every_key_with_the_values_of_the_config(parse, capsys):
   for key in config.all_keys():
     assert f"--config.{key}=" in text
   assert "--config.num_steps=4\n" in text  # of :debug
-  assert "--config.model.keep=attention,stream\n" in text
-  assert "decay of AdamW's second moment [0 or more, under 1]" in text
+  assert "--config.reward.names=final_answer\n" in text
+  assert "largest global norm of the gradient [more than 0]" in text
   assert "--workdir=" in text
   assert "logtostderr" not in text  # absl's own
 

@@ -57,9 +57,8 @@ def refused(keys, overrides, words):
     ("model.dtype=float16", "did you mean 'bfloat16'"),
     ("rollout.group_size=1", "rollout.group_size=1: expected at least 2"),
     ("rollout.group_size=0", "rollout.group_size=0: expected at least 2"),
-    ("sampler.temperature=0", "sampler.temperature=0: expected more than 0"),
+    ("sampler.temperature=0", "sampler.temperature=0.0: expected more than 0"),
     ("sampler.top_p=1.5", "sampler.top_p=1.5"),
-    ("sampler.min_p=1.5", "sampler.min_p=1.5: expected 0 .all. to 1"),
     ("sampler.stop=", "sampler.stop=.*expected strings that are not"),
     ("sampler.max_new_tokens=0", "sampler.max_new_tokens=0"),
     ("data.prompts=6", "data.prompts = 6 is not divisible by learner.minib"),
@@ -76,21 +75,16 @@ def refused(keys, overrides, words):
     ("cold_start.batch=6", "cold_start.batch = 6 is not divisible by learner"),
     ("eval.samples=0", "eval.samples=0: expected at least 1"),
     ("eval.every=-1", "eval.every=-1: expected 0 or more"),
-    ("log.samples_every=0", "log.samples_every=0"),
     ("optim.learning_rate=-1", "optim.learning_rate=-1.0: expected 0 or more"),
     ("optim.learning_rate=nan", "optim.learning_rate=nan"),
     ("optim.clip_norm=0", "optim.clip_norm=0.0"),
     ("optim.name=adam", "optim.name='adam': did you mean 'adamw'"),
     ("optim.decay=cosin", "optim.decay='cosin': did you mean 'cosine'"),
-    ("optim.min_lr_ratio=2", "optim.min_lr_ratio=2.0: expected 0 to 1"),
     ("optim.warmup_steps=-3", "optim.warmup_steps=-3: expected 0 or more"),
-    ("optim.b2=1.5", "optim.b2=1.5: expected 0 or more, under 1"),
     ("cold_start.learning_rate=0", "cold_start.learning_rate=0.0: expected"),
-    ("cold_start.check_every=0", "cold_start.check_every=0"),
     ("cold_start.gate=7", "cold_start.gate=7.0: expected 0 to 1"),
     ("checkpoint.every=0", "checkpoint.every=0"),
     ("sampler.temperature=inf", "sampler.temperature=inf"),
-    ("sampler.min_new_tokens=99", "min_new_tokens=99: expected 0 to sampler.m"),
     ("data.prompts=0", "data.prompts = 0: expected at least 1"),
     ("num_steps=-3", "num_steps=-3"),
     ("log.samples=-1", "log.samples=-1"),
@@ -149,6 +143,12 @@ def test_no_number_may_be_infinite_or_nan(debug_config, value):
     parse(debug_config)
 
 
+def test_a_remat_of_no_value_that_there_is(debug_config):
+  debug_config.model.remat = "attention,streem"
+  with pytest.raises(UserError, match="remat='streem': did you mean 'stream'"):
+    build(debug_config)
+
+
 @pytest.mark.parametrize("value", [(3,), (12, 10), (0, 1), (1.0, 2.0)])
 def test_a_profile_is_of_a_first_and_a_last_iteration(debug_config, value):
   debug_config.log.profile = value
@@ -160,7 +160,6 @@ def test_a_profile_is_of_a_first_and_a_last_iteration(debug_config, value):
 
 
 LIMIT = "rollout.max_tokens_per_iteration=4"
-EXTRA = "rollout.extra_prompts_in_flight=4"
 SLOTS = "continuous_batching.slots=4"
 ROUNDS = "rollout.dynamic_sampling_rounds=2"
 GAME = "rollout.environment=guessing reward.names=()"
@@ -181,18 +180,16 @@ GAME = "rollout.environment=guessing reward.names=()"
       f"objective.name=ppo {ROUNDS}",
       f"{ROUNDS}: expected 1 with objective.name='ppo'",
     ),
-    (f"{LIMIT} {EXTRA}", f"{LIMIT}: expected 0 with continuous_batching.slots"),
-    (f"{LIMIT} {SLOTS}", f"{LIMIT} and rollout.extra_.*=0: expected both"),
-    (EXTRA, f"iteration=0 and {EXTRA}: expected both"),
+    (LIMIT, f"{LIMIT}: expected 0 with continuous_batching.slots"),
     (
-      f"{LIMIT} {EXTRA} {SLOTS} objective.replay=r3",
+      f"{LIMIT} {SLOTS} objective.replay=r3",
       f"{LIMIT}: expected 0 with objective.replay='r3'",
     ),
     (
       f"rollout.max_staleness=2 {ROUNDS}",
       f"rollout.max_staleness=2: expected 0 with {ROUNDS}",
     ),
-    (f"{LIMIT} {EXTRA} {ROUNDS}", f"{LIMIT}: expected 0 with {ROUNDS}"),
+    (f"{LIMIT} {ROUNDS}", f"{LIMIT}: expected 0 with {ROUNDS}"),
     (
       "data.drop_solved=True sampler_mesh.devices=4 rollout.max_staleness=1",
       "data.drop_solved=True: expected False with sampler_mesh.devices=4",
@@ -202,7 +199,7 @@ GAME = "rollout.environment=guessing reward.names=()"
       f"rollout.environment=guessing {SLOTS}",
       r"reward.names=\('final_answer',\): expected \(\), for the environment",
     ),
-    (f"{GAME} {SLOTS} {LIMIT} {EXTRA}", f"{LIMIT}: expected 0, for a conver"),
+    (f"{GAME} {SLOTS} {LIMIT}", f"{LIMIT}: expected 0, for a conver"),
     (
       f"{GAME} {SLOTS} objective.replay=r3",
       "objective.replay='r3': expected 'none' or 'r2'",
@@ -312,7 +309,7 @@ def test_a_key_that_is_missing_or_unknown(debug_config):
     parse(keys)
   for section, key, meant in (
     ("sampler", "group_size", "rollout.group_size"),
-    ("rollout", "ahead", "rollout.max_staleness"),
+    ("rollout", "n", "rollout.group_size"),
     ("optim", "lr", "optim.learning_rate"),
   ):
     keys = ConfigDict(debug_config.to_dict())
@@ -322,9 +319,9 @@ def test_a_key_that_is_missing_or_unknown(debug_config):
 
 
 def test_a_parsed_config_has_the_values_of_its_keys(debug_config):
-  debug_config.data.chain_steps = [1, 3]
+  debug_config.log.profile = [1, 3]
   parsed = parse(debug_config)
-  assert parsed.data.chain_steps == (1, 3)
+  assert parsed.log.profile == (1, 3)
   assert hash(parsed) == hash(parse(debug_config))
 
 

@@ -1,39 +1,31 @@
-"""The descriptions of the keys: all of them, in order, from the comments."""
+"""The descriptions of the keys, and configs/common.py, made of them."""
 
 import dataclasses
-import inspect
+
+from repository import ROOT
 
 from gspo_jax.configs import common, tiny_cpu
-from gspo_jax.program.config import Config, all_keys
-from gspo_jax.program.config_reference import _comments, describe
+from gspo_jax.program.config import Config, all_keys, parse
+from gspo_jax.program.config_reference import common as text_of_common
+from gspo_jax.program.config_reference import describe
 
 ROWS = {row.key: row for row in describe()}
 
 
-def test_every_key_and_section_is_described_in_the_order_of_the_file():
-  sections = {
-    f.name for f in dataclasses.fields(Config) if f.type not in (int,)
-  }
-  assert ROWS.keys() == {*all_keys()} | sections
-  source = inspect.getsource(common.get_config)
-  lines = [source.index(f"  c.{key} = ") for key in ROWS]
-  assert lines == sorted(lines)
+def test_common_is_what_the_command_writes():
+  command = "python -m gspo_jax.program.config_reference > configs/common.py"
+  assert (ROOT / "configs/common.py").read_text() == text_of_common(), command
 
 
-def test_every_key_has_a_comment():
-  bare = [r.key for r in ROWS.values() if not r.comment.partition(" [")[0]]
-  assert bare == []
+def test_common_has_the_defaults():
+  assert parse(common.get_config()) == Config()
 
 
-def test_a_comment_stands_above_or_beside_its_key():
-  assert _comments(
-    "c.a = 1  # beside\n# above,\n# in two lines\nc.b.c = (\n"
-    "  'no # comment',\n)  # and beside\nc.d = 2\nc.a = 3  # set again\n"
-  ) == {
-    "a": "beside",
-    "b.c": "above, in two lines and beside",
-    "d": "",
-  }
+def test_every_key_and_section_is_described():
+  sections = {f.name for f in dataclasses.fields(Config)} - {"seed"}
+  sections -= {"num_steps"}
+  assert ROWS.keys() == {*all_keys()} | sections | {"model.lora"}
+  assert all(row.meaning.partition(" [")[0] for row in ROWS.values())
 
 
 def test_a_description_has_the_default_and_the_values_allowed():
@@ -41,9 +33,9 @@ def test_a_description_has_the_default_and_the_values_allowed():
     0.9,
     "greedy accuracy that ends it; 0: run all steps [0 to 1]",
   )
-  assert ROWS["objective.replay"].comment.endswith("[none | r2 | r3]")
-  # The comment names them all.
-  assert "[" not in ROWS["objective.name"].comment
+  assert ROWS["model.dtype"].meaning.endswith("[float32 | bfloat16]")
+  # The meaning names them all.
+  assert "[" not in ROWS["data.too_long"].meaning
   assert ROWS["optim"][1:] == (None, "the optimizer")
 
 

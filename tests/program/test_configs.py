@@ -22,7 +22,9 @@ from gspo_jax.sampler.samples import SamplerConfig
 
 FOLDER = ROOT / "configs"
 NAMES = sorted(
-  p.stem for p in FOLDER.glob("*.py") if p.stem not in ("__init__", "common")
+  p.stem
+  for p in FOLDER.glob("*.py")
+  if p.stem not in ("__init__", "common", "recipes")
 )
 each_config = pytest.mark.parametrize("name", NAMES)
 each_mode = pytest.mark.parametrize("mode", ["", "debug"])
@@ -157,7 +159,7 @@ def test_a_pods_config_divides_on_its_slice(name, mode, shape):
   assert sizes[1:] == shape[1:]
   assert sizes[0] in (-1, shape[0])
   config = parse(keys)
-  cfg = settings.model_config(config)
+  cfg = settings.model_config(config.model)
   params = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
   decoding = config.sampler_mesh
   groups = math.prod(shape) // (decoding.expert * decoding.tensor)
@@ -166,7 +168,7 @@ def test_a_pods_config_divides_on_its_slice(name, mode, shape):
     model.shardings(params, mesh)
   mesh = jax.sharding.AbstractMesh(shape, sharding.AXES)
   config.check_training(sharding.batch_shards(mesh), mesh.shape["context"])
-  batching = settings.continuous_batching(config)
+  batching = config.continuous_batching
   shards = math.prod(shape) // decoding.tensor
   sizes = batching.shard_sizes(
     SamplerConfig(

@@ -83,7 +83,7 @@ def test_generate_splits_caches_weights_and_logits(debug_config):
   key = jax.eval_shape(lambda: jax.random.key(0))
   lowered = program.sampler.generate.lower(
     program.abstract_params, prompts, key
-  )
+  )["generate"]
   loops = re.findall(r"= \((.*?)\) while\(", lowered.compile().as_text())
   (decoding,) = [loop for loop in loops if "f32[4,4,22,16]" in loop]
   assert "f32[32,4,22,16]" not in decoding  # 32 rows, over eight devices
@@ -135,7 +135,7 @@ def test_iterations_of_ppo_with_a_reference_that_follows(debug_config):
   mesh = sharding.make_mesh(jax.devices()[:1])
   program = build_program(parse(debug_config), mesh)
   learner = program.learner
-  assert learner.needs_old_logprobs
+  assert learner.needs_old_logps
   state = learner.init_state(program.init_params(jax.random.key(0)))
   critic = jax.device_get(state.critic.params)
   policies = [jax.device_get(state.params)]
@@ -149,7 +149,7 @@ def test_iterations_of_ppo_with_a_reference_that_follows(debug_config):
     batch = learner.make_train_batch(prompts, samples, packing)
     # Copies: a NumPy view of a buffer would forbid its donation.
     before = jax.tree.map(np.array, state)
-    state, batch, old_metrics = learner.compute_old_logprobs(state, batch)
+    state, batch, old_metrics = learner.compute_old_logps(state, batch)
     jax.tree.map(np.testing.assert_array_equal, before, state)
     batch = learner.add_reference_and_values(state, batch)
     rewards = rng.standard_normal(16).astype(np.float32)
@@ -189,8 +189,8 @@ def test_a_function_that_compiles_again_is_an_error(debug_config):
   program = build_program(parse(debug_config), mesh)
   program.check_compiled_once()
   generate = program.sampler.generate
-  for name, most in generate.compilations().items():
-    jitted = types.SimpleNamespace(_cache_size=lambda most=most: most + 1)
+  for name, (_, limit) in generate.compilations().items():
+    jitted = types.SimpleNamespace(_cache_size=lambda limit=limit: limit + 1)
     functions = dataclasses.replace(
       generate.jitted, **{name: sharding.MeshJit(jitted, mesh)}
     )
@@ -229,7 +229,7 @@ def test_tokens_of_the_functions_that_run(debug_config, every_minibatch):
   whole = 8, 15 * width, 16 * width
   assert tokens.pop("update") == whole
   if every_minibatch:
-    assert tokens == {"old_logprobs": whole, "reference_and_values": whole}
+    assert tokens == {"old_logps": whole, "reference_and_values": whole}
   else:
     (old,) = tokens.values()
     assert old.micro_batches == 1 + 4

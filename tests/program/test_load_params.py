@@ -106,7 +106,7 @@ def test_what_identifies_a_model_is_the_same_in_a_file(name):
 
 
 def test_other_settings_of_the_same_model(debug_config, params, run):
-  debug_config.model.remat = True
+  debug_config.model.remat = "full"
   debug_config.model.dtype = "bfloat16"
   debug_config.sampler.max_new_tokens = 9
   other = program_of(debug_config)

@@ -80,8 +80,8 @@ def iteration(program, prompts, samples, placement):
   state = learner.init_state(program.init_params(jax.random.key(0)))
   batch = learner.make_train_batch(prompts, samples, placement)
   metrics = {}
-  if learner.needs_old_logprobs:
-    state, batch, metrics = learner.compute_old_logprobs(state, batch)
+  if learner.needs_old_logps:
+    state, batch, metrics = learner.compute_old_logps(state, batch)
   if learner.add_reference_and_values:
     batch = learner.add_reference_and_values(state, batch)
   rewards = np.random.default_rng(2).random(B).astype(np.float32)

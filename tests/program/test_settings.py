@@ -26,12 +26,12 @@ from gspo_jax.runtime.errors import UserError
     (1, {"old_logps": "sampler", "kl_estimator": "k1", "kl_coef": 0.1}, False),
   ],
 )
-def test_old_logprobs_are_computed_where_an_update_lacks_them(
+def test_old_logps_are_computed_where_an_update_lacks_them(
   debug_config, minibatches, objective, needed
 ):
   debug_config.learner.minibatches = minibatches
   debug_config.objective.update(objective)
-  cfg = settings.model_config(parse(debug_config))
+  cfg = settings.model_config(parse(debug_config).model)
   assert settings.needs_old_logps(parse(debug_config), cfg) == needed
   in_reward = needed and minibatches == 1
   learners = settings.learners(parse(debug_config), cfg)
@@ -45,10 +45,12 @@ def test_old_logprobs_are_computed_where_an_update_lacks_them(
 
 
 def test_responses_are_sampled_as_the_config_says(debug_config):
-  sampler = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1}
+  sampler = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
   debug_config.sampler.update(sampler)
   config = parse(debug_config)
-  tokenizer = settings.load_tokenizer(config, settings.model_config(config))
+  tokenizer = settings.load_tokenizer(
+    config, settings.model_config(config.model)
+  )
   found = lambda: settings.sampler_config(parse(debug_config), tokenizer)
   for key, value in debug_config.sampler.items():
     assert getattr(found(), key) == (value or None if key == "stop" else value)
@@ -100,8 +102,8 @@ def test_a_state_holds_only_weights_that_an_update_reads(debug_config):
 
 def test_a_config_file_may_set_other_sizes_of_the_model(debug_config):
   debug_config.model.num_experts = debug_config.model.experts_per_token = 0
-  cfg = settings.model_config(parse(debug_config))
+  cfg = settings.model_config(parse(debug_config).model)
   assert (cfg.num_experts, cfg.experts_per_token) == (0, 0)
   debug_config.model.num_expert = 4
   with pytest.raises(UserError, match="did you mean 'num_experts'"):
-    settings.model_config(parse(debug_config))
+    settings.model_config(parse(debug_config).model)

@@ -415,6 +415,34 @@ def test_a_whole_update_takes_the_gradient_of_the_oracle(policy, name, term):
   assert np.abs(slope[SECOND]).max() > 1e-3
 
 
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("old_logps", ["recompute", "sampler"])
+def test_a_first_minibatch_is_on_policy_or_has_the_samplers_logps(
+  policy, old_logps, minibatches
+):
+  config = make_config("grpo", "nothing")
+  config.objective.old_logps = old_logps
+  config.learner.minibatches = minibatches
+  params, rows = params_and_batch("grpo")
+  rows = assign(config, rows)
+  state, update = start(config, params)
+  new, _, metrics = update(state, rows)
+  if old_logps == "recompute":
+    at_once = params["logps"] / np.float32(TEMPERATURE)
+    rows = dataclasses.replace(rows, old_logps=at_once)
+  expected = expect(config, params, rows)
+  first = ORDER[: B // minibatches]
+  part = expected.case._replace(
+    m=MASK & np.isin(np.arange(B), first)[:, None],
+  )
+  slope = oracles.gradient("grpo", part, **expected.options) / TEMPERATURE
+  change = params["logps"] - new.params["logps"]
+  assert_close(change[first], slope[first])
+  # Known before the update, they are compared with those of its own pass.
+  known = old_logps == "sampler" or minibatches == 2
+  assert (metrics["ratio/first_minibatch_std"].value() > 0) == known
+
+
 @pytest.mark.parametrize(
   ("minibatches", "term"),
   [
@@ -422,7 +450,7 @@ def test_a_whole_update_takes_the_gradient_of_the_oracle(policy, name, term):
     *((2, term) for term in ("nothing", "k1", "r2", "everything")),
   ],
 )
-def test_an_update_after_old_logprobs_is_on_policy(policy, minibatches, term):
+def test_an_update_after_old_logps_is_on_policy(policy, minibatches, term):
   """The rows of a minibatch move only in its step, so all ratios are 1."""
   config = make_config("gspo", term)
   config.learner.minibatches = minibatches

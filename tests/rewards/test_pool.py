@@ -10,7 +10,7 @@ from gspo_jax.rewards.reward import EXAMPLE, Response
 from gspo_jax.runtime.errors import UserError
 
 MODULE = """
-import json, os, time
+import json, os, sys, time
 
 class Odd:
   def __float__(self): raise OverflowError("no float")
@@ -58,6 +58,9 @@ def decodes(prompt, response, reference): return json.loads(reference)["score"]
 def dies(prompt, response, reference): return response == "kind" or os._exit(1)
 def hangs(prompt, response, reference):
   return response == "kind" or time.sleep(60)
+
+def has_numpy(prompt, response, reference):
+  return float(bool({"numpy", "jax"} & {*sys.modules}))
 
 def one_float(prompt, responses, reference): return 1.0
 def too_few(prompt, responses, reference): return [1.0]
@@ -188,6 +191,11 @@ def test_columns_that_no_reward_reads_are_not_sent():
     response = Response("", "x", "", columns=column)
     assert pool.submit([response]).result().total.tolist() == [1]
     assert pool.submit([]).result().total.shape == (0,)
+
+
+def test_a_worker_needs_the_standard_library_alone():
+  with make_pool("has_numpy") as pool:
+    assert pool.submit([EXAMPLE]).result().total.tolist() == [0]
 
 
 def test_total_is_the_weighted_sum_of_the_rewards_that_worked():

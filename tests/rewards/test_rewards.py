@@ -1,9 +1,11 @@
 """Rewards by name: which function, with which arguments, and the errors."""
 
 import inspect
+import re
 import sys
 
 import pytest
+from repository import ROOT
 
 from gspo_jax import rewards
 from gspo_jax.rewards.reward import Response
@@ -34,10 +36,6 @@ def test_every_built_in_is_a_reward(name):
     n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD
   ]
   assert positional == ["prompt", "response", "reference"]
-
-
-def test_built_in_by_name():
-  assert rewards.named("final_answer")("2+3?", "#5", "5") == 1.0
 
 
 def test_a_users_reward_by_dotted_name_with_arguments(module):
@@ -217,3 +215,15 @@ def test_a_reward_object_of_a_user_is_prepared(module):
   assert reward("", "", "", **reward.keywords([given])) == 5
   rewards.named("own_reward.OWN:n=4")
   assert seen[2:] == [{"n": 4}]
+
+
+def test_the_reward_object_of_the_docs(module, tmp_path):
+  page = (ROOT / "docs" / "rewards.md").read_text()
+  module(
+    "my_rewards", re.search("```python\n(from pathlib.*?)```", page, re.S)[1]
+  )
+  (tmp_path / "ask.txt").write_text("{response}, {difficulty}")
+  reward = rewards.named(f"my_rewards.TEMPLATED:path={tmp_path}/ask.txt", 9.0)
+  assert reward.needed_columns == ("difficulty",)
+  given = Response("", "yes", "yes, 3", columns={"difficulty": 3})
+  assert reward("", "yes", "yes, 3", **reward.keywords([given])) == 1.0

@@ -49,6 +49,8 @@ class Counts:
   def do_lock(self):
     self.lock = threading.Lock()
     return [("tool", "x")], False, 0.0
+  def do_modules(self):
+    return [], True, float(bool({"numpy", "jax"} & {*sys.modules}))
   def do_silent(self): return [], False, 0.25
   def do_print(self):
     print('[0, 0, [[1, null]]]', flush=True)
@@ -168,6 +170,12 @@ def test_a_reset_that_raises_and_a_step_without_messages(pool):
   (silent,) = step(pool, [good], "silent")
   assert silent.step == Step((), done=True, reward=0.25)
   assert not silent.failure
+
+
+def test_a_worker_needs_the_standard_library_alone(pool):
+  (game,) = begin(pool, Problem("a", "", ""))
+  (reply,) = step(pool, [game], "modules")
+  assert reply.step == Step((), done=True, reward=0.0)
 
 
 def test_the_size_of_a_state_is_that_of_its_pickle(monkeypatch):

@@ -34,6 +34,7 @@ from gspo_jax.sampler.samples import (
   FinishedResponse,
   SamplerConfig,
   empty_samples,
+  finished_responses,
   take_groups,
 )
 
@@ -73,7 +74,14 @@ class ScriptedPolicy:
     self.keys = []
 
   def __call__(
-    self, params, prompts, key, resume_from=None, stop_at=None, progress=None
+    self,
+    params,
+    prompts,
+    key,
+    resume_from=None,
+    stop_at=None,
+    on_finished=None,
+    progress=None,
   ):
     self.keys.append(tuple(jax.random.key_data(key).tolist()))
     samples = resume_from or empty(len(prompts.tokens))
@@ -95,7 +103,10 @@ class ScriptedPolicy:
       progress.advance(responses)
       assert f": {responses}/{responses} responses" in progress.line()
     samples = dataclasses.replace(samples, slot_steps=np.int32(slot_steps))
-    return jax.device_put(samples)
+    samples = jax.device_put(samples)
+    if on_finished:
+      on_finished(finished_responses(samples))
+    return samples
 
 
 def make_context(pool, generate, P=P):
@@ -404,7 +415,7 @@ def test_a_sampler_that_hangs_ends_the_run_in_time():
 
   source = separate(sample, max_staleness=1, timeout=0.2)
   assert source(Weights(), 1).policy_step == 1
-  with pytest.raises(TimeoutError, match=r"rollout\.timeout=0\.2: .*resumes"):
+  with pytest.raises(TimeoutError, match=r"a batch in 0\.2 seconds; .*resumes"):
     source(Weights(), 2)
   source.close()  # it does not wait either
   hangs.set()

@@ -101,12 +101,18 @@ def free_port():
 def launch(environment, tmp_path_factory):
   """Starts `gspo_jax.main` as `count` processes; kills them at the end.
 
-  `only` has flags for single processes. Keywords are overrides of config keys,
+  `only` has flags for single processes, `cold_start` is the folder of another
+  run. Other keywords are overrides of config keys,
   with __ for a dot.
   """
   with contextlib.ExitStack() as stack:
 
-    def launch(count, workdir, *, devices=1, only=None, **overrides):
+    def launch(
+      count, workdir, *, devices=1, only=None, cold_start=None, **overrides
+    ):
+      if cold_start and not (workdir / "cold_start").exists():
+        workdir.mkdir(exist_ok=True)
+        (workdir / "cold_start").symlink_to(cold_start)
       port, commands = free_port(), []
       shared = [
         f"--config.{k.replace('__', '.')}={v}" for k, v in overrides.items()
@@ -194,7 +200,7 @@ def assert_same_samples(workdir, reference):
   ],
 )
 def test_two_processes_equal_one(launch, reference, tmp_path, devices, mesh):
-  cold = {"cold_start__dir": reference / "cold_start"}
+  cold = {"cold_start": reference / "cold_start"}
   first, second = launch(2, tmp_path, devices=devices, **cold, **mesh).finish()
   assert "4/4" in first
   assert "/4 " not in second
@@ -207,7 +213,7 @@ def test_dynamic_sampling_and_a_reference_on_two_processes(
   launch, reference, tmp_path
 ):
   added = {
-    "cold_start__dir": reference / "cold_start",
+    "cold_start": reference / "cold_start",
     "objective__kl_coef": 0.1,
     "objective__reference_every": 2,
     "objective__replay": "r3",
@@ -227,10 +233,9 @@ def test_partial_rollouts_one_step_off_policy_on_two_processes(
 ):
   """Continuous batching, cut responses and rewards while others decode."""
   added = {
-    "cold_start__dir": reference / "cold_start",
+    "cold_start": reference / "cold_start",
     **CONTINUOUS_BATCHING,
     "rollout__max_tokens_per_iteration": 6,
-    "rollout__extra_prompts_in_flight": 2,
     "rollout__max_staleness": 1,
   }
   launch(1, tmp_path / "one", devices=2, **added, **mesh).finish()
@@ -249,7 +254,6 @@ def test_partial_rollouts_one_step_off_policy_on_two_processes(
     {
       **CONTINUOUS_BATCHING,
       "rollout__max_tokens_per_iteration": 6,
-      "rollout__extra_prompts_in_flight": 2,
       "rollout__max_staleness": 1,
     },
     {**GUESSING, "rollout__max_staleness": 1},
@@ -262,7 +266,7 @@ def test_two_processes_sample_and_train_on_halves_of_their_devices(
   cold = reference / "cold_start"
   if "rollout__environment" in added:
     cold = tmp_path / "turns/cold_start"
-  added = {"cold_start__dir": cold, **added}
+  added = {"cold_start": cold, **added}
   launch(2, tmp_path / "turns", **added).finish()
   split = {"sampler_mesh__devices": 2, **added}
   out, _ = launch(2, tmp_path / "split", devices=2, **split).finish()
@@ -288,7 +292,7 @@ def test_conversations_on_two_processes(launch, tmp_path, mesh):
 @pytest.mark.slow
 def test_continuous_batching_on_two_processes(launch, reference, tmp_path):
   added = {
-    "cold_start__dir": reference / "cold_start",
+    "cold_start": reference / "cold_start",
     **CONTINUOUS_BATCHING,
     "rollout__dynamic_sampling_rounds": 2,
   }
@@ -315,7 +319,7 @@ def test_a_cold_start_of_two_processes_stops_and_resumes(
 def stopped(launch, reference, tmp_path_factory):
   """The workdir of two processes, of which one got a SIGTERM."""
   workdir = tmp_path_factory.mktemp("stopped")
-  cold = {"cold_start__dir": reference / "cold_start"}
+  cold = {"cold_start": reference / "cold_start"}
   job = launch(2, workdir, checkpoint__every=100, **cold)
   job.wait_for("0/4")
   job.processes[1].send_signal(signal.SIGTERM)
@@ -332,7 +336,7 @@ def test_a_sigterm_to_one_stops_all_and_any_number_resumes(
   launch, reference, stopped, tmp_path, count
 ):
   shutil.copytree(stopped, tmp_path / "run")
-  cold = {"cold_start__dir": reference / "cold_start"}
+  cold = {"cold_start": reference / "cold_start"}
   first, *others = launch(count, tmp_path / "run", **cold).finish()
   assert "resumed after step" in first
   assert "4/4" in first
@@ -386,7 +390,7 @@ def test_a_mistake_on_one_process_is_printed_once(
 
 @pytest.mark.slow
 def test_a_reward_function_that_fails_stops_all(launch, reference, tmp_path):
-  flags = {"cold_start__dir": reference / "cold_start"}
+  flags = {"cold_start": reference / "cold_start"}
   flags["reward__names"] = "('operator.setitem',)"  # fails on strings
   first, second = launch(2, tmp_path, **flags).finish(code=2)
   line = first.strip().splitlines()[-1]

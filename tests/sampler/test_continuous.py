@@ -165,14 +165,14 @@ def test_another_call_another_key_and_other_weights():
   assert_same(run(generate, key=2, seed=1), static(key=2, seed=1))
   assert generate.jitted.decode.jitted._cache_size() == 2  # 8 slots, and 2
   allowed = generate.compilations()
-  assert {name for name, most in allowed.items() if most == 1} == {
+  assert {name for name, (_, most) in allowed.items() if most == 1} == {
     "decode_params",
     "read_tokens",
     "finalize",
     "append_tokens",
   }
-  for name, most in allowed.items():
-    assert getattr(generate.jitted, name).jitted._cache_size() <= most, name
+  for name, (function, most) in allowed.items():
+    assert function.jitted._cache_size() <= most, name
   assert generate.buckets(continues=False) == (8, 16)
   line = generate.describe(continues=False)
   assert line.startswith("continuous batching: 8 or 2 slots, 88 pages of 4 ")
@@ -269,9 +269,11 @@ def test_a_plan_replays_the_same_steps(make):
   assert decoding.prefilled % 8 == 0
 
 
-def test_prompts_of_another_width_are_an_error():
+def test_what_a_sampler_cannot_do_is_an_error():
   with pytest.raises(UserError, match=r"\(8, 14\): expected \[P, 15\]"):
     run(build(prompt=S + 1))
+  with pytest.raises(UserError, match="stop_at: expected neither"):
+    run(few_pages(), stop_at=np.full(A, 3))
 
 
 def test_tokens_after_the_end_of_a_response_are_cleared():
@@ -282,11 +284,6 @@ def test_tokens_after_the_end_of_a_response_are_cleared():
   assert (final.tokens[:, 1:] == PAD).all()
   assert not final.logps[:, 1:].any()
   np.testing.assert_array_equal(final.tokens[:, 0], samples.tokens[:, 0])
-
-
-def test_routing_is_not_recorded_over_several_calls():
-  with pytest.raises(UserError, match="stop_at: expected neither"):
-    run(few_pages(), stop_at=np.full(A, 3))
 
 
 def test_a_prefill_takes_an_eighth_of_the_pages():
@@ -306,13 +303,18 @@ def test_a_shard_without_requests_waits_for_the_others():
 
 def test_a_resumed_response_is_the_one_without_a_pause():
   """Paused every 7 tokens, with the same key: nothing is lost."""
-  samples, whole = None, static().lengths
+  samples, whole, reported = None, static().lengths, {}
   for length in (7, 14, 21, 28):
-    stop_at = np.full(A, length)
-    samples = run(one_device(), resume_from=samples, stop_at=stop_at)
+    samples = run(
+      one_device(),
+      resume_from=samples,
+      stop_at=np.full(A, length),
+      on_finished=reported.update,
+    )
     np.testing.assert_array_equal(samples.lengths, np.minimum(whole, length))
     unfinished = samples.finish == UNFINISHED
     np.testing.assert_array_equal(unfinished, whole > length)
+    assert sorted(reported) == np.flatnonzero(~unfinished).tolist()
   assert_same(samples, static())
 
 
@@ -598,13 +600,3 @@ def test_other_families_on_eight_devices_equal_the_static_sampler(changes):
   samples, alone = jax.device_get((samples, alone))
   assert_same(samples, alone)
   assert_same_routing(samples, alone)
-
-
-def test_a_paused_response_is_not_reported():
-  reported = {}
-  samples = run(
-    one_device(), stop_at=np.full(A, 7), on_finished=reported.update
-  )
-  finished = np.flatnonzero(samples.finish != UNFINISHED)
-  assert 0 < len(finished) < A
-  assert sorted(reported) == finished.tolist()

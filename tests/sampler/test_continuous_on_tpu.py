@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from gspo_jax.configs import moe_tpu_v5
-from gspo_jax.plan import chips, lower, roofline
+from gspo_jax.plan import chips, roofline
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan.hlo.module import parse as parse_hlo
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding as sh
 from gspo_jax.sampler.decode_params import decode_params_sharding
+from gspo_jax.sampler.samples import Prompts
 
 pytestmark = [
   pytest.mark.slow,
@@ -66,16 +67,17 @@ class Segment:
     program = build_program(config, sh.make_mesh(devices, **keys.mesh))
     generate = program.sampler.generate
     key = jax.eval_shape(lambda: jax.random.key(0))
-    lowered, _ = lower.lower_continuous_sampler(config, program, key)
+    P, S = config.data.prompts, config.data.max_prompt_length
+    ints = lambda *dims: jax.ShapeDtypeStruct(dims, np.int32)
+    call = program.abstract_policy, Prompts(ints(P, S), ints(P)), key
+    lowered = generate.lower(*call)
     self.whole = plan_compile.compile_one(lowered["generate"])
     compute_slots = jax.ShapeDtypeStruct(
       (self.slots // 4 * len(devices),),
       np.int32,
       sharding=generate.batch_sharding,
     )
-    subset, _ = lower.lower_continuous_sampler(
-      config, program, key, compute_slots
-    )
+    subset = generate.lower(*call, compute_slots=compute_slots)
     self.subset = plan_compile.compile_one(subset["generate"])
     report = roofline.work("generate", self.whole.text, config, program, where)
     self.step, sizes = report["decode"], generate.sizes
@@ -87,7 +89,7 @@ class Segment:
     self.cache_shape = cfg.num_kv_heads, sizes.num_pages, PAGE, cfg.head_dim
     weights = zip(
       jax.tree.leaves(lowered["decode_params"].out_info),
-      jax.tree.leaves(decode_params_sharding(cfg, generate.jitted.decode.mesh)),
+      jax.tree.leaves(decode_params_sharding(cfg, generate.mesh)),
       strict=True,
     )
     self.weight_shapes = {

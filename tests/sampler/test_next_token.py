@@ -45,18 +45,6 @@ def test_top_p_is_of_what_top_k_left():
   assert kept.tolist() == [[True, False, False, False, False, False]]
 
 
-def test_min_p_is_a_share_of_the_likeliest_token():
-  probs = np.array([[0.5, 0.1, 0.3, 0.06, 0.04], [0.2, 0.2, 0.2, 0.2, 0.2]])
-  for min_p, kept in ((0.05, 5), (0.15, 3), (0.5, 2), (1.0, 1)):
-    found = kept_tokens(probs, min_p=min_p)
-    np.testing.assert_array_equal(found[0], probs[0] >= min_p * 0.5)
-    assert found.sum(1).tolist() == [kept, 5]
-  # Of a likeliest token that min length forbids, nothing is taken.
-  early = np.array([[0.1, 0.01, 0.1, 0.1, 0.6, 0.09]])  # 1, 4: stop tokens
-  kept = kept_tokens(early, min_p=0.5, min_new_tokens=3)
-  assert kept.tolist() == [[True, False, True, True, False, True]]
-
-
 def test_top_k_keeps_all_that_tie_with_the_kth():
   probs = np.array([[0.1, 0.3, 0.2, 0.2, 0.2], [0.4, 0.1, 0.1, 0.2, 0.2]])
   assert kept_tokens(probs, top_k=2).tolist() == [
@@ -94,7 +82,6 @@ def test_truncates_is_whether_some_tokens_have_no_probability():
   assert config(min_new_tokens=4).truncates
   assert config(top_k=3).truncates
   assert config(top_p=0.6).truncates
-  assert config(min_p=0.1).truncates
 
 
 def sampled_tokens(logits, count, **config):

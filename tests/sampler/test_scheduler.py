@@ -20,6 +20,7 @@ SMALL = ShardSizes(
   max_new_tokens=8,
   max_prompt_length=5,
 )
+sizes_of = functools.partial(dataclasses.replace, SMALL)
 
 
 def tags(sequence, count):
@@ -251,13 +252,6 @@ class SimulatedDevices:
     np.testing.assert_array_equal(stored, sequence)
 
 
-def random_lengths(rng, *, most, count):
-  """Lengths with a median of a tenth of `most`, and 5 % of them at `most`."""
-  sigma = np.log(10) / 1.645
-  lengths = np.exp(rng.normal(np.log(most / 10), sigma, count))
-  return np.clip(lengths.round().astype(int), 1, most)
-
-
 def random_run(seed, *, ample, look_ahead=False):
   """A run of random sizes.
 
@@ -306,11 +300,8 @@ def test_every_response_finishes_once_with_few_pages(seed):
 @pytest.mark.parametrize("ample", [True, False])
 def test_segments_planned_before_the_last_results(ample):
   """Each has the pages that it can fill, and preempts no response."""
-  planned = 0
-  for seed in range(40):
-    run = random_run(seed, ample=ample, look_ahead=True)
-    planned += run.planned_ahead
-  assert planned > 100
+  runs = [random_run(n, ample=ample, look_ahead=True) for n in range(40)]
+  assert sum(run.planned_ahead for run in runs) > 100
 
 
 def test_no_segment_is_planned_ahead_while_responses_wait():
@@ -327,12 +318,12 @@ def test_no_segment_is_planned_ahead_while_responses_wait():
 def test_no_segment_is_planned_ahead_where_pages_or_tokens_run_out():
   """8 tokens fill two pages, in three segments of 3."""
   for num_pages in (3, 4):
-    sizes = dataclasses.replace(SMALL, max_prompt_length=1, num_pages=num_pages)
+    sizes = sizes_of(max_prompt_length=1, num_pages=num_pages)
     scheduler = Scheduler(sizes, [1], [0] * 2, [8] * 2)
     scheduler.admit()
     scheduler.allocate_pages()
     assert scheduler.can_look_ahead == (num_pages == 4)
-  sizes = dataclasses.replace(SMALL, max_prompt_length=1)
+  sizes = sizes_of(max_prompt_length=1)
   scheduler = Scheduler(sizes, [1], [0] * 2, [8] * 2)
   scheduler.admit()
   may_go_on = []
@@ -344,14 +335,7 @@ def test_no_segment_is_planned_ahead_where_pages_or_tokens_run_out():
 
 def test_pages_of_a_segment_planned_ahead_are_kept_if_it_ends_early():
   """Two slots hold 6 pages each for two segments, and then need 5."""
-  sizes = ShardSizes(
-    slots=2,
-    num_pages=12,
-    page_size=1,
-    segment_steps=3,
-    max_new_tokens=8,
-    max_prompt_length=1,
-  )
+  sizes = sizes_of(num_pages=12, page_size=1, max_prompt_length=1)
   scheduler = Scheduler(sizes, [1], [0] * 2, [8] * 2)
   scheduler.admit()
   active = scheduler.allocate_pages().active
@@ -371,13 +355,8 @@ def test_pages_of_a_segment_planned_ahead_are_kept_if_it_ends_early():
 def test_resumed_responses_beside_new_ones(seed):
   """Groups that share a prefix, prefixes of one response, finished ones."""
   rng = np.random.default_rng(seed)
-  sizes = ShardSizes(
-    slots=4,
-    num_pages=20,
-    page_size=3,
-    segment_steps=4,
-    max_new_tokens=12,
-    max_prompt_length=9,
+  sizes = sizes_of(
+    slots=4, num_pages=20, page_size=3, max_new_tokens=12, max_prompt_length=9
   )
   prompt, new = sizes.max_prompt_length, sizes.max_new_tokens
   counts = rng.integers(1, 4, 12)
@@ -413,41 +392,18 @@ def test_an_ample_pool_fills_every_slot_and_prefills_once(seed):
 @pytest.mark.parametrize("new", [1, 4, 21])
 def test_the_smallest_pool_decodes_the_longest_responses(prompt, new):
   """One at a time where it must be; all finish."""
-  sizes = ShardSizes(
-    slots=4,
-    num_pages=10**6,
-    page_size=4,
-    segment_steps=3,
-    max_new_tokens=new,
-    max_prompt_length=prompt,
+  pages = -(-(prompt - 1 + new) // SMALL.page_size) + 1
+  sizes = sizes_of(
+    slots=4, num_pages=pages, max_new_tokens=new, max_prompt_length=prompt
   )
-  sizes = dataclasses.replace(sizes, num_pages=sizes.pages_per_slot + 1)
   prefix_index = np.repeat(range(5), 3)
   SimulatedDevices(sizes, [prompt] * 5, prefix_index, [new] * 15).run()
 
 
-def test_a_prompt_is_prefilled_once_for_its_group():
-  P, G, S = 8, 16, 512
-  sizes = ShardSizes(
-    slots=24,
-    num_pages=2000,
-    page_size=64,
-    segment_steps=32,
-    max_new_tokens=256,
-    max_prompt_length=S,
-  )
-  rng = np.random.default_rng(0)
-  lengths = random_lengths(rng, most=256, count=P * G)
-  prefix_index = np.repeat(range(P), G)
-  run = SimulatedDevices(sizes, [S] * P, prefix_index, lengths).run()
-  assert sorted(run.prefilled) == list(range(P))
-
-
 def test_the_newest_are_preempted_and_are_next():
   """Three responses outgrow the pool, one after the other."""
-  sizes = ShardSizes(
+  sizes = sizes_of(
     slots=3,
-    num_pages=9,
     page_size=2,
     segment_steps=2,
     max_new_tokens=16,
@@ -479,20 +435,25 @@ def test_few_pages_cause_preemptions_and_second_prefills():
 
 
 def test_slots_are_busy_while_responses_wait():
-  """Lengths of up to 1024 tokens, with half the pages of 64 longest slots."""
-  B, P, G, most = 64, 32, 16, 1024
+  """With half the pages of 64 longest slots.
+
+  The median of the lengths is a tenth of the longest, which 5 % have.
+  """
+  B, P, G, longest = 64, 32, 16, 1024
   sizes = ShardSizes(
     slots=B,
     num_pages=10**6,
     page_size=32,
     segment_steps=64,
-    max_new_tokens=most,
+    max_new_tokens=longest,
     max_prompt_length=128,
   )
   pages = B * sizes.pages_per_slot // 2
   sizes = dataclasses.replace(sizes, num_pages=pages)
   rng = np.random.default_rng(0)
-  lengths = random_lengths(rng, most=most, count=P * G)
+  sigma = np.log(10) / 1.645
+  lengths = np.exp(rng.normal(np.log(longest / 10), sigma, P * G))
+  lengths = np.clip(lengths.round().astype(int), 1, longest)
   prefix_lengths = rng.integers(16, 129, P)
   prefix_index = np.repeat(range(P), G)
   run = SimulatedDevices(
@@ -519,10 +480,6 @@ def test_prefixes_that_do_not_fit_are_errors(
 ):
   with pytest.raises(UserError, match=message):
     Scheduler(SMALL, prefix_lengths, [0, 1], [max_tokens] * 2)
-
-
-def test_a_prefix_may_be_longer_than_a_prompt():
-  Scheduler(SMALL, [7, 5], [0, 1], [6, 8])
 
 
 def test_a_shard_without_requests_takes_part_in_each_round():
@@ -612,14 +569,9 @@ def test_finished_responses_and_no_prompts_need_no_prefix():
   requests = pending(samples, stop_at)
   assert requests.prefixes == []
   assert requested(requests) == {}
-  none = dataclasses.replace(
-    samples,
-    tokens=samples.tokens[:0],
-    lengths=samples.lengths[:0],
-    finish=samples.finish[:0],
-  )
-  requests = pending(none, stop_at[:0])
-  assert requests.prefixes == []
+  arrays = samples.tokens, None, samples.lengths, samples.finish, None
+  none = Samples(*[x if x is None else x[:0] for x in arrays])
+  assert pending(none, stop_at[:0]).prefixes == []
 
 
 class Turns:

@@ -193,13 +193,6 @@ def test_a_stop_as_the_very_first_token():
   assert len(set(samples.logps[:, 0])) > 1
 
 
-def test_responses_that_never_stop_are_truncated():
-  samples = generate(stop=-50.0)
-  assert (samples.lengths == R).all()
-  assert (samples.finish == TRUNCATED).all()
-  assert samples.slot_steps == B * R
-
-
 @pytest.mark.parametrize("stop", [0.0, 50.0])
 def test_temperature_zero_takes_the_best_allowed_token(stop):
   """And its log-prob is that of temperature 1, before truncation."""

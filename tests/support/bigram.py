@@ -31,8 +31,7 @@ def params(seed: int = 0) -> model.Params:
   return {
     "embed": normal(V, D),
     "head": normal(D, V),
-    "router": normal(L, D, E),
-    "experts": normal(L, E, D),
+    "moe": {"router": normal(L, D, E), "gate_up": normal(L, E, D)},
     "final_norm": {"scale": jnp.ones(D)},
   }
 
@@ -51,14 +50,18 @@ def hidden_states(
 ) -> HiddenStates:
   """As `model.hidden_states`: the next token depends on this one alone."""
   embedded_BTD = params["embed"][tokens]
-  scores_LBTE = jnp.einsum("btd,lde->lbte", embedded_BTD, params["router"])
+  scores_LBTE = jnp.einsum(
+    "btd,lde->lbte", embedded_BTD, params["moe"]["router"]
+  )
   scores_LBTE = jax.nn.log_softmax(scores_LBTE)
   own_LBTk = jax.lax.top_k(scores_LBTE, K)[1].astype(jnp.uint8)
   if routes is not None and use_own_experts is not None:
     routes = jnp.where(use_own_experts, own_LBTk, routes)
   experts_LBTk = routes if replay else own_LBTk
   layers = jnp.arange(L)[:, None, None, None]
-  hidden = embedded_BTD + params["experts"][layers, experts_LBTk].sum((0, 3))
+  hidden = embedded_BTD + params["moe"]["gate_up"][layers, experts_LBTk].sum(
+    (0, 3)
+  )
   asked = (own_LBTk if routes is None else routes).astype(jnp.int32)
   routing = Routing(
     experts_LBTk,

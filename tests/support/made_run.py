@@ -225,7 +225,7 @@ def _recording(built, config, notes):
     return batch
 
   def step(state, batch, apply_updates):
-    note("update" if apply_updates else "old_logprobs", None)
+    note("update" if apply_updates else "old_logps", None)
     numbers = dict.fromkeys(HEALTH, _number(float(apply_updates)))
     state = dataclasses.replace(state, step=state.step + int(apply_updates))
     return state, batch, numbers
@@ -293,6 +293,9 @@ class _Continuous:
 
   def describe(self, *, continues):
     return ""
+
+  def compilations(self):
+    return {}
 
 
 def _number(value) -> Mean:

@@ -22,14 +22,11 @@ from observe_run import run_of
 from gspo_jax import losses, model
 from gspo_jax.learner import packing, train_batch, train_step
 from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
-from gspo_jax.losses import Terms
 from gspo_jax.program import load_params, settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import MeshJit
-from gspo_jax.sampler.continuous import ContinuousSampler
-from gspo_jax.sampler.paged_decode import SegmentPlan
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts, Samples
 
 KEY = jax.random.key(0)
@@ -160,7 +157,7 @@ def step_traced(config) -> list:
 @each_once
 def generate_traced(config) -> list:
   made = built(config)
-  traced = made.sampler.generate.jitted.trace(
+  traced = made.sampler.generate.jitted.jitted.trace(
     made.abstract_params, PROMPTS, KEY
   )
   return list(operations(traced.jaxpr.jaxpr))
@@ -258,11 +255,8 @@ def logps_and_entropy(params, rows, temperature=1.0, **options):
 @each_once
 def samples_of(config) -> list[Samples]:
   """B responses of generate, generate_eval and generate_greedy each."""
-  return sample_with(bigram.params(), config)
+  made, key, params = built(config), jax.random.key(1), bigram.params()
 
-
-def sample_with(params, config) -> list[Samples]:
-  made, key = built(config), jax.random.key(1)
   once = dataclasses.replace(
     PROMPTS,
     tokens=PROMPTS.tokens.repeat(G, 0),
@@ -314,15 +308,6 @@ def all_likeliest(config):
   return [bool(likeliest(samples).all()) for samples in samples_of(config)]
 
 
-def stopped_lengths(config):
-  """Lengths of responses by a policy that stops as early as it may."""
-  params = bigram.params()
-  params["embed"] = params["embed"].at[:, 0].set(1.0)
-  params["experts"] = params["experts"].at[..., 0].set(0.0)
-  params["head"] = params["head"].at[0, 257].set(99.0)
-  return [set(s.lengths.tolist()) for s in sample_with(params, config)]
-
-
 def end_at_letters(config):
   """Whether each response ends with its first ASCII letter, if it has any."""
   return [_end_at_letters(samples) for samples in samples_of(config)]
@@ -343,42 +328,16 @@ def records_routing(config):
 def pool(config):
   """Slots, pages and tokens of a page; None for the static sampler."""
   made = built(config).sampler.generate
-  if not isinstance(made, ContinuousSampler):
+  if not made.batching:
     return None
   with bigram.by_the_operation():
     state, _ = made.jitted.begin(made.jitted.empty_samples(P), None)
   return len(state.num_tokens), *state.pages.k[0].shape[1:3]
 
 
-def segment(config):
-  """Decode steps of a segment, and tokens of a forward pass of prefill."""
-  devices, params = built(config).sampler.generate.jitted, bigram.params()
-  state, samples = jax.eval_shape(
-    lambda: devices.begin.jitted(devices.empty_samples.jitted(P), None)
-  )
-  like = dict.fromkeys(SegmentPlan.__dataclass_fields__, state.num_tokens)
-  like["active"] = like["new"] = state.pages.active
-  orders = SegmentPlan(**like | {"table": state.pages.table})
-  with bigram.in_place():
-    decode = devices.decode.jitted.trace(
-      params, state, samples, orders, None, np.int32(0), jax.random.key(0)
-    )
-  with record_passes() as passes, bigram.in_place():
-    tokens, pages = np.zeros((P, 16), np.int32), np.zeros((P, 4), np.int32)
-    devices.prefill.jitted.trace(
-      params, state, tokens, tokens[:, 0], pages, None
-    )
-  loops = [
-    o for o in operations(decode.jaxpr.jaxpr) if o.primitive.name == "while"
-  ]
-  bounds = [
-    int(op.invars[1].val)
-    for loop in loops
-    for op in operations(loop.params["cond_jaxpr"].jaxpr)
-    if op.primitive.name == "lt" and hasattr(op.invars[1], "val")
-  ]
-  ((_, T),) = passes
-  return bounds, T
+def prefill_lengths(config):
+  """Tokens of the forward passes of prompts."""
+  return built(config).sampler.generate.buckets(continues=False)
 
 
 @contextlib.contextmanager
@@ -418,18 +377,10 @@ def batch_fields(config):
   return {f.name for f in optional if getattr(rows, f.name) is not None}
 
 
-def with_old_logprobs(config) -> dict[str, np.ndarray]:
-  """Fields of the responses [B, R, ...] after `compute_old_logprobs`."""
-  batch = step(built(config), new_batch(config), "compute_old_logprobs")[1]
+def with_old_logps(config) -> dict[str, np.ndarray]:
+  """Fields of the responses [B, R, ...] after `compute_old_logps`."""
+  batch = step(built(config), new_batch(config), "compute_old_logps")[1]
   return unpacked.by_response(batch, LENGTHS, R)
-
-
-def needs_old_logprobs(config):
-  return built(config).learner.needs_old_logprobs
-
-
-def old_logprobs_temperature(config):
-  return _fits(with_old_logprobs(config)["old_logps"], bigram.params())
 
 
 def reference_temperature(config):
@@ -452,7 +403,7 @@ def _fits(logps, params):
 
 def old_logps_source(config):
   """Whose log-probs are the old ones."""
-  old, mask = with_old_logprobs(config)["old_logps"], made_batch().response_mask
+  old, mask = with_old_logps(config)["old_logps"], made_batch().response_mask
   if np.array_equal(old[mask], made_samples().logps[mask]):
     return "sampler's"
   return "policy's" if _fits(old, bigram.params()) == 1 else None
@@ -460,7 +411,7 @@ def old_logps_source(config):
 
 def replayed_experts(config):
   """Whose experts a batch has for an update: none, policy's, sampler's."""
-  experts = with_old_logprobs(config).get("experts")
+  experts = with_old_logps(config).get("experts")
   if experts is None:
     return None
   mask = made_batch().response_mask
@@ -498,109 +449,12 @@ def step(made, batch, name):
     return getattr(made.learner, name)(state, batch)
 
 
-@each_once
-def gradient(config):
-  """The loss's gradient in the unembedding, off the old policy."""
-  return _gradient(config, first=False)
-
-
-@each_once
-def first_gradient(config):
-  """As `gradient`, in a first minibatch: the policy is the old one."""
-  return _gradient(config, first=True)
-
-
-def _gradient(config, first):
-  learner = settings.learners(parse(config), built(config).cfg).policy
-  rows, is_old_policy = made_batch(), jnp.asarray(first)
-
-  def mean(head):
-    params = bigram.params() | {"head": head}
-    loss = learner.loss(params, rows, is_old_policy).loss
-    return loss.total / loss.count
-
-  with bigram.by_the_operation():
-    return np.asarray(jax.grad(mean)(bigram.params()["head"]))
-
-
-def expected_gradient(
-  method, rows=None, *, temperature=1.0, replay=False, terms=None, **options
-):
-  """The gradient of a public loss, put together by hand."""
-  rows = made_batch() if rows is None else rows
-  routes = {"routes": rows.experts.swapaxes(0, 1)} if replay else {}
-
-  def total(head):
-    own = bigram.params() | {"head": head}
-    logps, entropy = logps_and_entropy(
-      own, rows, temperature, **routes, replay=replay
-    )
-    extra = Terms(**terms(rows, logps, entropy)) if terms else Terms()
-    return method(
-      logps,
-      rows.old_logps,
-      rows.advantages[:, 0],
-      rows.response_mask,
-      terms=extra,
-      **options,
-    )[0]
-
-  with bigram.by_the_operation():
-    return np.asarray(jax.grad(total)(bigram.params()["head"]))
-
-
-def first_expected_gradient(method, *, replay=False):
-  """As `expected_gradient`, where the old log-probs are the policy's."""
-  rows = made_batch()
-  routes = {"routes": rows.experts.swapaxes(0, 1)} if replay else {}
-  old, _ = logps_and_entropy(bigram.params(), rows, **routes, replay=replay)
-  rows = dataclasses.replace(rows, old_logps=old)
-  return expected_gradient(method, rows, replay=replay)
-
-
 def routing(rows, **options):
   with bigram.by_the_operation():
     out = model.hidden_states(
       bigram.params(), None, rows.tokens, None, None, **options
     )
   return out.routing
-
-
-def kl_terms(coef, estimator):
-  return lambda rows, logps, _: {
-    "penalty": coef
-    * losses.kl_penalty(
-      logps, rows.reference_logps, rows.response_mask, estimator=estimator
-    )
-  }
-
-
-def mismatch_terms(method, unit, cap=2.0, floor=0.5):
-  """Weights of the mismatch, by the textbook."""
-
-  def terms(rows, *_):
-    gap = jnp.where(
-      rows.response_mask, rows.old_logps - rows.sampler_logps, 0.0
-    )
-    if unit == "sequence":
-      lengths = rows.response_mask.sum(1, keepdims=True)
-      gap = jnp.broadcast_to(gap.sum(1, keepdims=True) / lengths, gap.shape)
-    weight = jnp.exp(gap)
-    kept = (weight <= cap) & (weight >= floor)
-    tamed = {"tis": jnp.minimum(weight, cap), "mis": weight * kept}
-    return {"weights": tamed[method]}
-
-  return terms
-
-
-def shift_terms(floor):
-  def terms(rows, *_):
-    result = routing(rows, routes=rows.experts.swapaxes(0, 1))
-    new = result.logps[:, :, S - 1 : -1].swapaxes(0, 1)
-    moved = jnp.abs(new - rows.router_logps).mean((1, 3))
-    return {"log_ratio_shift": jnp.log(jnp.maximum(jnp.exp(-moved), floor))}
-
-  return terms
 
 
 def reference_after(config):
@@ -612,40 +466,6 @@ def reference_after(config):
   old = np.array_equal(head(update.after.reference), head(bigram.params()))
   new = np.array_equal(head(update.after.reference), head(update.after.params))
   return {(True, False): "old", (False, True): "new"}[old, new]
-
-
-REWARDS = np.float32(np.resize([1, 0, 3, 0, 2, 2, 0.5], B))
-
-
-def assigned(config) -> TrainBatch:
-  """The made-up batch with its advantages and returns."""
-  made = built(config)
-  with bigram.by_the_operation():
-    batch = made.learner.assign_advantages(
-      cut(made), REWARDS, made_samples().finish
-    )
-  return unpacked.join(batch)
-
-
-def advantages(config):
-  """Of each response; its tokens have the same."""
-  rows = assigned(config)
-  first = np.asarray(rows.advantages[:, 0])
-  expected = np.where(rows.response_mask, first[:, None], 0)
-  np.testing.assert_array_equal(rows.advantages, expected)
-  return first
-
-
-def group_advantages(group=G, *, std=True, kl_coef=0.0, whole=False):
-  """Advantages within groups, by the textbook."""
-  rows, rewards = made_batch(), REWARDS.reshape(-1, group)
-  result = rewards - rewards.mean(1, keepdims=True)
-  if std:
-    result = result / (rewards.std(1, keepdims=True) + 1e-6)
-  gap = np.where(rows.response_mask, rows.old_logps - rows.reference_logps, 0)
-  fee = kl_coef * gap.sum(1).reshape(-1, group)
-  result = (result - fee + fee.mean(1, keepdims=True)).ravel()
-  return np.where(made_samples().finish, result, 0) if whole else result
 
 
 def value_step(config):
@@ -668,10 +488,6 @@ def forward_passes(config, name="update"):
     made = build_program(parse(config), one_device())  # not one that is kept
     after, _, _ = step(made, cut(made), name)
   return result, int(after.opt_state[1][0].count)
-
-
-def rows_with_old_logprobs(config):
-  return sum(map(len, forward_passes(config, "compute_old_logprobs")[0]))
 
 
 def steps_and_rows(config):
@@ -718,33 +534,6 @@ def step_size(config):
   return float(jnp.abs(after - bigram.params()["head"]).max())
 
 
-def moments(config):
-  """Both moments after a step, over the gradient and its square."""
-  result = updated(config).after.opt_state[1][0]
-  g = reference_gradient()
-  at = np.unravel_index(np.abs(g).argmax(), g.shape)
-  return float(result.mu["head"][at] / g[at]), float(
-    result.nu["head"][at] / g[at] ** 2
-  )
-
-
-@functools.cache
-def reference_gradient():
-  return first_expected_gradient(losses.gspo_loss)
-
-
-def shrinkage(config):
-  """By how much matrices and scales shrink without a gradient."""
-  made, before = built(config), bigram.params()
-  rows = dataclasses.replace(made_batch(), advantages=jnp.zeros((B, R)))
-  after = step(made, cut(made, rows), "update")[0].params
-  share = lambda a, b: float(1 - (b / a).mean())
-  scale = lambda params: params["final_norm"]["scale"]
-  return share(before["head"], after["head"]), share(
-    scale(before), scale(after)
-  )
-
-
 def second_moments(config):
   """Of the embedding and of an expert's weights, those that have one."""
   state = sharding.leaves_by_path(built(config).learner.abstract.opt_state)
@@ -760,7 +549,7 @@ def second_rate(config):
 def norm_of_step(config):
   """The global norm of the first step's gradient, once it is clipped."""
   result = updated(config).after.opt_state[1][0]
-  return float(optax.tree.norm(result.mu) / (1 - config.optim.b1))
+  return float(optax.tree.norm(result.mu) / (1 - 0.9))  # b1
 
 
 def cold_start_step(config):

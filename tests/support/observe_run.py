@@ -5,21 +5,13 @@ import collections
 import re
 import shutil
 import tempfile
-import threading
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import jax
 import numpy as np
-import pytest
 from made_run import MadeRun
 
-from gspo_jax.data import readers as row_readers
-from gspo_jax.program.config import parse
 from gspo_jax.record import run_files
-from gspo_jax.rollout.source import make_source
-from gspo_jax.runtime import sharding
 
 FOLDER = Path(tempfile.mkdtemp(prefix="made_runs_"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
@@ -88,42 +80,14 @@ def problem_forms(config):
   return {re.sub(r"\d+", "N", text) for text in problems(config)}
 
 
-def problem_lengths(config):
-  return {len(text) for text in problems(config)}
-
-
 def mean_reward(config):
   return float(np.mean(run_of(config).given("rewards")))
 
 
-def demonstrations(config):
-  _, responses, lengths, _ = cold_start_batch(config)
-  tokenizer = run_of(config).experiment.program.tokenizer
-  ids = zip(responses, lengths, strict=True)
-  return [tokenizer.decode(row[: n - 1]) for row, n in ids]
-
-
 def demonstration_starts(config):
-  return {text[:2] for text in demonstrations(config)}
-
-
-def demonstrated_steps(config):
-  return {text.count(";") for text in demonstrations(config)}
-
-
-def wrong_demonstrations(config):
-  """Whether some show a wrong result of a step."""
-  done = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-  wrong = lambda d: done[d[2]](int(d[1]), int(d[3])) % 10 != int(d[5])
-  return any(map(wrong, demonstrations(config)))
-
-
-def tfds_error(config):
-  def read(name, data_dir):
-    raise ValueError(f"{name} in {data_dir}")
-
-  with mock.patch.object(row_readers, "tfds", read):
-    return run_of(config).error
+  _, responses, *_ = cold_start_batch(config)
+  tokenizer = run_of(config).experiment.program.tokenizer
+  return {tokenizer.decode(row[:2]) for row in responses}
 
 
 def prompts_of_a_call(config):
@@ -146,7 +110,7 @@ def too_long(config):
 
 
 def order_of_phases(config):
-  first = {"generate": "g", "old_logprobs": "s", "update": "u"}
+  first = {"generate": "g", "old_logps": "s", "update": "u"}
   return "".join(first.get(name, "") for name, _ in run_of(config).events)
 
 
@@ -192,19 +156,6 @@ def cold_start_updates(config):
   return len(run_of(config).given("cold_start"))
 
 
-def accuracy_checks(config):
-  """Measurements of greedy accuracy in the cold start."""
-  names = [name for name, _ in run_of(config).events]
-  return names[: names.index("generate_eval")].count("generate_greedy")
-
-
-def cold_start_at(config):
-  """Whether it is in the workdir, and whether in `cold_start.dir`."""
-  inside = (run_of(config).folder / "cold_start").is_dir()
-  folder = config.cold_start.dir
-  return inside, bool(folder) and Path(folder).is_dir()
-
-
 def evaluated_at(config):
   run = run_of(config)
   pairs = zip(run.rows(), run.rows("eval/greedy"), strict=True)
@@ -227,13 +178,6 @@ def problems_evaluated(config):
 def saved_steps(config):
   folder = run_of(config).folder / "checkpoints"
   return sorted(int(path.name) for path in folder.iterdir())
-
-
-def sample_files(config):
-  folder = run_of(config).folder / "samples"
-  return sorted(
-    int(path.stem.removeprefix("step_")) for path in folder.iterdir()
-  )
 
 
 def samples_written(config):
@@ -261,24 +205,3 @@ def traced_iterations(config):
     if on and name == "update":
       traced.append(updates)
   return traced, names
-
-
-def patience(config):
-  """How the trainer's wait for a sampler that never answers ends."""
-  never = threading.Event()
-  functions = SimpleNamespace(
-    separate=SimpleNamespace(sync_weights=lambda params: params),
-    empty_samples=lambda: None,
-    merge_groups=None,
-  )
-  mesh = sharding.make_mesh(jax.devices()[:1])
-  context = SimpleNamespace(
-    keys=lambda step: never.wait(),
-    batch_sharding=sharding.batch_sharding(mesh),
-  )
-  source = make_source(parse(config).rollout, context, functions, last_step=1)
-  with pytest.raises(TimeoutError) as found:
-    source(None, 1)
-  assert all(t.daemon for t in threading.enumerate() if t.name == "sampler")
-  source.close()
-  return str(found.value).partition(":")[0]

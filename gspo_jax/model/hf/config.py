@@ -90,7 +90,7 @@ _SUPPORTED = {
   "use_sliding_window": (False,),
 }
 # Fields that a config.json does not have: how we run the model.
-_RUNTIME_FIELDS = ("dtype", "remat", "keep", "unroll")
+_RUNTIME_FIELDS = ("dtype", "remat", "unroll")
 
 
 def config_from_hf(folder: epath.PathLike, **changes) -> ModelConfig:

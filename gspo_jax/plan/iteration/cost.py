@@ -27,7 +27,6 @@ from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program, build_program
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.continuous import ContinuousSampler
 
 _SAMPLING = "generate", "weights"  # parts of an iteration
 
@@ -271,7 +270,7 @@ def _rows(functions, tokens: dict[str, RowTokens]) -> dict:
 def _score_flops(tokens, flops, program) -> float:
   """Model FLOPs of all passes over the rows before the update."""
   total = 0.0
-  if scored := tokens.get("old_logprobs"):
+  if scored := tokens.get("old_logps"):
     total += flops.whole * _ratio(scored.real, tokens["update"].real)
   if "reference_and_values" in tokens:
     has_reference = program.learner.abstract.reference is not None
@@ -295,7 +294,7 @@ def _sampler_cost(functions, config, program, tpu_slice) -> _SamplerCost:
   step_counts_cache = decode.get("kernel", True)
   without_cache = step - (cache / bandwidth if step_counts_cache else 0.0)
   weights = 0.0
-  if isinstance(sampler, ContinuousSampler):
+  if sampler.batching:
     slots, T = sampler.batching.slots, lower.longest(config, sampler)
     prefilled = sampler.prefill_batch(T) * sampler.shards * T
     prefill = functions["prefill"]["seconds"]["scheduled"]
@@ -370,7 +369,7 @@ def _alternatives(
 def _other_batching(program, responses) -> list[dict]:
   """Keys of `continuous_batching`; twice the slots share the same pages."""
   generate = program.sampler.generate
-  if not isinstance(generate, ContinuousSampler):
+  if not generate.batching:
     return [{"slots": responses // 2}, {"slots": responses // 4}]
   slots, pages = generate.batching.slots, generate.sizes.num_pages
   twice = {"slots": 2 * slots, "num_pages": pages * generate.shards}

@@ -113,7 +113,7 @@ class _CountingSampler:
 def decode(program: Program, config: Config, lengths: Lengths) -> Decoding:
   """The decoding of an iteration, by the sampler of its program."""
   generate = program.sampler.generate
-  if isinstance(generate, ContinuousSampler):
+  if generate.batching:
     return replay(generate, lengths)
   return _decode_together(lengths, config)
 

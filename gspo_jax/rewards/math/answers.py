@@ -127,9 +127,9 @@ def _by_list(expected, result):
 
 def _items(tokens):
   """The items of a list, a set, or a system of equations; None for others."""
-  name, *of = splits.at(tokens, ("\\in",))
-  if len(of) == 1 and equations.is_name(name):
-    tokens = of[0]
+  name, *sets = splits.at(tokens, ("\\in",))
+  if len(sets) == 1 and equations.is_name(name):
+    tokens = sets[0]
   inside = splits.inside(tokens)
   if inside is not None and tokens[0] == "\\{" and ":" not in inside:
     items = splits.listed(inside)

@@ -57,9 +57,9 @@ def read(tokens: list[str]) -> Region | None:
 
 
 def _region(tokens) -> Region:
-  name, *of = splits.at(tokens, ("\\in",))
-  if len(of) == 1:
-    return _region(of[0])._replace(name=_name(name))
+  name, *sets = splits.at(tokens, ("\\in",))
+  if len(sets) == 1:
+    return _region(sets[0])._replace(name=_name(name))
   for words, join in ((("or", "\\vee"), any), (("and", "\\wedge", ","), all)):
     parts = splits.at(tokens, words)
     if len(parts) > 1:

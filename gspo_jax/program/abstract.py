@@ -1,0 +1,59 @@
+"""Shapes and shardings of weights and states, before any array exists."""
+
+import functools
+
+import jax
+
+from gspo_jax import model
+from gspo_jax.learner.optimizer import STATE_AXES
+from gspo_jax.runtime import sharding
+
+
+def sharded(shapes, mesh: jax.sharding.Mesh):
+  """A tree of shapes with the sharding of each on a mesh.
+
+  Raises:
+    UserError: a dimension does not divide by the devices of its axes.
+  """
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    shapes,
+    sharding.state_shardings(shapes, mesh, STATE_AXES),
+  )
+
+
+def shardings(abstract):
+  """The shardings of a tree of abstract arrays."""
+  return jax.tree.map(lambda x: x.sharding, abstract)
+
+
+def without_shardings(abstract):
+  """The shapes of a tree of abstract arrays."""
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), abstract
+  )
+
+
+@functools.cache
+def params(cfg: model.ModelConfig, mesh: jax.sharding.Mesh) -> model.Params:
+  """The weights of `model.init`."""
+  init = functools.partial(model.init, cfg=cfg)
+  return sharded(jax.eval_shape(init, jax.random.key(0)), mesh)
+
+
+@functools.cache
+def policy(cfg: model.ModelConfig, mesh: jax.sharding.Mesh) -> model.Params:
+  """The weights that are run: with adapters, the base in `cfg.dtype`."""
+  if cfg.lora is None:
+    return params(cfg, mesh)
+  make = functools.partial(with_adapters, cfg=cfg, seed=0)
+  return sharded(jax.eval_shape(make, params(cfg, mesh)), mesh)
+
+
+def with_adapters(
+  params: model.Params, *, cfg: model.ModelConfig, seed: int
+) -> model.Params:
+  """Weights in `cfg.dtype` below new adapters."""
+  adapters = model.lora.init(jax.random.key(seed), cfg)
+  cast = lambda x: x.astype(cfg.dtype)
+  return model.lora.join(jax.tree.map(cast, params), adapters)

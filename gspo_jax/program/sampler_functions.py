@@ -1,0 +1,200 @@
+"""What samples, each function jitted beside its shardings."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from gspo_jax import model
+from gspo_jax.data.tokenizers.base import Tokenizer
+from gspo_jax.program import abstract, settings
+from gspo_jax.program.config import Config, multiple
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.sharding import mesh_jit
+from gspo_jax.sampler import continuous, samples, static
+from gspo_jax.sampler.functions import SamplerFunctions, SeparateDevices
+from gspo_jax.sampler.many_prompts import equal_batches
+from gspo_jax.sampler.samples import samples_sharding
+
+
+def sampler_functions(
+  config: Config,
+  cfg: model.ModelConfig,
+  tokenizer: Tokenizer,
+  policy: model.Params,
+  mesh: jax.sharding.Mesh,
+  devices: Sequence[jax.Device] = (),
+) -> SamplerFunctions:
+  """What samples, with an abstract policy on `mesh`; compiles nothing yet.
+
+  `devices` are the sampler's own; without any it has those of `mesh`.
+  """
+  sampling = settings.sampler_config(config, tokenizer)
+  batching = config.continuous_batching
+  turns = bool(config.rollout.environment)
+  sampler_mesh = _sampler_mesh(config, mesh, policy, devices)
+  prompts, width = config.data.prompts, config.data.max_prompt_length
+  eval_prompts = equal_batches(
+    config.eval.prompts, prompts, shards_of_rows(config, mesh, devices)
+  )
+  separate, params = None, policy
+  if devices:
+    shapes = abstract.without_shardings(policy)
+    params = abstract.sharded(shapes, sampler_mesh)
+    places = [
+      samples_sharding(sampling, m, turns=turns) for m in (mesh, sampler_mesh)
+    ]
+    separate = _separate_devices(
+      policy, params, cfg, mesh, sampler_mesh, places
+    )
+    mesh = sampler_mesh
+  place = samples_sharding(sampling, mesh, turns=turns)
+  one_turn = samples_sharding(sampling, mesh)
+  replicated = sharding.replicated(mesh)
+
+  def sampler(sampling, batching):
+    meshes = {"mesh": mesh, "sampler_mesh": sampler_mesh}
+    params_sharding = abstract.shardings(params)
+    if not batching.slots:
+      return static.build_static_sampler(
+        cfg, sampling, params_sharding=params_sharding, **meshes
+      )
+    return continuous.build_continuous_sampler(
+      cfg,
+      sampling,
+      batching=batching,
+      max_prompt_length=width,
+      params_sharding=params_sharding,
+      **meshes,
+    )
+
+  def eval_sampler(sampling):
+    responses = eval_prompts * sampling.group_size
+    return sampler(sampling, batching.with_slots_for(responses))
+
+  def empty_samples():
+    empty = samples.empty_samples(prompts, width, cfg, sampling)
+    if not turns:
+      return empty
+    none = jnp.zeros(empty.tokens.shape, jnp.int16)
+    return dataclasses.replace(empty, turns=none)
+
+  take_groups = lambda: mesh_jit(
+    functools.partial(samples.take_groups, cfg=cfg, sampler=sampling),
+    mesh,
+    in_shardings=(one_turn, replicated),
+    out_shardings=one_turn,
+  )
+  generate = sampler(sampling, batching)
+  evaluation = dataclasses.replace(
+    sampling, record_routing=False, group_size=config.eval.samples
+  )
+  # With extra prompts in flight, a batch of an iteration has another size.
+  same = evaluation == sampling and eval_prompts == prompts
+  same &= config.prompts_in_flight == prompts
+  return SamplerFunctions(
+    generate=generate,
+    generate_eval=generate if same else eval_sampler(evaluation),
+    generate_greedy=eval_sampler(
+      dataclasses.replace(evaluation, group_size=1, temperature=0.0)
+    ),
+    eval_prompts=eval_prompts,
+    merge_groups=mesh_jit(
+      samples.merge_groups,
+      mesh,
+      in_shardings=(place, place, replicated),
+      out_shardings=place,
+    ),
+    take_batch=take_groups(),
+    take_pending=take_groups(),
+    empty_samples=mesh_jit(empty_samples, mesh, out_shardings=place),
+    stop=sampling.stop,
+    mesh=mesh,
+    separate=separate,
+  )
+
+
+def shards_of_rows(
+  config: Config, mesh: jax.sharding.Mesh, devices: Sequence[jax.Device] = ()
+) -> int:
+  """The least number of rows that training and decoding can split."""
+  meshes = mesh, _decoding_mesh(config, mesh, devices)
+  return math.lcm(*map(sharding.batch_shards, meshes))
+
+
+def _decoding_mesh(config, mesh, devices=()):
+  c = config.sampler_mesh
+  sizes = {
+    axis: size or mesh.shape[axis]
+    for axis, size in (("expert", c.expert), ("tensor", c.tensor))
+  }
+  if len(devices) == mesh.size:
+    mesh = sharding.beside(mesh, devices)
+  elif devices:
+    mesh = sharding.make_mesh(devices, data=-1)
+  return sharding.reshape_mesh(mesh, **sizes)
+
+
+def _sampler_mesh(config, mesh, params, devices):
+  """The mesh of decoding, on which no weight is gathered at every token."""
+  sampler_mesh = _decoding_mesh(config, mesh, devices)
+  try:
+    model.shardings(params, sampler_mesh)
+  except UserError as error:
+    raise UserError(f"on sampler_mesh: {error}") from error
+  shards = sharding.batch_shards(sampler_mesh)
+  multiple("data.prompts", config.data.prompts, "sampler_mesh", shards)
+  return sampler_mesh
+
+
+def _separate_devices(
+  policy, params, cfg, here, there, places
+) -> SeparateDevices:
+  """Functions that move arrays between the meshes `here` and `there`.
+
+  `policy` and `params` are the abstract weights, `places` the shardings of
+  samples, on the first mesh and on the second. Weights are cast before they are
+  sent.
+  """
+  cast = lambda policy: jax.tree.map(lambda x: x.astype(cfg.dtype), policy)
+  same = lambda samples: samples
+  weights = abstract.sharded(jax.eval_shape(cast, params), there)
+  return SeparateDevices(
+    weights=weights,
+    in_transit=weights
+    if here.size == there.size
+    else abstract.sharded(jax.eval_shape(cast, policy), here),
+    sync_weights=_move(cast, here, there, abstract.shardings(params)),
+    to_trainer=_move(same, there, here, places[0]),
+    to_sampler=_move(same, here, there, places[1]),
+  )
+
+
+def _move(prepare, source_mesh, mesh, target):
+  """Arrays of `source_mesh` -> `prepare` of them, in shardings of `mesh`.
+
+  Between as many devices they are first laid out on the source's as on the
+  target's; then each device sends its part to the one in its place, of the same
+  process. `jax.device_put` moves them between any devices of one process.
+  """
+  if mesh.size != source_mesh.size:
+    prepare = mesh_jit(prepare, source_mesh)
+    return lambda arrays: jax.device_put(prepare(arrays), target)
+  beside = sharding.beside(mesh, source_mesh.devices.flat)
+  pairs = dict(zip(beside.devices.flat, mesh.devices.flat, strict=True))
+  laid_out = jax.tree.map(lambda s: NamedSharding(beside, s.spec), target)
+  prepare = mesh_jit(prepare, source_mesh, out_shardings=laid_out)
+
+  def send(x, sharding):
+    parts = [
+      jax.device_put(shard.data, pairs[shard.device])
+      for shard in x.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+  return lambda arrays: jax.tree.map(send, prepare(arrays), target)

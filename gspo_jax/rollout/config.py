@@ -1,0 +1,78 @@
+"""The section `rollout` of a config: where responses come from."""
+
+import dataclasses
+
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.key import (
+  AT_LEAST_1,
+  ZERO_OR_MORE,
+  Range,
+  check,
+  key,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+  """Where the responses of an iteration come from."""
+
+  group_size: int = key(8, "responses a prompt")
+  dynamic_sampling_rounds: int = key(
+    1,
+    "DAPO: batches to sample at most, until one is full of groups whose "
+    "rewards differ; 1: no dynamic sampling",
+    AT_LEAST_1,
+  )
+  max_staleness: int = key(
+    0,
+    "iterations from the policy that samples a batch to the one that learns "
+    "from it: exactly this number, but for the first batches, and besides "
+    "those that a partial response takes. With 1 the next batch is sampled "
+    "before the update, while its rewards are computed.",
+    ZERO_OR_MORE,
+  )
+  max_tokens_per_iteration: int = key(
+    0,
+    "partial rollouts: tokens a response may add in an iteration; it continues "
+    "in the next one, beside data.prompts new prompts. 0: all. Needs "
+    "continuous_batching.slots.",
+    ZERO_OR_MORE,
+  )
+  environment: str = key(
+    "",
+    "what answers the policy between its responses, and gives the reward: of "
+    "BUILT_IN in gspo_jax/rollout/environment.py, or package.module.Class; "
+    '"name:key=value" sets its arguments. "": none, one response a prompt. '
+    "Needs continuous_batching.slots and reward.names=(); "
+    "sampler.max_new_tokens is the length of the whole conversation.",
+  )
+  max_turns: int = key(
+    8,
+    "responses of a conversation at most",
+    Range("1 to 32767", lambda x: 1 <= x < 2**15),
+  )
+
+  def __post_init__(self):
+    check(self, "rollout")
+
+  @property
+  def continues(self) -> bool:
+    """Whether a response goes on in a later call of the sampler."""
+    return self.max_tokens_per_iteration > 0 or bool(self.environment)
+
+  @property
+  def is_off_policy(self) -> bool:
+    """Whether responses of one iteration are learnt from in a later one."""
+    return self.max_staleness > 0 or self.max_tokens_per_iteration > 0
+
+  def check_training(self) -> None:
+    """UserError where two keys do not go together."""
+    if self.is_off_policy and self.dynamic_sampling_rounds > 1:
+      name = (
+        "max_staleness" if self.max_staleness else "max_tokens_per_iteration"
+      )
+      raise UserError(
+        f"rollout.{name}={getattr(self, name)}: expected 0 with "
+        f"rollout.dynamic_sampling_rounds={self.dynamic_sampling_rounds}, "
+        "which samples until a batch is full of groups whose rewards differ"
+      )
