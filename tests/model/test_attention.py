@@ -74,9 +74,9 @@ def test_gradients_of_splash_equal_those_in_blocks(blocks, monkeypatch):
   assert ("splash_mha_dq" in traced) == (blocks == "apart")
   # The parts of the queries' gradient, one for each block of keys.
   assert (f"f32[{B},2,{N},512,{H}]" in traced) == (blocks == "wide")
-  found = jax.jit(gradients(splash))(qkv)
+  actual = jax.jit(gradients(splash))(qkv)
   expected = jax.jit(gradients(attention.in_blocks))(qkv)
-  for a, b in zip(found, expected, strict=True):
+  for a, b in zip(actual, expected, strict=True):
     np.testing.assert_allclose(a, b, atol=2e-5)
 
 

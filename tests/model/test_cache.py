@@ -56,7 +56,7 @@ def in_passes(cfg, ends=(S + 1, S + 2, S + R)):
   experts [L, B, S + R, k].
   """
   params = unstack(weights(cfg), cfg)
-  part = lambda a, b, every=1: (x[::every, a:b] for x in rows())
+  part = lambda a, b, step=1: (x[::step, a:b] for x in rows())
   out = forward(params, cfg, *part(0, S, G), kv.empty(cfg, P, S))
   repeat = lambda x, axis: np.repeat(x, G, axis=axis)
   logits = [repeat(out.logits, 0)]

@@ -85,8 +85,8 @@ def test_a_shard_and_its_gradient_equal_the_dense_sum(load, first, adapters):
       lora.Experts(w, normal(2, w.shape[1], 3), normal(2, 3, w.shape[2]))
       for w, _, _ in projections
     ]
-  given = x, weights, *projections, chosen - first
-  actual, expected = (gradient(*given) for gradient in GRADIENTS)
+  inputs = x, weights, *projections, chosen - first
+  actual, expected = (gradient(*inputs) for gradient in GRADIENTS)
   for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
     np.testing.assert_allclose(a, b, atol=3e-5 * max(np.abs(b).max(), 1))
 
@@ -140,9 +140,9 @@ def test_the_layer_on_a_mesh_equals_the_layer_on_one_device(mesh, skew):
   x_MD[:, 0], router[0, 5] = 1, skew
   params = {"router": router, "gate_up": gate_up, "down": down}
   cotangent, real = rng.normal(size=(16, 4, D)), rng.random((16, 4)) < 0.8
-  given = params, x_MD.reshape(16, 4, D), cotangent, real
-  grads, (y, routing) = jax.device_get(compiled(None)(*given))
-  grads8, (y8, routing8) = jax.device_get(compiled(mesh)(*given))
+  inputs = params, x_MD.reshape(16, 4, D), cotangent, real
+  grads, (y, routing) = jax.device_get(compiled(None)(*inputs))
+  grads8, (y8, routing8) = jax.device_get(compiled(mesh)(*inputs))
   np.testing.assert_array_equal(routing.experts, routing8.experts)
   assert (routing.experts == 5).any(-1).all() == bool(skew)
   assert routing.dropped == routing8.dropped == 0

@@ -251,10 +251,10 @@ def test_a_mesh_loads_and_saves_the_same(changes, tmp_path, monkeypatch):
   read, sizes = hf_checkpoint.HFCheckpoint.read, {}
 
   def recorded(self, layer, wanted):
-    found = read(self, layer, wanted)
-    for tensor, parts in found.items():
+    layer_parts = read(self, layer, wanted)
+    for tensor, parts in layer_parts.items():
       sizes.setdefault(tensor.path, []).extend(x.size for x in parts.values())
-    return found
+    return layer_parts
 
   monkeypatch.setattr(hf_checkpoint.HFCheckpoint, "read", recorded)
   again = hf.load_hf(tmp_path / "out", cfg, shardings=shardings)
@@ -499,14 +499,14 @@ def test_ranges_of_bytes_are_the_slices_of_safetensors(tmp_path):
   ours = BucketFile(f"file://{path}")
   theirs = safe_open(path, framework="np")
   assert sorted(ours.keys()) == sorted(theirs.keys())
-  every, rows = slice(None), slice(1, 4)
+  whole, rows = slice(None), slice(1, 4)
   for name in tensors:
     a, b = ours.get_slice(name), theirs.get_slice(name)
     assert (list(a.get_shape()), a.get_dtype()) == (
       b.get_shape(),
       b.get_dtype(),
     )
-    for slices in ((every,), (rows,), (rows, every, slice(2, 4))):
+    for slices in ((whole,), (rows,), (rows, whole, slice(2, 4))):
       slices = slices[: len(a.get_shape())]
       np.testing.assert_array_equal(a[slices], b[slices])
       assert a[slices].dtype == tensors[name].dtype
@@ -810,9 +810,9 @@ def test_an_export_that_fails_leaves_no_folder(tmp_path, monkeypatch):
     message = error_message(lambda: hf.save_hf(params, cfg, out))
     assert message == f"{str(out)!r} cannot be written: {error.strerror}"
     files, error = 0, OSError(errno.EIO, "Input/output error")
-    with pytest.raises(OSError, match="Input/output") as found:  # an outage
+    with pytest.raises(OSError, match="Input/output") as raised:  # an outage
       hf.save_hf(params, cfg, out)
-    assert found.value is error
+    assert raised.value is error
   assert not out.exists()
   hf.save_hf(params, cfg, out)
   assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -79,9 +79,9 @@ def test_the_gradient_of_adapters_equals_that_through_merged_weights(cfg):
     return (logits(params, cfg) * cotangent).sum()
 
   gradient = jax.jit(jax.grad(loss), static_argnums=1)
-  found, expected = gradient(adapters, False), gradient(adapters, True)
+  actual, expected = gradient(adapters, False), gradient(adapters, True)
   for path, x in sharding.leaves_by_path(expected).items():
-    other = sharding.leaves_by_path(found)[path]
+    other = sharding.leaves_by_path(actual)[path]
     assert np.abs(x).max() > 1e-2, path
     np.testing.assert_allclose(other, x, atol=1e-4 * np.abs(x).max())
 

@@ -202,12 +202,12 @@ def test_a_device_uses_only_its_own_pages():
   join = lambda axis, *parts: np.concatenate(parts, axis)
   shards = [one_shard(seed) for seed in range(D)]
   axes = (SHARDED_AXES, ((0,) * L,) * 2, 0, 0, 0, 1, 0, 0)
-  given = jax.tree.map(join, axes, *shards)
+  inputs = jax.tree.map(join, axes, *shards)
   alone = [jax.jit(store_copy_and_step)(*shard) for shard in shards]
   expected_out, expected = jax.tree.map(join, (1, SHARDED_AXES), *alone)
   with jax.set_mesh(sharding.make_mesh(data=2, expert=2, tensor=2)):
-    compiled = jax.jit(store_copy_and_step).lower(*given).compile()
-    out, pages = compiled(*given)
+    compiled = jax.jit(store_copy_and_step).lower(*inputs).compile()
+    out, pages = compiled(*inputs)
   np.testing.assert_allclose(out, expected_out, atol=2e-6)
   jax.tree.map(np.testing.assert_array_equal, pages, expected)
   for x in (*pages.k, *pages.v):

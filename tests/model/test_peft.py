@@ -149,8 +149,8 @@ def test_peft_gives_our_logits(cfg, tmp_path):
   run = lambda params: np.asarray(
     model.forward(params, cfg, tokens, positions, real).logits
   )
-  found = run(lora.join(base, adapters))
-  np.testing.assert_allclose(found, expected, atol=1e-4)
+  actual = run(lora.join(base, adapters))
+  np.testing.assert_allclose(actual, expected, atol=1e-4)
   assert np.abs(run(base) - expected).max() > 0.5
   theirs.save_pretrained(tmp_path / "again")
   again = hf.load_peft(tmp_path / "again", cfg)

@@ -32,7 +32,7 @@ print(float(jnp.mean(whole != apart)))
 
 def test_no_compiler_drops_a_rounding():
   """With XLA's default optimizations, some of which other tests turn off."""
-  done = subprocess.run(
+  result = subprocess.run(
     [sys.executable, "-c", COMPARE],
     cwd=ROOT,
     check=True,
@@ -40,7 +40,7 @@ def test_no_compiler_drops_a_rounding():
     text=True,
   )
   # 29 % without `rounded`; the rest are sums in another order.
-  assert float(done.stdout) < 1e-3
+  assert float(result.stdout) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])

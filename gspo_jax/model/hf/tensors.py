@@ -122,13 +122,16 @@ def expected(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
   }
 
 
-def require_tensors(folder, found: dict, shapes: dict, dtypes, owner: str):
-  """UserError unless (shape, dtype) of each tensor found is as expected."""
-  missing = sorted(shapes.keys() - found)
-  unknown = sorted(found.keys() - shapes)
+def require_tensors(folder, kinds: dict, shapes: dict, dtypes, owner: str):
+  """UserError unless each tensor has the expected shape and one of `dtypes`.
+
+  `kinds` has the (shape, dtype) of each by name.
+  """
+  missing = sorted(shapes.keys() - kinds)
+  unknown = sorted(kinds.keys() - shapes)
   misshapen, others = [], []
-  for name in sorted(shapes.keys() & found):
-    shape, dtype = found[name]
+  for name in sorted(shapes.keys() & kinds):
+    shape, dtype = kinds[name]
     if shape != shapes[name]:
       misshapen.append(f"{name} {shape}, expected {shapes[name]}")
     if dtype not in dtypes:
@@ -189,13 +192,13 @@ class HFCheckpoint:
     shapes = expected(cfg)
     if self.has_second_head(cfg):
       shapes[HEAD] = shapes[EMBEDDING]
-    found = {
+    kinds = {
       name: (tensor.shape, tensor.dtype)
       for name, tensor in self._tensors.items()
       # Frequency tables of rotary embeddings are computed.
       if not name.endswith("rotary_emb.inv_freq")
     }
-    require_tensors(self.folder, found, shapes, FLOATS, "of this model")
+    require_tensors(self.folder, kinds, shapes, FLOATS, "of this model")
 
   def has_second_head(self, cfg: ModelConfig) -> bool:
     """Whether there is an output matrix beside the tied embedding."""
