@@ -440,3 +440,12 @@ def test_init_scales_by_the_inputs_that_are_summed():
     assert (scale["scale"] == 1).all()
   q = layers["attention"]["q"]
   assert not (q[0] == q[1]).any()  # another random key for every layer
+
+
+def test_unstacked_layers_are_the_stack_in_the_models_dtype():
+  low = dataclasses.replace(MOE, dtype="bfloat16")
+  params = jax.jit(model.unstack_layers, static_argnums=1)(weights(MOE), low)
+  assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+  for i, layer in enumerate(params["layers"]):
+    down = weights(MOE)["layers"]["moe"]["down"][i]
+    np.testing.assert_allclose(layer["moe"]["down"], down, rtol=1e-2)
