@@ -26,20 +26,12 @@ MASKED = -1e30  # finite: a query without any key gives a finite output
 def attend(q_BTNH, k_BTKH, v_BTKH, segments_BT):
   """Each token attends to itself and to the earlier tokens of its segment.
 
-  It runs splash attention on a TPU, cuDNN's attention on a GPU, and `in_blocks`
-  elsewhere. None holds scores of [B, N, T, T]; cuDNN takes the segments as a
-  mask of [B, 1, T, T]. `in_blocks` is also used where a kernel's conditions are
-  not met: splash needs H to be a multiple of 128, cuDNN needs 16-bit numbers
-  and H to be a multiple of 8.
+  Query head i uses key-value head i // (N / K); padding is a segment, too. The
+  output [B, T, N, H] has the dtype of the queries.
 
-  Args:
-    q_BTNH: queries.
-    k_BTKH: keys; query head n uses key-value head n // (N / K).
-    v_BTKH: values.
-    segments_BT: int32; padding is a segment, too.
-
-  Returns:
-    [B, T, N, H], in the dtype of the queries.
+  By splash attention on a TPU if H is a multiple of 128, by cuDNN on a GPU for
+  16-bit numbers if H is a multiple of 8, else `in_blocks`. None holds scores of
+  [B, N, T, T]; cuDNN takes the segments as a mask of [B, 1, T, T].
   """
   platform, (T, H) = sharding.platform(), q_BTNH.shape[1::2]
   if platform == "tpu" and H % _LANES == 0:
@@ -61,18 +53,15 @@ def in_blocks(q_BTNH, k_BTKH, v_BTKH, segments_BT):
   A block reads the keys up to its last query, which leaves out most of the
   masked scores. On a CPU a loop takes a few rows at a time, so that the scores
   stay in the cache of a core. The backward pass computes the scores again
-  (arXiv 2205.14135, algorithm 4).
-
-  Scores and softmax are float32 and the output is rounded once, as in the
-  caches of the sampler.
+  (arXiv 2205.14135, algorithm 4). Scores and softmax are float32 and the output
+  is rounded once, as in the caches of the sampler.
   """
   return _forward(q_BTNH, k_BTKH, v_BTKH, segments_BT)[0]
 
 
 def _forward(q_BTNH, k_BTKH, v_BTKH, segments_BT):
-  out_BTNH, lse_BTN = _map_rows(
-    _forward_rows, (q_BTNH, k_BTKH, v_BTKH, _biases(segments_BT))
-  )
+  operands = q_BTNH, k_BTKH, v_BTKH, _biases(segments_BT)
+  out_BTNH, lse_BTN = _map_rows(_forward_rows, operands)
   # Both, so that a rematerialised block does not compute the scores a third
   # time.
   out_BTNH = checkpoint_name(out_BTNH, "attention")
@@ -85,8 +74,7 @@ def _backward(residuals, dout_BTNH):
   # sum_s w_s dw_s = sum_s w_s (v_s . dout) = out . dout
   delta_BTN = (wide(out_BTNH) * wide(dout_BTNH)).sum(-1)
   operands = q_BTNH, k_BTKH, v_BTKH, lse_BTN, delta_BTN, dout_BTNH
-  biases = _biases(segments_BT)
-  return *_map_rows(_backward_rows, (*operands, biases)), None
+  return *_map_rows(_backward_rows, (*operands, _biases(segments_BT))), None
 
 
 in_blocks.defvjp(_forward, _backward)
@@ -113,10 +101,7 @@ def _blocks(T):
 
 
 def _biases(segments_BT):
-  """For each block [B, Q, S] float32, 0 at the keys that a query attends to.
-
-  They are computed ahead of the loop over rows, for all heads.
-  """
+  """For each block [B, Q, S] float32, 0 at the keys that a query attends to."""
   return [
     jnp.where(_visible(segments_BT, *block), 0.0, MASKED)
     for block in _blocks(segments_BT.shape[1])
@@ -126,9 +111,8 @@ def _biases(segments_BT):
 def _visible(segments_BT, start, end):
   """Whether the queries start..end attend to the keys 0..end, [B, Q, S]."""
   q_BQ, k_BS = segments_BT[:, start:end], segments_BT[:, :end]
-  return (q_BQ[:, :, None] == k_BS[:, None]) & (
-    jnp.arange(start, end)[:, None] >= jnp.arange(end)
-  )
+  causal_QS = jnp.arange(start, end)[:, None] >= jnp.arange(end)
+  return (q_BQ[:, :, None] == k_BS[:, None]) & causal_QS
 
 
 def _by_kv_head(x_BTN, K):
@@ -137,15 +121,13 @@ def _by_kv_head(x_BTN, K):
   return jnp.moveaxis(x_BTN.reshape(B, T, K, N // K, *rest), 2, 1)
 
 
-def _by_token(x_BKTU):
-  """The inverse of `_by_kv_head`."""
+def _by_token(x_BKTU):  # the inverse of `_by_kv_head`
   B, K, T, U, *rest = x_BKTU.shape
   return jnp.moveaxis(x_BKTU, 1, 2).reshape(B, T, K * U, *rest)
 
 
 def _scores(q_BKQUH, k_BKSH, bias_BQS):
-  """Float32 scores [B, K, Q, U, S]; queries and heads are the rows of one
-  product."""
+  """Float32 scores [B, K, Q, U, S], by one product for all queries."""
   B, K, Q, U, H = q_BKQUH.shape
   scores = jnp.einsum(
     "bkqh,bksh->bkqs",
@@ -198,12 +180,8 @@ def _backward_rows(
     k_BKSH, v_BKSH = k_BKTH[:, :, :end], v_BKTH[:, :, :end]
     weights = jnp.exp(_scores(q, k_BKSH, bias) - lse[..., None])
     q_BKHQ, dout_BKHQ = (_merge(x).swapaxes(2, 3) for x in (q, dout))
-    dweights = jnp.einsum(
-      "bkqh,bksh->bkqs",
-      _merge(dout),
-      v_BKSH,
-      preferred_element_type=jnp.float32,
-    ).reshape(weights.shape)
+    dweights = weigh("bkqh,bksh->bkqs", _merge(dout), v_BKSH)
+    dweights = dweights.reshape(weights.shape)
     dscores = _merge(weights * (dweights - delta[..., None]) * H**-0.5)
     dq = weigh("bkqs,bksh->bkqh", dscores, k_BKSH).reshape(q.shape)
     dq_blocks.append(_by_token(dq))
@@ -222,17 +200,14 @@ def _backward_rows(
 def weigh(subscripts: str, weights, values):
   """An einsum of float32 weights with values of any dtype, summed in float32.
 
-  A CPU multiplies in float32. Other platforms round the weights to the dtype of
-  the values in their matrix units; the explicit cast here avoids a float32 copy
-  of the values.
+  A CPU multiplies in float32. Other platforms round the weights to the values'
+  dtype anyway; the explicit cast avoids a float32 copy of the values.
   """
   if sharding.platform() != "cpu":
     weights = weights.astype(values.dtype)
+  values = values.astype(weights.dtype)
   return jnp.einsum(
-    subscripts,
-    weights,
-    values.astype(weights.dtype),
-    preferred_element_type=jnp.float32,
+    subscripts, weights, values, preferred_element_type=jnp.float32
   )
 
 
@@ -245,15 +220,10 @@ def splash(q_BTNH, k_BTKH, v_BTKH, segments_BT, *, interpret: bool = False):
   pad = lambda x: jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
   query_bytes = B * (T + padding) * N * H * q_BTNH.dtype.itemsize
   kernel = _splash_kernel(N, T + padding, query_bytes, interpret)
-  heads_first = lambda x: pad(x).swapaxes(1, 2)
+  qkv = (pad(x).swapaxes(1, 2) for x in (q_BTNH * H**-0.5, k_BTKH, v_BTKH))
   out_BNTH = jax.vmap(
     lambda q, k, v, s: kernel(q, k, v, segment_ids=sa.SegmentIds(q=s, kv=s))
-  )(
-    heads_first(q_BTNH * H**-0.5),
-    heads_first(k_BTKH),
-    heads_first(v_BTKH),
-    pad(segments_BT),
-  )
+  )(*qkv, pad(segments_BT))
   return out_BNTH.swapaxes(1, 2)[:, :T]
 
 
@@ -261,24 +231,18 @@ def _splash_kernel(heads: int, tokens: int, query_bytes: int, interpret: bool):
   from jax.experimental.pallas.ops.tpu import splash_attention as sa
 
   block, wide_block = splash_blocks(tokens)
-  wide_block = _fused_block(tokens, wide_block, query_bytes)
-  fused = bool(wide_block)
-  blocks = {
-    "block_q": block,
-    "block_kv": block,
-    "block_kv_compute": block,
-    "block_q_dkv": block,
-    "block_kv_dkv": wide_block if fused else block,
-    "block_kv_dkv_compute": block,
-    "use_fused_bwd_kernel": fused,
-  }
-  if not fused:
-    blocks |= {"block_q_dq": block, "block_kv_dq": block}
+  fused_block = _fused_block(tokens, wide_block, query_bytes)
+  names = "q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute"
+  if not fused_block:
+    names += "q_dq", "kv_dq"
+  blocks = {f"block_{name}": block for name in names}
+  if fused_block:
+    blocks["block_kv_dkv"] = fused_block
   return sa.make_splash_mha(
     sa.MultiHeadMask([sa.CausalMask((tokens, tokens))] * heads),
     head_shards=1,
     q_seq_shards=1,
-    block_sizes=sa.BlockSizes(**blocks),
+    block_sizes=sa.BlockSizes(**blocks, use_fused_bwd_kernel=fused_block > 0),
     residual_checkpoint_name="attention",
     interpret=interpret,
   )

@@ -3,8 +3,8 @@
 Dimension key: B rows, P prompts, G responses a prompt (B = P * G), T new
 tokens, S slots, N query heads, K key-value heads, U = N / K, H head width.
 
-Each layer's keys and values are [B, K, S, H]: with the layers unrolled, this
-order decodes in place on a TPU, where [layers, B, S, K, H] copies the cache.
+Each layer's keys and values are [B, K, S, H], which decodes in place on a TPU,
+where [layers, B, S, K, H] copies the cache.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Prefix:
   """Keys and values of prompts, shared by the rows of each group."""
 
   k: tuple[jax.Array, ...]  # per layer, [P, K, S, H]
-  v: tuple[jax.Array, ...]  # per layer, [P, K, S, H]
+  v: tuple[jax.Array, ...]  # as k
   valid: jax.Array  # [P, S] bool, false at padding
 
 
@@ -35,7 +35,7 @@ class Cache:
   """Keys and values of the tokens so far."""
 
   k: tuple[jax.Array, ...]  # per layer, [B, K, S, H]
-  v: tuple[jax.Array, ...]  # per layer, [B, K, S, H]
+  v: tuple[jax.Array, ...]  # as k
   valid: jax.Array  # [B, S] bool, false at padding and at slots not yet written
   length: jax.Array  # [] int32, slots written
   # The tokens before slot 0, shared by B / P rows; or None.
@@ -105,10 +105,7 @@ def from_prefill(k: jax.Array, v: jax.Array, mask_BT: jax.Array) -> Cache:
 def share_prefix(
   cache: Cache, cfg: ModelConfig, group_size: int, slots: int
 ) -> Cache:
-  """An empty cache whose prefix is the cache of P prompts.
-
-  Each of the P * G rows has `slots` free slots.
-  """
+  """An empty cache of P * G rows, whose prefix is the cache of P prompts."""
   responses = empty(cfg, cache.valid.shape[0] * group_size, slots)
   prefix = Prefix(cache.k, cache.v, cache.valid)
   return dataclasses.replace(responses, prefix=prefix)
@@ -140,20 +137,16 @@ def _split_groups(x_PKUTH, B, T):
 
 def _scores(q_BKUTH, k_BKSH, visible_BTS):
   scores = jnp.einsum(
-    "bkuth,bksh->bkuts",
-    q_BKUTH,
-    k_BKSH,
-    preferred_element_type=jnp.float32,
+    "bkuth,bksh->bkuts", q_BKUTH, k_BKSH, preferred_element_type=jnp.float32
   )
   scores *= q_BKUTH.shape[-1] ** -0.5
   return jnp.where(visible_BTS[:, None, None], scores, attention.MASKED)
 
 
 def _combine(parts, B, T):
-  """One softmax over the keys of all parts, without concatenating them.
+  """One softmax over the keys of all parts: [B, K, U, T, H] float32.
 
-  `parts` are pairs of scores and values: the prefix's have P rows, the
-  responses' B. Returns [B, K, U, T, H] float32.
+  `parts` are pairs of scores and values, P rows of the prefix, B of responses.
   """
   to_rows = lambda x: _split_groups(x, B, T)
   maxima = [to_rows(scores.max(-1, keepdims=True)) for scores, _ in parts]

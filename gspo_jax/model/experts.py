@@ -1,9 +1,8 @@
 """The experts of one device, in chunks: dropless, exact, in bounded memory.
 
-The number of rows for a device's experts depends on the router's output. A
-buffer for the worst case would be many times too large, and one for the mean
-would drop tokens. So the rows are processed in chunks of 1.25 times the mean:
-one chunk if the load is even, and a loop over the others if it is not.
+A device's number of rows depends on the router. A buffer for the worst case
+would be many times too large, and one for the mean would drop tokens. So the
+rows are processed in chunks of 1.25 times the mean: one if the load is even.
 
 Dimension key: M tokens, D model width, e experts of this device, k experts a
 token, F hidden width of one expert, A rows of a chunk; a row is a pair of a
@@ -30,14 +29,8 @@ def multiply(x_AD, weights_A, gate_up, down, sizes_e):
 
   Rows beyond the sum of `sizes_e` are undefined.
   """
-  return _project_down(
-    _project_up(x_AD, gate_up, sizes_e), weights_A, down, sizes_e
-  )
-
-
-def _project_up(x_AD, gate_up, sizes_e):
-  """Gates and ups, concatenated: [A, 2F]."""
-  return lora.grouped_product(x_AD, gate_up, sizes_e)
+  h_AF = lora.grouped_product(x_AD, gate_up, sizes_e)
+  return _project_down(h_AF, weights_A, down, sizes_e)
 
 
 def _project_down(h_AF, weights_A, down, sizes_e):
@@ -48,26 +41,12 @@ def _project_down(h_AF, weights_A, down, sizes_e):
   return lora.grouped_product(h, down, sizes_e)
 
 
-class ExpertOutput(NamedTuple):
-  """The output of one device's experts."""
+def apply(x_MD, weights_Mk, experts_Mk, gate_up, down, *, num_shards: int):
+  """The weighted sum [M, D] over this device's experts; the rows processed.
 
-  y_MD: jax.Array  # the weighted sum over the experts of this device
-  num_rows: jax.Array  # [] int32, the rows processed
-
-
-def apply(
-  x_MD, weights_Mk, experts_Mk, gate_up, down, *, num_shards: int
-) -> ExpertOutput:
-  """The output of this device's experts for each token.
-
-  Args:
-    x_MD: tokens.
-    weights_Mk: routing weights, in the dtype of `x_MD`.
-    experts_Mk: experts of each token, counted from this device's first one;
-      those outside 0..e-1 are on other devices.
-    gate_up: [e, D, 2F].
-    down: [e, F, D].
-    num_shards: devices among which the experts are split.
+  `experts_Mk` count from this device's first expert; numbers outside 0..e-1 are
+  on other devices. `num_shards` devices share the experts. The weights have the
+  dtype of `x_MD`; `gate_up` is [e, D, 2F] and `down` [e, F, D].
   """
   (M, k), e = experts_Mk.shape, len(gate_up.weight)
   max_rows = M * min(k, e)
@@ -81,12 +60,10 @@ def apply(
   operands = _Operands(
     x_MD, weights_Mk.reshape(-1), gate_up, down, order, ends_e
   )
-  return ExpertOutput(*_chunks(operands, k, A))
+  return _chunks(operands, k, A)
 
 
 class _Operands(NamedTuple):
-  """What the chunks are computed from."""
-
   x_MD: jax.Array  # tokens
   weights: jax.Array  # [M * k] routing weights
   gate_up: lora.Experts  # [e, D, 2F], with adapters or without
@@ -114,27 +91,29 @@ def _add(x, i, rows):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _chunks(operands: _Operands, k, A):
-  """Processes as many chunks as there are rows for: the fields of ExpertOutput.
+  """As many chunks as there are rows for: the output of `apply`.
 
   Reverse mode cannot differentiate a loop of unknown length, so the gradient is
-  written by hand: again a loop over chunks, each differentiated by JAX. This
-  also keeps the undefined rows of a kernel out of all sums, and allows the
-  first chunk's hidden rows to be kept.
+  again a loop over chunks, each differentiated by JAX. This also keeps a
+  kernel's undefined rows out of all sums, and can keep the first hidden rows.
   """
-  widen, body, state = _steps(operands, k, A)
+  body, state = _steps(operands, k, A)
   # Without a gradient no chunk is kept, so one loop compiles all of them.
-  step = lambda state: body(state, widen(state[0]))
+  step = lambda state: body(state, _widen(operands, state[0], k, A))
   more = lambda state: state[0] < operands.ends_e[-1]
   return jax.lax.while_loop(more, step, state)[1:]
 
 
-def _steps(operands: _Operands, k, A):
-  """The two halves of a chunk, and the state before the first chunk."""
-  x_MD, weights, gate_up, down, _, ends_e = operands
+def _widen(operands: _Operands, start, k, A):
+  """The first half of a chunk: gates and ups, concatenated, [A, 2F]."""
+  rows, sizes_e = _chunk(operands, start, A)
+  x_AD = _take(operands.x_MD, rows // k)
+  return lora.grouped_product(x_AD, operands.gate_up, sizes_e)
 
-  def widen(start):
-    rows, sizes_e = _chunk(operands, start, A)
-    return _project_up(_take(x_MD, rows // k), gate_up, sizes_e)
+
+def _steps(operands: _Operands, k, A):
+  """The second half of a chunk, and the state before the first chunk."""
+  x_MD, weights, _, down, _, ends_e = operands
 
   def body(state, h_AF):
     start, y_MD, num_rows = state
@@ -143,27 +122,26 @@ def _steps(operands: _Operands, k, A):
     return start + A, _add(y_MD, rows // k, y), num_rows + sizes_e.sum()
 
   zeros = jnp.zeros_like(x_MD), jnp.zeros_like(ends_e[-1])
-  return widen, body, (jnp.int32(0), *zeros)
+  return body, (jnp.int32(0), *zeros)
 
 
 def _forward(operands: _Operands, k, A):
-  widen, body, state = _steps(operands, k, A)
-  h_AF = checkpoint_name(widen(0), "hidden")
-  state = _run(body, widen, state, h_AF, operands)
-  return state[1:], (operands, h_AF)
+  body, state = _steps(operands, k, A)
+  h_AF = checkpoint_name(_widen(operands, 0, k, A), "hidden")
+  return _run(body, state, h_AF, operands, k)[1:], (operands, h_AF)
 
 
-def _run(body, widen, state, h_AF, operands: _Operands):
+def _run(body, state, h_AF, operands: _Operands, k):
   """The first chunk, whose hidden rows are given, and the others if any.
 
   The first chunk is outside the loop, and the loop is in a branch: with an even
   load nothing is copied into a loop's state.
   """
-  state = body(state, h_AF)
-  if operands.order.size <= len(h_AF):
+  A, state = len(h_AF), body(state, h_AF)
+  if operands.order.size <= A:
     return state
   more = lambda state: state[0] < operands.ends_e[-1]
-  step = lambda state: body(state, widen(state[0]))
+  step = lambda state: body(state, _widen(operands, state[0], k, A))
   loop = lambda state: jax.lax.while_loop(more, step, state)
   return jax.lax.cond(more(state), loop, lambda state: state, state)
 
@@ -173,17 +151,13 @@ def _backward(k, A, residuals, cotangents):
   x_MD, weights, gate_up, down, _, _ = operands
   dy_MD, _ = cotangents
 
-  def widen(start):
-    rows, sizes_e = _chunk(operands, start, A)
-    return _project_up(_take(x_MD, rows // k), gate_up, sizes_e)
-
   def body(state, h_AF):
     start, dx_MD, dweights, dgate_up, ddown = state
     rows, sizes_e = _chunk(operands, start, A)
     project_down = functools.partial(_project_down, sizes_e=sizes_e)
     _, pull = jax.vjp(project_down, h_AF, _take(weights, rows), down)
     dh_AF, dweights_A, ddown_chunk = pull(_take(dy_MD, rows // k))
-    project_up = functools.partial(_project_up, sizes_e=sizes_e)
+    project_up = functools.partial(lora.grouped_product, sizes_e=sizes_e)
     _, pull = jax.vjp(project_up, _take(x_MD, rows // k), gate_up)
     dx_AD, dgate_up_chunk = pull(dh_AF)
     return (
@@ -195,8 +169,7 @@ def _backward(k, A, residuals, cotangents):
     )
 
   zeros = jax.tree.map(jnp.zeros_like, (x_MD, weights, gate_up, down))
-  state = (jnp.int32(0), *zeros)
-  state = _run(body, widen, state, h_AF, operands)
+  state = _run(body, (jnp.int32(0), *zeros), h_AF, operands, k)
   return (_Operands(*state[1:], None, None),)
 
 

@@ -24,16 +24,11 @@ _MAX_TILE = 2048 * 768  # bfloat16 numbers of a tile that fits in VMEM
 def matmul(x_AD, weights_eDF, sizes_e):
   """Multiplies each row by the matrix of its group.
 
+  The rows are sorted by group; group e has `sizes_e[e]` rows. Rows of the
+  result [A, F] beyond the sum of the sizes are undefined.
+
   `in_blocks` on a CPU, where XLA's ragged_dot multiplies every row by every
   matrix; `in_tiles` on TPU v5e and v5p; ragged_dot elsewhere.
-
-  Args:
-    x_AD: rows, sorted by group.
-    weights_eDF: a matrix for each group.
-    sizes_e: int, rows of each group.
-
-  Returns:
-    [A, F]; rows beyond the sum of the sizes are undefined.
   """
   if sharding.platform() == "cpu":
     return in_blocks(x_AD, weights_eDF, sizes_e)
@@ -59,15 +54,9 @@ def in_tiles(x_AD, weights_eDF, sizes_e):
   """`matmul` by ragged_dot, in tiles that divide the widths.
 
   libtpu's own tiles on v5e and v5p need not divide them: it multiplies 768
-  columns in two tiles of 640. It takes others from an attribute of the
-  operation. Each product has its own: this one, and two in the backward pass.
+  columns in two tiles of 640. It takes others from the operation's attribute.
   """
   return _tiled(x_AD, weights_eDF, sizes_e, _PRODUCT)
-
-
-def _tiled_forward(x_AD, weights_eDF, sizes_e):
-  operands = x_AD, weights_eDF, sizes_e
-  return _tiled(*operands, _PRODUCT), operands
 
 
 def _tiled_backward(operands, dy_AF):
@@ -79,7 +68,9 @@ def _tiled_backward(operands, dy_AF):
   )
 
 
-in_tiles.defvjp(_tiled_forward, _tiled_backward)
+in_tiles.defvjp(
+  lambda *operands: (_tiled(*operands, _PRODUCT), operands), _tiled_backward
+)
 
 
 def _tiled(left, right, sizes_e, axes):
@@ -106,9 +97,8 @@ def _divisor(width, limit):
 def in_blocks(x_AD, weights_eDF, sizes_e):
   """`matmul` in a loop over blocks, each with rows of one group.
 
-  Each group is padded with zeros to whole blocks, at most one extra block per
-  group. One batched product of all blocks would copy a matrix for each block,
-  and is slower.
+  Each group is padded with zeros to whole blocks. One batched product of all
+  blocks would copy a matrix for each block, and is slower.
   """
   return _forward(x_AD, weights_eDF, sizes_e)[0]
 
@@ -153,23 +143,14 @@ in_blocks.defvjp(_forward, _backward)
 def swiglu_in_blocks(x_MD, weights_Mk, experts_Mk, gate_up, down):
   """The experts of each token on one CPU: `w * down(silu(gate x) * up x)`.
 
-  A loop over blocks, each with tokens of one expert. It gathers the tokens of a
-  block and runs both products while they are in the cache. All data moves by
-  gathers, in the backward pass, too.
+  A loop over blocks of one expert's tokens runs both products while they are in
+  the cache. All data moves by gathers, in the backward pass, too.
 
-  Args:
-    x_MD: tokens.
-    weights_Mk: routing weights.
-    experts_Mk: int; the number of experts means none.
-    gate_up: [e, D, 2F].
-    down: [e, F, D].
-
-  Returns:
-    The weighted sum over the experts of each token, [M, D], and the number of
-    pairs of a token and an expert.
+  An expert of number e means none; `gate_up` is [e, D, 2F], `down` [e, F, D].
+  Returns the weighted sum [M, D] over the experts of each token, and the number
+  of pairs of a token and an expert.
   """
-  y_MD, num_rows, _ = _experts(x_MD, weights_Mk, experts_Mk, gate_up, down)
-  return y_MD, num_rows
+  return _experts(x_MD, weights_Mk, experts_Mk, gate_up, down)[:2]
 
 
 def _gate(h_bF, weights_b, dtype):
@@ -260,10 +241,8 @@ swiglu_in_blocks.defvjp(_experts_forward, _experts_backward)
 class _Places(NamedTuple):
   """The assignment of pairs of a token and an expert to blocks."""
 
-  # The pair m * k + j at each place; M * k where there is none.
-  pair_nb: jax.Array
-  # The place of each pair; n * b or more if it has no expert.
-  slot_Mk: jax.Array
+  pair_nb: jax.Array  # the pair m * k + j at each place; M * k for none
+  slot_Mk: jax.Array  # each pair's place; n * b or more if it has no expert
   group_n: jax.Array  # the expert of each block
   count: jax.Array  # [] the number of blocks in use
   num_pairs: jax.Array  # [] int32, the pairs that have an expert
@@ -294,9 +273,7 @@ def _weights(weights_Mk, places, dtype):
 class _Blocks(NamedTuple):
   """The assignment of rows to blocks."""
 
-  # The place of each row in the blocks; n * b or more for the rows beyond the
-  # groups.
-  slot_A: jax.Array
+  slot_A: jax.Array  # each row's place; n * b or more beyond the groups
   count: jax.Array  # [] the number of blocks in use
   group_n: jax.Array  # the group of each block
   size: int  # b

@@ -20,8 +20,6 @@ from gspo_jax.runtime import sharding
 
 
 class RMSNorm(nn.Module):
-  """`rms_norm` by the scale of this module."""
-
   cfg: ModelConfig
 
   @nn.compact
@@ -82,24 +80,18 @@ def project(x, weights, name, axes: int = 1):
 
 
 def _gathered(weights, specs, dtype):
-  """A device's weights, joined along `WEIGHT_AXES`."""
-  axes = sharding.WEIGHT_AXES
-
-  def gather(name, x):
-    x = x.astype(dtype)
-    if axes not in specs[name]:
-      return x
-    return sharding.gather(x, *axes, dim=specs[name].index(axes))
-
-  return {name: gather(name, x) for name, x in weights.items()}
+  """A device's weights, cast and joined along `WEIGHT_AXES`."""
+  axes, whole = sharding.WEIGHT_AXES, {}
+  for name, x in weights.items():
+    whole[name] = x.astype(dtype)
+    if axes in specs[name]:
+      dim = specs[name].index(axes)
+      whole[name] = sharding.gather(whole[name], *axes, dim=dim)
+  return whole
 
 
 class Attention(nn.Module):
-  """Grouped-query attention with norms, with Qwen2's biases, or neither.
-
-  The norms are over the width of each query and key head (Qwen3), or over all
-  heads together (OLMoE). Queries, keys and values have the biases.
-  """
+  """Grouped-query attention; norms and biases as `ModelConfig` says."""
 
   cfg: ModelConfig
 
@@ -140,10 +132,9 @@ def _project(x_BTD, weights, angles, cfg):
 def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
   """Attention among the T tokens, in a shard_map over rows, tokens and heads.
 
-  A device has all heads of its part of a row's tokens. It exchanges them for
-  all tokens of its part of the heads, and after attention back, so that the
-  devices along `context` have equal shares of the causal scores
-  (arXiv 2309.14509, sec. 3).
+  A device exchanges all heads of its tokens for all tokens of its heads, and
+  after attention back, so that the devices along `context` have equal shares of
+  the causal scores (arXiv 2309.14509, sec. 3).
   """
   tokens = sharding.TOKENS
   heads_first = PartitionSpec(sharding.ROW_AXES, "tensor", "context")
@@ -218,25 +209,17 @@ class Block(nn.Module):
 
   @nn.compact
   def __call__(
-    self,
-    x_BTD,
-    angles,
-    segments_BT,
-    cache=None,
-    layer=0,
-    routes=NO_ROUTES,
+    self, x_BTD, angles, segments_BT, cache=None, layer=0, routes=NO_ROUTES
   ):
     """Returns the stream [B, T, D], the routing or None, the new (k, v)."""
     cfg = self.cfg
     h = RMSNorm(cfg, name="attention_norm")(x_BTD)
-    h, updated = Attention(cfg, name="attention")(
-      h, angles, segments_BT, cache, layer
-    )
+    attend = Attention(cfg, name="attention")
+    h, updated = attend(h, angles, segments_BT, cache, layer)
     x_BTD = checkpoint_name(add(x_BTD, h), "stream")
     h = RMSNorm(cfg, name="mlp_norm")(x_BTD)
     if cfg.num_experts:
-      moe = MoE(cfg, name="moe")
-      h, routing = moe(h, segments_BT != 0, *routes)
+      h, routing = MoE(cfg, name="moe")(h, segments_BT != 0, *routes)
     else:
       h, routing = MLP(cfg, name="mlp")(h), None
     return add(x_BTD, h), routing, updated

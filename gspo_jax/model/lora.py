@@ -22,7 +22,6 @@ from gspo_jax.runtime import sharding
 
 
 def is_adapter(path: str) -> bool:
-  """Whether a path leads to an adapter."""
   return path.endswith((A, B))
 
 
@@ -65,14 +64,10 @@ def split(params: dict) -> tuple[dict, dict]:
 def merge(params: dict, lora: LoraConfig | None, dtype=None) -> dict:
   """The weights `W + alpha / rank * A B`, without adapters.
 
-  The sum is in float32 and is rounded once. In bfloat16 this loses what is
-  smaller than half a unit in the last place of W, 0.2 to 0.4 % of W.
-
-  Args:
-    params: from `join`, with stacked layers; without adapters it is returned as
-      it is.
-    lora: the adapters; static.
-    dtype: of the result; None: the dtype of the base.
+  `params` have stacked layers; without adapters they are returned as they are.
+  The sum is in float32 and is rounded once, to `dtype` or the dtype of the
+  base. In bfloat16 this loses what is smaller than half a unit in the last
+  place of W, 0.2 to 0.4 % of W.
   """
   base, adapters = split(params)
   if not adapters:
@@ -80,13 +75,10 @@ def merge(params: dict, lora: LoraConfig | None, dtype=None) -> dict:
 
   def merged(layer):
     leaves = sharding.leaves_by_path(layer)
-    weights = {
-      path: _merge_one(path, leaves, lora.scale, dtype)
-      if path + A in leaves
-      else x
-      for path, x in leaves.items()
-      if not is_adapter(path)
-    }
+    weights = {path: x for path, x in leaves.items() if not is_adapter(path)}
+    for path in weights:
+      if path + A in leaves:
+        weights[path] = _merge_one(path, leaves, lora.scale, dtype)
     return sharding.tree_of_paths(weights)
 
   # One layer at a time: the float32 sum of all layers would be large.

@@ -23,8 +23,7 @@ from gspo_jax.runtime import sharding
 class Routing(NamedTuple):
   """The router's output in one layer, without gradient."""
 
-  # [B, T, k] unsigned int, the experts that each token was sent to.
-  experts: jax.Array
+  experts: jax.Array  # [B, T, k] unsigned int, where each token was sent
   # [B, T, k] float32, the log-softmax over ALL experts, at `routes` if they
   # were given, else at `experts`.
   logps: jax.Array
@@ -57,21 +56,14 @@ class MoE(nn.Module):
 
   @nn.compact
   def __call__(
-    self,
-    x_BTD,
-    real_BT,
-    routes_BTk=None,
-    replay=False,
-    use_own_experts=None,
+    self, x_BTD, real_BT, routes_BTk=None, replay=False, use_own_experts=None
   ) -> tuple[jax.Array, Routing]:
-    """Routes the tokens and adds up the outputs of their experts.
+    """The output [B, T, D], 0 at padding, and the routing.
 
     `real_BT` is false at padding. With `replay` the tokens go to `routes_BTk`,
     by the weights of the current router, so that it has a gradient. Without,
     the routes only decide where `Routing.logps` are taken. `use_own_experts`
     replaces the routes by the top k experts.
-
-    Returns the output [B, T, D], 0 at padding, and the routing.
     """
     cfg = self.cfg
     weights = parameters.declare(self, "moe", cfg)
@@ -104,7 +96,9 @@ def _local(
       *[gather(name + e) for e in ends if name + e in weights]
     )
 
-  logits_ME = _router_logits(x_MD, gather("router"))
+  logits_ME = jnp.matmul(
+    x_MD, gather("router"), preferred_element_type=jnp.float32
+  )
   if use_own_experts is not None:
     _, top_Mk = jax.lax.top_k(jax.nn.softmax(logits_ME), k)
     top_Mk = top_Mk.astype(routes_Mk.dtype)
@@ -122,21 +116,17 @@ def _local(
   return y_MD.reshape(x_BTD.shape), Routing(*records, dropped)
 
 
-def _run_experts(
-  x_MD, weights_Mk, experts_Mk, gate_up, down
-) -> ep.ExpertOutput:
-  """Gathers tokens along `expert`, runs each device's experts, adds up.
+def _run_experts(x_MD, weights_Mk, experts_Mk, gate_up, down):
+  """The weighted sum over all experts, and the number of rows processed.
 
-  The sum of `num_rows` over the batch axes is the number of rows processed by
-  all devices.
+  This number has to be summed over the batch axes.
   """
   ranks = ("expert", "tensor")
   if sharding.size(*ranks) == 1:
     operands = x_MD, weights_Mk, experts_Mk
     if sharding.platform() == "cpu" and gate_up.a is None:
-      return ep.ExpertOutput(
-        *grouped_matmul.swiglu_in_blocks(*operands, gate_up.weight, down.weight)
-      )
+      matrices = gate_up.weight, down.weight
+      return grouped_matmul.swiglu_in_blocks(*operands, *matrices)
     return dispatch(*operands, gate_up, down)
   join = lambda x: sharding.gather(x, "expert", dim=0)
   y, num_rows = ep.apply(
@@ -148,22 +138,11 @@ def _run_experts(
     num_shards=sharding.size(*ranks),
   )
   y_MD = sharding.scatter(y, "expert", dim=0)
-  return ep.ExpertOutput(
-    sharding.psum(y_MD, "tensor"), sharding.psum(num_rows, "tensor")
-  )
-
-
-def _router_logits(x_MD, router_DE):
-  return jnp.matmul(
-    x_MD, router_DE.astype(x_MD.dtype), preferred_element_type=jnp.float32
-  )
+  return sharding.psum(y_MD, "tensor"), sharding.psum(num_rows, "tensor")
 
 
 def route(logits_ME, cfg: ModelConfig, routes_Mk=None):
-  """The routing weights, float32, and their experts: [M, k] each.
-
-  The experts are `routes_Mk` if given, else the top k.
-  """
+  """Float32 weights and the experts, [M, k] each: `routes_Mk`, or the top k."""
   if routes_Mk is not None:
     experts_Mk = routes_Mk.astype(jnp.int32)
     if cfg.norm_topk_prob:  # unlikely routes would divide 0 by 0
@@ -199,11 +178,10 @@ def _routing_records(logits_ME, experts_Mk, routes_Mk):
   return experts_Mk.astype(dtype), _at(logps_ME, at_Mk), entropy_M
 
 
-def dispatch(x_MD, weights_Mk, experts_Mk, gate_up, down) -> ep.ExpertOutput:
+def dispatch(x_MD, weights_Mk, experts_Mk, gate_up, down):
   """Sends every token through its experts: sort, two grouped matmuls, unsort.
 
-  Exact for any load: a group is as long as its expert has tokens. The index E
-  means no expert, for padding.
+  The index E means no expert, for padding.
   """
   M, k = experts_Mk.shape
   order = jnp.argsort(experts_Mk.reshape(-1), stable=True)
@@ -214,4 +192,4 @@ def dispatch(x_MD, weights_Mk, experts_Mk, gate_up, down) -> ep.ExpertOutput:
   y = jnp.where(jnp.arange(M * k)[:, None] < num_rows, y, 0)
   # A gather by the inverse permutation, whose gradient is a permutation, too.
   y = y[jnp.argsort(order)].reshape(M, k, -1).sum(1, dtype=jnp.float32)
-  return ep.ExpertOutput(rounded(y, x_MD.dtype), num_rows)
+  return rounded(y, x_MD.dtype), num_rows

@@ -21,9 +21,8 @@ def side_by_side(heads: int, width: int) -> int:
   """j, the number of key-value heads that lie side by side in a page.
 
   On a TPU as many as fill its 128 lanes, if j divides the heads of a device. A
-  narrow head alone would be padded to 128 lanes, for which XLA copies the whole
-  cache around a decoding segment, and a layer's cache in each step. `heads` is
-  K over all devices.
+  narrow head alone would be padded to 128 lanes, for which XLA copies a layer's
+  cache in each step. `heads` is K over all devices.
   """
   j = _LANES // width if width < _LANES and _LANES % width == 0 else 1
   divisible = heads % (j * sharding.size("tensor")) == 0
@@ -45,16 +44,9 @@ def read(q_BNH, k_KntH, v_KntH, table_BW, lengths_B):
   On a TPU with JAX's kernel, which needs pages whose width is a multiple of 128
   and rounds keys and values to bfloat16. In all other cases by `by_blocks`.
 
-  Args:
-    q_BNH: queries; query head n uses key-value head n // (N / K).
-    k_KntH: keys; or [K / j, n, t, j * H].
-    v_KntH: values, in the same shape.
-    table_BW: int32, the pages of each row.
-    lengths_B: int32, tokens to attend to; for 0 the output is finite, but
-      meaningless.
-
-  Returns:
-    [B, N, H].
+  Query head i uses key-value head i // (N / K). Keys and values may also be
+  [K / j, n, t, j * H]. `lengths_B` are the tokens to attend to; for 0 the
+  output [B, N, H] is finite, but meaningless.
   """
   (B, N, H), (K, _, _, width) = q_BNH.shape, k_KntH.shape
   supported = width % _LANES == 0 and q_BNH.dtype == jnp.bfloat16
@@ -95,9 +87,8 @@ def by_kernel(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
 def by_blocks(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
   """Plain operations whose cost is proportional to the tokens in use.
 
-  The pages of all rows, one row after the other, form one list of (row, page)
-  pairs. A loop processes M pairs at a time; it rescales the sums of a row's
-  softmax whenever the row's maximum grows.
+  A loop processes M (row, page) pairs at a time, row after row; it rescales the
+  sums of a row's softmax whenever the row's maximum grows.
   """
   B, K = q_BKUH.shape[:2]
   t, W = k_KntH.shape[2], table_BW.shape[1]
@@ -126,10 +117,9 @@ def _block_pairs(B, W, k_KntH):
   """M, the number of pairs whose keys take `_BLOCK_BYTES`.
 
   With 1/4 MiB, which fits in its caches, a CPU was at most 13 % slower than
-  with the best M, in ten shapes tried by hand: 50 to 900 tokens of 16 and 64
-  rows, 2 to 8 heads of width 16 to 128. A GPU starts a dozen kernels in each
-  iteration, about 50 us in total, the time in which it reads about 64 MiB of
-  keys and values; this is estimated, not measured.
+  with the best M, in ten shapes tried by hand. A GPU starts a dozen kernels in
+  each iteration, about 50 us, in which it reads about 64 MiB of keys and
+  values; this is estimated, not measured.
   """
   K, _, t, H = k_KntH.shape
   block_bytes = _BLOCK_BYTES.get(sharding.platform(), 2**25)
@@ -137,10 +127,7 @@ def _block_pairs(B, W, k_KntH):
 
 
 def _look_up(pair_M, ends_B, table_BW, lengths_B, t):
-  """For each pair its row, its page, and its tokens up to the end of the row.
-
-  Pairs after the last one get a page of the last row, with no tokens.
-  """
+  """Each pair's row, page and remaining tokens; none after the last pair."""
   B, W = table_BW.shape
   row_M = jnp.searchsorted(ends_B, pair_M, "right", method="compare_all")
   row_M = jnp.minimum(row_M, B - 1)

@@ -4,9 +4,8 @@ Dimension key: B rows, P prompts, C pages a prompt, T tokens, N query heads, K
 key-value heads, H head width, n pages, t tokens a page, W maximum pages a row.
 
 Each layer's keys and values are [K, n, t, H], as JAX's TPU kernel takes them.
-On a TPU j narrow heads lie side by side: [K / j, n, t, j * H]. On a mesh, rows
-and pages are sharded alike: a device's rows use only that device's pages, and
-page numbers count from its first page.
+On a TPU j narrow heads lie side by side: [K / j, n, t, j * H]. On a mesh, a
+device's rows use only its own pages, whose numbers count from its first page.
 """
 
 import dataclasses
@@ -31,16 +30,13 @@ _PAGES = PartitionSpec("tensor", BATCH_AXES)  # [K, n, t, H]
 class Pages:
   """Keys and values of the tokens so far; a row gets one token at a time."""
 
-  # Per layer, [K / j, n, t, j * H]; j is 1 except on a TPU.
-  k: tuple[jax.Array, ...]
+  k: tuple[jax.Array, ...]  # per layer, [K / j, n, t, j * H]
   v: tuple[jax.Array, ...]  # as k
   # [B, W] int32, the pages of each row, in the order of its tokens; any valid
   # number in unused entries. Rows may share pages that are full.
   table: jax.Array
-  # [B] int32, tokens stored. An active row has room for one more.
-  lengths: jax.Array
-  # [B] bool; the other rows write nothing, and their attention output is
-  # finite, but meaningless.
+  lengths: jax.Array  # [B] int32, tokens; an active row has room for one more
+  # [B] bool; the other rows write nothing, and their output is meaningless.
   active: jax.Array
 
   def mark_valid(self, mask_BT: jax.Array) -> "Pages":
@@ -88,12 +84,10 @@ def empty(
     constrain(jnp.zeros(shape, stored(cfg.dtype)), *_PAGES)
     for _ in range(cfg.num_layers)
   )
-  table = constrain(
-    jnp.zeros((num_slots, pages_per_slot), jnp.int32), BATCH_AXES
-  )
-  lengths = constrain(jnp.zeros(num_slots, jnp.int32), BATCH_AXES)
-  active = constrain(jnp.zeros(num_slots, bool), BATCH_AXES)
-  return Pages(zeros(), zeros(), table, lengths, active)
+  table = jnp.zeros((num_slots, pages_per_slot), jnp.int32)
+  lengths, active = jnp.zeros(num_slots, jnp.int32), jnp.zeros(num_slots, bool)
+  rows = constrain((table, lengths, active), BATCH_AXES)
+  return Pages(zeros(), zeros(), *rows)
 
 
 def shardings(cfg: ModelConfig, mesh: jax.sharding.Mesh) -> Pages:
@@ -106,11 +100,8 @@ def shardings(cfg: ModelConfig, mesh: jax.sharding.Mesh) -> Pages:
 def store(pages: Pages, k, v, numbers: jax.Array) -> Pages:
   """Writes prefilled prompts into pages; in place if `pages` is donated.
 
-  Args:
-    pages: the cache.
-    k: per layer, [P, K, T, H], T = C * t.
-    v: as k.
-    numbers: [P, C] int32, the page of each t tokens; n or more: not written.
+  k and v are [P, K, C * t, H] per layer. `numbers` [P, C] int32 has the page of
+  each t tokens; n or more: not written.
   """
 
   def local(old, new, numbers_PC):
@@ -130,15 +121,9 @@ def store(pages: Pages, k, v, numbers: jax.Array) -> Pages:
 
 
 def load(pages: Pages, numbers: jax.Array, head_dim: int):
-  """Reads keys and values of prompts back: what `store` wrote.
+  """Reads the k and v that `store` wrote at these `numbers`.
 
-  Args:
-    pages: the cache.
-    numbers: [P, C] int32, the page of each t tokens; n or more: any values.
-    head_dim: H.
-
-  Returns:
-    k and v: per layer, [P, K, C * t, H].
+  Where a number is n or more, any values.
   """
 
   def local(old, numbers_PC):
@@ -159,10 +144,8 @@ def load(pages: Pages, numbers: jax.Array, head_dim: int):
 def copy(pages: Pages, source: jax.Array, target: jax.Array) -> Pages:
   """Copies page `source` to page `target`; in place if `pages` is donated.
 
-  Args:
-    pages: the cache.
-    source: [B] int32; no source may be a target.
-    target: [B] int32; n or more: not copied.
+  Both are [B] int32. No source may be a target; a target of n or more: not
+  copied.
   """
 
   def local(old, source_B, target_B):

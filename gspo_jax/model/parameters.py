@@ -1,10 +1,7 @@
 """Every parameter of the policy, declared once.
 
-A row of `TABLE` has the dimensions of a parameter and their sharding, its
-initial values, its tensors in a Hugging Face checkpoint, and whether it is a
-matrix that LoRA adapts and Muon updates. Dimensions are written as a map:
-"D -> N H" sums over D, "E | D -> 2F" has such a matrix for each expert, and "H"
-is a vector, a bias or the scale of a norm.
+Dimensions are written as a map: "D -> N H" sums over D, "E | D -> 2F" has such
+a matrix for each expert, and "H" is a vector, a bias or the scale of a norm.
 
 Paths begin with "layers/" for the parameters of a block: in the tree they are
 stacked, with one more axis in front. All parameters are float32.
@@ -43,8 +40,7 @@ class Parameter:
   """One array of the policy."""
 
   path: str  # slash-joined, in the tree of parameters
-  # The dimensions of one layer's array, as the head of this file says.
-  dims: str
+  dims: str  # of one layer's array, see the head of this file
   axes: str  # the logical axis of each, for `sharding.RULES`
   # The names of its Hugging Face tensors, whose rows are concatenated; {e}: one
   # for each expert. In a layer they begin with "model.layers.{i}.".
@@ -52,7 +48,6 @@ class Parameter:
   # The part of a block, "attention" or "mlp", of a matrix that LoRA adapts and
   # Muon updates; None for other parameters.
   target: str | None = None
-  # Whether a model has it.
   exists: Callable[[ModelConfig], bool] = lambda cfg: True
   # "inputs": normal with variance 1 / inputs; "width": 1 / D; "ones"; "zeros".
   init: str = "inputs"
@@ -99,14 +94,9 @@ class Parameter:
     """A and B of its adapter; their rank is not sharded."""
     experts, inputs, outputs = (" ".join(names) for names in self.names)
     e, i, o = ([self.axes.split()[a] for a in axes] for axes in self.groups)
-    return (
-      Parameter(
-        self.path + A, f"{experts}|{inputs} -> r", " ".join([*e, *i, "whole"])
-      ),
-      Parameter(
-        self.path + B, f"{experts}|r -> {outputs}", " ".join([*e, "whole", *o])
-      ),
-    )
+    a = f"{experts}|{inputs} -> r", " ".join([*e, *i, "whole"])
+    b = f"{experts}|r -> {outputs}", " ".join([*e, "whole", *o])
+    return Parameter(self.path + A, *a), Parameter(self.path + B, *b)
 
   def shape(self, cfg: ModelConfig) -> tuple[int, ...]:
     """The shape of one layer's array."""
@@ -202,11 +192,7 @@ AXES = {end: row.logical_axes for end, row in _ROWS.items()}
 
 
 def find(path: str) -> Parameter:
-  """The row of a parameter, of an adapter, or of a moment of either.
-
-  Raises:
-    ValueError: no row, or more than one, matches the path.
-  """
+  """The row of a parameter, of an adapter, or of a moment of either."""
   return sharding.rule(path, _ROWS)
 
 
@@ -227,20 +213,15 @@ def adapted(cfg: ModelConfig) -> list[Parameter]:
 def shapes(cfg: ModelConfig) -> dict:
   """The tree of `init`, with the adapters of `cfg.lora`, as abstract arrays."""
   adapters = [x for row in adapted(cfg) for x in row.adapters]
-  return sharding.tree_of_paths(
-    {
-      row.path: jax.ShapeDtypeStruct(row.stack_shape(cfg), jnp.float32)
-      for row in (*rows(cfg), *adapters)
-    }
-  )
+  leaves = {
+    row.path: jax.ShapeDtypeStruct(row.stack_shape(cfg), jnp.float32)
+    for row in (*rows(cfg), *adapters)
+  }
+  return sharding.tree_of_paths(leaves)
 
 
 def shardings(shapes, mesh: jax.sharding.Mesh):
-  """The shardings of parameters or adapters, from their shapes.
-
-  Raises:
-    UserError: a dimension is not divisible by the size of its mesh axes.
-  """
+  """The shardings of parameters or adapters; errors as `sharding.spec`."""
   return sharding.state_shardings(shapes, mesh, AXES)
 
 
@@ -262,13 +243,11 @@ class _Nested(nn.Module):
     return self.param(name, initial, cfg)
 
 
-def declare(
-  module: nn.Module, part: str, cfg: ModelConfig
-) -> dict[str, jax.Array]:
+def declare(module: nn.Module, part: str, cfg: ModelConfig) -> dict:
   """The parameters of a Flax module by name, with the adapters that it has.
 
-  B is multiplied by alpha / rank, so that what follows needs no factor. It is
-  rounded to `cfg.dtype` before, as in the weights for decoding.
+  B is rounded to `cfg.dtype`, as in the weights for decoding, and multiplied by
+  alpha / rank, so that what follows needs no factor.
   """
   weights = {}
   for row in rows(cfg):

@@ -6,6 +6,7 @@ the first is 1 and each is smaller than the one before.
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ class Llama3Scaling:
   low: float  # above 0
   high: float  # above `low`
   length: int  # tokens of the texts before the stretch
+  amplitude: ClassVar[float] = 1.0  # the factor of sines and cosines
 
   def __post_init__(self):
     if not (self.factor >= 1 and 0 < self.low < self.high and self.length > 0):
@@ -34,11 +36,6 @@ class Llama3Scaling:
         f"model.rope_scaling={self}: expected factor >= 1, 0 < low < high and"
         " length > 0"
       )
-
-  @property
-  def amplitude(self) -> float:
-    """The factor of sines and cosines."""
-    return 1.0
 
   def scale(self, frequency_H, theta: float):
     """The frequencies of `theta`, scaled."""
@@ -61,12 +58,9 @@ class YarnScaling:
   length: int  # tokens of the texts before the stretch
   beta_fast: float = 32.0  # at least `beta_slow`
   beta_slow: float = 1.0  # above 0
-  # Of queries and of keys, as a factor of sines and cosines; None: `0.1
-  # ln(factor) + 1` (eq. 22).
+  # The factor of sines and cosines; None: `0.1 ln(factor) + 1` (eq. 22).
   attention_factor: float | None = None
-  # The first and last index of the part between are rounded to whole numbers,
-  # down and up.
-  truncate: bool = True
+  truncate: bool = True  # the first and last index between are rounded outwards
 
   def __post_init__(self):
     factor = self.attention_factor
@@ -92,8 +86,7 @@ class YarnScaling:
     """The frequencies of `theta`, scaled."""
     half = frequency_H.shape[0]
 
-    def index(periods):
-      """The index of the frequency with these periods in `length` tokens."""
+    def index(periods):  # of the frequency with these periods in `length`
       turns = self.length / (periods * 2 * math.pi)
       return half * math.log(turns) / math.log(theta)
 
@@ -129,15 +122,13 @@ def angles(
   frequency_H = theta ** (
     -jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
   )
-  amplitude = 1.0
   if scaling:
     frequency_H = scaling.scale(frequency_H, theta)
-    amplitude = scaling.amplitude
   angle_BTH = positions_BT[..., None].astype(jnp.float32) * frequency_H
   sin_BTH, cos_BTH = jnp.sin(angle_BTH), jnp.cos(angle_BTH)
-  if amplitude == 1.0:
+  if not scaling or scaling.amplitude == 1.0:
     return sin_BTH, cos_BTH
-  return amplitude * sin_BTH, amplitude * cos_BTH
+  return scaling.amplitude * sin_BTH, scaling.amplitude * cos_BTH
 
 
 @recomputed

@@ -1,10 +1,9 @@
 """Products and rounding of 16-bit activations, the same in every program.
 
-By default XLA keeps more bits where that is cheap, at other places in each
-program. The log-probs of sampler and trainer then differ by more than GSPO's
-clip range of 3e-4. `OPTIONS` turns that off. `rounded` is still needed between
-two elementwise operations, where LLVM drops a rounding even so (seen with
-jaxlib 0.10.2 on x86-64).
+By default XLA keeps more bits at other places in each program. The log-probs of
+sampler and trainer then differ by more than GSPO's clip range of 3e-4.
+`OPTIONS` turns that off. `rounded` is still needed between two elementwise
+operations, where LLVM drops a rounding (jaxlib 0.10.2 on x86-64).
 
 XLA's library for CPUs multiplies bfloat16 matrices with the instructions that a
 CPU has for them (AMX or AVX512-BF16) only if the result is float32, the first
@@ -30,9 +29,8 @@ OPTIONS = {"xla_allow_excess_precision": False}
 def recomputed(function):
   """`function`, whose backward pass starts from its arguments alone.
 
-  For elementwise arithmetic: computing its intermediate results again takes
-  less time than storing and reading them. Unlike `jax.checkpoint` it leaves no
-  trace inside a block that is rematerialised itself.
+  Computing elementwise results again takes less time than storing and reading
+  them. Unlike `jax.checkpoint` it leaves no trace in a rematerialised block.
   """
 
   @jax.custom_vjp
@@ -57,8 +55,7 @@ def rounded(x: jax.Array, dtype) -> jax.Array:
 def stored(dtype):
   """The dtype of arrays of `dtype` values that are written slice by slice.
 
-  On a CPU, XLA writes a slice of a 16-bit array by converting the whole array
-  to float32 and back. There the values are stored in float32.
+  On a CPU float32: XLA would convert a 16-bit array as a whole for each slice.
   """
   return jnp.dtype("float32" if sharding.platform() == "cpu" else dtype)
 

@@ -31,12 +31,9 @@ _SMALL_DEPTH = 8  # layers that a CPU compiles unrolled
 class HiddenStates(NamedTuple):
   """The output of the blocks."""
 
-  # [B, T, D], after the last norm; `unembed` maps it to logits.
-  hidden: jax.Array
-  # Of every layer, with a leading axis L; None for a dense model.
-  routing: Routing | None
-  # The cache with the T tokens added; None if none was given.
-  cache: kv.Cache | None
+  hidden: jax.Array  # [B, T, D], after the last norm, for `unembed`
+  routing: Routing | None  # with a leading axis L; None for a dense model
+  cache: kv.Cache | None  # with the T tokens added; None if none was given
 
 
 class Output(NamedTuple):
@@ -45,8 +42,7 @@ class Output(NamedTuple):
   logits: jax.Array  # [B, T, V] float32
   # [L, B, T, k], the experts of each token; None for a dense model.
   experts: jax.Array | None
-  # The cache with the T tokens added; None if none was given.
-  cache: kv.Cache | None
+  cache: kv.Cache | None  # with the T tokens added; None if none was given
 
 
 def init(key: jax.Array, cfg: ModelConfig) -> Params:
@@ -110,9 +106,6 @@ def hidden_states(
 
   Returns:
     `HiddenStates`; finite, but meaningless at padding.
-
-  Raises:
-    ValueError: `replay` without `routes`, or `routes` with a cache.
   """
   if routes is None and replay:
     raise ValueError(f"{replay=} needs routes, got {routes=}")
@@ -138,7 +131,7 @@ def prefill(
   positions: jax.Array,
   mask: jax.Array,
 ) -> HiddenStates:
-  """`hidden_states` without a cache; returns one that holds the T tokens."""
+  """`hidden_states` without a cache; its result has one of the T tokens."""
   run = functools.partial(_scan_layers, store=True)
   return _run_blocks(run, params, cfg, tokens, positions, mask)
 
@@ -158,10 +151,8 @@ def _run_blocks(run, params, cfg, tokens, positions, mask) -> HiddenStates:
 def _embed(table_VD, tokens_BT, cfg):
   """The embedding of each token; the table is sharded by its columns, too.
 
-  Each device looks up its columns for all tokens. An all-to-all then gives it
-  all columns of its own tokens.
+  A device looks up its columns for all tokens, and exchanges them for its own.
   """
-
   axes = sharding.RULES["table"]
 
   def local(table, tokens_BT):
@@ -227,7 +218,6 @@ def _scan_layers(
 
 
 def _layers_per_step(cfg):
-  """Layers of one step of the scan: `ModelConfig.unroll`, or its default."""
   if cfg.unroll is not None:
     return cfg.unroll
   small = cfg.num_layers <= _SMALL_DEPTH
@@ -235,7 +225,6 @@ def _layers_per_step(cfg):
 
 
 def _loop_over_layers(params, cfg, x_BTD, angles, mask_BT, cache):
-  """An unrolled loop over the layers: stream, routing and cache."""
   cache = cache.mark_valid(mask_BT)
   segments_BT = mask_BT.astype(jnp.int32)
   routings, ks, vs = [], [], []

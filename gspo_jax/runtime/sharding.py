@@ -1,12 +1,10 @@
 """The device mesh, and how arrays are sharded over it.
 
-`RULES` maps each logical axis of an array to mesh axes. Who makes an array says
-which logical axes it has. A batch of samples is sharded by its rows, over all
-axes but `tensor`. The rows of an update are sharded over `data`, `fsdp` and
+`RULES` maps each logical axis of an array to mesh axes. Samples are sharded by
+rows over all axes but `tensor`; the rows of an update over `data`, `fsdp` and
 `expert`, and within the model their tokens over `context`. The mesh axes have
-type Auto: XLA partitions most of the program. What XLA partitions badly
-(experts, attention kernels, the vocabulary) is a `shard_map` with explicit
-collectives.
+type Auto: XLA partitions most of the program. What it partitions badly
+(experts, attention kernels, the vocabulary) is a `shard_map`.
 """
 
 import dataclasses
@@ -82,19 +80,12 @@ class SamplerMeshConfig:
 
 
 def make_mesh(devices=None, **sizes: int) -> Mesh:
-  """A mesh with the axes `AXES`.
+  """A mesh of all devices, or of these, with the axes `AXES`.
 
   TPU devices are ordered so that neighbours in the mesh are neighbours in the
   torus. With several slices, each slice holds a contiguous part of `data`.
-
-  Args:
-    devices: all devices by default.
-    **sizes: devices along each axis, 1 if absent. One axis may be -1: it takes
-      the devices that the other axes leave.
-
-  Raises:
-    UserError: the product of the sizes is not the number of devices, or `data`
-      is not a multiple of the number of slices.
+  `sizes` are 1 where absent. One axis may be -1: it takes the devices that the
+  other axes leave.
   """
   devices = jax.devices() if devices is None else devices
   shape = [sizes.get(axis, 1) for axis in AXES]
@@ -118,10 +109,6 @@ def split_devices(sampler: int, devices=None) -> tuple[list, list]:
   One process gives the sampler its last devices. Of several processes each
   gives the last half of its devices: every process runs both programs, and
   weights move between two devices of one process.
-
-  Raises:
-    UserError: the trainer would have none, or several processes cannot give
-      half of their devices each.
   """
   devices = list(jax.devices() if devices is None else devices)
   if not sampler:
@@ -170,10 +157,9 @@ _NO_PARTS = ("TPU v5 lite", "TPU v6 lite")
 
 def beside(mesh: Mesh, devices) -> Mesh:
   """The same mesh on other devices: each replaces one of its own process."""
+  processes = _by_process(mesh.devices.flat), _by_process(devices)
   pairs = {}
-  for old, new in zip(
-    _by_process(mesh.devices.flat), _by_process(devices), strict=True
-  ):
+  for old, new in zip(*processes, strict=True):
     pairs |= zip(old, new, strict=True)
   return _mesh(np.vectorize(pairs.get, otypes=[object])(mesh.devices))
 
@@ -219,22 +205,16 @@ def _without_gaps(devices) -> list[_Placed]:
 
   A part of each host's chips leaves such gaps, and JAX arranges whole boxes.
   """
-  used = [
-    sorted(set(axis)) for axis in zip(*(d.coords for d in devices), strict=True)
-  ]
-  return [
-    _Placed(d, tuple(u.index(c) for u, c in zip(used, d.coords, strict=True)))
-    for d in devices
-  ]
+  coords = np.array([d.coords for d in devices])
+  for axis in coords.T:
+    axis[:] = np.unique(axis, return_inverse=True)[1]
+  return list(map(_Placed, devices, map(tuple, coords.tolist())))
 
 
 def reshape_mesh(mesh: Mesh, *, expert: int, tensor: int) -> Mesh:
   """The same devices in the same order, over `data`, `expert` and `tensor`.
 
   For decoding, which gathers no weight and splits no row.
-
-  Raises:
-    UserError: `expert` times `tensor` does not divide the devices.
   """
   if mesh.size % (expert * tensor):
     raise UserError(
@@ -245,13 +225,10 @@ def reshape_mesh(mesh: Mesh, *, expert: int, tensor: int) -> Mesh:
 
 
 def rule(path: str, rules: Mapping[str, Any]) -> Any:
-  """The value of the rule for a path: the one whose key the path ends in.
+  """The value of the one rule whose key the path ends in, else ValueError.
 
   "attention/q" is a rule for "layers/attention/q" and for its moment
   "mu/layers/attention/q".
-
-  Raises:
-    ValueError: there is no such rule, or more than one.
   """
   parts = path.split("/")
   ends = ("/".join(parts[i:]) for i in range(len(parts)))
@@ -261,25 +238,18 @@ def rule(path: str, rules: Mapping[str, Any]) -> Any:
   return next(iter(matching.values()))
 
 
+# End of a path -> logical axes. If they begin with "layers", the array of one
+# layer has the others.
+LogicalAxes = Mapping[str, Sequence[str]]
+
+
 def spec(
-  path: str,
-  shape: tuple[int, ...],
-  mesh: Mesh,
-  axes: Mapping[str, Sequence[str]],
+  path: str, shape: tuple[int, ...], mesh: Mesh, axes: LogicalAxes
 ) -> PartitionSpec:
   """The PartitionSpec of one array of the training state; scalars are whole.
 
-  Args:
-    path: slash-joined.
-    shape: the shape of the array.
-    mesh: a mesh of `make_mesh`.
-    axes: end of a path -> logical axes. If they begin with "layers", the array
-      of one layer has the others.
-
-  Raises:
-    ValueError: no rule or more than one matches the path, or the rule has
-      another number of dimensions, or uses one mesh axis for two of them.
-    UserError: a dimension is not divisible by the size of its mesh axes.
+  ValueError unless one rule, with as many dimensions, matches the path;
+  UserError if a dimension is not divisible by the size of its mesh axes.
   """
   if not shape:
     return PartitionSpec()
@@ -298,11 +268,7 @@ def spec(
 
 
 def partition_spec(names: Sequence[str]) -> PartitionSpec:
-  """The PartitionSpec of an array with these logical axes.
-
-  Raises:
-    ValueError: two of them use the same mesh axis.
-  """
+  """The PartitionSpec of an array with these logical axes."""
   for i, name in enumerate(names):
     for other in names[:i]:
       if both := set(RULES[name]) & set(RULES[other]):
@@ -314,11 +280,13 @@ def partition_spec(names: Sequence[str]) -> PartitionSpec:
   return PartitionSpec(*[entry(RULES[name]) for name in names])
 
 
-def state_shardings(shapes, mesh: Mesh, axes: Mapping[str, Sequence[str]]):
-  """The shardings of a tree of shapes; `axes` as in `spec`."""
-  place = lambda keys, x: spec(path_name(keys), x.shape, mesh, axes)
-  specs = jax.tree.map_with_path(place, shapes)
-  return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+def state_shardings(shapes, mesh: Mesh, axes: LogicalAxes):
+  """The shardings of a tree of shapes."""
+
+  def place(keys, x):
+    return NamedSharding(mesh, spec(path_name(keys), x.shape, mesh, axes))
+
+  return jax.tree.map_with_path(place, shapes)
 
 
 def path_name(keys) -> str:
@@ -359,15 +327,13 @@ def row_shards(mesh: Mesh) -> int:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """A copy on every device."""
   return NamedSharding(mesh, PartitionSpec())
 
 
 def key_beside(rows: NamedSharding, key: jax.Array) -> jax.Array:
-  """Copies a key to the devices of `rows`, so that one `jax.jit` takes both.
+  """Copies a key of every process to the devices of `rows`, for one `jax.jit`.
 
-  An uncommitted key, which `jax.jit` moves itself, stays as it is. Every
-  process must have the key.
+  An uncommitted key, which `jax.jit` moves itself, stays as it is.
   """
   if not key.committed and key.sharding.device_set <= rows.device_set:
     return key
@@ -394,16 +360,18 @@ def platform() -> str:
 
   The mesh may be of devices that are compiled for but not present.
   """
-  mesh = ambient()
-  device = mesh.abstract_device if mesh else None
+  device = _abstract_device()
   return device.platform if device else jax.default_backend()
 
 
 def device_kind() -> str:
   """The kind of the devices of `platform`, such as "TPU v5"."""
+  return (_abstract_device() or jax.devices()[0]).device_kind
+
+
+def _abstract_device():
   mesh = ambient()
-  device = mesh.abstract_device if mesh else None
-  return (device or jax.devices()[0]).device_kind
+  return mesh.abstract_device if mesh else None
 
 
 def size(*axes: str) -> int:
@@ -422,19 +390,17 @@ def constrain(tree, *axes):
   """Constrains the sharding of each leaf to `PartitionSpec(*axes)`."""
   if not ambient():
     return tree
-  wanted = PartitionSpec(*axes)
-  return jax.tree.map(
-    lambda x: jax.lax.with_sharding_constraint(x, wanted), tree
-  )
+  constrain_leaf = jax.lax.with_sharding_constraint
+  return jax.tree.map(lambda x: constrain_leaf(x, PartitionSpec(*axes)), tree)
 
 
 def constrain_batch(tree, axis: int):
-  """Constrains axis `axis` of each leaf to the batch axes of the mesh."""
+  """Constrains axis `axis` of each leaf to `BATCH_AXES`."""
   return constrain(tree, *[None] * axis, BATCH_AXES)
 
 
-def constrain_state(tree, axes: Mapping[str, Sequence[str]]):
-  """Constrains a tree to the specs that `axes` gives it, see `spec`."""
+def constrain_state(tree, axes: LogicalAxes):
+  """Constrains a tree to the specs that `axes` gives it."""
   mesh = ambient()
   if not mesh:
     return tree
@@ -507,13 +473,11 @@ def all_to_all(x, *axes: str, split: int, join: int):
 
 
 def psum(x, *axes: str):
-  """The sum of `x` over the axes."""
   axes = _larger_than_one(axes)
   return jax.lax.psum(x, axes) if axes else x
 
 
 def pmax(x, *axes: str):
-  """The maximum of `x` over the axes."""
   axes = _larger_than_one(axes)
   return jax.lax.pmax(x, axes) if axes else x
 
@@ -533,8 +497,7 @@ class MeshJit:
   """A jitted function that is traced and called in the context of a mesh."""
 
   jitted: Callable  # a function made by `jax.jit`
-  # The mesh that is set while it is traced, lowered or called.
-  mesh: jax.sharding.Mesh
+  mesh: Mesh
 
   def __call__(self, *args):
     with jax.set_mesh(self.mesh):

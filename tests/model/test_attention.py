@@ -55,34 +55,14 @@ def test_each_kernel_equals_the_formula(name, expected):
   np.testing.assert_allclose(out, expected, atol=5e-6)
 
 
-def test_gradients_of_splash_and_xla_agree():
-  *qkv, segments = random_inputs()
-  cotangent = np.random.default_rng(1).normal(size=qkv[0].shape)
-
-  def gradients(kernel):
-    loss = lambda qkv: (kernel(*qkv, segments) * cotangent).sum()
-    return jax.jit(jax.grad(loss))(qkv)
-
-  for a, b in zip(*map(gradients, KERNELS.values()), strict=True):
-    np.testing.assert_allclose(a, b, atol=2e-5)
-
-
-def _wide(monkeypatch):
-  monkeypatch.setattr(attention, "splash_blocks", lambda tokens: (128, 256))
-
-
-def _apart(monkeypatch):
-  monkeypatch.setattr(attention, "_PARTS_BYTES", 0)
-
-
-@pytest.mark.parametrize("blocks", [_wide, _apart])
-def test_gradients_of_splash_by_other_blocks(blocks, monkeypatch):
-  """With longer blocks of keys, and with a kernel of its own for the queries.
-
-  Each has the kernels that it is said to have.
-  """
-  blocks(monkeypatch)
-  *qkv, segments = random_inputs(T=512)
+@pytest.mark.parametrize("blocks", ["default", "wide", "apart"])
+def test_gradients_of_splash_equal_those_in_blocks(blocks, monkeypatch):
+  """With longer blocks of keys, or a kernel of its own for the queries."""
+  if blocks == "wide":
+    monkeypatch.setattr(attention, "splash_blocks", lambda tokens: (128, 256))
+  elif blocks == "apart":
+    monkeypatch.setattr(attention, "_PARTS_BYTES", 0)
+  *qkv, segments = random_inputs(T=256 if blocks == "default" else 512)
   cotangent = np.random.default_rng(1).normal(size=qkv[0].shape)
   splash = functools.partial(attention.splash, interpret=True)
 
@@ -91,12 +71,12 @@ def test_gradients_of_splash_by_other_blocks(blocks, monkeypatch):
     return jax.grad(loss)
 
   traced = str(jax.make_jaxpr(gradients(splash))(qkv))
-  assert ("splash_mha_dq" in traced) == (blocks is _apart)
+  assert ("splash_mha_dq" in traced) == (blocks == "apart")
   # The parts of the queries' gradient, one for each block of keys.
-  assert (f"f32[{B},2,{N},512,{H}]" in traced) == (blocks is _wide)
-  found = jax.jit(gradients(splash))(qkv)
+  assert (f"f32[{B},2,{N},512,{H}]" in traced) == (blocks == "wide")
+  actual = jax.jit(gradients(splash))(qkv)
   expected = jax.jit(gradients(attention.in_blocks))(qkv)
-  for a, b in zip(found, expected, strict=True):
+  for a, b in zip(actual, expected, strict=True):
     np.testing.assert_allclose(a, b, atol=2e-5)
 
 
@@ -152,6 +132,7 @@ def test_no_platform_holds_all_scores(monkeypatch):
   traced = jaxpr("cpu", monkeypatch)
   assert f"f32[{B},{K},{64 * N // K},{T}]" in traced
   assert f"f32[{B},{K},{T * N // K},{T}]" not in traced
+  assert "splash" not in jaxpr("tpu", monkeypatch, H=64)  # too narrow
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -198,10 +179,6 @@ def test_a_rematerialised_block_computes_the_scores_twice():
   once = exponentials(attend)
   assert exponentials(jax.checkpoint(attend, policy=keep)) == once
   assert exponentials(jax.checkpoint(attend)) > once
-
-
-def test_narrow_heads_use_xla(monkeypatch):
-  assert "splash" not in jaxpr("tpu", monkeypatch, H=64)
 
 
 def test_splash_pads_to_a_multiple_of_its_block():

@@ -1,12 +1,12 @@
 """The cache: tokens in several passes against all tokens in one."""
 
 import dataclasses
-import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from random_model import weights
 
 from gspo_jax import model
 from gspo_jax.model import cache as kv
@@ -38,19 +38,6 @@ share_prefix = jax.jit(kv.share_prefix, static_argnums=(1, 2, 3))
 grow = jax.jit(kv.grow, static_argnums=1)
 
 
-@functools.cache
-def weights(cfg):
-  """Random parameters; the norm scales are around one."""
-  rng = np.random.default_rng(0)
-  shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
-
-  def fill(path, leaf):
-    mean = 1.0 if path[-1].key == "scale" else 0.0
-    return rng.normal(mean, 0.3, leaf.shape).astype(np.float32)
-
-  return jax.tree.map_with_path(fill, shapes)
-
-
 def rows():
   """Tokens, positions, mask [B, S + R]; the G responses of a prompt differ."""
   rng = np.random.default_rng(1)
@@ -69,7 +56,7 @@ def in_passes(cfg, ends=(S + 1, S + 2, S + R)):
   experts [L, B, S + R, k].
   """
   params = unstack(weights(cfg), cfg)
-  part = lambda a, b, every=1: (x[::every, a:b] for x in rows())
+  part = lambda a, b, step=1: (x[::step, a:b] for x in rows())
   out = forward(params, cfg, *part(0, S, G), kv.empty(cfg, P, S))
   repeat = lambda x, axis: np.repeat(x, G, axis=axis)
   logits = [repeat(out.logits, 0)]

@@ -39,64 +39,56 @@ def random_layer(load):
   return normal(M, D), weights, experts, normal(E, D, 2 * F), normal(E, F, D)
 
 
-def dense(x, weights, chosen, gate_up, down):
-  """Every expert on every token, in float64."""
-  gate, up = np.split(np.einsum("md,edf->mef", x, gate_up), 2, -1)
-  each = np.einsum("mef,efd->med", gate / (1 + np.exp(-gate)) * up, down)
-  share = np.zeros((M, len(gate_up)))
-  np.add.at(share, (np.arange(M)[:, None], chosen), weights)
-  return np.einsum("med,me->md", each, share)
-
-
 def run(x, weights, chosen, gate_up, down):
   """The experts of one device of four."""
   gate_up, down = lora.Experts(gate_up), lora.Experts(down)
   return ep.apply(x, weights, chosen, gate_up, down, num_shards=4)
 
 
-apply = jax.jit(run)
+COTANGENT = np.random.default_rng(1).normal(size=(M, D)).astype(np.float32)
+
+
+def chunked(x, weights, gate_up, down, chosen):
+  y, num_rows = ep.apply(x, weights, chosen, gate_up, down, num_shards=4)
+  return (y * COTANGENT).sum(), (y, num_rows)
+
+
+def dense(x, weights, gate_up, down, chosen):
+  """Every expert on every token."""
+  gate_up, down = (
+    p.weight if p.a is None else p.weight + p.a @ p.b for p in (gate_up, down)
+  )
+  gate, up = jnp.split(jnp.einsum("md,edf->mef", x, gate_up), 2, -1)
+  each = jnp.einsum("mef,efd->med", jax.nn.silu(gate) * up, down)
+  one_hot = jax.nn.one_hot(chosen, len(down))  # zeros for other devices
+  share = (one_hot * weights[..., None]).sum(1)
+  y = jnp.einsum("med,me->md", each, share)
+  return (y * COTANGENT).sum(), (y, one_hot.sum().astype(int))
+
+
+GRADIENTS = [
+  jax.jit(jax.grad(f, argnums=range(4), has_aux=True)) for f in (chunked, dense)
+]
 
 
 @every_load
 @pytest.mark.parametrize("first", [0, 2, 6])
-def test_a_shard_equals_the_dense_sum(load, first):
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_shard_and_its_gradient_equal_the_dense_sum(load, first, adapters):
   """Two experts of eight: one chunk, several, or no row at all."""
-  x, weights, chosen, gate_up, down = random_layer(load)
-  here = slice(first, first + 2)
-  y, num_rows = apply(x, weights, chosen - first, gate_up[here], down[here])
-  local = (chosen >= first) & (chosen < first + 2)
-  f64 = [np.float64(a) for a in (x, weights * local, gate_up, down)]
-  expected = dense(f64[0], f64[1], chosen, *f64[2:])
-  np.testing.assert_allclose(y, expected, atol=2e-5)
-  assert num_rows == local.sum()
-
-
-@functools.cache
-def gradients():
-  """Of the chunks, and of the dense sum, as functions of the experts, too."""
-  cotangent = np.random.default_rng(1).normal(size=(M, D)).astype(np.float32)
-
-  def chunked(x, weights, gate_up, down, chosen):
-    y, _ = run(x, weights, chosen, gate_up, down)
-    return (y * cotangent).sum()
-
-  def plain(x, weights, gate_up, down, chosen):
-    gate, up = jnp.split(jnp.einsum("md,edf->mef", x, gate_up), 2, -1)
-    each = jnp.einsum("mef,efd->med", jax.nn.silu(gate) * up, down)
-    share = jnp.zeros((M, 2)).at[jnp.arange(M)[:, None], chosen]
-    each *= share.add(weights, mode="drop")[..., None]
-    return (each.sum(1) * cotangent).sum()
-
-  return [jax.jit(jax.grad(f, argnums=range(4))) for f in (chunked, plain)]
-
-
-@every_load
-def test_the_gradient_by_hand_equals_that_of_the_dense_sum(load):
-  x, weights, chosen, gate_up, down = random_layer(load)
-  given = x, weights, gate_up[:2], down[:2], chosen
-  actual, expected = (gradient(*given) for gradient in gradients())
-  for a, b in zip(actual, expected, strict=True):
-    np.testing.assert_allclose(a, b, atol=2e-5 * max(np.abs(b).max(), 1))
+  x, weights, chosen, *matrices = random_layer(load)
+  projections = [lora.Experts(w[first : first + 2]) for w in matrices]
+  if adapters:
+    rng = np.random.default_rng(2)
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    projections = [
+      lora.Experts(w, normal(2, w.shape[1], 3), normal(2, 3, w.shape[2]))
+      for w, _, _ in projections
+    ]
+  inputs = x, weights, *projections, chosen - first
+  actual, expected = (gradient(*inputs) for gradient in GRADIENTS)
+  for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+    np.testing.assert_allclose(a, b, atol=3e-5 * max(np.abs(b).max(), 1))
 
 
 def test_total_skew_takes_several_chunks(monkeypatch):
@@ -148,9 +140,9 @@ def test_the_layer_on_a_mesh_equals_the_layer_on_one_device(mesh, skew):
   x_MD[:, 0], router[0, 5] = 1, skew
   params = {"router": router, "gate_up": gate_up, "down": down}
   cotangent, real = rng.normal(size=(16, 4, D)), rng.random((16, 4)) < 0.8
-  given = params, x_MD.reshape(16, 4, D), cotangent, real
-  grads, (y, routing) = jax.device_get(compiled(None)(*given))
-  grads8, (y8, routing8) = jax.device_get(compiled(mesh)(*given))
+  inputs = params, x_MD.reshape(16, 4, D), cotangent, real
+  grads, (y, routing) = jax.device_get(compiled(None)(*inputs))
+  grads8, (y8, routing8) = jax.device_get(compiled(mesh)(*inputs))
   np.testing.assert_array_equal(routing.experts, routing8.experts)
   assert (routing.experts == 5).any(-1).all() == bool(skew)
   assert routing.dropped == routing8.dropped == 0
@@ -169,7 +161,7 @@ def test_rows_beyond_the_groups_are_never_used(monkeypatch):
     return jnp.where(beyond, 1e4, plain(rows, weights, sizes))
 
   def compiled():
-    loss = lambda *a: run(*a[:2], a[4], *a[2:4]).y_MD.sum()
+    loss = lambda *a: run(*a[:2], a[4], *a[2:4])[0].sum()
     return jax.jit(jax.value_and_grad(loss, argnums=range(4)))
 
   def results(gradient):
@@ -198,23 +190,3 @@ def test_dropped_rows_are_counted(monkeypatch):
     _, routing = layer({"params": params}, x_MD.reshape(16, 4, D), all_real)
   # Two groups of 32 tokens: of 64 rows each, a chunk takes 24.
   assert routing.dropped == 2 * (64 - 24)
-
-
-def test_padding_is_sent_to_no_expert(monkeypatch):
-  plain, outputs = grouped_matmul.swiglu_in_blocks, []
-  monkeypatch.setattr(
-    grouped_matmul,
-    "swiglu_in_blocks",
-    lambda *a: outputs.append(plain(*a)) or outputs[-1],
-  )
-  x_MD, _, _, gate_up, down = random_layer("even")
-  real = np.arange(M).reshape(16, 4) % 4 > 1
-  params = {"router": np.ones((D, E), np.float32)}
-  params |= {"gate_up": gate_up, "down": down}
-
-  @jax.jit
-  def num_rows(x):
-    MoE(CFG).apply({"params": params}, x, real)
-    return outputs.pop()[1]
-
-  assert num_rows(x_MD.reshape(16, 4, D)) == real.sum() * k

@@ -111,19 +111,9 @@ def test_gradients_are_those_of_transformers(name):
   assert min(float(jnp.abs(x).max()) for x in jax.tree.leaves(theirs)) > 1e-3
 
 
-# The others by request: their decoding shares all code with this one.
-@pytest.mark.parametrize(
-  "name",
-  [
-    "qwen3_moe",
-    *(
-      pytest.param(n, marks=pytest.mark.slow) for n in NAMES if n != "qwen3_moe"
-    ),
-  ],
-)
-def test_greedy_responses_from_an_export_are_those_of_transformers(
-  name, tmp_path
-):
+def test_greedy_responses_from_an_export_are_those_of_transformers(tmp_path):
+  """The decoding of the other models shares all code with this one."""
+  name = "qwen3_moe"
   cfg = config(name)
   hf.save_hf(loaded(name), cfg, tmp_path / "out")
   params = hf.load_hf(tmp_path / "out", hf.config_from_hf(tmp_path / "out"))
@@ -189,10 +179,9 @@ def test_save_and_load_is_the_identity(
   assert hf.config_from_hf(tmp_path / "out", remat="none") == (
     dataclasses.replace(cfg, dtype=dtype)
   )
-  layers = cfg.num_layers
   out = capsys.readouterr().out
-  assert f"writing {tmp_path}/out: {layers + 1} files in " in out
-  assert f"loading {tmp_path}/out: {layers} layers in " in out
+  assert f"writing {tmp_path}/out: {cfg.num_layers + 1} files in " in out
+  assert f"loading {tmp_path}/out: {cfg.num_layers} layers in " in out
 
 
 @every_model
@@ -253,7 +242,7 @@ def test_each_layer_and_the_rest_have_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("changes", [MOE, QWEN2], ids=["moe", "qwen2"])
-def test_loading_onto_a_mesh_changes_nothing(changes, tmp_path, monkeypatch):
+def test_a_mesh_loads_and_saves_the_same(changes, tmp_path, monkeypatch):
   cfg = model.variant("tiny", dtype="float32", **changes)
   params = random_params(cfg)
   hf.save_hf(params, cfg, tmp_path / "out")
@@ -262,10 +251,10 @@ def test_loading_onto_a_mesh_changes_nothing(changes, tmp_path, monkeypatch):
   read, sizes = hf_checkpoint.HFCheckpoint.read, {}
 
   def recorded(self, layer, wanted):
-    found = read(self, layer, wanted)
-    for tensor, parts in found.items():
+    layer_parts = read(self, layer, wanted)
+    for tensor, parts in layer_parts.items():
       sizes.setdefault(tensor.path, []).extend(x.size for x in parts.values())
-    return found
+    return layer_parts
 
   monkeypatch.setattr(hf_checkpoint.HFCheckpoint, "read", recorded)
   again = hf.load_hf(tmp_path / "out", cfg, shardings=shardings)
@@ -283,16 +272,9 @@ def test_loading_onto_a_mesh_changes_nothing(changes, tmp_path, monkeypatch):
     path = jax.tree_util.keystr(keys, simple=True, separator="/")
     assert sum(sizes[path]) == leaf.size
     assert len(sizes[path]) > cfg.num_layers or "norm" in path
-
-
-def test_saving_from_a_mesh_changes_nothing(tmp_path):
-  changes = {"vocab_size": 48, "num_experts": 8}
-  cfg = dataclasses.replace(config("qwen3_moe"), **changes)
-  params = random_params(cfg)
-  mesh = sharding.make_mesh(fsdp=2, data=2, tensor=2)
-  split = jax.device_put(params, model.shardings(params, mesh))
-  hf.save_hf(split, cfg, tmp_path / "out")
-  require_equal(hf.load_hf(tmp_path / "out", cfg), params)
+  monkeypatch.undo()
+  hf.save_hf(again, cfg, tmp_path / "again")
+  require_equal(hf.load_hf(tmp_path / "again", cfg), params)
 
 
 TWO = """
@@ -303,21 +285,11 @@ import jax
 from gspo_jax import model
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.model import hf
-from gspo_jax.model.hf.tensors import HFCheckpoint
 folder, out = sys.argv[3:]
 cfg = hf.config_from_hf(folder)
 shapes = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
 shardings = model.shardings(shapes, sharding.make_mesh(fsdp=4))
-read, sizes = HFCheckpoint.read, []
-def recorded(self, layer, wanted):
-  found = read(self, layer, wanted)
-  for tensor, parts in found.items():
-    if tensor.path == "layers/mlp/gate":
-      sizes.extend(part.size for part in parts.values())
-  return found
-HFCheckpoint.read = recorded
 params = hf.load_hf(folder, cfg, shardings=shardings)
-assert 2 * sum(sizes) == shapes["layers"]["mlp"]["gate"].size
 hf.save_hf(params, cfg, out)
 try:
   hf.save_hf(params, cfg, out)
@@ -333,8 +305,8 @@ def test_only_the_primary_process_writes(tmp_path, monkeypatch):
   assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow  # the two tests above in one process
-def test_two_processes_read_half_each_and_one_writes(tmp_path):
+@pytest.mark.slow  # the tests above have one process
+def test_two_processes_load_and_one_writes(tmp_path):
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
@@ -527,14 +499,14 @@ def test_ranges_of_bytes_are_the_slices_of_safetensors(tmp_path):
   ours = BucketFile(f"file://{path}")
   theirs = safe_open(path, framework="np")
   assert sorted(ours.keys()) == sorted(theirs.keys())
-  every, rows = slice(None), slice(1, 4)
+  whole, rows = slice(None), slice(1, 4)
   for name in tensors:
     a, b = ours.get_slice(name), theirs.get_slice(name)
     assert (list(a.get_shape()), a.get_dtype()) == (
       b.get_shape(),
       b.get_dtype(),
     )
-    for slices in ((every,), (rows,), (rows, every, slice(2, 4))):
+    for slices in ((whole,), (rows,), (rows, whole, slice(2, 4))):
       slices = slices[: len(a.get_shape())]
       np.testing.assert_array_equal(a[slices], b[slices])
       assert a[slices].dtype == tensors[name].dtype
@@ -770,10 +742,7 @@ def test_each_family_has_its_base_of_the_rotary_frequencies(tmp_path):
 @pytest.mark.parametrize(
   ("changes", "words"),
   [
-    ({"model_type": "qwen3_next"}, "model_type='qwen3_next': not supported; "),
-    ({"model_type": "qwen3_next"}, "missing for it: gated delta-net layers"),
     ({"model_type": "qwen3_5_moe"}, "missing for it: gated delta-net layers"),
-    ({"model_type": "gpt_oss"}, "missing for it: attention sinks"),
     ({"model_type": "qwen3_mo"}, "are: llama, mixtral, olmoe, qwen2, qwen3"),
     ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv=8.0: not supported"),
     ({"model_type": "mixtral", "sliding_window": 64}, "sliding_window=64: not"),
@@ -782,10 +751,8 @@ def test_each_family_has_its_base_of_the_rotary_frequencies(tmp_path):
     ({"use_sliding_window": True}, "use_sliding_window=True: expected False"),
     ({"layer_types": ["full_attention", "sliding"]}, "holds 'sliding'"),
     ({"attention_bias": True}, "attention_bias=True"),
-    ({"mlp_bias": True}, "mlp_bias=True"),
     ({"hidden_act": "gelu"}, "hidden_act=gelu: expected 'silu'"),
     ({"quantization_config": {"bits": 4}}, "quantization_config="),
-    ({"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size"),
     ({"n_shared_experts": 1}, "n_shared_experts=1"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: expected 1"),
     ({"rope_parameters": {"rope_type": "linear"}}, "supported are: default, l"),
@@ -796,7 +763,6 @@ def test_each_family_has_its_base_of_the_rotary_frequencies(tmp_path):
     ({"rope_scaling": {"type": "llama3"}, "rope_parameters": None}, "factor"),
     ({"hidden_size": None}, "hidden_size is missing"),
     ({"hidden_size": "wide"}, "hidden_size='wide': expected int above 0"),
-    ({"vocab_size": -1}, "vocab_size=-1"),
     ({"num_local_experts": None}, "num_experts or num_local_experts is"),
     ({"num_experts_per_tok": 9}, "experts_per_token=9"),
     ({"model_type": []}, "config.json: TypeError: "),
@@ -844,9 +810,9 @@ def test_an_export_that_fails_leaves_no_folder(tmp_path, monkeypatch):
     message = error_message(lambda: hf.save_hf(params, cfg, out))
     assert message == f"{str(out)!r} cannot be written: {error.strerror}"
     files, error = 0, OSError(errno.EIO, "Input/output error")
-    with pytest.raises(OSError, match="Input/output") as found:  # an outage
+    with pytest.raises(OSError, match="Input/output") as raised:  # an outage
       hf.save_hf(params, cfg, out)
-    assert found.value is error
+    assert raised.value is error
   assert not out.exists()
   hf.save_hf(params, cfg, out)
   assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,7 +1,6 @@
 """The Mixture-of-Experts layer against a loop over experts, for any load."""
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 
 from gspo_jax import model
-from gspo_jax.model import moe
 from gspo_jax.model.moe import MoE
 
 B, T, D, E, F = 2, 12, 8, 5, 6
@@ -93,18 +91,14 @@ def compiled_dense(case):
   return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
 
 
-class Result(NamedTuple):
-  y: np.ndarray
-  routing: moe.Routing
-  grads: tuple
-  cotangent: np.ndarray
+COTANGENT = np.random.default_rng(1).normal(size=(B, T, D)).astype(np.float32)
 
 
-def run(case, params, x, routes=None, replay=False) -> Result:
-  cotangent = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
-  result = compiled(case, replay)(params, x, cotangent, routes)
+def run(case, params, x, routes=None, replay=False):
+  """Output, routing and gradients."""
+  result = compiled(case, replay)(params, x, COTANGENT, routes)
   grads, (y, routing) = jax.device_get(result)
-  return Result(y, routing, grads, cotangent)
+  return y, routing, grads
 
 
 def loop(case, params, x, routes=None):
@@ -126,37 +120,28 @@ def loop(case, params, x, routes=None):
 
 @every_load
 @every_case
-def test_output_equals_a_loop_over_experts(case, load):
+def test_output_equals_a_loop_and_gradient_the_sum_of_all_experts(case, load):
   params, x = random_layer(load)
-  result = run(case, params, x)
+  y, routing, grads = run(case, params, x)
   expected, experts = loop(case, params, x)
-  np.testing.assert_allclose(result.y, expected, rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
   if CASES[case][0] < E:  # the order among tiny weights is rounding
-    np.testing.assert_array_equal(
-      np.sort(result.routing.experts), np.sort(experts)
-    )
-  assert np.abs(result.y).max(-1).min() > 1e-3  # of every token
+    np.testing.assert_array_equal(np.sort(routing.experts), np.sort(experts))
+  assert np.abs(y).max(-1).min() > 1e-3  # of every token
+  expected, _ = compiled_dense(case)(params, x, COTANGENT)
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=2e-5)
+  jax.tree.map(close, grads, expected)
 
 
 def test_the_loads_are_as_named():
   loads = {}
   for load in LOADS:
-    experts = run("two of five", *random_layer(load)).routing.experts
-    loads[load] = np.bincount(experts.ravel(), minlength=E)
+    _, routing, _ = run("two of five", *random_layer(load))
+    loads[load] = np.bincount(routing.experts.ravel(), minlength=E)
   assert loads["all to one"][2] == B * T
   assert loads["all to two"].tolist() == [0, B * T, 0, 0, B * T]
   assert loads["one left out"][4] == 0
   assert (loads["no bias"] > 0).all()
-
-
-@every_load
-@every_case
-def test_gradient_equals_that_of_running_every_expert(case, load):
-  params, x = random_layer(load)
-  result = run(case, params, x)
-  expected, _ = compiled_dense(case)(params, x, result.cotangent)
-  close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=2e-5)
-  jax.tree.map(close, result.grads, expected)
 
 
 def test_bf16_routes_in_float32():
@@ -196,11 +181,11 @@ def router_log_softmax(params, x):
 def test_replay_sends_tokens_to_the_routes(case, load):
   params, x = random_layer(load)
   routes = random_routes(case)
-  result = run(case, params, x, routes, replay=True)
-  np.testing.assert_array_equal(result.routing.experts, routes)
-  assert result.routing.dropped == 0
+  y, routing, _ = run(case, params, x, routes, replay=True)
+  np.testing.assert_array_equal(routing.experts, routes)
+  assert routing.dropped == 0
   expected, _ = loop(case, params, x, routes)
-  np.testing.assert_allclose(result.y, expected, rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("replay", [False, True])
@@ -208,7 +193,7 @@ def test_replay_sends_tokens_to_the_routes(case, load):
 def test_router_log_probs_are_those_of_the_routes(case, replay):
   params, x = random_layer()
   routes = random_routes(case)
-  routing = run(case, params, x, routes, replay).routing
+  _, routing, _ = run(case, params, x, routes, replay)
   table = router_log_softmax(params, x)
   expected = np.take_along_axis(table, routes.astype(int), -1)
   np.testing.assert_allclose(routing.logps, expected, atol=1e-5)
@@ -220,25 +205,24 @@ def test_router_log_probs_are_those_of_the_routes(case, replay):
 @every_case
 def test_without_replay_routes_change_nothing(case):
   params, x = random_layer()
-  routed = run(case, params, x, random_routes(case))
-  free = run(case, params, x)
+  y, routing, grads = run(case, params, x, random_routes(case))
+  free_y, free, free_grads = run(case, params, x)
   equal = np.testing.assert_array_equal
-  equal(routed.routing.experts, free.routing.experts)
-  jax.tree.map(equal, (routed.y, routed.grads), (free.y, free.grads))
+  equal(routing.experts, free.experts)
+  jax.tree.map(equal, (y, grads), (free_y, free_grads))
   # Without routes the log-probs are those of the experts.
   table = router_log_softmax(params, x)
-  experts = free.routing.experts.astype(int)
-  expected = np.take_along_axis(table, experts, -1)
-  np.testing.assert_allclose(free.routing.logps, expected, atol=1e-5)
+  expected = np.take_along_axis(table, free.experts.astype(int), -1)
+  np.testing.assert_allclose(free.logps, expected, atol=1e-5)
 
 
 @every_load
 @every_case
 def test_replaying_the_top_experts_changes_nothing(case, load):
   params, x = random_layer(load)
-  free = run(case, params, x)
-  again = run(case, params, x, free.routing.experts, replay=True)
-  jax.tree.map(np.testing.assert_array_equal, again.routing, free.routing)
+  y, free, grads = run(case, params, x)
+  again_y, again, again_grads = run(case, params, x, free.experts, replay=True)
+  jax.tree.map(np.testing.assert_array_equal, again, free)
 
   # Replay takes a softmax over k logits, the free pass a quotient. Their
   # rounding errors are relative to the largest terms, not to the sum.
@@ -246,7 +230,7 @@ def test_replaying_the_top_experts_changes_nothing(case, load):
     scale = max(1, np.abs(b).max())
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * scale)
 
-  jax.tree.map(close, (again.y, again.grads), (free.y, free.grads))
+  jax.tree.map(close, (again_y, again_grads), (y, grads))
 
 
 def test_the_routing_has_no_gradient():

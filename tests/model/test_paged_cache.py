@@ -164,32 +164,6 @@ def test_store_and_copy_write_the_given_pages():
   np.testing.assert_array_equal([copied.k, copied.v], oracle.expected)
 
 
-def test_responses_decode_from_one_prefilled_prompt():
-  """Two per prompt share the full pages; each has a copy of the partial one."""
-  rng = np.random.default_rng(3)
-  C, lengths = 3, (9, 2 * S, 3)
-  oracle = Oracle(rng, (0,) * 6)
-  kv = random_bf16(rng, 2, L, 3, K, C * S, H)
-  numbers = np.full((3, C), oracle.n, np.int32)
-  source, target = np.full((2, 6), oracle.n, np.int32)
-  for row in range(6):
-    p = row // 2
-    full, part = divmod(lengths[p], S)
-    if row % 2 == 0:
-      for c in range(full + (part > 0)):
-        numbers[p, c] = oracle.free.pop()
-    for page in numbers[p, :full]:
-      oracle.add_page(row, page)
-    if part:
-      source[row], target[row] = numbers[p, full], oracle.free.pop()
-      oracle.add_page(row, target[row])
-    oracle.rows[row] = [kv[:, :, p, :, t] for t in range(lengths[p])]
-  pages = jax.jit(paged.store)(oracle.pages(), *map(tuple, kv), numbers)
-  pages = jax.jit(paged.copy)(pages, source, target)
-  oracle.expected = np.array([pages.k, pages.v])
-  oracle.decode(pages, 6)
-
-
 D = 4  # shards of rows and pages; the heads have two
 SHARDED_AXES = paged.Pages((1,) * L, (1,) * L, 0, 0, 0)
 
@@ -228,12 +202,12 @@ def test_a_device_uses_only_its_own_pages():
   join = lambda axis, *parts: np.concatenate(parts, axis)
   shards = [one_shard(seed) for seed in range(D)]
   axes = (SHARDED_AXES, ((0,) * L,) * 2, 0, 0, 0, 1, 0, 0)
-  given = jax.tree.map(join, axes, *shards)
+  inputs = jax.tree.map(join, axes, *shards)
   alone = [jax.jit(store_copy_and_step)(*shard) for shard in shards]
   expected_out, expected = jax.tree.map(join, (1, SHARDED_AXES), *alone)
   with jax.set_mesh(sharding.make_mesh(data=2, expert=2, tensor=2)):
-    compiled = jax.jit(store_copy_and_step).lower(*given).compile()
-    out, pages = compiled(*given)
+    compiled = jax.jit(store_copy_and_step).lower(*inputs).compile()
+    out, pages = compiled(*inputs)
   np.testing.assert_allclose(out, expected_out, atol=2e-6)
   jax.tree.map(np.testing.assert_array_equal, pages, expected)
   for x in (*pages.k, *pages.v):
@@ -255,28 +229,21 @@ def test_an_empty_cache_is_created_sharded():
   assert not any(x.any() for x in jax.tree.leaves(pages))
 
 
-def test_narrow_heads_lie_side_by_side_on_a_tpu(monkeypatch):
-  monkeypatch.setattr(sharding, "platform", lambda: "tpu")
-  narrow = dataclasses.replace(CFG, head_dim=64)
-  pages = paged.empty(
-    narrow, num_slots=3, num_pages=5, page_size=S, pages_per_slot=W
-  )
-  assert {x.shape for x in (*pages.k, *pages.v)} == {(K // 2, 5, S, 128)}
-
-
 @pytest.mark.parametrize(
-  ("platform", "dtype"), [("tpu", "bfloat16"), ("cpu", "float32")]
+  ("platform", "dtype", "shape"),
+  [
+    ("tpu", "bfloat16", (K // 2, 5, S, 128)),  # narrow heads side by side
+    ("cpu", "float32", (K, 5, S, 64)),  # stored(): 16-bit slices are slow
+  ],
 )
-def test_an_empty_cache_has_the_dtype_of_the_model(
-  monkeypatch, platform, dtype
-):
-  """On a CPU, float32: it would write 16-bit slices by copying all of it."""
+def test_an_empty_cache_of_a_platform(monkeypatch, platform, dtype, shape):
   monkeypatch.setattr(sharding, "platform", lambda: platform)
-  low = dataclasses.replace(CFG, dtype="bfloat16")
+  low = dataclasses.replace(CFG, dtype="bfloat16", head_dim=64)
   pages = paged.empty(
     low, num_slots=3, num_pages=5, page_size=S, pages_per_slot=W
   )
-  assert {x.dtype for x in (*pages.k, *pages.v)} == {jnp.dtype(dtype)}
+  layers = *pages.k, *pages.v
+  assert {(x.dtype, x.shape) for x in layers} == {(jnp.dtype(dtype), shape)}
   assert (len(pages.k), len(pages.v)) == (L, L)
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_model import weights
 
 from gspo_jax import model
 from gspo_jax.model import cache as kv
@@ -61,19 +62,6 @@ CONFIGS = {
 }
 every_model = pytest.mark.parametrize("name", CONFIGS)
 jitted = jax.jit(model.forward, static_argnums=1)
-
-
-@functools.cache
-def weights(cfg, seed=0):
-  """Random parameters: norm scales of one would hide a missing scale."""
-  rng = np.random.default_rng(seed)
-  shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
-
-  def fill(path, leaf):
-    mean = 1.0 if path[-1].key == "scale" else 0.0
-    return rng.normal(mean, 0.3, leaf.shape).astype(np.float32)
-
-  return jax.tree.map_with_path(fill, shapes)
 
 
 def batch(seed=0):
@@ -254,48 +242,6 @@ def test_packed_sequences_equal_separate_rows(name):
     np.testing.assert_allclose(packed[b, here], alone, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-  "changes",
-  [{"qk_norm": False, "attention_bias": True}, {"qk_norm_over_heads": True}],
-  ids=["biases", "norms over heads"],
-)
-def test_a_model_on_a_mesh_equals_one_device(changes):
-  """With the heads of a bias, or of a norm, split over devices."""
-  cfg = dataclasses.replace(DENSE, vocab_size=24, **changes)
-  rng = np.random.default_rng(6)
-  tokens = rng.integers(0, 24, (4, 9))
-  positions, mask = np.broadcast_to(np.arange(9), (4, 9)), np.ones((4, 9), int)
-  cotangent = rng.normal(size=(4, 9, 24)).astype(np.float32)
-
-  def loss(params):
-    out = model.forward(params, cfg, tokens, positions, mask).logits
-    return (out * cotangent).sum()
-
-  alone = jax.jit(jax.value_and_grad(loss))(weights(cfg))
-  mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
-  shardings = model.shardings(weights(cfg), mesh)
-  with jax.set_mesh(mesh):
-    params = jax.device_put(weights(cfg), shardings)
-    split = jax.jit(jax.value_and_grad(loss))(params)
-  for name, x in params["layers"]["attention"].items():
-    if name.endswith("bias"):
-      assert x.sharding.shard_shape(x.shape)[1:] == (x.shape[1] // 2, 3)
-  close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
-  jax.tree.map(close, jax.device_get(split), jax.device_get(alone))
-
-
-def test_remat_is_in_the_program():
-  """Its gradient is compared below, under replay."""
-
-  def gradient(cfg):
-    loss = lambda params: model.forward(params, cfg, *batch()).logits.sum()
-    return str(jax.make_jaxpr(jax.grad(loss))(weights(cfg)))
-
-  assert MOE.remat == "none"
-  assert "remat" not in gradient(MOE)
-  assert "remat" in gradient(dataclasses.replace(MOE, remat="full"))
-
-
 # Routing Replay.
 
 
@@ -370,30 +316,44 @@ def test_the_gradient_under_replay_equals_differences_of_the_reference():
       np.testing.assert_allclose(*slopes, rtol=1e-3, atol=1e-3)
 
 
-def test_replay_on_a_mesh_equals_replay_on_one_device():
-  cfg = dataclasses.replace(
-    MOE, vocab_size=24, num_experts=8, remat="attention,stream", unroll=1
-  )
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"qk_norm": False, "attention_bias": True},
+    {"qk_norm_over_heads": True},
+    {"num_experts": 8, "experts_per_token": 2, "remat": "attention,stream"},
+  ],
+  ids=["biases", "norms over heads", "replay, remat"],
+)
+def test_a_model_on_a_mesh_equals_one_device(changes):
+  """With the heads of a bias, or of a norm, split over devices."""
+  cfg = dataclasses.replace(DENSE, vocab_size=24, **changes)
   rng = np.random.default_rng(8)
   tokens = rng.integers(0, 24, (8, T)).astype(np.int32)
   mask = np.arange(T) >= rng.integers(0, 4, (8, 1))
-  routes = random_routes(cfg, 8)
-  cotangent = rng.normal(size=(8, T, cfg.embed_dim))
+  routes = random_routes(cfg, 8) if cfg.num_experts else None
+  replay = {"routes": routes, "replay": routes is not None}
+  cotangent = rng.normal(size=(8, T, 24))
 
   def loss(params):
     out = model.hidden_states(
-      params, cfg, tokens, mask.cumsum(1), mask, routes=routes, replay=True
+      params, cfg, tokens, mask.cumsum(1), mask, **replay
     )
     hidden = jnp.where(mask[..., None], out.hidden, 0)
-    return (hidden * cotangent).sum(), (hidden, out.routing)
+    logits = model.unembed(params, cfg, hidden)
+    return (logits * cotangent).sum(), (logits, out.routing)
 
   run = lambda p: jax.jit(jax.grad(loss, has_aux=True))(p)
   expected = jax.device_get(run(weights(cfg)))
   mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
   with jax.set_mesh(mesh):
-    shardings = model.shardings(weights(cfg), mesh)
-    actual = jax.device_get(run(jax.device_put(weights(cfg), shardings)))
-  np.testing.assert_array_equal(actual[1][1].experts, routes)
+    params = jax.device_put(weights(cfg), model.shardings(weights(cfg), mesh))
+    actual = jax.device_get(run(params))
+  for name, x in params["layers"]["attention"].items():
+    if name.endswith("bias"):
+      assert x.sharding.shard_shape(x.shape)[1:] == (x.shape[1] // 2, 3)
+  if cfg.num_experts:
+    np.testing.assert_array_equal(actual[1][1].experts, routes)
   for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
     np.testing.assert_allclose(a, b, atol=3e-5 * max(np.abs(b).max(), 1))
 
@@ -485,8 +445,7 @@ def test_init_scales_by_the_inputs_that_are_summed():
 def test_unstacked_layers_are_the_stack_in_the_models_dtype():
   low = dataclasses.replace(MOE, dtype="bfloat16")
   params = jax.jit(model.unstack_layers, static_argnums=1)(weights(MOE), low)
-  assert len(params["layers"]) == MOE.num_layers
-  assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(params))
+  assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
   for i, layer in enumerate(params["layers"]):
     down = weights(MOE)["layers"]["moe"]["down"][i]
     np.testing.assert_allclose(layer["moe"]["down"], down, rtol=1e-2)

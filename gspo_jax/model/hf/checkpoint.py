@@ -1,9 +1,8 @@
 """Loads and saves Hugging Face checkpoints, one layer at a time.
 
-The parameters are created on their devices and filled layer by layer. The host
-holds one layer of the file, or the embedding, never the whole model. Each
-process reads only the parts of a file that its own devices need; of one in a
-bucket, the rows.
+The host holds one layer of the file, or the embedding, never the whole model.
+Each process reads only the parts of a file that its own devices need; of one in
+a bucket, the rows.
 """
 
 import functools
@@ -73,14 +72,13 @@ def load_hf(
       shape = (cfg.num_layers, *tensor.shape)
       zeros = jax.jit(jnp.zeros, static_argnums=0, out_shardings=sharding)
       params[tensor.path] = zeros(shape)
-    else:
-      (array,) = _read(source, 0, {tensor: sharding}).values()
-      params[tensor.path], finite = _from_hf(
-        array, tensor=tensor, sharding=sharding
-      )
-      _require_finite(source, 0, {tensor: (array, finite)})
-      if EMBEDDING in tensor.names and source.has_second_head(cfg):
-        _require_equal_head(source, array, tensor, sharding)
+      continue
+    (array,) = _read(source, 0, {tensor: sharding}).values()
+    x, finite = _from_hf(array, tensor=tensor, sharding=sharding)
+    params[tensor.path] = x
+    _require_finite(source, 0, {tensor: (array, finite)})
+    if EMBEDDING in tensor.names and source.has_second_head(cfg):
+      _require_equal_head(source, array, tensor, sharding)
   stacked = {t: s for t, s in shardings.items() if t.stacked}
   with Progress(f"loading {folder}", cfg.num_layers, "layers") as progress:
     for i in range(cfg.num_layers):
@@ -91,18 +89,14 @@ def load_hf(
         )
         params[tensor.path], finite = place(array, params[tensor.path], i)
         checked[tensor] = array, finite
-      # It waits for the layer. Otherwise the host would read all layers before
-      # the first is copied.
+      # It waits: otherwise the host would read all layers ahead of the copies.
       _require_finite(source, i, checked)
       progress.advance()
   return tree_of_paths(params)
 
 
 def _require_finite(source: HFCheckpoint, layer: int, checked: dict) -> None:
-  """UserError that names the tensors with NaN or infinite numbers.
-
-  `checked` has each parameter's array in HF order, and whether it is finite.
-  """
+  """UserError with their names; `checked` has arrays in HF order, and flags."""
   flags = {tensor: finite for tensor, (_, finite) in checked.items()}
   names = [
     name
@@ -120,7 +114,6 @@ def _require_finite(source: HFCheckpoint, layer: int, checked: dict) -> None:
 
 
 def _require_equal_head(source, embedding, tensor: TensorMap, sharding) -> None:
-  """UserError if the output matrix in the file is not the embedding."""
   head = tensor._replace(names=(HEAD,))
   (array,) = _read(source, 0, {head: sharding}).values()
   if not jax.jit(jnp.array_equal)(array, embedding):
@@ -152,7 +145,6 @@ def _read(
 
 
 def _in_hf_order(tensor: TensorMap, sharding):
-  """The sharding of one layer of a parameter in HF order."""
   if not isinstance(sharding, NamedSharding):
     return sharding
   spec = (*sharding.spec, *[None] * len(tensor.shape))[tensor.stacked :]
@@ -235,7 +227,6 @@ def save_hf(
 
 @functools.partial(jax.jit, static_argnames=("tensor", "dtype"))
 def _to_hf(x, i, *, tensor: TensorMap, dtype: str):
-  """One layer of a parameter in HF order, in the dtype of the file."""
   layer = x[i] if tensor.stacked else x
   return layer.astype(dtype).transpose(tensor.order)
 
@@ -261,7 +252,6 @@ def _create(folder, cfg, dtype, like, beside) -> epath.Path:
 
 
 def _finish(folder, partial: epath.Path, names: dict, total: int) -> None:
-  """Writes the index, and the folder is whole."""
   index = {"metadata": {"total_size": total}, "weight_map": names}
   (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
   folders.finish(partial, folder)

@@ -112,9 +112,6 @@ def context_length(folder: epath.PathLike) -> int | None:
 
   It is max_position_embeddings or, if more, the length to which a scaling of
   the rotary embeddings stretches texts. None: config.json has neither.
-
-  Raises:
-    UserError: as `config_from_hf`.
   """
   key, path = "max_position_embeddings", epath.Path(folder) / "config.json"
   raw, scaling = read(path), config_from_hf(folder).rope_scaling
@@ -133,6 +130,7 @@ def _model_config(path, raw) -> ModelConfig:
   # The default of Qwen3's class in transformers is 128 for any width.
   head_dim = 128 if model_type == "qwen3" else width // heads
   theta, scaling = _rope(path, raw, family)
+  dtype = raw.get("torch_dtype") or raw.get("dtype")
   fields = dict(family.fields)
   if family.experts:
     _, expert_width = family.experts
@@ -155,7 +153,7 @@ def _model_config(path, raw) -> ModelConfig:
     rope_scaling=scaling,
     norm_eps=get("rms_norm_eps", kind=float),
     tie_embeddings=bool(raw.get("tie_word_embeddings")),
-    dtype="float32" if _dtype(raw) == "float32" else "bfloat16",
+    dtype="float32" if dtype == "float32" else "bfloat16",
     **fields,
   )
 
@@ -169,10 +167,6 @@ def read(path: epath.Path) -> dict:
         + how_to_download(path.parent)
       )
   return json_file.read(path)
-
-
-def _dtype(raw):
-  return raw.get("torch_dtype") or raw.get("dtype")
 
 
 def _unsupported(path, key, value, supported) -> UserError:
@@ -235,15 +229,12 @@ def _rope(path, raw, family):
   if kind not in _SCALINGS:
     raise _unsupported(path, "rope_type", kind, ("default", *_SCALINGS))
   # Of several places transformers takes the first.
-  lengths = (
-    raw.get(_LENGTH),
-    rope.get(_LENGTH),
-    raw.get("max_position_embeddings"),
-  )
+  max_length = raw.get("max_position_embeddings")
+  lengths = raw.get(_LENGTH), rope.get(_LENGTH), max_length
   rope[_LENGTH] = next((n for n in lengths if n is not None), None)
   get = lambda key, **options: _number(path, rope, [key], **options)
   scaling, arguments = _SCALINGS[kind]
-  arguments = arguments(get, rope, raw.get("max_position_embeddings"))
+  arguments = arguments(get, rope, max_length)
   try:
     return float(theta), scaling(*arguments)
   except UserError as error:
@@ -271,24 +262,15 @@ def _yarn(get, rope, max_length):
     over, under = (yarn_mscale(factor, mscale) for mscale in mscales)
     attention_factor = over / under
   betas = number("beta_fast", 32.0), number("beta_slow", 1.0)
-  return (
-    factor,
-    length,
-    *betas,
-    attention_factor,
-    bool(rope.get("truncate", True)),
-  )
+  truncate = bool(rope.get("truncate", True))
+  return factor, length, *betas, attention_factor, truncate
 
 
 _LENGTH = "original_max_position_embeddings"
-_SCALINGS = {
-  "llama3": (Llama3Scaling, _llama3),
-  "yarn": (YarnScaling, _yarn),
-}
+_SCALINGS = {"llama3": (Llama3Scaling, _llama3), "yarn": (YarnScaling, _yarn)}
 
 
 def _scaling_to_hf(scaling) -> dict:
-  """The value of `rope_scaling`."""
   if isinstance(scaling, Llama3Scaling):
     return {
       "rope_type": "llama3",
@@ -309,14 +291,8 @@ def config_to_hf(
 ) -> dict:
   """The config.json of a checkpoint of `cfg` whose tensors are `dtype`.
 
-  Args:
-    cfg: the model.
-    dtype: of the tensors.
-    like: a folder whose config.json is copied, with `dtype` changed.
-
-  Raises:
-    UserError: no family of transformers has this architecture, or `like` is
-      another model.
+  It is copied from the folder `like`, if given, with `dtype` changed. UserError
+  if that is another model, or no family of transformers has this architecture.
   """
   if like is None:
     return _new_config(cfg) | {"torch_dtype": dtype}
@@ -377,11 +353,8 @@ def _new_config(cfg):
 
 def _family_name(cfg) -> str:
   """The model_type with these fields; UserError if there is none."""
-  plain = {
-    "attention_bias": False,
-    "qk_norm": True,
-    "qk_norm_over_heads": False,
-  }
+  plain = {"attention_bias": False, "qk_norm": True}
+  plain |= {"qk_norm_over_heads": False}
   has = lambda fields: all(getattr(cfg, k) == v for k, v in fields.items())
   names = [
     name

@@ -7,8 +7,7 @@ as the index of the weights, is written last.
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from etils import epath
@@ -53,7 +52,6 @@ def begin(folder: epath.PathLike) -> epath.Path:
 
 
 def finish(partial: epath.Path, folder: epath.PathLike) -> None:
-  """Renames what `begin` gave to `folder`, unless it is in a bucket."""
   if not in_bucket(partial):
     partial.replace(folder)
 
@@ -67,8 +65,6 @@ def write_files(write: Callable[[Path], None], folder: epath.Path) -> None:
         shutil.copyfileobj(source, copy, _CHUNK)
 
 
-@contextmanager
-def writing(folder: epath.PathLike) -> Iterator[None]:
-  """Raises what a folder or bucket raises as UserError."""
-  with with_reason(f"{str(folder)!r} cannot be written"):
-    yield
+def writing(folder: epath.PathLike):
+  """A context that raises what a folder or bucket raises as UserError."""
+  return with_reason(f"{str(folder)!r} cannot be written")

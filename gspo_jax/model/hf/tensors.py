@@ -48,10 +48,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class TensorMap(NamedTuple):
-  """One of our parameters and its HF tensors.
-
-  It is a row of `parameters.TABLE` with the sizes of a model.
-  """
+  """A row of `parameters.TABLE`, with the sizes of a model."""
 
   path: str  # slash-joined, in the tree of parameters
   shape: tuple[int, ...]  # of the parameter, without the axis of layers
@@ -125,6 +122,30 @@ def expected(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
   }
 
 
+def require_tensors(folder, kinds: dict, shapes: dict, dtypes, owner: str):
+  """UserError unless each tensor has the expected shape and one of `dtypes`.
+
+  `kinds` has the (shape, dtype) of each by name.
+  """
+  missing = sorted(shapes.keys() - kinds)
+  unknown = sorted(kinds.keys() - shapes)
+  misshapen, others = [], []
+  for name in sorted(shapes.keys() & kinds):
+    shape, dtype = kinds[name]
+    if shape != shapes[name]:
+      misshapen.append(f"{name} {shape}, expected {shapes[name]}")
+    if dtype not in dtypes:
+      others.append(f"{name} {dtype}, expected one of {', '.join(dtypes)}")
+  problems = [
+    listed("missing", missing),
+    listed(f"not {owner}", unknown, missing),
+    listed("misshapen", misshapen),
+    listed("dtype", others),
+  ]
+  if any(problems):
+    raise UserError(f"{folder}: " + "; ".join(filter(None, problems)))
+
+
 def import_safetensors():
   """The package safetensors, of the extra hf; UserError without it."""
   try:
@@ -139,21 +160,17 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class _Stored(NamedTuple):
-  """Where a tensor is stored, its shape, and its safetensors dtype."""
-
   file: epath.Path
   shape: tuple[int, ...]
-  dtype: str
+  dtype: str  # as safetensors names it
 
 
 class HFCheckpoint:
   """Reads parts of the tensors in the safetensors files of a folder.
 
   The folder has model.safetensors, or an index of several files; it is on this
-  machine or in a bucket.
-
-  Raises:
-    UserError: no such files, a damaged one, or other tensors than the model's.
+  machine or in a bucket. UserError if it has no such files, a damaged one, or
+  other tensors than the model's.
   """
 
   def __init__(self, folder: epath.PathLike, cfg: ModelConfig):
@@ -171,33 +188,17 @@ class HFCheckpoint:
         part = file.get_slice(name)
         shape = tuple(part.get_shape())
         self._tensors[name] = _Stored(path, shape, part.get_dtype())
-    self._require(cfg)
-
-  def _require(self, cfg):
-    """UserError unless the tensors are exactly the tensors of the model."""
     self._require_count(cfg)
     shapes = expected(cfg)
     if self.has_second_head(cfg):
       shapes[HEAD] = shapes[EMBEDDING]
-    # Frequency tables of rotary embeddings are computed.
-    names = {n for n in self._tensors if not n.endswith("rotary_emb.inv_freq")}
-    missing = sorted(shapes.keys() - names)
-    unknown = sorted(names - shapes.keys())
-    misshapen, dtypes = [], []
-    for name in sorted(shapes.keys() & names):
-      _, shape, dtype = self._tensors[name]
-      if shape != shapes[name]:
-        misshapen.append(f"{name} {shape}, expected {shapes[name]}")
-      if dtype not in FLOATS:
-        dtypes.append(f"{name} {dtype}, expected one of {', '.join(FLOATS)}")
-    problems = [
-      listed("missing", missing),
-      listed("not of this model", unknown, missing),
-      listed("misshapen", misshapen),
-      listed("dtype", dtypes),
-    ]
-    if any(problems):
-      raise UserError(f"{self.folder}: " + "; ".join(filter(None, problems)))
+    kinds = {
+      name: (tensor.shape, tensor.dtype)
+      for name, tensor in self._tensors.items()
+      # Frequency tables of rotary embeddings are computed.
+      if not name.endswith("rotary_emb.inv_freq")
+    }
+    require_tensors(self.folder, kinds, shapes, FLOATS, "of this model")
 
   def has_second_head(self, cfg: ModelConfig) -> bool:
     """Whether there is an output matrix beside the tied embedding."""
@@ -224,12 +225,9 @@ class HFCheckpoint:
   ) -> dict[TensorMap, dict[Spans, np.ndarray]]:
     """Reads the wanted parts of parameters; of a stack, one layer.
 
-    A tensor is read in blocks of rows, from which all parts with these rows are
-    copied: a bucket sends only whole rows. Two parts have either the same rows
-    or none in common, as the parts of a sharding do.
-
-    Returns:
-      The parts, in HF order and the file's dtype.
+    In HF order and the file's dtype. A tensor is read in blocks of rows, from
+    which all parts with these rows are copied: a bucket sends only whole rows.
+    Two parts have either the same rows or none in common.
     """
     arrays, blocks = {}, []
     for tensor, parts in wanted.items():
@@ -269,9 +267,9 @@ class HFCheckpoint:
   def _fill(self, tensor, name, e, offset, span, parts):
     """Copies a block of a tensor's rows into the parts that have them.
 
-    Of several axes that form a tensor's rows or columns, the file is sliced
-    along the first one; the others are sliced in memory. Along the parameter's
-    first axis of rows the tensor begins at `offset`, and the block is `span`.
+    Of several axes that form rows or columns, the file is sliced along the
+    first one, the others in memory. Along the parameter's first axis of rows
+    the tensor begins at `offset`, and the block is `span`.
     """
     axis = 0 if tensor.experts is None else 1
     rows, *columns = ([tensor.shape[a] for a in group] for group in tensor.axes)
@@ -328,9 +326,8 @@ class BucketFile:
   header has each tensor's dtype, shape, and first and last byte after the
   header (github.com/huggingface/safetensors, "Format").
 
-  Raises:
-    ValueError: the file is missing, truncated or of another format.
-    ConnectionError: the bucket does not answer.
+  ValueError: the file is missing, truncated or of another format.
+  ConnectionError: the bucket does not answer.
   """
 
   def __init__(self, path: str):
@@ -356,7 +353,6 @@ class BucketFile:
     return self._tensors[name]
 
   def read(self, start: int, end: int) -> bytes:
-    """The bytes from `start` to `end`, which is not read."""
     span = slice(start, end)
     try:
       return self._store.read(self._name, byte_range=span).result().value
@@ -382,10 +378,8 @@ class _BucketTensor(NamedTuple):
 
   def __getitem__(self, slices: tuple[slice, ...]) -> np.ndarray:
     """Reads whole rows, of which the other axes are sliced in memory."""
-    (first, end, _), dtype = (
-      slices[0].indices(self.shape[0]),
-      np.dtype(FLOATS[self.dtype]),
-    )
+    first, end, _ = slices[0].indices(self.shape[0])
+    dtype = np.dtype(FLOATS[self.dtype])
     row = math.prod(self.shape[1:]) * dtype.itemsize
     data = self.file.read(self.start + first * row, self.start + end * row)
     rows = np.frombuffer(data, dtype).reshape(end - first, *self.shape[1:])

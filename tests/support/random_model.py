@@ -1,0 +1,32 @@
+"""Random parameters: norm scales of one would hide a missing scale."""
+
+import functools
+
+import jax
+import numpy as np
+
+from gspo_jax import model
+from gspo_jax.model import lora
+
+
+@functools.cache
+def weights(cfg, seed=0):
+  rng = np.random.default_rng(seed)
+  shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
+
+  def fill(path, leaf):
+    mean = 1.0 if path[-1].key == "scale" else 0.0
+    return rng.normal(mean, 0.3, leaf.shape).astype(np.float32)
+
+  return jax.tree.map_with_path(fill, shapes)
+
+
+@functools.cache
+def base_and_adapters(cfg):
+  """An adapter moves the logits by about as much as they are."""
+  rng = np.random.default_rng(0)
+  make = lambda key: model.init(key, cfg)
+  base = jax.device_get(jax.jit(make)(jax.random.key(0)))
+  shapes = jax.eval_shape(lambda: lora.init(jax.random.key(0), cfg))
+  noise = lambda x: (0.4 * rng.normal(size=x.shape)).astype(np.float32)
+  return base, jax.tree.map(noise, shapes)
