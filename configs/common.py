@@ -173,8 +173,8 @@ def get_config() -> ConfigDict:
   c.reward.max_failed = 0.5
 
   c.objective = ConfigDict()  # the method, and what is added to its loss
-  # Gspo, gspo_token, grpo, dr_grpo, dapo, ppo, gmpo, rspo, cispo, sapo, or
-  # package.module.function; its numbers follow:
+  # The method: gspo, gspo_token, grpo, dr_grpo, dapo, ppo, gmpo, rspo, cispo,
+  # sapo, or package.module.function; its numbers follow:
   # 'gspo:clip_low=3e-4,clip_high=4e-4'
   c.objective.name = "gspo"
   # "recompute": by the forward pass of the update; "sampler": as sampled, with

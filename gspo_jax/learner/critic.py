@@ -4,6 +4,7 @@ Dimension key: B rows, T tokens, R response tokens, D model width.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,9 @@ class CriticConfig:
   warmup_steps: int = key(
     0,
     "optimizer steps",
-    Range("a whole number, 0 or more", lambda x: x >= 0 and x == int(x)),
+    Range(
+      "a whole number, 0 or more", lambda x: 0 <= x < math.inf and x == int(x)
+    ),
   )
   clip: float = key(
     0.2, "largest change of a value in an iteration", ZERO_OR_MORE

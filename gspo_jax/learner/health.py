@@ -29,10 +29,16 @@ def clip_range_warnings(objective: ObjectiveConfig) -> list[str]:
   typed, default = f"objective.name={objective.name!r}", method.numbers
   name = objective.name.partition(":")[0]
   if numbers.get("cap", math.inf) < 1:
+    own = default["cap"]
+    more = (
+      f", and the method's own is {own:g}"
+      if isinstance(own, int | float)
+      else ""
+    )
     return [
       f"{typed}: a cap of {numbers['cap']:g} scales nearly every token, for "
-      "the ratio of a policy that has not moved is 1; expected at least 1, and "
-      f"the method's own is {default['cap']:g}"
+      "the ratio of a policy that has not moved is 1; expected at least "
+      f"1{more}"
     ]
   if not method.clips:
     return []
@@ -83,7 +89,7 @@ class HealthChecks:
     if truncated_sampling:
       self._warn(
         "truncated sampling",
-        "top-k, top-p, min-p or a minimum length is on: responses are sampled "
+        "top-k, top-p or a minimum length is on: responses are sampled "
         "from a truncated distribution, and log-probs are of the whole one",
       )
 
@@ -132,7 +138,10 @@ class HealthChecks:
     """Warns where ratios move, and none of them ever leaves the clip range."""
     if self._unclipped is None:
       return
-    if not (metrics["grad/norm"] > 0 and metrics["ratio/moved"] > 0):
+    # A user's own loss may have neither of these metrics.
+    if "clip_frac/token" not in metrics:
+      return
+    if not (metrics["grad/norm"] > 0 and metrics.get("ratio/moved", 1) > 0):
       return
     if metrics["clip_frac/token"] > 0:
       self._unclipped = None
@@ -140,12 +149,12 @@ class HealthChecks:
     self._unclipped += 1
     if self._unclipped == _UNCLIPPED_ITERATIONS:
       std = f"ratio/{self._objective.method.unit}_std"
+      spread = f": {std} is {metrics[std]:.1e}" if std in metrics else ""
       self._warn(
         "unclipped",
         f"nothing was clipped in {_UNCLIPPED_ITERATIONS} iterations "
-        f"(clip_frac/token is 0): {std} is {metrics[std]:.1e}, and the clip "
-        f"range is {self._numbers['clip_low']:g}, "
-        f"{self._numbers['clip_high']:g}; at this learning rate clip_low and "
+        f"(clip_frac/token is 0){spread}, and the clip range is "
+        f"{self._numbers['clip_low']:g}, {self._numbers['clip_high']:g}; at this learning rate clip_low and "
         "clip_high of objective.name have no effect",
       )
 

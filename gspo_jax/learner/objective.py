@@ -24,6 +24,7 @@ from gspo_jax.losses import METHODS, Mean, Method, Metrics, Std, Terms
 from gspo_jax.runtime import spec as specs
 from gspo_jax.runtime.errors import UserError, nearest
 from gspo_jax.runtime.key import (
+  FINITE,
   POSITIVE,
   UNDER_1,
   ZERO_OR_MORE,
@@ -75,8 +76,8 @@ class ObjectiveConfig:
 
   name: str = key(
     "gspo",
-    "gspo, gspo_token, grpo, dr_grpo, dapo, ppo, gmpo, rspo, cispo, sapo, or "
-    "package.module.function; its numbers follow: "
+    "the method: gspo, gspo_token, grpo, dr_grpo, dapo, ppo, gmpo, rspo, "
+    "cispo, sapo, or package.module.function; its numbers follow: "
     "'gspo:clip_low=3e-4,clip_high=4e-4'",
   )
   old_logps: str = key(
@@ -138,11 +139,20 @@ class ObjectiveConfig:
       raise UserError(f"{typed}: {error}") from error
     if not isinstance(method, Method):
       method = Method(method)
-    lacking = {"normalizer", "segment_ids", "terms"} - method.arguments.keys()
-    if lacking:
+    arguments = method.arguments.keys()
+    if lacking := {"normalizer", "segment_ids", "terms"} - arguments:
       raise UserError(
         f"{typed}: {name} has no keyword-only argument {min(lacking)!r}: "
         "expected the arguments of gspo_loss"
+      )
+    # `terms` has what these two give; rspo_loss has a floor of its own.
+    taken = {"dual_clip"} & arguments
+    if "router_shift" not in arguments:
+      taken |= {"router_shift_floor"} & arguments
+    if taken:
+      raise UserError(
+        f"{typed}: {name} has an argument {min(taken)!r}, which `terms` "
+        "already has: expected another name"
       )
     return method
 
@@ -218,12 +228,20 @@ class ObjectiveConfig:
     """Whether only rewards that differ inside a group teach."""
     return not self.method.critic and not self.has_kl_in_reward
 
+  @property
+  def weighs_routers(self) -> bool:
+    """Whether a token's weight depends on how far its routers moved."""
+    method, numbers = self.method, self.numbers
+    return (
+      "router_shift" in method.arguments
+      or numbers["router_shift_floor"] is not None
+    )
+
   def reads_old_routers(
     self, cfg: model.ModelConfig, instruments: bool
   ) -> bool:
     """Whether an update compares the routers with the old policy's."""
-    shifts = self.numbers["router_shift_floor"] is not None
-    return cfg.num_experts > 0 and (instruments or shifts)
+    return cfg.num_experts > 0 and (instruments or self.weighs_routers)
 
   def reads_old_experts(
     self, cfg: model.ModelConfig, instruments: bool
@@ -256,8 +274,11 @@ def _typed(name, spec, known, kind, rules) -> dict:
     typed = specs.values(first, known, text, kind)
   except UserError as error:
     raise UserError(f"objective.{name}={spec!r}: {error}") from error
+  defaults = known if isinstance(known, dict) else {}
   for number, value in typed.items():
     rule = rules.get(number)
+    if type(defaults.get(number)) in (int, float):
+      rule = rule or FINITE
     if rule and (type(value) not in (int, float) or not rule.holds(value)):
       raise UserError(
         f"objective.{name}={spec!r}: {number}={value}: expected {rule.expected}"
@@ -375,12 +396,12 @@ def _options(
   options = objective.loss_numbers
   if "max_length" in arguments:  # a packed row is longer than a response
     options["max_length"] = max_length
-  floor = numbers["router_shift_floor"]
-  if "router_shift" in arguments or floor is not None:
+  if objective.weighs_routers:
     moved = _router_shift(out, batch)
     if "router_shift" in arguments:
       options["router_shift"] = moved
     else:
+      floor = numbers["router_shift_floor"]
       shift = losses.router_log_weight(moved, mask, floor=floor)
   options["terms"] = Terms(shift, weights, penalty, numbers.get("dual_clip"))
   return options, metrics

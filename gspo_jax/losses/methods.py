@@ -42,6 +42,17 @@ class Method:
   critic: bool = False  # whether the advantages are `generalized_advantages`
 
   def __post_init__(self):
+    for field, names in (
+      ("unit", ("sequence", "token")),
+      ("clips", ("ratio", "log_ratio", "")),
+    ):
+      if (value := getattr(self, field)) not in names:
+        raise ValueError(f"{field}={value!r}: expected one of {names}")
+    if self.advantages and (self.critic or not self.normalize_std):
+      raise ValueError(
+        "advantages: expected critic=False and normalize_std=True, which are "
+        "about the advantages of this library"
+      )
     for name in ("clip_low", "clip_high") if self.clips else ():
       if not isinstance(self.arguments.get(name), int | float):
         raise ValueError(
@@ -63,7 +74,7 @@ class Method:
       if name not in TRAINER_ARGUMENTS
     }
 
-  # A config names something callable.
+  # `objective.name` may be the path of a row: such a path is of a callable.
   def __call__(self, *arrays, **options) -> tuple[jax.Array, Metrics]:
     return self.loss(*arrays, **options)
 

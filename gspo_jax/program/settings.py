@@ -136,7 +136,7 @@ def require_experts(c: ObjectiveConfig, cfg: model.ModelConfig) -> None:
   if "router_shift" in c.method.arguments:
     raise UserError(
       f"objective.name={c.name!r} weighs tokens by how far the router moved, "
-      "and the model is dense; rspo without a router is 'gmpo'"
+      "and the model is dense; of the methods here, 'gmpo' is 'rspo' without it"
     )
   if c.numbers["router_shift_floor"] is not None:
     raise UserError(

@@ -46,8 +46,7 @@ def imported(
     inspect.signature(function)
   except ValueError as e:
     raise errors.UserError(
-      f"{kind} {name!r}: {e}: expected a Python function (prompt, response, "
-      "reference) around it"
+      f"{kind} {name!r}: {e}: expected a Python function around it"
     ) from e
   return function
 

@@ -36,7 +36,7 @@ class Chain:
     fits = lambda n: isinstance(n, int) and 1 <= n <= 26
     if not self.steps or not all(map(fits, self.steps)):
       raise UserError(f"chain: steps={self.steps}: expected lengths in 1..26")
-    if not 0 <= self.noise <= 1:
+    if type(self.noise) not in (int, float) or not 0 <= self.noise <= 1:
       raise UserError(
         f"chain: noise={self.noise}: expected a probability in 0..1"
       )

@@ -28,6 +28,15 @@ def no_default(logps, old_logps, advantages, mask, *, width, normalizer,
                segment_ids, terms):
   pass
 
+def own_dual_clip(logps, old_logps, advantages, mask, *, dual_clip=3.0,
+                  normalizer, segment_ids, terms):
+  pass
+
+def shifted(logps, old_logps, advantages, mask, *, router_shift, normalizer,
+            segment_ids, terms):
+  return bare_loss(logps, old_logps, advantages * jnp.exp(-router_shift), mask,
+                   normalizer=normalizer, segment_ids=segment_ids, terms=terms)
+
 def no_terms(logps, old_logps, advantages, mask, *, normalizer, segment_ids):
   pass
 """
@@ -68,6 +77,8 @@ def test_a_function_is_a_method_and_its_keywords_are_its_numbers(my_methods):
     ("my_methods.no_default", "expected width=..., which has no default"),
     ("my_methods.no_terms", "no keyword-only argument 'terms'"),
     ("my_methods.soft_loss:dual_clip=3", "no argument 'dual_clip'"),
+    ("my_methods.soft_loss:width=wide", "width=wide: expected a finite number"),
+    ("my_methods.own_dual_clip", "an argument 'dual_clip', which `terms`"),
   ],
 )
 def test_what_is_wrong_is_named_as_typed(debug_config, my_methods, name, words):
@@ -78,12 +89,13 @@ def test_what_is_wrong_is_named_as_typed(debug_config, my_methods, name, words):
   assert str(error.value).startswith(f"objective.name={name!r}: ")
 
 
-@pytest.mark.parametrize("name", ["SOFT:width=0.1", "bare_loss"])
+@pytest.mark.parametrize("name", ["SOFT:width=0.1", "bare_loss", "shifted"])
 def test_a_run_learns_by_it(debug_config, my_methods, tmp_path, name):
   c = debug_config
   c.objective.name = f"my_methods.{name}"
   c.reward.names = ("my_methods.reward",)
   c.num_steps, c.cold_start.steps, c.eval.every = 2, 0, 0
+  c.log.instruments = name != "shifted"  # its routers are compared all the same
   c.data.prompts = 8
   c.learner.minibatches, c.learner.micro_batch_size = 1, 16
   train.train_and_evaluate(c, str(tmp_path / "run"))
@@ -97,6 +109,15 @@ def test_a_run_learns_by_it(debug_config, my_methods, tmp_path, name):
       assert row["loss/policy"] > 0.1
 
 
-def test_a_row_that_clips_names_its_bounds():
-  with pytest.raises(ValueError, match="the loss has no 'clip_low' with a de"):
-    losses.Method(losses.cispo_loss, clips="ratio")
+@pytest.mark.parametrize(
+  ("fields", "words"),
+  [
+    ({"clips": "ratio"}, "the loss has no 'clip_low' with a default"),
+    ({"clips": "ratios"}, "clips='ratios': expected one of"),
+    ({"unit": "response"}, "unit='response': expected one of"),
+    ({"critic": True, "advantages": len}, "advantages: expected critic=False"),
+  ],
+)
+def test_a_row_that_contradicts_itself_is_refused(fields, words):
+  with pytest.raises(ValueError, match=words):
+    losses.Method(losses.cispo_loss, **fields)

@@ -118,7 +118,7 @@ def test_bad_steps(steps):
     Chain(steps)
 
 
-@pytest.mark.parametrize("noise", [-0.1, 1.01, float("nan")])
+@pytest.mark.parametrize("noise", [-0.1, 1.01, float("nan"), "abc"])
 def test_bad_noise(noise):
   with pytest.raises(UserError, match=f"noise={noise}"):
     Chain((1,), noise=noise)
