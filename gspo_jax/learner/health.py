@@ -154,8 +154,9 @@ class HealthChecks:
         "unclipped",
         f"nothing was clipped in {_UNCLIPPED_ITERATIONS} iterations "
         f"(clip_frac/token is 0){spread}, and the clip range is "
-        f"{self._numbers['clip_low']:g}, {self._numbers['clip_high']:g}; at this learning rate clip_low and "
-        "clip_high of objective.name have no effect",
+        f"{self._numbers['clip_low']:g}, {self._numbers['clip_high']:g}; at "
+        "this learning rate clip_low and clip_high of objective.name have no "
+        "effect",
       )
 
   def _warn(self, kind: str, text: str) -> None:
