@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 
@@ -30,13 +30,13 @@ class PromptBatch:
     """The tokens of prompt `p`, without padding."""
     return self.tokens[p, self.tokens.shape[1] - self.lengths[p] :].tolist()
 
-  def pick(self, index: np.ndarray) -> "PromptBatch":
+  def pick(self, index: np.ndarray) -> Self:
     """The prompts with these indices, in this order."""
-    return PromptBatch(
-      [self.problems[i] for i in index],
-      self.tokens[index],
-      self.lengths[index],
-      self.positions[index],
+    arrays = {k: x for k, x in vars(self).items() if isinstance(x, np.ndarray)}
+    return dataclasses.replace(
+      self,
+      problems=[self.problems[i] for i in index],
+      **{name: x[index] for name, x in arrays.items()},
     )
 
 

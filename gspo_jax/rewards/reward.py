@@ -198,6 +198,12 @@ def named(text: str, seconds: float | None = None) -> Reward:
       f"as {reward.__name__.lower()} = {reward.__name__}(...) in its module"
     )
   if not isinstance(reward, Reward):
+    for attribute in ("prepare", "fits", "columns"):
+      if hasattr(reward, attribute):
+        raise errors.UserError(
+          f"reward {name!r}: a function's attribute {attribute!r} is not read: "
+          f"expected a Reward(function, {attribute}=...) by that name"
+        )
     reward = Reward(reward)
   values = spec.arguments(name, reward.function, arguments) if colon else {}
   if name in BUILT_IN:

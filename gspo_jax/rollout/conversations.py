@@ -100,10 +100,10 @@ class Conversations:
     # The rows whose responses the sampler reports on this host.
     like = multihost.to_global(np.zeros(B, np.int8), generate.batch_sharding)
     chats = {row: _Conversation() for row in multihost.local_rows(like)}
-    waited = -time.monotonic()  # for environments
+    start = time.monotonic()
     with Progress(f"{label}, the environment's prompts"):
       batch = self._begin(batch, chats, G, key)
-    waited += time.monotonic()
+    waited = time.monotonic() - start  # for environments
     key = sharding.key_beside(self.batch_sharding, key)
     prompts = prompts_on_device(batch, self.batch_sharding)
     turns, turn_rewards = np.zeros((B, R), np.int16), []
@@ -129,11 +129,11 @@ class Conversations:
       lengths, finish = multihost.to_host((samples.lengths, samples.finish))
       is_new = (column >= before[:, None]) & (column < lengths[:, None])
       turns[is_new & active[:, None]] = turn
-      waited -= time.monotonic()
+      start = time.monotonic()
       with Progress(f"{line}, the environment's answers"):
         is_read = (finish == STOPPED) & (turn < self.max_turns)
         ids, goes_on = answers.wait(is_read)
-      waited += time.monotonic()
+      waited += time.monotonic() - start
       turn_rewards.append(
         _gather(B, {row: chat.rewards[-1] for row, chat in asked.items()})
       )

@@ -35,10 +35,16 @@ class EnvironmentPool(Pool):
     super().__init__(self._name, load, **limits)
     # Calls of an `async` step run at once only if they are started together.
     self.is_async: bool = self.facts
+    try:
+      self._require_resets(examples)
+    except BaseException:
+      self.close()
+      raise
+
+  def _require_resets(self, examples: Sequence[Problem]) -> None:
     replies = self.begin([(problem, 0) for problem in examples])
     for problem, reply in zip(examples, replies, strict=True):
       if reply.failure:
-        self.close()
         raise UserError(
           f"{reply.failure}, in reset of the problem {problem.text[:40]!r}"
         )

@@ -218,4 +218,5 @@ class _Thread:
           future.set_result(function())
         except BaseException as error:
           future.set_exception(error)
-        del item, function  # they hold the weights that sampled
+        # They hold the weights that sampled, and the batch.
+        del item, function, future

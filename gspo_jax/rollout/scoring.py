@@ -241,7 +241,8 @@ def wait_for_calls(
       futures.wait(calls, _TICK)
       progress.advance(take_ended())
       if error := wrong(len(failures)):
-        return f"{error}; the first reason: {failures[0]}"
+        reason = next(iter(failures), "see those of earlier batches")
+        return f"{error}; the first reason: {reason}"
   return ""
 
 

@@ -32,7 +32,9 @@ def imported(
     ) from e
   function = getattr(module, attribute, None)
   if not callable(function):
-    is_kind, noun = inspect.isfunction, "function"
+    # A `Reward` or a `Method` is an object that can be called.
+    is_kind = lambda x: callable(x) and not inspect.isclass(x)
+    noun = "function"
     if kind == "environment":
       is_kind, noun = inspect.isclass, "class"
     public = [

@@ -2,17 +2,61 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 
 from gspo_jax import model
-from gspo_jax.sampler.continuous import ContinuousSampler
-from gspo_jax.sampler.samples import Samples
-from gspo_jax.sampler.static import StaticSampler
+from gspo_jax.record.progress import Progress
+from gspo_jax.runtime.sharding import MeshJit
+from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
+from gspo_jax.sampler.samples import OnFinished, Prompts, SamplerConfig, Samples
 from gspo_jax.sampler.stop_strings import StopStrings
 
-# The two have the same interface, of which StaticSampler describes each method.
-Sampler = StaticSampler | ContinuousSampler
+
+class Sampler(Protocol):
+  """What samples responses: a StaticSampler or a ContinuousSampler."""
+
+  config: SamplerConfig
+  batching: ContinuousBatchingConfig | None  # None: static
+
+  @property
+  def mesh(self) -> jax.sharding.Mesh: ...
+
+  def __call__(
+    self,
+    params: model.Params,
+    prompts: Prompts,
+    key: jax.Array,
+    *,
+    on_finished: OnFinished | None = None,
+    progress: Progress | None = None,
+  ) -> Samples:
+    """G responses to each of P prompts, with weights of `SamplerFunctions`.
+
+    `on_finished` is called with this host's responses, each once, as early as
+    the sampler can. `progress` counts the responses.
+    """
+
+  def lower(
+    self,
+    params: model.Params,
+    prompts: Prompts,
+    key: jax.Array,
+    *,
+    continues: bool = False,
+  ) -> dict[str, jax.stages.Lowered]:
+    """The functions, lowered for abstract arguments; `generate` decodes.
+
+    `continues` is whether unfinished responses are continued, which only
+    continuous batching can.
+    """
+
+  def compilations(self) -> dict[str, tuple[MeshJit, int]]:
+    """The jitted functions, and the most programs of each, by name."""
+
+  def describe(self, *, continues: bool) -> str:
+    """A line for the log on the programs, "" if there is one."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -88,6 +88,15 @@ class SamplerConfig:
         f"sampler.max_new_tokens={self.max_new_tokens}"
       )
 
+  def require_stops(self) -> None:
+    """UserError unless `stop_ids` and `stop` are what a sampler needs."""
+    if not self.stop_ids:
+      raise UserError("stop_ids=(): expected at least one token")
+    if self.stop and not isinstance(self.stop, StopStrings):
+      raise UserError(
+        f"stop={self.stop!r}: expected StopStrings of these strings"
+      )
+
   @property
   def truncates(self) -> bool:
     """Whether some tokens have probability 0; a run logs this."""

@@ -77,6 +77,7 @@ def generate(
   Returns:
     Samples of B = P * G responses, STOPPED or TRUNCATED.
   """
+  sampler.require_stops()
   params = decode_params(params, cfg)
   logits, cache, prompt_experts = _prefill(params, cfg, prompts, sampler)
   params = model.unstack_layers(params, cfg)
@@ -112,7 +113,7 @@ def generate(
 
 @dataclasses.dataclass(frozen=True)
 class StaticSampler:
-  """`generate`, jitted: one program."""
+  """`generate`, jitted: one program; see `Sampler`."""
 
   config: SamplerConfig
   jitted: MeshJit
@@ -131,11 +132,6 @@ class StaticSampler:
     on_finished: OnFinished | None = None,
     progress: Progress | None = None,
   ) -> Samples:
-    """G responses to each of P prompts, with weights of `SamplerFunctions`.
-
-    `on_finished` is called with this host's responses, each once, as early as
-    the sampler can: here at the end. `progress` counts the responses.
-    """
     samples = self.jitted(params, prompts, key)
     if on_finished:
       on_finished(finished_responses(samples))
@@ -151,18 +147,12 @@ class StaticSampler:
     *,
     continues: bool = False,
   ) -> dict[str, jax.stages.Lowered]:
-    """The functions, lowered for abstract arguments; `generate` decodes.
-
-    `continues` is whether unfinished responses are continued; it cannot.
-    """
     return {"generate": self.jitted.lower(params, prompts, key)}
 
   def compilations(self) -> dict[str, tuple[MeshJit, int]]:
-    """The jitted functions, and the most programs of each, by name."""
     return {"generate": (self.jitted, 1)}
 
   def describe(self, *, continues: bool) -> str:
-    """A line for the log on the programs, "" if there is one."""
     return ""
 
 

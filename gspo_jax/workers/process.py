@@ -154,7 +154,10 @@ class Process:
       if self._closed:
         raise futures.CancelledError
       self._process.stdin.close()
-      self._start()
+      try:
+        self._start()
+      except OSError as e:
+        raise errors.UserError(f"no worker process could start: {e}") from e
     self.wait_ready()
 
   def _request(self, calls: dict[int, Call]) -> Iterator[tuple[int, Result]]:
@@ -183,7 +186,7 @@ class Process:
           raise futures.CancelledError
         try:
           rest = rest[os.write(self._process.stdin.fileno(), rest) :]
-        except BrokenPipeError:
+        except (BrokenPipeError, ValueError):  # it ended, or never started
           return False
     return True
 

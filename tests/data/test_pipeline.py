@@ -227,6 +227,17 @@ def test_demonstrations_that_are_too_long_are_dropped():
   assert sampled == Counter([f"q{n}" for n in (1, 2, 4, 5, 6, 7, 8, 9)] * 2)
 
 
+def test_picked_demonstrations_keep_their_responses():
+  rows = [Problem(f"q{n}", "7", "z" * n) for n in range(1, 4)]
+  batches = pipeline.demonstrations(rows, config(10), batch=3, width=10, seed=0)
+  batch = next(batches)
+  picked = batch.pick(np.array([2, 0]))
+  assert picked.problems == [batch.problems[2], batch.problems[0]]
+  for name in ("tokens", "positions", "responses", "response_lengths"):
+    expected = getattr(batch, name)[[2, 0]]
+    np.testing.assert_array_equal(getattr(picked, name), expected)
+
+
 def test_take_of_a_mixture_takes_from_each_source_in_turn():
   sizes = {"a": 9, "b": 3}.items()
   parts = [problems(*(f"{c}{i}" for i in range(n))) for c, n in sizes]

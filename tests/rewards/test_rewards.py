@@ -68,6 +68,7 @@ def test_a_users_reward_by_dotted_name_with_arguments(module):
     ("overlong:buffer=0", "buffer of 1 token or more.*got 0"),
     ("overlong:buffer=8,limit=4", "limit of buffer=8 tokens or more, got 4"),
     ("code:seconds=0", "seconds above 0, got 0"),
+    ("gspo_jax.rewards.code.CODEE", "did you mean 'CODE'"),
     ("code:memory=1", "memory of 32 MiB or more, got 1"),
   ],
 )
@@ -107,6 +108,7 @@ def test_a_module_that_fails_is_a_user_error(module, text, message):
     ("def f(prompts, completions, completion_ids, **kwargs): pass",
      r"as in TRL: call it in a reward \(prompt, responses, reference\)"),
     ("f = max", "no signature found.*: expected a Python function"),
+    ("def f(p, a, r): pass\nf.columns = len", "attribute 'columns' is not"),
   ],
 )  # fmt: skip
 def test_a_wrong_signature_is_refused(module, text, message):

@@ -1,5 +1,8 @@
 """Samples become responses with rewards, each beside its own problem."""
 
+from concurrent import futures
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -201,6 +204,20 @@ def test_the_error_has_a_reason_of_another_host(monkeypatch):
     scoring.wait_scored([PendingRewards.computed(rewards)], 1.0, label="it")
   rewards = rewards._replace(failed=zeros > 0)
   scoring.wait_scored([PendingRewards.computed(rewards)], 0.0, label="it")
+
+
+def test_it_stops_before_a_failure_of_its_own_where_earlier_ones_suffice():
+  ended, waits = (
+    SimpleNamespace(
+      has_ended=is_there,
+      failure=lambda: "",
+      started=SimpleNamespace(done=futures.Future()),
+    )
+    for is_there in (True, False)
+  )
+  pending = [SimpleNamespace(calls=[[ended], [waits]])]
+  error = scoring.wait_for_calls(pending, lambda count: "many", label="it")
+  assert error.startswith("many; the first reason: ")
 
 
 def test_it_stops_once_too_many_failed_and_prints_how_far_it_is(

@@ -404,16 +404,18 @@ def test_a_sampler_that_fails_ahead_ends_the_run():
   source.close()
 
 
-def test_a_sampler_keeps_no_weights_that_it_does_not_need():
+def test_a_sampler_keeps_no_weights_and_no_batch_that_it_does_not_need():
   source = separate(lambda params, step, policy_step: sampled(step))
   weights = Weights()
-  kept = weakref.ref(weights)
+  kept = [weakref.ref(weights)]
   source(weights, 1)
   source.wait()
   del weights
+  # What a function returned stands for a batch here.
+  kept.append(weakref.ref(source._thread.submit(Weights).result()))
   for _ in range(100):  # the thread returns a moment after its result is there
-    if kept() is None:
+    if not any(each() for each in kept):
       break
     time.sleep(0.01)
-  assert kept() is None
+  assert [each() for each in kept] == [None, None]
   source.close()

@@ -44,6 +44,18 @@ def test_a_bad_value_is_a_user_error_that_names_the_key(key, value):
   assert f"{key}={value}: expected" in str(error.value)
 
 
+@pytest.mark.parametrize(
+  ("fields", "words"),
+  [
+    ({}, "stop_ids=\\(\\): expected at least one token"),
+    ({"stop_ids": (1,), "stop": ("a",)}, "expected StopStrings"),
+  ],
+)
+def test_a_sampler_needs_its_stops(fields, words):
+  with pytest.raises(UserError, match=words):
+    SamplerConfig(**fields).require_stops()
+
+
 def random_samples(rng):
   """A dict like Samples, with routing of 4 layers."""
   integers = lambda *shape: rng.integers(0, 250, (P * G, *shape))

@@ -286,6 +286,21 @@ def test_a_restart_that_fails_fails_its_calls_and_ends_nothing(folder):
     assert lost == [Result(None, "broken")] * 2
 
 
+def test_a_worker_that_cannot_start_again_fails_only_its_calls(monkeypatch):
+  def no_memory():
+    raise OSError("Cannot allocate memory")
+
+  with make_pool() as pool:
+    (one,) = pool._workers
+    with monkeypatch.context() as patched:
+      patched.setattr(one, "_start", no_memory)
+      os.kill(one._process.pid, signal.SIGKILL)
+      for _ in range(2):
+        (lost,) = act(pool, "good").wait()
+        assert "Cannot allocate memory" in lost.failure
+    assert values(act(pool, "good")) == [1.0]
+
+
 def test_a_process_started_during_close_is_ended(monkeypatch):
   pool = make_pool()
   one, closing = pool._workers[0], threading.Thread(target=pool.close)

@@ -51,6 +51,8 @@ class ContinuousBatchingConfig:
 
   def __post_init__(self):
     check(self, "continuous_batching")
+    if self.segment_steps < 1:
+      raise UserError(f"{self.segment_steps=}: expected at least 1")
     if self.prefill_chunk < 1 or self.prefill_chunk % self.page_size:
       raise UserError(
         f"continuous_batching.prefill_chunk={self.prefill_chunk}: expected a "

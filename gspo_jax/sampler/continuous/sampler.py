@@ -237,7 +237,7 @@ class ContinuousSampler:
     continues: bool = False,
     compute_slots: jax.ShapeDtypeStruct | None = None,
   ) -> dict[str, jax.stages.Lowered]:
-    """See `StaticSampler`: a prefill of the longest prompts, and a segment.
+    """A prefill of the longest prompts, and a segment; see `Sampler`.
 
     With `compute_slots`, int32 [m], a segment computes only those slots.
     """
@@ -524,6 +524,7 @@ def build_continuous_sampler(
     UserError: the sizes do not fit.
   """
   shards = sharding.batch_shards(sampler_mesh)
+  sampler.require_stops()
   sizes = batching.shard_sizes(sampler, max_prompt_length, shards)
   return ContinuousSampler(
     cfg=cfg,
