@@ -3,11 +3,11 @@
   python -m gspo_jax.export --config=configs/gsm8k_small.py \\
     --workdir=runs/gsm8k --to=exported
 
-Give `--config` and its overrides as for the run. The newest whole checkpoint is
-written, or that of --workdir=runs/gsm8k/checkpoints/STEP. The folder has
-weights, config.json and the tokenizer; a run that started from a Hugging Face
+Give the run's `--config` and overrides. The newest complete checkpoint is
+written, or one step with --workdir=runs/gsm8k/checkpoints/STEP. The folder has
+weights, config.json and the tokenizer. A run that started from a Hugging Face
 folder keeps the settings of that folder. Adapters (`model.lora.rank`) are
-merged into the weights; with `--peft` they are written alone, in PEFT's format.
+merged into the weights; `--peft` writes only the adapters, in PEFT's format.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ _START = (
 
 
 def main() -> None:
-  """The console's entry."""
+  """The entry point of the console command."""
   command.run(lambda: command.on_hosts(_export), _START, __doc__)
 
 
@@ -64,15 +64,15 @@ def export(
   dtype: str,
   peft: bool = False,
 ) -> None:
-  """Writes a new or empty `folder`; on several hosts the first one does.
+  """Writes a new or empty `folder`; on several hosts the first one writes.
 
   `config` has the run's keys; for `workdir` see `load_params.load`. With `peft`
-  the adapters are written alone.
+  only the adapters are written.
 
   Raises:
-    UserError: no checkpoint there, another model, `folder` holds something, or
-      `peft` without adapters, or with weights below them that no Hugging Face
-      folder has.
+    UserError: no checkpoint, another model, or a `folder` that is not empty;
+      with `peft`, no adapters, or adapters to weights that are in no Hugging
+      Face folder.
   """
   multihost.run_on_all(
     lambda: multihost.is_primary() and hf.require_new(folder, dtype)
@@ -118,7 +118,7 @@ def _require_base(config) -> None:
 def _save(params, config, program, folder, dtype) -> None:
   """Writes all weights, and the tokenizer beside them."""
   base = config.model.checkpoint or None
-  add_tokenizer = None  # save_hf copies the files of the base's tokenizer
+  add_tokenizer = None  # save_hf copies the tokenizer of the base
   if config.data.tokenizer or not base:
     add_tokenizer = functools.partial(_add_tokenizer, program.tokenizer)
   hf.save_hf(

@@ -15,8 +15,8 @@ from gspo_jax import model
 from gspo_jax.runtime import sharding
 
 _CHUNK = 1024  # tokens whose logits exist at the same time
-# The named scope of conditionals that compute logits of a chunk, or none;
-# `plan` counts all of them by it.
+# The named scope of conditionals that compute the logits of a chunk or skip it;
+# `plan` finds them by it.
 WANTED_TOKENS = "wanted_tokens"
 _VOCABULARY_AXES = ("tensor", "expert")  # the vocabulary is sharded over these
 
@@ -24,9 +24,10 @@ _VOCABULARY_AXES = ("tensor", "expert")  # the vocabulary is sharded over these
 class TokenLogprobs(NamedTuple):
   """Log-probs of R given tokens, and the routing of the pass.
 
-  Log-probs and entropies are in nats, the first two of softmax(logits /
-  temperature). The routing is None for a dense model; that of a response token
-  is of the position before it, which predicts it.
+  Log-probs and entropies are in nats, of softmax(logits / temperature); router
+  log-probs and entropies have no temperature. The routing is None for a dense
+  model. A response token has the routing of the position before it, which
+  predicts it.
   """
 
   logps: jax.Array  # [B, R] float32
@@ -36,8 +37,7 @@ class TokenLogprobs(NamedTuple):
   # [L, B, R, k] float32, of the routes if they were given, else of the experts
   router_logps: jax.Array | None = None
   router_entropy: jax.Array | None = None  # [L, B, R] float32, of all experts
-  # [L] int32, pairs of a token and an expert not processed: always 0, but
-  # counted
+  # [L] int32, skipped pairs of a token and an expert; expected to be 0
   dropped: jax.Array | None = None
 
 
@@ -57,27 +57,27 @@ def token_logprobs(
 ) -> TokenLogprobs:
   """Log-probs and entropies of the last `response_length` tokens of each row.
 
-  A log-prob is `log softmax(logits / temperature)[token]`, of the distribution
-  that was sampled from. Float32 logits exist for 1,024 tokens at a time,
-  forward and backward: 0.6 GB for V = 151,936, in total over the devices along
-  `expert` and `tensor`.
+  A log-prob is `log softmax(logits / temperature)[token]`, from the
+  distribution that was sampled from. Float32 logits exist for 1,024 tokens at a
+  time, forward and backward: 0.6 GB for V = 151,936, in total over the devices
+  along `expert` and `tensor`.
 
   Args:
     params: as `model.init` returns them.
-    cfg: the model; static.
+    cfg: static.
     tokens: [B, T] int32, prompts then responses.
     positions: [B, T] int32.
     mask: [B, T], 0 at padding; integers pack several sequences in a row, as in
       `model.hidden_states`.
     response_length: R < T; static.
     temperature: the sampler's; 0 (greedy) gives the log-probs at 1.
-    routes: [L, B, T, k], experts of an earlier pass, at which `router_logps`
-      are taken.
+    routes: [L, B, T, k], experts of an earlier pass; `router_logps` are their
+      log-probs.
     replay: whether to send the tokens to `routes`, with the routing weights of
       these parameters; static.
     use_own_experts: [] bool; if true the experts of this pass replace `routes`.
-    wanted: [B, R] bool, the tokens whose log-probs and entropies are computed;
-      the others get 0. Only chunks with a wanted token are computed. None: all.
+    wanted: [B, R] bool: which tokens get log-probs and entropies; the others
+      get 0. Only chunks with a wanted token are computed. None: all tokens.
 
   Raises:
     ValueError: a response length outside 1..T-1, or `replay` without routes.
@@ -127,10 +127,10 @@ def logps_and_entropy(
 ):
   """Log-probs of the targets and entropies, [B, R] each, from hidden states.
 
-  Both are 0 where `wanted_BR` is given and false. The devices along `tensor`
-  and `expert` share the vocabulary, those along `context` the columns. The
-  results have whole rows, so that sums over a sequence are the same on any
-  mesh.
+  Both are 0 where `wanted_BR` is false; None: all are wanted. The devices along
+  `tensor` and `expert` share the vocabulary, the devices along `context` the
+  columns. The results have whole rows, so that sums over a sequence are the
+  same on any mesh.
   """
 
   def local(hidden_BRD, head, targets_BR, wanted_BR):
@@ -152,7 +152,7 @@ def logps_and_entropy(
       gathered = _map_wanted(score_chunk, *operands, gather(wanted_BR))
 
     def whole_rows(x_M):
-      count = targets_BR.size  # this device's tokens of those gathered
+      count = targets_BR.size  # this device's share of the tokens
       start = sharding.index("expert") * count
       local = jax.lax.dynamic_slice_in_dim(x_M, start, count)
       local_BR = local.reshape(targets_BR.shape)
@@ -170,12 +170,10 @@ def logps_and_entropy(
 
 
 def _vocabulary_shard(head):
-  """This device's columns of the head, [D, v], and their token ids, [v].
-
-  The head's rows are sharded over `WEIGHT_AXES` and `expert`, its columns over
-  `tensor`. An all-to-all along `expert` exchanges rows for columns, which are
-  padded to divide evenly; padding has the id -1.
-  """
+  """This device's columns of the head, [D, v], and their token ids, [v]."""
+  # The head's rows are sharded over `WEIGHT_AXES` and `expert`, its columns
+  # over `tensor`. An all-to-all along `expert` exchanges rows for columns,
+  # which are padded to divide evenly; padding has the id -1.
   columns = head.shape[1]
   padding = -columns % sharding.size("expert")
   head = jnp.pad(head, ((0, 0), (0, padding)))
@@ -200,10 +198,10 @@ def _log_softmax(logits_Cv, targets_C, column_v):
 
 
 def _map_wanted(score_chunk, hidden_MD, targets_M, wanted_M):
-  """`_map_chunks` of the wanted tokens, which are sorted first; 0 elsewhere."""
+  """`_map_chunks` of the wanted tokens, sorted to the front; 0 elsewhere."""
   wanted_M = jnp.asarray(wanted_M, bool)
   order = jnp.argsort(~wanted_M, stable=True)
-  # The same on all devices: a chunk has collectives.
+  # All devices must agree: a chunk has collectives.
   count = sharding.pmax(wanted_M.sum(), *sharding.BATCH_AXES)
 
   def chunk_if_wanted(chunk):
@@ -213,7 +211,7 @@ def _map_wanted(score_chunk, hidden_MD, targets_M, wanted_M):
     with jax.named_scope(WANTED_TOKENS):
       return jax.lax.cond(place_C[0] < count, run, lambda: zeros)
 
-  # A permutation: its gradient is one, too, not a sum.
+  # Unique indices: the gradient is a permutation, too, and not a sum.
   permute = lambda x, order: (
     jnp.asarray(x).at[order].get(unique_indices=True, mode="promise_in_bounds")
   )

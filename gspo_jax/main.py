@@ -4,12 +4,12 @@
 
 The console command gspo-jax is the same. `--help` lists every key of a config.
 
-On several hosts the same command on each, and the same workdir for all. On a
-Cloud TPU slice they find one another; elsewhere each needs
+On several hosts, start the same command with the same workdir on each. On a
+Cloud TPU slice the hosts find one another; elsewhere each needs
 `--coordinator=HOST:PORT --num_processes=N --process_id=I`.
 
-A Ctrl-C is a SIGTERM: the run saves after this iteration and ends. A second
-Ctrl-C ends the process at once.
+Ctrl-C and SIGTERM save the run after this iteration and end it. A second Ctrl-C
+ends the process at once.
 
 Exit codes, the same on every host: 0 done; 75 (EX_TEMPFAIL of sysexits.h)
 stopped by SIGTERM before the last step with everything saved, for a scheduler
@@ -30,9 +30,9 @@ _ending = threading.Lock()
 
 
 def main() -> None:
-  """The console's entry."""
+  """The entry point of the console command."""
   _watch_signals()
-  sys.path.append("")  # rewards and data of the user's, as with `python -m`
+  sys.path.append("")  # to import the user's modules, as with `python -m`
   command.run(lambda: command.on_hosts(_train), command.START, __doc__)
 
 
@@ -40,29 +40,28 @@ def _train() -> int:
   from gspo_jax import train
 
   state = train.train_and_evaluate(command.CONFIG.value, command.WORKDIR.value)
-  # All is saved: a signal while the process ends must not change its code.
+  # All is saved: a signal from here on must not change the exit code.
   signal.signal(signal.SIGTERM, signal.SIG_IGN)
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   return INTERRUPTED if state is None else 0
 
 
 def _watch_signals() -> None:
-  """SIGTERM ends the process until `Preemption` handles it; Ctrl-C asks for it.
-
-  A thread acts: Python's own handlers wait for the main thread, which a
-  compilation or an iteration keeps in C++ for minutes.
-  """
+  """SIGTERM before training ends the process; Ctrl-C during it is a SIGTERM."""
   read, write = os.pipe()
   os.set_blocking(write, False)
   signal.signal(signal.SIGTERM, _before_training)
-  if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as of a shell's &
+  # A shell's & ignores Ctrl-C.
+  if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
     signal.signal(signal.SIGINT, lambda *_: None)
   signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+  # A thread: Python's own handlers wait for the main thread, which may be in
+  # C++ for minutes, in a compilation or an iteration.
   threading.Thread(target=_act, args=(read,), daemon=True).start()
 
 
 def _act(pipe: int) -> None:
-  """Acts on each signal, whose number Python writes into the pipe."""
+  """Acts on each signal; Python writes its number into the pipe."""
   asked = False
   while True:
     number = os.read(pipe, 1)[0]

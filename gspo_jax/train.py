@@ -57,12 +57,12 @@ _SAMPLES_EVERY = 10  # iterations between sample responses
 
 
 class Run(NamedTuple):
-  """An experiment, with the parts of a run that have a state of their own."""
+  """An experiment, and the parts of a run that have state."""
 
   experiment: Experiment
   curriculum: Curriculum
   source: Source
-  checkpoints: Checkpoints  # of RL; a cold start has its own
+  checkpoints: Checkpoints  # of RL; not of the cold start
   preemption: Preemption
 
 
@@ -71,14 +71,14 @@ class Row(NamedTuple):
 
   metrics: dict[str, float]
   distributions: dict[str, list[float]]  # histograms, and numbers by layer
-  # (problem, response, reference, reward) of some groups, if it is time
+  # (problem, response, reference, reward) of some groups, every few steps
   samples: list[tuple[str, str, str, float]]
 
 
 def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
-  """Trains a policy as `config` says, resuming what `workdir` holds.
+  """Trains a policy as `config` says, and resumes what `workdir` holds.
 
-  `config` has all the keys of configs/common.py; `workdir` is a folder for
+  `config` has all the keys of configs/common.py. `workdir` is a folder for
   checkpoints, metrics and samples.
 
   Returns:
@@ -151,10 +151,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
 def _train(
   run: Run, state: TrainState, unwritten: Mapping | None
 ) -> TrainState | None:
-  """RL from `state` to the last step, or to a SIGTERM.
-
-  `unwritten` is the row of the restored step; see `_save`.
-  """
+  """RL from `state` to the last step, or to a SIGTERM."""
   experiment, config = run.experiment, run.experiment.config
   first, last = int(state.step) + 1, config.num_steps
   writer = multihost.run_on_all(
@@ -173,6 +170,7 @@ def _train(
     finish = functools.partial(
       _finish, run, writer=writer, health=_health_checks(experiment)
     )
+    # The row of the restored step, if `_save` stored one.
     if unwritten and multihost.any_process(writer.lacks(first - 1)):
       multihost.print_once(f"step {first - 1} was cut short: its row comes now")
       finish(first - 1, state, Row(**unwritten))
@@ -180,7 +178,7 @@ def _train(
       multihost.print_once(f"num_steps={last}: nothing is left to do")
     if first == 1 and config.eval.every:
       writer.write(0, held_out.evaluate(experiment, state.policy))
-    if first <= last and run.preemption.reached():  # in an evaluation
+    if first <= last and run.preemption.reached():  # during an evaluation
       multihost.print_once("stopped: no step is lost; the same command resumes")
       return None
     for step in range(first, last + 1):
@@ -213,24 +211,24 @@ def _stop(run: Run, writer, step, state, unwritten: Row | None) -> None:
 
 
 def _due(every: int, step: int, last: int) -> bool:
-  """Whether a step is a multiple of `every`, or the last; never if it is 0."""
+  """Whether a step is the last or a multiple of `every`; never if that is 0."""
   return every > 0 and (step == last or step % every == 0)
 
 
 def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
-  """One iteration. It waits for each phase, so that the times are true."""
+  """One iteration; it waits for each phase, so that the times are correct."""
   config, learner = run.experiment.config, run.experiment.program.learner
   batch_sharding = sharding.batch_sharding(run.experiment.program.mesh)
   key = iteration_keys(run.experiment.keys.steps, step).shuffle
   clock = [time.monotonic()]
 
-  # Prompts and rollout: G responses to each prompt; scoring begins.
+  # Rollout: G responses to each prompt. Scoring begins in the background.
   batch = run.source(state.policy, step)
   scored = batch.samples
   prompts = prompts_on_device(scored.prompts, batch_sharding)
   clock.append(time.monotonic())
 
-  # Old log-probs, the reference's and the critic's, meanwhile.
+  # Old log-probs, reference log-probs and values, during the scoring.
   lengths = multihost.to_host(scored.samples.lengths)
   packing = learner.pack(scored.prompts.lengths, lengths, key)
   train_batch = learner.make_train_batch(prompts, scored.samples, packing)
@@ -255,7 +253,7 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   for reason in rewards.reasons:
     logging.warning("step %d: no reward for a response: %s", step, reason)
 
-  # Advantages, of whole groups, before any shuffle.
+  # Advantages.
   credited = rewards.total.reshape(-1)
   if config.objective.credit == "turn":
     credited = scored.conversation["rewards"]
@@ -275,7 +273,7 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
 
   # Metrics.
   metrics |= rollout_metrics(batch, config.rollout, step)
-  # Of the policy; an environment writes tokens, too.
+  # Only the policy's tokens: an environment writes some of a conversation.
   length = metrics.get("conversation/policy_tokens", metrics["response/length"])
   metrics |= time_metrics(clock, batch, length * len(lengths))
   metrics |= memory_metrics(jax.local_devices()[0])
@@ -310,7 +308,7 @@ def _finish(
   writer: MetricWriter,
   health: HealthChecks,
 ) -> None:
-  """Evaluates if it is time, and writes what there is of a step."""
+  """Evaluates if it is due, and writes the row of a step."""
   metrics, config = row.metrics, run.experiment.config
   if _due(config.eval.every, step, config.num_steps):
     _wait_for_sampler(run)  # evaluation takes its devices
@@ -345,7 +343,7 @@ def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
     tokenizer=program.tokenizer,
     reward_pool=experiment.reward_pool,
     batch_sharding=batch_sharding,
-    # On its own devices the sampler's keys wait for nothing that trains.
+    # Keys on a dedicated sampler's devices, so that they wait for no training.
     rng=sharding.key_beside(batch_sharding, experiment.keys.steps),
     prompts=config.data.prompts,
     group_size=config.rollout.group_size,
@@ -371,7 +369,7 @@ def _devices(mesh: jax.sharding.Mesh, sampler: Sequence[jax.Device]) -> str:
 
 
 def _check_log(c: LogConfig) -> None:
-  """Raises UserError now where it would come after hours."""
+  """UserError now for what would fail after hours."""
   if c.wandb and multihost.is_primary():
     wandb_run.require_login(c.wandb)
   if c.profile:
@@ -392,11 +390,7 @@ def _print_parameters(experiment: Experiment) -> None:
 
 
 def _start(run: Run) -> tuple[TrainState, dict | None] | None:
-  """The last complete checkpoint, else a new policy after its cold start.
-
-  Beside the state comes the row that `_save` was given with it. None if a
-  SIGTERM ended the cold start.
-  """
+  """The saved state, else a first one; and the row that `_save` stored."""
   experiment, learner = run.experiment, run.experiment.program.learner
   identity = checkpoint_identity(experiment)
   name = f"checkpoint in {str(experiment.workdir)!r}"
@@ -435,7 +429,7 @@ def _start(run: Run) -> tuple[TrainState, dict | None] | None:
     return state, restored.metadata.get("unwritten")
   if experiment.config.cold_start.steps:
     imitated = _cold_start(experiment, run.preemption)
-    if imitated is None:
+    if imitated is None:  # SIGTERM
       multihost.print_once(
         "stopped: cold start saved; the same command resumes"
       )
@@ -456,16 +450,14 @@ def _start(run: Run) -> tuple[TrainState, dict | None] | None:
 def _save(
   run: Run, step: int, state: TrainState, unwritten: Row | None
 ) -> None:
-  """Saves all of a run; also the row of the step, if its evaluation comes next.
-
-  A process that is killed in the evaluation then loses neither.
-  """
+  """Saves a run, and the row of its step if its evaluation is still to come."""
   _wait_for_sampler(run)  # it takes prompts of the curriculum
   metadata = {
     "identity": checkpoint_identity(run.experiment),
     "data": run.curriculum.get_state(),
     "rollouts": run.source.get_state(),
     "config": run.experiment.config.as_json(),
+    # Kept in case the process is killed in the evaluation.
     "unwritten": unwritten and unwritten._asdict(),
   }
   if state.base is not None:
@@ -477,13 +469,12 @@ def _save(
 
 
 def _wait_for_sampler(run: Run) -> None:
-  """Waits until nothing is sampled ahead."""
+  """Waits until the sampler's thread is idle."""
   if isinstance(run.source, OffPolicy):
     run.source.wait()
 
 
 def _write_config(experiment: Experiment) -> None:
-  """Writes run_config.json, the config of the run from here on."""
   if multihost.is_primary():
     path = experiment.workdir / "run_config.json"
     temporary = path.with_name(path.name + ".tmp")
@@ -493,7 +484,7 @@ def _write_config(experiment: Experiment) -> None:
 
 
 def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
-  """Supervised fine-tuning, or the result of an earlier one."""
+  """The policy of this or an earlier cold start; None after a SIGTERM."""
   config, program = experiment.config, experiment.program
   cold, problems = config.cold_start, experiment.datasets.demonstrations
   k_init, k_check = jax.random.split(experiment.keys.cold_start)

@@ -1,9 +1,9 @@
 """Cold start: supervised fine-tuning until greedy decoding is accurate.
 
-The demonstrations are noisy on purpose. A policy trained on clean ones and
-stopped early lacks the skill itself, and RL does not climb. A policy trained on
-noisy ones until its GREEDY accuracy is high has the method, its samples still
-have errors, and RL removes them. Sampled accuracy is a bad criterion: it failed
+The demonstrations contain errors on purpose. A policy trained briefly on
+correct ones lacks the skill, and RL does not improve it. A policy trained on
+noisy ones until its GREEDY accuracy is high has the skill; its samples still
+have errors, which RL removes. Sampled accuracy is a bad criterion: it failed
 for one seed of three.
 """
 
@@ -37,11 +37,7 @@ from gspo_jax.sampler.samples import Prompts
 
 @dataclasses.dataclass(frozen=True)
 class ColdStartConfig:
-  """Supervised fine-tuning before RL.
-
-  Attributes:
-    check_every: steps between two measurements of greedy accuracy.
-  """
+  """Supervised fine-tuning before RL."""
 
   steps: int = key(0, "optimizer steps at most; 0: none", ZERO_OR_MORE)
   batch: int = key(64, "demonstrations a step")
@@ -53,14 +49,13 @@ class ColdStartConfig:
   gate: float = key(
     0.9, "greedy accuracy that ends it; 0: run all steps", SHARE
   )
-  check_every: int = 50
+  check_every: int = 50  # steps between two measurements of greedy accuracy
 
   def __post_init__(self):
     check(self, "cold_start")
 
   @property
   def optim(self) -> OptimConfig:
-    """Its optimizer."""
     return OptimConfig(
       name="adamw:b2=0.98,weight_decay=0.01",
       learning_rate=self.learning_rate,
@@ -77,10 +72,7 @@ def cross_entropy(
   *,
   cfg: model.ModelConfig,
 ) -> train_step.LossOutput:
-  """Mean over response tokens of `-log p`, a `train_step.Loss`.
-
-  `is_old_policy` is not used: there is no ratio.
-  """
+  """A `train_step.Loss`: mean over response tokens of `-log p`, no ratio."""
   logps = train_batch.response_logps(params, cfg, batch).logps
   loss = Mean.of(-logps, batch.response_mask)
   return train_step.LossOutput(
@@ -96,11 +88,7 @@ def demonstration_batch(
   packing: Packing,
   cfg: PackingConfig,
 ) -> PackedBatch:
-  """The batch of an update, of the arrays of a `DemonstrationBatch`.
-
-  Responses are [P, R] int32, lengths [P] int32, turns [P, R] int16 or None;
-  `cfg` is of one minibatch, and static.
-  """
+  """Packs the arrays of a `DemonstrationBatch` into one minibatch."""
   batch = pack_responses(prompts, responses, lengths, packing, cfg, turns=turns)
   return batch._replace(rows=dataclasses.replace(batch.rows, turns=None))
 
@@ -112,7 +100,8 @@ class ColdStartFunctions:
   abstract: TrainState  # shapes and shardings
   init_state: train_step.InitState
   packing: PackingConfig
-  # (state, donated, `DemonstrationBatch`'s arrays, packing) -> (state, metrics)
+  # (state, arrays of a `DemonstrationBatch`, packing) -> (state, metrics);
+  # donates the state
   update: Callable[..., tuple[TrainState, Metrics]]
 
 
@@ -128,13 +117,11 @@ def run(
   cfg: ColdStartConfig,
   preemption: Preemption,
 ) -> TrainState | None:
-  """Trains until `cfg.gate` is reached; resumes what `checkpoints` has.
+  """Trains until greedy accuracy reaches `cfg.gate`; resumes if saved.
 
-  The accuracy is greedy, on held-out problems, and the same on every host. Two
-  cold starts of one identity have the same result.
-
-  Returns:
-    The trained state; None where preemption came first (it is saved).
+  `accuracy` is of greedy decoding on held-out problems, equal on every host.
+  Cold starts with the same `identity` have the same result. Returns None after
+  a preemption, with the state saved.
 
   Raises:
     UserError: the folder holds another cold start, or the gate was not reached.
@@ -167,8 +154,8 @@ def run(
       state, metrics = update(state)
       step += 1
       stop = preemption.reached()
-      # Only at these steps: an additional check could end a resumed run where
-      # an uninterrupted one goes on.
+      # Only at these steps: one more measurement could end a resumed run before
+      # an uninterrupted one.
       measure = step % cfg.check_every == 0 or step == cfg.steps
       if measure:
         greedy = accuracy(state.params)

@@ -28,18 +28,18 @@ def assign_advantages(
   objective: ObjectiveConfig,
   group_size: int,
 ) -> PackedBatch:
-  """The batch with its advantages, and with returns where there is a critic.
+  """The batch with its advantages, and with returns if there is a critic.
 
-  It compares the responses of whole groups, wherever they were packed.
+  Responses of a group are compared even if they are in different rows.
 
-  The KL penalty k1, `kl_coef * (old - reference)` log-probs, is subtracted from
-  the reward of each token where there is a critic. Without one its sum over the
-  response, less the group's mean, is subtracted from the advantage. It is not
-  divided by the std of the rewards, so that in a group of equal rewards it does
-  not grow as large as a reward.
+  The KL penalty k1 of a token is `kl_coef * (old_logps - reference_logps)`.
+  With a critic it is subtracted from the token's reward. Without a critic, its
+  sum over the response, minus the group's mean of these sums, is subtracted
+  from the advantage. It is not divided by the std of the rewards: in a group of
+  equal rewards it would become as large as a reward.
 
-  The rewards are [B] float32, of whole responses; with credit="turn" [B, K],
-  see `turn_advantages`. `finish` is `Samples.finish`, [B].
+  `rewards` are [B] float32, or [B, K] with credit="turn"
+  (see `turn_advantages`). `finish` is `Samples.finish`, [B].
   """
   rows, method, critic = batch.rows, objective.method, objective.critic
   mask, response = rows.response_mask, rows.response_index
@@ -89,10 +89,8 @@ def assign_advantages(
 
 
 def _is_last(mask_BR, segments_BR):
-  """Whether a token is the last one of its response.
-
-  Between two of its turns a response has tokens that are not in the mask.
-  """
+  """[B, R]: whether a token is the last one of its response."""
+  # Tokens between two turns of a response are not in the mask.
   R = mask_BR.shape[1]
   column_BR = jnp.where(mask_BR, jnp.arange(R), R)
   after_BR = jnp.pad(column_BR[:, 1:], ((0, 0), (0, 1)), constant_values=R)

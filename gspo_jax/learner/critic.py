@@ -18,10 +18,7 @@ from gspo_jax.runtime.key import SHARE, ZERO_OR_MORE, Range, key
 
 @dataclasses.dataclass(frozen=True)
 class CriticConfig:
-  """The critic's numbers, `critic_*` of a method that has one.
-
-  It learns with AdamW; the rest of its optimizer is as in `optim`.
-  """
+  """The numbers `critic_*` of a method; `optim` has the rest of its AdamW."""
 
   learning_rate: float = key(1e-5, "its peak", ZERO_OR_MORE)
   warmup_steps: int = key(
@@ -39,11 +36,9 @@ class CriticConfig:
 
 
 def init(policy: model.Params) -> model.Params:
-  """A critic with the policy's blocks and a head of zeros: all values are 0.
-
-  Schulman et al. 2017, arXiv 1707.06347, do not say where a critic starts; the
-  policy's weights are usual where the policy has been pretrained.
-  """
+  """A critic: the policy's blocks, and a head of zeros, so all values are 0."""
+  # Schulman et al. 2017, arXiv 1707.06347, do not say where a critic starts.
+  # Starting from a pretrained policy's weights is usual.
   blocks = {name: x for name, x in policy.items() if name != "head"}
   width = policy["final_norm"]["scale"].shape
   return blocks | {"value_head": jnp.zeros(width)}
@@ -69,10 +64,7 @@ def loss(
   cfg: model.ModelConfig,
   clip: float,
 ) -> LossOutput:
-  """`losses.value_loss` of a micro-batch, a `train_step.Loss`.
-
-  `is_old_policy` is not used: there is no ratio.
-  """
+  """A `train_step.Loss`: `losses.value_loss` of a micro-batch, no ratio."""
   total, metrics = value_loss(
     values(params, cfg, batch),
     batch.values,

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.runtime import multihost
 
-# Two passes of one program over the same weights agree bit for bit where the
-# kernels are deterministic; a larger std of their ratio means they differ.
+# Two passes of one program over the same weights agree bit for bit if the
+# kernels are deterministic. A larger std of their ratio means they differ.
 _MAX_UNMOVED_STD = 1e-6
-# A clip range so many times the method's own is one of another kind of ratio.
+# A clip range that differs by this factor from the method's default is meant
+# for another kind of ratio.
 _FAR = 40
 _UNCLIPPED_ITERATIONS = 10  # before the warning that nothing was clipped
 
@@ -24,7 +25,7 @@ def require_finite(metrics: Mapping[str, float], step: int) -> None:
 
 
 def clip_range_warnings(objective: ObjectiveConfig) -> list[str]:
-  """What is wrong with a clip range, as one taken over from another method."""
+  """Warnings about a clip range that seems made for another method."""
   method, numbers = objective.method, objective.numbers
   typed, default = f"objective.name={objective.name!r}", method.numbers
   name = objective.name.partition(":")[0]
@@ -67,11 +68,7 @@ def clip_range_warnings(objective: ObjectiveConfig) -> list[str]:
 
 
 class HealthChecks:
-  """Warns where a step's metrics show a fault; once for each kind of fault.
-
-  Where an earlier policy sampled the responses (`off_policy`), the gap between
-  sampler and trainer is also how far the policy has moved.
-  """
+  """Warns once for each kind of fault that a step's metrics show."""
 
   def __init__(
     self,
@@ -125,6 +122,7 @@ class HealthChecks:
     self._check_clipping(metrics)
     gap = metrics["mismatch/sequence_abs_mean"]
     clip_low = self._numbers.get("clip_low", math.inf)
+    # An earlier policy's samples also differ by the updates since then.
     if gap > clip_low and not self._off_policy:
       self._warn(
         "gap",
@@ -135,7 +133,7 @@ class HealthChecks:
       )
 
   def _check_clipping(self, metrics: Mapping[str, float]) -> None:
-    """Warns where ratios move, and none of them ever leaves the clip range."""
+    """Warns if ratios move for several iterations and none is clipped."""
     if self._unclipped is None:
       return
     # A user's own loss may have neither of these metrics.

@@ -126,7 +126,7 @@ class ObjectiveConfig:
 
   @property
   def method(self) -> Method:
-    """The row of `METHODS`, or the user's own."""
+    """The row of `METHODS`, or a user's own method."""
     name = self.name.partition(":")[0]
     if name in METHODS:
       return METHODS[name]
@@ -145,7 +145,7 @@ class ObjectiveConfig:
         f"{typed}: {name} has no keyword-only argument {min(lacking)!r}: "
         "expected the arguments of gspo_loss"
       )
-    # `terms` has what these two give; rspo_loss has a floor of its own.
+    # `terms` carries both; a loss with router_shift may take the floor itself.
     taken = {"dual_clip"} & arguments
     if "router_shift" not in arguments:
       taken |= {"router_shift_floor"} & arguments
@@ -158,7 +158,7 @@ class ObjectiveConfig:
 
   @property
   def numbers(self) -> dict:
-    """All numbers of the method: those of `name`, else its defaults."""
+    """All numbers of the method: given in `name`, or its defaults."""
     method = self.method
     defaults = {"router_shift_floor": None} | method.numbers
     if method.clips == "ratio":
@@ -210,12 +210,12 @@ class ObjectiveConfig:
 
   @property
   def has_kl_in_reward(self) -> bool:
-    """Whether the reward, and not the loss, has the KL penalty (k1)."""
+    """Whether the KL penalty is in the reward (k1), not in the loss."""
     return self.has_reference and self.kl_estimator == "k1"
 
   @property
   def has_sampler_logps(self) -> bool:
-    """Whether the sampler's log-probs are the old ones."""
+    """Whether the sampler's log-probs are used as the old ones."""
     return self.old_logps == "sampler"
 
   @property
@@ -225,12 +225,12 @@ class ObjectiveConfig:
 
   @property
   def compares_groups(self) -> bool:
-    """Whether only rewards that differ inside a group teach."""
+    """Whether a group of equal rewards gives no gradient."""
     return not self.method.critic and not self.has_kl_in_reward
 
   @property
   def weighs_routers(self) -> bool:
-    """Whether a token's weight depends on how far its routers moved."""
+    """Whether tokens are weighted by how far their routers moved."""
     method, numbers = self.method, self.numbers
     return (
       "router_shift" in method.arguments
@@ -246,12 +246,12 @@ class ObjectiveConfig:
   def reads_old_experts(
     self, cfg: model.ModelConfig, instruments: bool
   ) -> bool:
-    """Whether an update reads the experts of an old policy's pass."""
+    """Whether an update reads the experts that the old policy chose."""
     replays = cfg.num_experts > 0 and self.replay == "r2"
     return replays or self.reads_old_routers(cfg, instruments)
 
   def check_training(self) -> None:
-    """UserError for a method that is not there, or keys that do not agree."""
+    """UserError for an unknown method, or keys that contradict each other."""
     _ = self.numbers
     if self.mismatch != "none" and self.has_sampler_logps:
       raise UserError(
@@ -266,7 +266,7 @@ class ObjectiveConfig:
 
 
 def _typed(name, spec, known, kind, rules) -> dict:
-  """The numbers behind the colon of `objective.NAME=SPEC`, checked."""
+  """The checked numbers after the colon of `objective.NAME=SPEC`."""
   first, colon, text = spec.partition(":")
   if not colon:
     return {}
@@ -299,10 +299,10 @@ def policy_loss(
 ) -> train_step.LossOutput:
   """The objective on a micro-batch, a `train_step.Loss`.
 
-  Where the policy has not moved (`is_old_policy`, [] bool), the fields of the
-  old policy come from this pass, and the ratio is 1. `max_length` is the
-  longest response allowed, in tokens; with `instruments` the metrics include
-  `INSTRUMENTS`, and how far the routing moved. The keywords are static.
+  If the policy has not moved (`is_old_policy`, [] bool), this pass also gives
+  the fields of the old policy, and the ratio is 1. `max_length` is the longest
+  response allowed, in tokens. With `instruments` the metrics include
+  `INSTRUMENTS`.
   """
   is_old_policy = jnp.asarray(is_old_policy)
   routes = None if batch.experts is None else batch.experts.swapaxes(0, 1)
@@ -420,11 +420,11 @@ def _rows_first(x: jax.Array) -> jax.Array:
 def _routing_metrics(
   out: TokenLogprobs, batch: TrainBatch, objective
 ) -> Metrics:
-  """How far the routers moved away from the old policy's."""
+  """How far the routers have moved since the old policy."""
   mask = batch.response_mask
   ratio = jnp.exp(-_router_shift(out, batch))
   metrics = {"moe/router_shift_ratio": Mean.of(ratio, mask)}
-  if objective.replay == "none":  # else the experts are the old ones
+  if objective.replay == "none":  # a replay uses the old experts
     flips = routing_metrics.flips(_rows_first(out.experts), batch.experts, mask)
     metrics["moe/expert_flip_rate"] = routing_metrics.over_layers(flips)
     metrics["moe/layer_flip_rate"] = flips

@@ -1,4 +1,4 @@
-"""The old policy beside the sampler: entropy, mismatch, routing.
+"""Metrics of the old policy: entropy, routing, mismatch with the sampler.
 
 Dimension key: B rows, T columns, R response columns, N sequences of a row, L
 layers, k experts a token.
@@ -17,14 +17,12 @@ from gspo_jax.losses import Histogram, Mean, Metrics
 def old_policy_metrics(
   out: TokenLogprobs, batch: TrainBatch, cfg: model.ModelConfig
 ) -> Metrics:
-  """Metrics of the old policy on its own samples.
+  """Metrics of the old policy; `out` is its forward pass over the batch.
 
-  `mismatch/*` is the recomputed less the sampler's log-prob: the rounding, and
-  any other difference of the sampler. In bfloat16 it can exceed GSPO's clip
-  range, so it is measured whichever of the two are the old log-probs.
-  `moe/dropped` is a mean over the micro-batches that hold responses.
-
-  `out` is the old policy's forward pass over the batch.
+  `mismatch/*` is the recomputed log-prob minus the sampler's. In bfloat16 it
+  can exceed GSPO's clip range, so it is measured also if the sampler's
+  log-probs are the old ones. `moe/dropped` is a mean over the micro-batches
+  that hold responses.
   """
   mask = batch.response_mask
   metrics = _mismatch(out.logps, batch)
@@ -39,10 +37,7 @@ def old_policy_metrics(
 def sequence_log_ratio(
   new_BR: jax.Array, old_BR: jax.Array, batch: TrainBatch
 ) -> tuple[jax.Array, jax.Array]:
-  """Mean over a response's tokens of new less old log-probs, [B, N].
-
-  And whether there is such a response, [B, N] bool.
-  """
+  """[B, N] each: mean new - old log-prob of a response; whether it exists."""
   sums = lambda x_BR: losses.sequence_sums(
     x_BR, batch.response_mask, batch.response_segments
   )

@@ -17,17 +17,14 @@ from gspo_jax.runtime.key import (
   key,
 )
 
-# The logical axes of all arrays of a training state; Muon keeps three numbers.
+# The logical axes of all arrays of a training state, Muon's coefficients
+# included.
 STATE_AXES = parameters.AXES | {"ns_coeffs": ("whole",)}
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
-  """AdamW or Muon, with warm-up, decay and clipping by global norm.
-
-  Attributes:
-    total_steps: optimizer steps in all; `decay` ends with them.
-  """
+  """AdamW or Muon, with warm-up, decay and clipping by global norm."""
 
   name: str = key(
     "adamw",
@@ -43,21 +40,18 @@ class OptimConfig:
     '"cosine:min_lr_ratio=0.1" ends at a tenth of the peak, in place of 0',
   )
   clip_norm: float = key(1.0, "largest global norm of the gradient", POSITIVE)
-  total_steps: int = 1
+  total_steps: int = 1  # optimizer steps in all; `decay` ends with them
 
   def __post_init__(self):
     check(self, "optim")
-    optimizer(self)  # its numbers, and those of the decay
+    optimizer(self)  # checks the numbers in `name` and `decay`
 
 
 def schedule(cfg: OptimConfig) -> optax.Schedule:
-  """The learning rate at optimizer step t, counted from 0.
-
-  A decay takes `total_steps - warmup_steps` steps; it would reach its end value
-  at step `total_steps`, the first one that is not taken.
-  """
+  """The learning rate at optimizer step t, counted from 0."""
   peak = cfg.learning_rate
   decay = spec.chosen("optim.decay", cfg.decay, _DECAYS)
+  # It would reach its end value at step `total_steps`, one after the last.
   then = decay(peak, max(cfg.total_steps - cfg.warmup_steps, 1))
   if not cfg.warmup_steps:
     return then
@@ -100,11 +94,7 @@ def _adamw(rate, *, b1=0.9, b2=0.95, weight_decay=0.0):
 
 
 def _muon(rate, *, b1=0.9, b2=0.95, weight_decay=0.0):
-  """Muon (Jordan et al. 2024) for matrices, AdamW for other parameters.
-
-  An expert's gate and up projection are stored side by side, and are one
-  matrix.
-  """
+  """Muon (Jordan et al. 2024) for matrices, AdamW for other parameters."""
   adamw = _adamw(rate, b1=b1, b2=b2, weight_decay=weight_decay)
   # Updates as large as AdamW's, for the same learning rate: arXiv 2502.16982,
   # sec. 2.2. The AdamW inside of `optax.contrib.muon` is not used: it has
@@ -115,6 +105,7 @@ def _muon(rate, *, b1=0.9, b2=0.95, weight_decay=0.0):
     consistent_rms=0.2,
     muon_weight_dimension_numbers=_dimension_numbers,
   )
+  # Muon takes an expert's gate and up projections, stored together, as one.
   parts = {"adamw": adamw, "muon": muon, "experts": _each_expert(muon)}
   return optax.partition(parts, _labels)
 
@@ -123,13 +114,11 @@ _OPTIMIZERS = {"adamw": _adamw, "muon": _muon}
 
 
 def _labels(params):
-  """The part of Muon that takes each parameter.
-
-  AdamW takes embeddings, head, norms, biases, adapters, and the router, whose
-  output is a choice.
-  """
+  """The name of the optimizer of each parameter."""
 
   def label(row):
+    # Embeddings, head, norms, biases, adapters, and the router, whose output is
+    # a choice.
     if not row.target:
       return "adamw"
     experts, _, _ = row.groups
@@ -145,11 +134,9 @@ def _by_row(function, params):
 
 
 def _each_expert(muon) -> optax.GradientTransformation:
-  """Muon for arrays [L, E, D, F], each expert by itself.
-
-  By itself it would join the axes of layers and experts, for which XLA gathers
-  all experts on every device.
-  """
+  """Muon for arrays [L, E, D, F], one expert at a time."""
+  # Muon alone would merge the axes of layers and experts; XLA would then gather
+  # all experts on every device.
   experts = lambda tree: jax.tree.map(lambda x: 1 if x.ndim > 3 else None, tree)
 
   def update(updates, state, params):
@@ -162,10 +149,7 @@ def _each_expert(muon) -> optax.GradientTransformation:
 
 
 def _dimension_numbers(params):
-  """The axes of each matrix that Muon takes; None for other parameters.
-
-  Axes before these are layers and experts, each with a matrix of its own.
-  """
+  """The axes of a parameter's matrices that Muon takes; None: no Muon."""
 
   def numbers(row):
     if not row.target:

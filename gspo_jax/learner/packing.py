@@ -1,11 +1,11 @@
-"""Packing: responses with their prompts share rows of one width.
+"""Packing: several sequences, each a prompt with its response, share a row.
 
-Padded to one width each, responses of several lengths cost what the longest
-costs. Here several share a row, one after the other, and attention stays within
-each. The kernels still compute the scores between sequences of a row, and mask
-them: a token costs the attention of a whole row. `pack` computes on the host,
-from the lengths, where each sequence goes, the same on every host;
-`pack_responses` moves the tokens on the devices.
+Padded to one width, every response would cost as much as the longest. Packed
+sequences follow one another in a row, and attention stays within each. The
+kernels still compute the scores between sequences of a row, and mask them: a
+token costs the attention of a whole row. `pack` chooses the places on the host,
+from the lengths alone, so every host chooses the same. `pack_responses` moves
+the tokens on the devices.
 
 Dimension key: as in train_batch.
 """
@@ -31,40 +31,34 @@ from gspo_jax.sampler.samples import Prompts, Samples
 
 @dataclasses.dataclass(frozen=True)
 class PackingConfig:
-  """The rows of a packed batch; static under jit.
+  """The rows of a packed batch; static under jit."""
 
-  Attributes:
-    width: W, columns of a row; no sequence is longer.
-    minibatches: M, divides B, the number of sequences.
-    micro_batch_size: divides B / M.
-    shards: devices among which the rows of a micro-batch are split; divides
-      `micro_batch_size`.
-  """
-
-  width: int = 0
+  width: int = 0  # W, columns of a row: the longest sequence allowed
+  # M, divides B, the number of sequences.
   minibatches: int = key(4, "optimizer steps an iteration (GSPO, sec. 5.1)")
+  # It divides B / M.
   micro_batch_size: int = key(
     64, "packed rows of a forward and backward pass, over all devices"
   )
-  shards: int = 1
+  shards: int = 1  # devices that split micro_batch_size rows; divides it
 
 
 class Packing(NamedTuple):
-  """Where each of B sequences stands in the rows of M minibatches.
+  """The place of each of B sequences in the rows of M minibatches.
 
-  A minibatch has the rows of A micro-batches, enough for one sequence a row;
-  the first `num_micro_batches` of them hold all its sequences.
+  A minibatch has the rows of A micro-batches, enough for one sequence a row.
+  The first `num_micro_batches` of them hold all its sequences.
   """
 
-  # [B] int32, counted through all minibatches, 0 to B - 1; B for an empty
-  # sequence, which has no place.
+  # [B] int32, from 0 to B - 1 over all minibatches; B for an empty sequence,
+  # which has no place.
   row: np.ndarray
   offset: np.ndarray  # [B] int32, the column of the first token
-  num_micro_batches: np.ndarray  # [M] int32, those that hold sequences
+  num_micro_batches: np.ndarray  # [M] int32, with sequences in them
 
 
 class RowTokens(NamedTuple):
-  """Tokens of the micro-batches that passes over a batch run."""
+  """Tokens of all micro-batches that one or more passes run."""
 
   micro_batches: int
   real: int  # tokens of prompts and responses
@@ -72,25 +66,18 @@ class RowTokens(NamedTuple):
 
 
 def shuffled_groups(key: jax.Array, groups: int, group_size: int) -> np.ndarray:
-  """The sequences of whole groups in random order, [groups * group_size].
-
-  Whole groups, so that the advantages of a group cancel inside a minibatch.
-  """
+  """Sequences in random order, groups whole: [groups * group_size]."""
   order = np.asarray(jax.random.permutation(key, groups))
   return (order[:, None] * group_size + np.arange(group_size)).reshape(-1)
 
 
 def pack(lengths: np.ndarray, order: np.ndarray, cfg: PackingConfig) -> Packing:
-  """Packs the sequences of each minibatch into as few micro-batches as it can.
+  """Packs the sequences of each minibatch into few micro-batches.
 
-  The rows of a minibatch are as evenly filled as the longest-first rule makes
-  them, and those of a micro-batch are dealt to the shards by their tokens.
-
-  Args:
-    lengths: [B], tokens of each sequence, its prompt included; 0 for an empty
-      one.
-    order: [B], a permutation: minibatch m has the m-th part of it.
-    cfg: no sequence may be longer than its rows.
+  `lengths` [B] are tokens of each prompt with its response, 0 for an empty one,
+  and at most `cfg.width`. `order` [B] is a permutation: minibatch m has the
+  m-th part of it. Rows are filled evenly, and the shards of a micro-batch have
+  about as many tokens.
   """
   lengths, size = np.asarray(lengths), cfg.micro_batch_size
   if lengths.max(initial=0) > cfg.width:
@@ -116,7 +103,7 @@ def pack(lengths: np.ndarray, order: np.ndarray, cfg: PackingConfig) -> Packing:
 
 
 def one_a_row(order: np.ndarray, cfg: PackingConfig) -> Packing:
-  """One sequence a row, as without packing; `order` as in `pack`."""
+  """One sequence a row; `order` as in `pack`."""
   B = len(order)
   micro_batches = B // cfg.minibatches // cfg.micro_batch_size
   return Packing(
@@ -132,11 +119,7 @@ def row_tokens(
   cfg: PackingConfig,
   first: np.ndarray | int = 0,
 ) -> RowTokens:
-  """The tokens of a pass over a batch that `pack` packed.
-
-  In each minibatch the micro-batches that hold sequences run, from `first` on,
-  [M] or one for all.
-  """
+  """Tokens of a pass that starts at micro-batch `first`, [M] or one for all."""
   size, (M,) = cfg.micro_batch_size, packing.num_micro_batches.shape
   placed = packing.row < len(lengths)
   tokens = np.bincount(
@@ -151,12 +134,7 @@ def row_tokens(
 
 
 def _rows(lengths, width, multiple) -> list[tuple[int, list[int]]]:
-  """Rows, as their tokens and the indices of their sequences.
-
-  Best-fit decreasing gives the number of rows. It is rounded up to whole
-  micro-batches, and the sequences are spread over them evenly if they still
-  fit.
-  """
+  """Rows, as their tokens and the indices of their sequences."""
   tight = _best_fit(lengths, width)
   count = min(len(lengths), -(-len(tight) // multiple) * multiple)
   return _emptiest_first(lengths, width, count) or tight
@@ -189,11 +167,7 @@ def _emptiest_first(lengths, width, count):
 
 
 def _places(count, micro_batch_size, shards) -> list[int]:
-  """Places for `count` rows, fullest first: micro-batch by micro-batch.
-
-  Within one, the rows are dealt to the shards, there and back, so that each
-  shard has about as many tokens.
-  """
+  """Places for `count` rows, fullest first: micro-batch by micro-batch."""
   per_shard = micro_batch_size // shards
   order = np.arange(micro_batch_size).reshape(shards, per_shard).T
   order[1::2] = order[1::2, ::-1]
@@ -218,20 +192,17 @@ def pack_responses(
   """Packs responses [B, R] behind their prompts [P, S]; B = P * G.
 
   Each device gathers the tokens and log-probs of all responses, 8 B R bytes,
-  and of the experts one layer at a time, to pick those of its rows. Log-probs
-  and advantages that are filled in later are zeros.
+  and the experts of one layer at a time, and keeps its rows. Log-probs and
+  advantages that are filled in later are zeros.
 
   Args:
-    prompts: [P, S].
-    responses: [B, R] int32; those of a prompt are neighbours.
-    lengths: [B] int32, tokens of the responses.
-    packing: of `pack`.
-    cfg: static.
+    responses: [B, R] int32; responses to one prompt are neighbours.
+    lengths: [B] int32.
     logps: [B, R] float32, for `sampler_logps`.
     experts: [B, L, S + R, k], with the columns of the left-padded prompt and
       its response.
-    turns: [B, R] int, as in Samples: tokens of turn 0 are not of the response,
-      and are only read. None: all tokens are.
+    turns: [B, R] int; tokens of turn 0 are not in `response_mask`. None: all
+      are.
   """
   B, R = responses.shape
   P, S = prompts.tokens.shape
@@ -295,12 +266,7 @@ def _shards() -> int:
 
 
 def _slots(packing, prompt_lengths, lengths, cfg):
-  """What stands in the columns of this device's rows, [rows, W] int32.
-
-  The index of the response, the place in its sequence, from 0, and the segment
-  id, from 1 in each row. At padding the segment id is 0, and the other two are
-  any number.
-  """
+  """This device's columns, [rows, W] int32: response, place, segment id."""
   B, size = len(lengths), cfg.micro_batch_size
   size_here = size // _shards()
   first = sharding.index(*sharding.ROW_AXES) * size_here
@@ -321,6 +287,7 @@ def _slots(packing, prompt_lengths, lengths, cfg):
   length = prompt_lengths[response] + lengths[response]
   real = (first_column >= 0) & (place < length)
   ids = jnp.cumsum(starts >= 0, axis=1, dtype=jnp.int32)
+  # Places count from 0, ids from 1; at padding the id is 0 and the rest any.
   return response, place, jnp.where(real, ids, 0)
 
 
@@ -336,9 +303,8 @@ def train_batch_from_samples(
 ) -> PackedBatch:
   """The packed batch of samples, with zeros where values are filled in later.
 
-  It has all its fields from the start, so that one compiled program takes it
-  for old log-probs and for an update. The optional ones are those that the
-  objective reads. Static: `cfg`, `objective`, `instruments`, `packing_config`.
+  All fields that the objective reads exist from the start, so that one compiled
+  program takes the batch for old log-probs and for an update.
   """
   batch = pack_responses(
     prompts,

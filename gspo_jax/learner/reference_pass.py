@@ -1,4 +1,4 @@
-"""The passes of the reference policy and of the critic before an update."""
+"""The passes of the reference policy and the critic before an update."""
 
 import dataclasses
 

@@ -1,10 +1,10 @@
-"""Metrics of the routing, for each layer: expert load, entropy, and changes.
+"""Metrics of the routing of each layer: expert load, entropy and changes.
 
 Dimension key: B rows, T columns, R response columns (the last of each row; of a
 packed row all but the first), L layers, k experts a token, E experts.
 
-All are measured at the tokens that predict the response, each one place before
-its response token.
+They are measured at the tokens that predict the response tokens, one column
+earlier.
 """
 
 from typing import NamedTuple
@@ -17,15 +17,13 @@ from gspo_jax.losses import Mean
 
 
 def predicting(x: jax.Array, length: int) -> jax.Array:
-  """The places of [B, L, T, ...] that predict the last `length` tokens."""
+  """The columns of [B, L, T, ...] that predict the last `length` tokens."""
   return x[:, :, -length - 1 : -1]
 
 
 def flips(new: jax.Array, old: jax.Array, mask: jax.Array) -> Mean:
-  """[L]: share of the old policy's experts that the new one does not choose.
-
-  Both [B, L, T, k], in any order; `mask` is [B, R].
-  """
+  """[L]: share of the old policy's experts that the new one does not choose."""
+  # Experts are [B, L, T, k], in any order.
   new, old = (predicting(x, mask.shape[1]) for x in (new, old))
   kept_BLRk = (old[..., :, None] == new[..., None, :]).any(-1)
   lost_L = jnp.where(mask[:, None, :, None], ~kept_BLRk, False).sum((0, 2, 3))
@@ -36,9 +34,9 @@ def flips(new: jax.Array, old: jax.Array, mask: jax.Array) -> Mean:
 def shift(new: jax.Array, old: jax.Array) -> jax.Array:
   """RSPO's router shift d (arXiv 2510.23027v2): [B, R], without gradient.
 
-  The mean over layers and over the OLD policy's experts e of `|log p_new(e) -
-  log p_old(e)|`; 0 where no router moved. Both arguments are log-probs of the
-  old experts, [B, L, R, k] float32.
+  `|log p_new(e) - log p_old(e)|`, averaged over layers and over the OLD
+  policy's experts e. Both arguments are log-probs of these experts,
+  [B, L, R, k] float32.
   """
   return jax.lax.stop_gradient(jnp.abs(new - old).mean((1, 3)))
 
@@ -61,10 +59,7 @@ class MeanLoad(Load):
 
 
 def tokens(experts: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:
-  """The number of tokens of each expert, [L, E] float32.
-
-  Of experts [B, L, T, k] and a mask [B, R].
-  """
+  """[L, E] float32: tokens of each expert of [B, L, T, k]; mask [B, R]."""
   # Compared and summed: a TPU would scatter one number at a time.
   chosen_BLRk = predicting(experts, mask.shape[1])
   # In the experts' small integer type: this is the largest array of a pass.
@@ -75,5 +70,5 @@ def tokens(experts: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:
 
 
 def over_layers(metric: Mean) -> Mean:
-  """The mean over the layers of a mean for each layer."""
+  """The mean over the layers of a `Mean` [L]."""
   return Mean(metric.total.mean(), metric.count)

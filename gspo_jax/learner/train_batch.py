@@ -25,24 +25,25 @@ MICRO_BATCHES = "micro_batches"
 class TrainBatch:
   """Rows of prompts with their responses, and what the objective reads of them.
 
-  Several sequences, each a prompt and its response, may share a row. The fields
-  of tokens have T columns; those of response tokens have the last R of them, in
-  a packed row all but the first. Optional fields that the objective does not
-  read, or that a dense model does not have, are None.
+  Several sequences, each a prompt with its response, may share a row. Fields of
+  tokens have T columns. Fields of response tokens have the last R columns; in a
+  packed row R = T - 1. A field is None if the objective does not read it, or
+  the model is dense and lacks it.
   """
 
   tokens: jax.Array  # [B, T] int32
   positions: jax.Array  # [B, T] int32, from 0 in each sequence
   # [B, T] int32, the sequence of a token in its row, from 1; 0 at padding.
   segment_ids: jax.Array
-  # [B, R] bool: the stop token is of the response, an environment's are not.
+  # [B, R] bool: true at tokens of the policy, the stop token included; false at
+  # tokens of an environment.
   response_mask: jax.Array
   old_logps: jax.Array  # [B, R] float32
   advantages: jax.Array  # [B, R] float32
-  # [B, R] int32, the response of a token, in the order of the samples.
+  # [B, R] int32, the index of a token's response among the samples.
   response_index: jax.Array | None = None
   # [B, L, T, k] unsigned, the experts that an update may replay: the sampler's
-  # where they were recorded, else the old policy's.
+  # if they were recorded, else the old policy's.
   experts: jax.Array | None = None
   # [B, L, R, k] float32, the old routers' log-probs of these experts at the
   # tokens that predict the response.
@@ -64,8 +65,8 @@ class PackedBatch(NamedTuple):
   """A batch in minibatches of micro-batches."""
 
   rows: TrainBatch  # leaves [M, A, micro_batch_size, ...]
-  # [M] int32, the micro-batches of a minibatch that hold responses: its first
-  # ones. The others are empty, and are not computed.
+  # [M] int32: the first micro-batches of a minibatch, which hold responses. The
+  # others are empty, and are not computed.
   num_micro_batches: jax.Array
 
 
@@ -74,9 +75,8 @@ def unpacked(
 ) -> TrainBatch:
   """Responses [B, R] behind their prompts [P, S], one a row; B = P * G.
 
-  Its fields have the rows and columns of samples, T = S + R. An update takes
-  packed rows; this is for what compares its results with the samples. Log-probs
-  and advantages are zeros.
+  An update takes packed rows; this one, with T = S + R, is for comparing its
+  results with samples. Log-probs and advantages are zeros.
   """
   B, R = responses.shape
   group = B // prompts.tokens.shape[0]
@@ -100,7 +100,7 @@ def unpacked(
 def response_logps(
   params: model.Params, cfg: model.ModelConfig, batch: TrainBatch, **options
 ) -> TokenLogprobs:
-  """Log-probs of the responses; `options` are those of `token_logprobs`."""
+  """Log-probs of the responses; `options` are arguments of `token_logprobs`."""
   return token_logprobs(
     params,
     cfg,

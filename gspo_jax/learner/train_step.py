@@ -6,8 +6,8 @@ Old log-probs must come from the forward pass of the update. In bfloat16 two
 programs round differently, and the difference exceeds GSPO's clip range. So
 `update`, compiled once, does both. With `apply_updates` false it runs the
 forward passes and returns their log-probs; with `apply_updates` true it also
-computes gradients. As long as the policy has not moved, the ratio is exactly 1,
-except where the sampler's log-probs are the old ones.
+computes gradients. Until the policy moves, the ratio is exactly 1, unless the
+sampler's log-probs are the old ones.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from gspo_jax.learner.train_batch import (
 from gspo_jax.losses import Mean, Metrics, Std
 from gspo_jax.sampler.samples import Samples
 
-# The named scope of conditionals that only an update computes; `plan` counts
-# the work by it.
+# The named scope of conditionals that only an update computes; `plan` finds
+# their work by it.
 BACKWARD = "backward"
 
 
@@ -39,8 +39,8 @@ class LossOutput(NamedTuple):
 
   loss: Mean  # its sum, and the count that divides it
   metrics: Metrics  # of the update
-  # Fields of `TrainBatch`, [rows, ...], from this pass. They are the old
-  # policy's as long as the policy has not moved; so are the metrics below.
+  # Fields of `TrainBatch`, [rows, ...], from this pass. Until the policy moves,
+  # they and the metrics below belong to the old policy.
   old_policy_fields: dict[str, jax.Array] = {}  # noqa: RUF012
   old_policy_metrics: Metrics = {}  # noqa: RUF012
   # RMS over responses of (sequence ratio - 1), against the `old_logps` stored
@@ -49,8 +49,8 @@ class LossOutput(NamedTuple):
 
 
 # What `update` minimises: (params, a micro-batch, is_old_policy) -> output.
-# is_old_policy, [] bool, says that the policy has not moved since it became the
-# old policy: then the fields of the old policy come from this pass.
+# is_old_policy, [] bool, is true until the policy moves. The fields of the old
+# policy then come from this pass.
 Loss = Callable[[model.Params, TrainBatch, jax.Array], LossOutput]
 
 
@@ -68,7 +68,7 @@ class TrainState:
   # The reference policy's copy of `params` in `cfg.dtype`. {} with LoRA if the
   # reference is the base model; None if there is no KL.
   reference: model.Params | None = None
-  critic: TrainState | None = None  # PPO's, with its own optimizer
+  critic: TrainState | None = None  # PPO's, with an optimizer
   # Responses for the next iteration; only in a checkpoint.
   pending_rollouts: dict | Samples | None = None
 
@@ -89,19 +89,19 @@ class Learner(NamedTuple):
   loss: Loss
   optimizer: optax.GradientTransformation
   has_old_logps: bool = False  # whether the batch has them before an update
-  # Whether a pass for old log-probs also covers the first minibatch, whose own
-  # update could compute them.
+  # Whether a pass for old log-probs also covers the first minibatch, for which
+  # `update` could compute them.
   recompute_first_minibatch: bool = False
 
 
-# Policy, with its adapters; donated -> the first state of training.
+# (policy with its adapters) -> the first state; donates the policy.
 InitState = Callable[[model.Params], TrainState]
 
 
 def init_state(
   policy: model.Params, *, optimizer: optax.GradientTransformation
 ) -> TrainState:
-  """The state before the first update; adapters are trained alone."""
+  """The state before the first update; with adapters, only they are trained."""
   base, adapters = model.lora.split(policy)
   if not adapters:
     return TrainState(jnp.int32(0), policy, optimizer.init(policy))
@@ -117,18 +117,15 @@ def update(
 ) -> tuple[TrainState, PackedBatch, Metrics]:
   """M optimizer steps over a batch; or only its old log-probs.
 
-  The first minibatch needs no old log-probs: its own forward pass has them. A
-  pass for old log-probs still runs one of its micro-batches, and the update
-  compares the two in `ratio/first_minibatch_std`, which is 0 where they agree
-  in every bit.
+  The first minibatch needs no old log-probs: the update's forward pass gives
+  them. A pass for old log-probs still runs one of its micro-batches. The update
+  compares the two passes in `ratio/first_minibatch_std`, which is 0 if they
+  agree bit for bit. `apply_updates` is [] bool; a Python True compiles no
+  conditional.
 
-  `apply_updates` is [] bool. With a Python True the program has no conditional.
-
-  Returns:
-    The new state, or the same one without an update; the batch, unchanged, or
-    without an update with the old policy's fields of all minibatches but the
-    first; and metrics, as sums over the minibatches. The sums of both calls
-    add up.
+  Without an update the returned batch has the old policy's fields of all
+  minibatches but the first. Metrics are sums over minibatches; metrics of both
+  calls add up.
   """
   rows, counts = batch
 
@@ -201,17 +198,12 @@ def gradient(
   apply_updates: jax.Array | bool = True,
   first: jax.Array | bool = False,
 ) -> tuple[model.Params, dict[str, jax.Array], Metrics]:
-  """The gradient of one minibatch, leaves [A, rows, ...].
+  """Gradient, `LossOutput.old_policy_fields` and metrics of a minibatch.
 
-  Sums are added over the micro-batches and divided once, by the count of the
-  whole minibatch: A = 4 gives what A = 1 gives, up to rounding.
-
-  Of the micro-batches the first `count` are processed, [] int32; None: all.
-  `first`, [] bool, says that this is the first minibatch of a batch. Without
-  `apply_updates` the gradient is zero.
-
-  Returns:
-    The gradient, `LossOutput.old_policy_fields` of all rows, and metrics.
+  Micro-batches have leaves [A, rows, ...]. The first `count` ([] int32; None:
+  all) are summed and divided once, by the count of the whole minibatch: A = 4
+  gives what A = 1 gives, up to rounding. `first`, [] bool, marks the first
+  minibatch of a batch. Without `apply_updates` the gradient is zero.
   """
   A = micro_batches.tokens.shape[0]
   count = A if count is None else count
@@ -257,7 +249,7 @@ def gradient(
   )
   begin = 0
   if not learner.recompute_first_minibatch:
-    # Of the first minibatch one micro-batch is enough to compare two passes.
+    # One micro-batch of the first minibatch is enough to compare two passes.
     begin = jnp.where(first & ~applying, jnp.maximum(count - 1, 0), 0)
   with jax.named_scope(MICRO_BATCHES):
     grads, divisor, old, metrics = jax.lax.fori_loop(begin, count, add, start)
@@ -270,7 +262,7 @@ def gradient(
 def _counted_once(
   out: LossOutput, learner, apply_updates, first, last
 ) -> Metrics:
-  """The metrics to add up, so that both calls together count each row once."""
+  """Metrics of a call; both calls together count each row once."""
   metrics = _only(apply_updates, out.metrics)
   metrics |= _only(apply_updates == first, out.old_policy_metrics)
   if out.first_minibatch_gap is not None:

@@ -1,24 +1,23 @@
 """Policy losses, the value loss and advantages; this wing needs only jax.
 
-Every loss takes arrays and returns (loss, metrics); `gspo_loss` describes the
-arguments of all. `METHODS` is the table of what a trainer must know of each.
-Other wings take the names in `__all__` from here, and the advantages from
-`losses.advantages`. A loss of your own is made of `checked_batch`, `Surrogate`,
-`reduce` and a mean.
+Every loss takes arrays and returns (loss, metrics). `gspo_loss` describes the
+arguments of all policy losses. `METHODS` lists what a trainer must know about
+each. To write a loss, combine `checked_batch`, `Surrogate`, `reduce` and a
+mean.
 
 Conventions of all policy losses:
   1. Only `logps` is differentiated.
-  2. Values under a 0 of the mask are never read, not even NaN.
-  3. A metric is a `Mean`, a `Std` or a `Histogram`. Their fields are sums, so
-     metrics of micro-batches add. With `normalizer=1.0` the losses and the
-     gradients add, too: divide them by the summed count of `loss/policy`.
-  4. `loss/policy` is the loss without `Terms.penalty`; that is `loss/penalty`.
+  2. Values where the mask is 0 are never read, not even NaN.
+  3. A metric is a `Mean`, a `Std` or a `Histogram`. Its fields are sums, so
+     metrics of micro-batches add. With `normalizer=1.0` losses and gradients
+     also add: divide their sums by the summed count of `loss/policy`.
+  4. `loss/policy` excludes `Terms.penalty`; `loss/penalty` is its metric.
   5. `logps[:, t]` is the log-prob of the token that `mask[:, t]` marks. Logits
-     at position t are of the token at t + 1: shift them, or the mask, by one.
-  6. A wrong dtype is a TypeError, a wrong shape or number a ValueError.
-  7. Segment ids count from 0 within each row. Outside of jit a ValueError says
-     where they do not, and where a mask is not 0 or 1; inside of jit wrong ids
-     give a wrong loss.
+     at position t predict the token at t + 1: shift them, or the mask, by one.
+  6. A wrong dtype raises TypeError, a wrong shape or number ValueError.
+  7. Segment ids count from 0 within each row. Outside jit, wrong ids raise
+     ValueError, as does a mask other than 0 or 1. Inside jit, wrong ids give a
+     wrong loss.
 
 Departures from the papers: (1) a token's log-ratio is clamped at ±20, beyond
 which it has no gradient; (2) sequences without a response token are not

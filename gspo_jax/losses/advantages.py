@@ -13,18 +13,16 @@ def group_relative_advantages(
 ) -> jax.Array:
   """[P, G]: A_i = (r_i - mean) / (std + eps), over the responses to a prompt.
 
-  Shao et al. 2024, arXiv 2402.03300, sec. 4.1.2; Zheng et al. 2025, arXiv
-  2507.18071, sec. 4.1. With `normalize_std=False` there is no division: the
-  advantage of Dr. GRPO, Liu et al. 2025, arXiv 2503.20783, sec. 3.2.
+  Shao et al. 2024, arXiv 2402.03300, sec. 4.1.2; Zheng et al. 2025,
+  arXiv 2507.18071, sec. 4.1. With `normalize_std=False` there is no division,
+  as in Dr. GRPO, Liu et al. 2025, arXiv 2503.20783, sec. 3.2.
 
   With `ddof=0` the rewards 1, 0, 1, 0 give +1, -1, +1, -1 (up to `eps`), as in
-  the papers' examples. The PyTorch trainers use `ddof=1`, whose result is
-  smaller by the factor sqrt((G - 1) / G). A group of equal rewards gives exact
-  zeros.
+  the papers' examples. The PyTorch trainers use `ddof=1`, which makes A smaller
+  by the factor sqrt((G - 1) / G). A group of equal rewards gives exact zeros.
 
   Args:
-    rewards: [P, G], prompts by responses, of any real dtype; G >= 2, G > ddof.
-    normalize_std: whether to divide by the group's standard deviation.
+    rewards: [P, G], of any real dtype; G >= 2, G > ddof.
     ddof: subtracted from G in the denominator of the variance.
     eps: added to the standard deviation, in units of reward.
   """
@@ -34,8 +32,8 @@ def group_relative_advantages(
       f"expected rewards [P, G], G >= {max(2, ddof + 1)}, got {rewards.shape=}"
     )
   centered = rewards - rewards.mean(axis=1, keepdims=True)
-  # The mean of equal rewards may round to another value, and the std is then
-  # as small as that rounding error. So equality is compared, not subtracted.
+  # The mean of equal rewards may be off by a rounding error, and the std is
+  # then as small as this error. So rewards are compared, not subtracted.
   equal = jnp.all(rewards == rewards[:, :1], axis=1, keepdims=True)
   centered = jnp.where(equal, 0.0, centered)
   if not normalize_std:
@@ -50,25 +48,23 @@ def turn_advantages(
   """A_ik = (R_ik - mean) / (std + eps), for turn k of conversation i.
 
   R_ik = sum_{j >= k} r_ij is the reward from turn k on. Mean and std are over
-  the conversations of the group that have a turn k. The sum over the steps that
-  follow is that of GRPO's process supervision, Shao et al. 2024, arXiv
-  2402.03300, sec. 4.1.3, with a turn as the step. Departures:
-    1. Rewards are summed first and normalized then, so that a turn without a
-       reward of its own does not count against long conversations.
+  the conversations of the group that have a turn k. A turn is a step of GRPO's
+  process supervision, Shao et al. 2024, arXiv 2402.03300, sec. 4.1.3.
+  Departures:
+    1. Rewards are summed before they are normalized, so that a turn without a
+       reward does not count against long conversations.
     2. A turn is compared with the same turn of the other conversations, as in
-       MT-GRPO, Zeng et al. 2025, arXiv 2505.11821, not with all turns.
-  Conversations of one turn have the advantages of `group_relative_advantages`.
+       MT-GRPO, Zeng et al. 2025, arXiv 2505.11821, and not with all turns.
+  With one turn per conversation the result is `group_relative_advantages`.
 
   Args:
-    rewards: [P, G, K] float32, of each turn; NaN from the first turn on that a
+    rewards: [P, G, K] float32, one per turn; NaN from the first turn on that a
       conversation does not have.
-    normalize_std: whether to divide by the standard deviation (ddof 0).
-    eps: added to the standard deviation, in units of reward.
+    eps: added to the standard deviation (ddof 0), in units of reward.
 
   Returns:
-    [P, G, K] float32; 0 for turns that are not there, and where the rewards of
-    all conversations from that turn on are equal: a turn that only one of them
-    reaches has no advantage.
+    [P, G, K] float32. It is 0 for missing turns, and where all R_ik of a turn
+    are equal. So a turn that only one conversation reaches has no advantage.
   """
   has_turn = ~jnp.isnan(rewards)
   rewards = jnp.where(has_turn, rewards, 0.0)
@@ -97,24 +93,24 @@ def generalized_advantages(
 ) -> tuple[jax.Array, jax.Array]:
   """GAE: A_t = d_t + g l A_t+1, with d_t = r_t + g V_t+1 - V_t.
 
-  Schulman et al. 2016, arXiv 1506.02438, sec. 3; g and l are its gamma and
-  lambda. t + 1 is the next response token: masked positions are skipped, in the
-  sum and in the discount. V and A are 0 after the last response token, so a
-  truncated response is treated as one that ended.
+  Schulman et al. 2016, arXiv 1506.02438, sec. 3; g is gamma, l is lambda. t + 1
+  is the next response token: masked positions are skipped, in the sum and in
+  the discount. V and A are 0 after the last response token, so a truncated
+  response is treated as one that ended.
 
   With g = l = 1 and one reward, on the last token, A_t is that reward - V_t.
 
   Args:
     rewards: [B, T], of any real dtype: the reward of each token.
     values: [B, T] V_t, the critic's estimate before token t is sampled.
-    mask: [B, T], bool or 0/1. Values under a 0 are never read.
+    mask: as in `gspo_loss`.
     discount: g, in [0, 1].
     trace_decay: l, in [0, 1].
     segment_ids: as in `gspo_loss`.
 
   Returns:
-    (advantages, returns): [B, T] float32, 0 under the mask, without gradient.
-    The returns are A_t + V_t, the targets of `value_loss`.
+    (advantages, returns): [B, T] float32 without gradient; 0 where the mask is
+    0. The returns are A_t + V_t, the targets of `value_loss`.
   """
   rewards, values = (jnp.asarray(x, jnp.float32) for x in (rewards, values))
   mask = jnp.asarray(mask, bool)
@@ -154,15 +150,15 @@ def generalized_advantages(
 def whiten(
   advantages: jax.Array, mask: jax.Array, *, eps: float = 1e-6
 ) -> jax.Array:
-  """(A - mean) / (std + eps) over all response tokens; 0 under the mask.
+  """(A - mean) / (std + eps) over all response tokens; 0 where the mask is 0.
 
-  Usual with PPO, though not in its paper: Huang et al. 2024, arXiv 2403.17031.
-  Mean and std are those of the whole batch: call this before the batch is split
-  into minibatches.
+  Common in PPO code, though not in its paper: Huang et al. 2024,
+  arXiv 2403.17031. Mean and std are over the whole batch: call this before the
+  batch is split into minibatches.
 
   Args:
     advantages: [B, T], of any real dtype.
-    mask: [B, T], bool or 0/1. Values under a 0 are never read.
+    mask: as in `gspo_loss`.
     eps: added to the standard deviation (ddof 0), in units of reward.
 
   Returns:

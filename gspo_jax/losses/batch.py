@@ -11,11 +11,9 @@ from gspo_jax.losses.terms import NO_TERMS, Terms
 
 
 class TokenBatch(NamedTuple):
-  """The checked arguments of a policy loss; every float is 0 under the mask.
+  """The checked arguments of a policy loss; floats are 0 outside the mask."""
 
-  A row of the arrays holds N sequences: 1, or up to N = T where it is packed.
-  """
-
+  # Sums over sequences are [B, N]: N is 1, or T with segment ids.
   logps: jax.Array  # [B, T] x, of the new policy; differentiated
   raw_log_ratio: jax.Array  # [B, T] x - o, clamped, no gradient; for metrics
   log_ratio: jax.Array  # [B, T] x - o + `Terms.log_ratio_shift`, clamped
@@ -46,14 +44,11 @@ class TokenBatch(NamedTuple):
 def sequence_sums(
   values: jax.Array, mask: jax.Array, segment_ids: jax.Array | None
 ) -> jax.Array:
-  """The sum over the response tokens of each sequence: [B, T] -> [B, N].
-
-  N = T with segment ids; without them each row is one sequence, and N = 1.
-  """
+  """The sum over the response tokens of each sequence: [B, T] -> [B, N]."""
   values = jnp.where(mask, values, 0.0)
   if segment_ids is None:
     return values.sum(axis=1, keepdims=True)
-  # By rows: over flat ids a sharded batch would all-reduce all of [B * T].
+  # By rows: with flat ids a sharded batch would all-reduce all of [B * T].
   by_row = jax.vmap(jax.ops.segment_sum, in_axes=(0, 0, None))
   return by_row(values, segment_ids, values.shape[1])
 
@@ -65,16 +60,12 @@ def sequence_mean(batch: TokenBatch, values: jax.Array) -> Mean:
 
 
 def token_mean(batch: TokenBatch, values: jax.Array) -> Mean:
-  """Mean over all tokens: a sequence has a weight equal to its length."""
+  """Mean over all tokens: a long sequence weighs more than a short one."""
   return Mean.of(values, batch.mask)
 
 
 def require_float32_BT(floats, mask, segment_ids=None) -> None:
-  """Raises unless `floats`, a dict by name, are float32 and of one [B, T].
-
-  Outside of jit also for a mask other than 0 and 1, and for segment ids at
-  response tokens outside of 0..T-1.
-  """
+  """Raises unless `floats`, arrays by name, are float32 and all [B, T]."""
   for name, x in floats.items():
     if x.dtype != jnp.float32:
       raise TypeError(f"{name} must be float32, got {x.dtype}")
@@ -87,12 +78,10 @@ def require_float32_BT(floats, mask, segment_ids=None) -> None:
 
 
 def _require_values(mask, segment_ids) -> None:
-  """Raises for values out of range; a tracer has none to look at.
-
-  In NumPy: JAX would trace what it does with the constants of a jitted caller.
-  """
+  """ValueError for a mask other than 0 and 1, or ids outside 0..T-1."""
   if any(isinstance(x, jax.core.Tracer) for x in (mask, segment_ids)):
-    return
+    return  # inside jit there are no values to check
+  # In NumPy: JAX would trace operations on constants of a jitted caller.
   mask = np.asarray(mask)
   is_wrong = (mask != 0) & (mask != 1)
   if is_wrong.any():

@@ -15,26 +15,25 @@ def kl_penalty(
 ) -> jax.Array:
   """Estimates KL(new || reference) at each token, for `Terms.penalty`.
 
-  With x and f the log-probs of the new and of the reference policy:
-  k2 = (x - f)^2 / 2 and k3 = exp(f - x) - (f - x) - 1. Schulman 2020,
-  joschu.net/blog/kl-approx.html; GRPO, arXiv 2402.03300, uses k3. The caller
+  x and f are the log-probs of the new and of the reference policy.
+  k2 = (x - f)^2 / 2 and k3 = exp(f - x) - (f - x) - 1: Schulman 2020,
+  joschu.net/blog/kl-approx.html. GRPO, arXiv 2402.03300, uses k3. The caller
   multiplies the result by the KL coefficient.
 
-  Used as losses the two differ more than as estimates: on-policy, the expected
-  gradient of k2 is that of KL(new || reference), and the expected gradient of
-  k3 is that of KL(reference || new). k1 = x - f has an expected gradient of 0,
-  so it belongs in the reward: `jnp.where(mask, old_logps - reference_logps, 0)`
-  is subtracted there.
+  As losses, on-policy, k2 has the expected gradient of KL(new || reference),
+  but k3 has the expected gradient of KL(reference || new). k1 = x - f has an
+  expected gradient of 0, so it belongs in the reward: subtract
+  `jnp.where(mask, old_logps - reference_logps, 0)` from it.
 
   Args:
     logps: x, [B, T] float32. The only differentiated argument.
     reference_logps: f, [B, T] float32.
-    mask: [B, T], bool or 0/1. Values under a 0 are never read.
+    mask: as in `gspo_loss`.
     estimator: "k3" or "k2".
 
   Returns:
-    [B, T] float32 >= 0, and 0 under the mask. f - x is clamped at ±20, beyond
-    which there is no gradient.
+    [B, T] float32 >= 0; 0 where the mask is 0. f - x is clamped at ±20, beyond
+    which it has no gradient.
   """
   if estimator == "k1":
     raise ValueError(

@@ -1,4 +1,4 @@
-"""The table of methods: the policy losses, and what a trainer must know."""
+"""The table of methods: each policy loss, and what a trainer must know."""
 
 import dataclasses
 import inspect
@@ -21,25 +21,25 @@ TRAINER_ARGUMENTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-  """A policy loss, and what a trainer must know of it.
+  """A policy loss, and what a trainer must know about it.
 
-  The loss takes the arguments of `gspo_loss` but for `clip_low` and
-  `clip_high`; its other keyword-only arguments are the numbers of the method.
-  `terms`, `segment_ids` and `normalizer=1.0` are given to every loss;
-  `max_length`, the longest response allowed, and `router_shift` to one that
-  takes them.
+  The loss takes the arguments of `gspo_loss`, except `clip_low` and
+  `clip_high`. A trainer gives `terms`, `segment_ids` and `normalizer=1.0` to
+  every loss, and `max_length` (the longest response allowed) and `router_shift`
+  to a loss that takes them. All other keyword-only arguments are numbers of the
+  method.
   """
 
   loss: Callable[..., tuple[jax.Array, Metrics]]
   unit: str = "token"  # of the ratio: "sequence" or "token"
-  # What `clip_low` and `clip_high` bound: "ratio" (against the sign of the
-  # advantage, with an optional dual clip), "log_ratio", or "": nothing.
+  # What `clip_low` and `clip_high` bound: "ratio" (depends on the advantage's
+  # sign, allows a dual clip), "log_ratio", or "" for nothing.
   clips: str = ""
-  one_advantage: bool = False  # for a response, not one for each token
-  normalize_std: bool = True  # whether advantages are divided by the group's
+  one_advantage: bool = False  # per response; False: one per token
+  normalize_std: bool = True  # whether to divide advantages by the group's std
   # Rewards [P, G] -> advantages; None: `group_relative_advantages`.
   advantages: Callable[[jax.Array], jax.Array] | None = None
-  critic: bool = False  # whether the advantages are `generalized_advantages`
+  critic: bool = False  # whether to use `generalized_advantages`
 
   def __post_init__(self):
     for field, names in (
@@ -67,19 +67,19 @@ class Method:
 
   @property
   def numbers(self) -> dict[str, object]:
-    """The numbers of the method, such as `clip_low`, with their defaults."""
+    """The method's numbers, such as `clip_low`, with their defaults."""
     return {
       name: default
       for name, default in self.arguments.items()
       if name not in TRAINER_ARGUMENTS
     }
 
-  # `objective.name` may be the path of a row: such a path is of a callable.
+  # `objective.name` may be the path of a `Method`; it must be callable.
   def __call__(self, *arrays, **options) -> tuple[jax.Array, Metrics]:
     return self.loss(*arrays, **options)
 
 
-# By `objective.name`.
+# Keys are values of `objective.name`.
 METHODS = {
   "gspo": Method(policy.gspo_loss, "sequence", "ratio", one_advantage=True),
   "gspo_token": Method(policy.gspo_token_loss, "sequence", "ratio"),

@@ -10,20 +10,20 @@ Metrics = dict[str, "Mean | Std | Histogram"]
 
 _POWERS = 10.0 ** (np.arange(-24, 5) / 4)
 # Bins of `Histogram`, for small signed numbers such as log-ratios: four bins
-# per decade. The middle bin holds what is smaller than 1e-6, the two outermost
-# ones what is larger than 10.
+# per decade. The middle bin holds sizes under 1e-6, the two outermost bins
+# sizes above 10.
 EDGES = np.concatenate([[-np.inf], -_POWERS[::-1], _POWERS, [np.inf]])
 
 
 class Mean(NamedTuple):
-  """A mean, or a vector of means: the values' sum and number, [] or [n]."""
+  """A mean, or a vector of means: sum and number of the values, [] or [n]."""
 
   total: jax.Array
   count: jax.Array
 
   @classmethod
   def of(cls, values: jax.Array, mask: jax.Array) -> "Mean":
-    """Of the values where `mask` is true; two arrays of one shape."""
+    """Takes the values where `mask` is true; both arrays have one shape."""
     total = jnp.where(mask, values, 0.0).sum()
     return cls(total, jnp.sum(mask, dtype=jnp.float32))
 
@@ -44,14 +44,14 @@ class Std(NamedTuple):
 
   @classmethod
   def of(cls, values: jax.Array, mask: jax.Array) -> "Std":
-    """Of the values where `mask` is true; two arrays of one shape."""
+    """Takes the values where `mask` is true; both arrays have one shape."""
     values = jnp.where(mask, values, 0.0)
     count = jnp.sum(mask, dtype=jnp.float32)
     return cls(values.sum(), (values**2).sum(), count)
 
   @classmethod
   def about_zero(cls, values: jax.Array, mask: jax.Array) -> "Std":
-    """The root mean square: it does not subtract the mean."""
+    """The root mean square: the mean is not subtracted."""
     std = cls.of(values, mask)
     return std._replace(total=jnp.zeros_like(std.total))
 
@@ -69,7 +69,7 @@ class Histogram(NamedTuple):
 
   @classmethod
   def of(cls, values: jax.Array, mask: jax.Array) -> "Histogram":
-    """Of the values where `mask` is true; two arrays of one shape."""
+    """Takes the values where `mask` is true; both arrays have one shape."""
     # Compared and summed in one fusion: a scatter would be serial on a TPU.
     # Edges first: on a CPU, where nothing fuses, that is 5 times faster.
     edges = EDGES[:-1].astype(np.float32).reshape(-1, *[1] * values.ndim)

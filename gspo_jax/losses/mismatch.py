@@ -20,25 +20,24 @@ def mismatch_weights(
 ) -> tuple[jax.Array, Metrics]:
   """Bounded importance weights w = exp(o - q), for `Terms.weights`.
 
-  q is the log-prob that the sampler reported for its own token, o the log-prob
-  of the same weights as the trainer computes it. "tis" truncates: min(w, cap).
-  Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy
-  RL Training". "mis" masks: w where floor <= w <= cap, else 0. Liu, Li et al.
-  2025, "When Speed Kills Stability: Demystifying RL Collapse from the
-  Training-Inference Mismatch". A cap of 2 is the default of other trainers; the
-  floor, its inverse, is our choice.
+  For the same token and the same weights, q is the sampler's log-prob and o is
+  the trainer's. "tis" truncates: min(w, cap). Yao et al. 2025, "Your Efficient
+  RL Framework Secretly Brings You Off-Policy RL Training". "mis" masks: w where
+  floor <= w <= cap, else 0. Liu, Li et al. 2025, "When Speed Kills Stability:
+  Demystifying RL Collapse from the Training-Inference Mismatch". Other trainers
+  also use a cap of 2; we chose its inverse as the floor.
 
   Departures from the second source: (1) with the unit "sequence" each token
-  takes the geometric mean of w over its sequence, not the product, which grows
-  or vanishes with the length of the response. The mean is close to 1, so that a
-  cap chosen for tokens is rarely reached. (2) Tokens of weight 0 still count in
-  the loss's denominator: the batch gets smaller, the other tokens do not get
-  larger weights.
+  takes the geometric mean of w over its sequence. The source takes the product,
+  which grows or vanishes with the length of the response. The mean is close to
+  1, so it rarely reaches a cap chosen for tokens. (2) Tokens of weight 0 still
+  count in the loss's denominator, so the other tokens do not get larger
+  weights.
 
   Args:
     old_logps: o, [B, T] float32.
     sampler_logps: q, [B, T] float32.
-    mask: [B, T], bool or 0/1. Values under a 0 are never read.
+    mask: as in `gspo_loss`.
     method: "tis" or "mis".
     unit: "token" or "sequence".
     cap: the largest weight, above `floor`.
@@ -46,9 +45,9 @@ def mismatch_weights(
     segment_ids: as in `gspo_loss`.
 
   Returns:
-    (weights, metrics): [B, T] float32 without gradient, 0 under the mask; and
-    over tokens the mean `mismatch/weight` and the fraction `mismatch/cut` that
-    was truncated or masked. A token's o - q is clamped at ±20.
+    (weights, metrics): [B, T] float32 without gradient, 0 where the mask is 0;
+    and over tokens the mean `mismatch/weight` and the fraction `mismatch/cut`
+    that was truncated or masked. A token's o - q is clamped at ±20.
   """
   methods, units = ("tis", "mis"), ("token", "sequence")
   if method not in methods or unit not in units:

@@ -34,25 +34,25 @@ def gspo_loss(
 ) -> tuple[jax.Array, Metrics]:
   """GSPO: mean_i -min(s_i A_i, clip(s_i, 1 - l, 1 + h) A_i).
 
-  s_i = exp(sum_t m (x - o) / n_i), the geometric mean of the token ratios of
-  sequence i, with n_i = sum_t m and m the mask. Zheng et al. 2025, arXiv
+  s_i = exp(sum_t m (x - o) / n_i) is the geometric mean of the token ratios of
+  sequence i, with the mask m and n_i = sum_t m. Zheng et al. 2025, arXiv
   2507.18071, sec. 4.1; l and h are from sec. 5.1.
 
   Args:
     logps: x, [B, T] float32: log-probs of the response tokens under the policy
       that is trained. The only differentiated argument.
     old_logps: o, [B, T] float32: their log-probs under the old policy.
-    advantages: A, [B] float32; where `segment_ids` is given [B, T], constant
-      within a sequence. All losses but GSPO, GMPO and RSPO also take [B, T]
-      without `segment_ids`, and may have one for each token.
+    advantages: A, float32: [B], or [B, T] with `segment_ids`, constant within a
+      sequence. All losses except GSPO, GMPO and RSPO also take one for each
+      token, [B, T], with or without `segment_ids`.
     mask: m, [B, T], bool or 0/1: 1 where logps[:, t] is the log-prob of a
-      response token. Values under a 0 are never read.
+      response token. Values where it is 0 are never read.
     clip_low: l. The ratio is clipped at 1 - l where A < 0.
     clip_high: h. The ratio is clipped at 1 + h where A > 0.
-    normalizer: divides the sum, by default the number of sequences.
-      With 1.0 losses, gradients and metrics of micro-batches add.
-    segment_ids: [B, T] int in 0..T-1, the sequence of each token in packed
-      rows, counted within each row; None: each row is one sequence.
+    normalizer: divides the sum, by default the number of sequences. With 1.0
+      losses, gradients and metrics of micro-batches add.
+    segment_ids: [B, T] int in 0..T-1: the sequence of each token in its packed
+      row. None: each row is one sequence.
     terms: optional shift of the log-ratios, token weights, penalty, dual clip.
 
   Returns:
@@ -60,8 +60,8 @@ def gspo_loss(
 
   Raises:
     TypeError: a dtype other than float32.
-    ValueError: a wrong shape, a dual clip of 1 or less, or one in a loss that
-      has none.
+    ValueError: a wrong shape, a dual clip of 1 or less, or a dual clip for a
+      loss that has none.
   """
   _require_one_advantage("gspo_loss", advantages, segment_ids)
   batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
@@ -101,8 +101,9 @@ def grpo_loss(
   """GRPO: mean_i mean_t -min(r A, clip(r, 1 - l, 1 + h) A), r = exp(x - o).
 
   Shao et al. 2024, arXiv 2402.03300, sec. 4.1.1, without its KL term: pass
-  `kl_penalty` as `Terms.penalty`. l and h are those tuned for the comparison in
-  arXiv 2507.18071, sec. 5.1. The default normalizer is the number of sequences.
+  `kl_penalty` as `Terms.penalty`. The defaults of l and h were tuned for GRPO
+  in arXiv 2507.18071, sec. 5.1. The default normalizer is the number of
+  sequences.
   """
   batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
   tokens = clipped(batch, batch.log_ratio, clip_low, clip_high)
@@ -121,13 +122,13 @@ def gspo_token_loss(
   segment_ids: jax.Array | None = None,
   terms: Terms = NO_TERMS,
 ) -> tuple[jax.Array, Metrics]:
-  """GSPO-token: `gspo_loss` in value, with an advantage for each token.
+  """GSPO-token: the value of `gspo_loss`, with an advantage for each token.
 
   mean_i mean_t -min(s_it A_it, clip(s_it, 1 - l, 1 + h) A_it), with
-  s_it = sg[s_i] exp(x - sg[x]) and s_i of `gspo_loss`. Zheng et al. 2025, arXiv
-  2507.18071, sec. 4.3. Where the advantages are constant within a sequence,
-  value and gradient equal those of `gspo_loss`. The default normalizer is the
-  number of sequences.
+  s_it = sg[s_i] exp(x - sg[x]), s_i of `gspo_loss`, and sg for stop_gradient.
+  Zheng et al. 2025, arXiv 2507.18071, sec. 4.3. If the advantages are constant
+  within a sequence, value and gradient equal those of `gspo_loss`. The default
+  normalizer is the number of sequences.
   """
   batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
   sequence = batch.to_tokens(batch.means(batch.log_ratio))
@@ -153,11 +154,11 @@ def dr_grpo_loss(
 ) -> tuple[jax.Array, Metrics]:
   """Dr. GRPO: the sum of `grpo_loss`'s token losses / (sequences * max_length).
 
-  Liu et al. 2025, arXiv 2503.20783, sec. 3.2: no division by the length of the
-  response. Its advantages are not divided by the std either
-  (`normalize_std=False`). l = h = 0.2 is PPO's, arXiv 1707.06347. `max_length`
-  is the longest response allowed, in tokens; T by default. The default
-  normalizer is the number of sequences times `max_length`.
+  Liu et al. 2025, arXiv 2503.20783, sec. 3.2: the loss is not divided by the
+  response's length. Use advantages without a division by the std
+  (`normalize_std=False`). l = h = 0.2 is from PPO, arXiv 1707.06347.
+  `max_length` is the longest response allowed, in tokens; by default T. The
+  default normalizer is the number of sequences times `max_length`.
   """
   batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
   length = logps.shape[1] if max_length is None else max_length
@@ -207,8 +208,8 @@ def ppo_loss(
   """PPO: mean over tokens of -min(r A, clip(r, 1 - l, 1 + h) A).
 
   r = exp(x - o). Schulman et al. 2017, arXiv 1707.06347, sec. 3; l and h are
-  the best of its table 1. Its advantages are those of `generalized_advantages`,
-  its critic's loss is `value_loss`. The default normalizer is the number of
+  the best of its table 1. The advantages are `generalized_advantages`, the
+  critic's loss is `value_loss`. The default normalizer is the number of
   response tokens.
   """
   batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
@@ -230,10 +231,10 @@ def gmpo_loss(
 ) -> tuple[jax.Array, Metrics]:
   """GMPO: mean_i -A_i exp(sum_t m c_it / n_i), the mean of clipped log-ratios.
 
-  c = min(x - o, h) where A > 0, max(x - o, -l) where A < 0: unlike in the other
-  losses, l and h bound the log-ratio. Zhao et al. 2025, arXiv 2507.20673; its
-  range is e^-0.4 to e^0.4. One advantage for each sequence, and no dual clip.
-  The default normalizer is the number of sequences.
+  c = min(x - o, h) where A > 0, and max(x - o, -l) where A < 0: here l and h
+  bound the log-ratio, not the ratio. Zhao et al. 2025, arXiv 2507.20673, with
+  ratios from e^-0.4 to e^0.4. One advantage for each sequence, and no dual
+  clip. The default normalizer is the number of sequences.
   """
   _require_one_advantage("gmpo_loss", advantages, segment_ids)
   refuse_dual_clip(terms, "gmpo_loss")
@@ -264,8 +265,8 @@ def rspo_loss(
   """RSPO: `gmpo_loss` with token ratios times g = sg[max(exp(-d), floor)].
 
   The product is formed before clipping: Zhang et al. 2025, arXiv 2510.23027v2.
-  For g in any other loss see `router_log_weight`, which also describes
-  `router_shift`, d, and its floor. `terms` must have no `log_ratio_shift`.
+  `router_log_weight` describes d (`router_shift`) and the floor, and gives g to
+  any other loss. `terms` must have no `log_ratio_shift`.
   """
   if terms.log_ratio_shift is not None:
     raise ValueError(
@@ -300,8 +301,8 @@ def cispo_loss(
 ) -> tuple[jax.Array, Metrics]:
   """CISPO: mean over tokens of -sg[min(r, cap)] A x, with r = exp(x - o).
 
-  Every token keeps a gradient. MiniMax 2025, arXiv 2506.13585, sec. 3.1, which
-  has no lower bound either, and gives no number for the upper one. 5 is that of
+  Every token keeps a gradient. MiniMax 2025, arXiv 2506.13585, sec. 3.1, also
+  without a lower bound; it gives no number for the cap. The default 5 is from
   Khatri et al. 2025 (ScaleRL), arXiv 2510.13786, who saw no difference between
   4, 5 and 8. No dual clip. `clip_frac/*` counts r > cap where A is not 0,
   always as high. The default normalizer is the number of response tokens.
@@ -329,11 +330,11 @@ def sapo_loss(
 ) -> tuple[jax.Array, Metrics]:
   """SAPO: mean_i mean_t -(4 / tau) sigmoid(tau (r - 1)) A, r = exp(x - o).
 
-  Gao et al. 2025, arXiv 2511.20347, and its two temperatures: `tau_positive`
-  where A > 0, `tau_negative` where A < 0. Because of the factor 4 / tau the
-  gradient at r = 1 is that of `grpo_loss`. With a smaller tau the gradient
-  decays more slowly as r leaves 1. No dual clip; `clip_frac/*` is 0: nothing is
-  clipped. The default normalizer is the number of sequences.
+  Gao et al. 2025, arXiv 2511.20347: tau is `tau_positive` where A > 0 and
+  `tau_negative` where A < 0. The factor 4 / tau makes the gradient at r = 1
+  equal to the gradient of `grpo_loss`. With a smaller tau the gradient decays
+  more slowly as r leaves 1. No dual clip; nothing is clipped, so `clip_frac/*`
+  is 0. The default normalizer is the number of sequences.
   """
   refuse_dual_clip(terms, "sapo_loss")
   batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)

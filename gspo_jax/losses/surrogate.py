@@ -24,10 +24,11 @@ def reduce(
   aggregate: Callable[[TokenBatch, jax.Array], Mean],
   normalizer: jax.Array | float | None,
 ) -> tuple[jax.Array, Metrics]:
-  """The loss of a batch, with its terms, and the metrics that all losses have.
+  """The loss of a batch with its terms, and the metrics that all losses share.
 
-  `aggregate` is `sequence_mean`, `token_mean` or another (batch, [B, T]) ->
-  Mean; `normalizer` divides the sum in place of the mean's count.
+  `aggregate` is `sequence_mean`, `token_mean` or another function
+  (batch, [B, T]) -> Mean. `normalizer` replaces the mean's count as the
+  divisor.
   """
   weights, penalty = batch.terms.weights, batch.terms.penalty
   loss = surrogate.loss if weights is None else weights * surrogate.loss
@@ -43,9 +44,9 @@ def reduce(
 
 
 def _ratio_metrics(batch: TokenBatch, surrogate: Surrogate) -> Metrics:
-  """The same keys for every loss; the ratios leave `log_ratio_shift` out."""
+  """Metrics of every loss; the ratios are without `log_ratio_shift`."""
   token_log_ratio = batch.raw_log_ratio
-  # The std accumulates r - 1: in float32 the squares of r would drown it.
+  # Std sums squares of r - 1: in float32 squares of r would round them away.
   offset = jnp.expm1(token_log_ratio)
   metrics = {
     "ratio/moved": token_mean(batch, token_log_ratio != 0),

@@ -19,15 +19,15 @@ def value_loss(
 ) -> tuple[jax.Array, Metrics]:
   """PPO's: mean of max((v - R)^2, (clip(v, v_old - e, v_old + e) - R)^2) / 2.
 
-  The mean is over all tokens of the batch. The squared error is in Schulman et
-  al. 2017, arXiv 1707.06347; the clip is in its authors' code, see Engstrom et
-  al. 2020, arXiv 2005.12729, sec. 3.
+  The mean is over all response tokens of the batch. The squared error is in
+  Schulman et al. 2017, arXiv 1707.06347; the clip is in its authors' code, see
+  Engstrom et al. 2020, arXiv 2005.12729, sec. 3.
 
   Args:
     values: v, [B, T] float32. The only differentiated argument.
     old_values: v_old, [B, T] float32, at the time of sampling.
     returns: R, [B, T] float32, of `generalized_advantages`.
-    mask: [B, T], bool or 0/1. Values under a 0 are never read.
+    mask: as in `gspo_loss`.
     clip: e, in units of reward.
     normalizer: divides the sum, by default the number of response tokens.
     segment_ids: checked and not used: each token counts once.

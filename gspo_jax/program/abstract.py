@@ -37,7 +37,7 @@ def params(cfg: model.ModelConfig, mesh: jax.sharding.Mesh) -> model.Params:
 
 @functools.cache
 def policy(cfg: model.ModelConfig, mesh: jax.sharding.Mesh) -> model.Params:
-  """The weights that are run: with adapters, the base in `cfg.dtype`."""
+  """The weights that run; with adapters the base is in `cfg.dtype`."""
   if cfg.lora is None:
     return params(cfg, mesh)
   make = functools.partial(with_adapters, cfg=cfg, seed=0)

@@ -45,10 +45,7 @@ _EXIT_CODES = (
 
 
 def run(work: Callable[[], int], start: str, doc: str) -> None:
-  """Runs a command: parses its flags, calls `work`, exits with its code.
-
-  `start` and `doc`: see `parse`.
-  """
+  """Parses the flags (see `parse`), calls `work`, and exits with its code."""
   try:
     app.run(
       lambda argv: work(), flags_parser=lambda argv: parse(argv, start, doc)
@@ -60,10 +57,10 @@ def run(work: Callable[[], int], start: str, doc: str) -> None:
 def on_hosts(work: Callable[[], int]) -> int:
   """Joins the other processes, if there are any; returns the code of `work`.
 
-  It is 2 after a UserError. Another error of a job with several processes ends
-  this one with 1. `work` returns the same code on every process.
+  After a UserError the code is 2. Any other error ends a job of several
+  processes with 1. `work` returns the same code on every process.
   """
-  # Not at the top: JAX takes seconds, and a mistaken flag needs none of it.
+  # Not at the top: JAX takes seconds, and a wrong flag is found without it.
   if "jax" not in sys.modules:
     print("loading jax", file=sys.stderr, flush=True)
   from gspo_jax.runtime import multihost
@@ -80,23 +77,18 @@ def on_hosts(work: Callable[[], int]) -> int:
   except Exception as error:
     multihost.end_job(error)
     raise
-  # Without it, a process that ends early waits only 30 s for the last save.
+  # A process that ends without it waits at most 30 s for the others' save.
   multihost.barrier()
   return code
 
 
 def parse(argv: list[str], start: str = START, doc: str = "") -> list[str]:
-  """Parses the flags of a command.
+  """Parses the flags of a command; `doc` says what it does, for --help.
 
-  `--config=tiny_cpu`, `--config=tiny_cpu.py` and `--config=configs/tiny_cpu.py`
-  name a file of the package where no such file is in the current folder. The
-  value of a key that is a tuple may be typed without quotes: `=gsm8k,format`.
-  With --help it prints all flags and all keys of the config, and exits.
-
-  Args:
-    argv: the command line.
-    start: an example of the command, with all flags that it requires.
-    doc: what the command does, for --help.
+  `start` is an example with all flags that it requires. `--config=tiny_cpu`,
+  `--config=tiny_cpu.py` and `--config=configs/tiny_cpu.py` name a file of the
+  package, unless such a file is in the current folder. A tuple may be typed
+  without quotes: `=gsm8k,format`. --help prints all flags and keys, and exits.
   """
   usage = f"see {start.partition(' --')[0]} --help"
   try:
@@ -132,7 +124,7 @@ def parse(argv: list[str], start: str = START, doc: str = "") -> list[str]:
 
 
 def _with_config_path(argv: list[str]) -> list[str]:
-  """The command line, with the path of a config that the package has."""
+  """The command line with the full path of a config of the package."""
   argv = [*argv]
   for i, flag in enumerate(argv):
     match = re.fullmatch(r"(--?config)(?:=(.*))?", flag, re.DOTALL)
@@ -163,7 +155,7 @@ def _config_path(name: str) -> str:
 
 
 def _config_file(argv: list[str]):
-  """The config that a command line names, without its overrides, or None."""
+  """The config that a command line names, before its overrides; or None."""
   # A separate FlagValues: absl defines the flags of overrides only once.
   first = flags.FlagValues()
   config = config_flags.DEFINE_config_file(
@@ -174,10 +166,7 @@ def _config_file(argv: list[str]):
 
 
 def _checked_overrides(argv: list[str], keys: dict) -> list[str]:
-  """The command line, with tuples as Python writes them.
-
-  UserError where it overrides a key that is not in `keys`, which has defaults.
-  """
+  """The command line with Python tuples; `keys` maps keys to their defaults."""
   argv = [*argv]
   for i, flag in enumerate(argv):
     override = re.match(r"--?(?:no)?config\.([^=]*)(=?)", flag)
@@ -197,23 +186,20 @@ def _checked_overrides(argv: list[str], keys: dict) -> list[str]:
 
 
 def _as_tuple(key: str, text: str, default: tuple) -> str:
-  """A tuple in Python's notation, from it or from words between commas.
-
-  A part that starts with `name=` belongs to the one before it, as in
-  `overlong:buffer=8,scale=2,format`. Stop strings are taken as they are typed:
-  `[END]` has its brackets, and `4` is a string. UserError where `default` has
-  numbers and the text words, or the other way round.
-  """
+  """A tuple in Python's notation, from that notation or from a comma list."""
   try:
     value = ast.literal_eval(text)
   except (ValueError, SyntaxError):
     value = None
+  # Stop strings stay as they are typed: `[END]` keeps its brackets, and `4` is
+  # a string.
   if key == "sampler.stop":
     strings = value if isinstance(value, tuple | list) else (value,)
     if not all(isinstance(string, str) for string in strings):
       strings = filter(None, text.split(","))
     return repr(tuple(strings))
   if value is None:
+    # `name=` belongs to the part before: `overlong:buffer=8,scale=2,format`.
     parts = re.split(r",(?!\s*\w+=)", text.strip("()[] "))
     value = tuple(part.strip() for part in parts if part.strip())
   value = tuple(value) if isinstance(value, tuple | list) else (value,)
@@ -228,7 +214,7 @@ def _as_tuple(key: str, text: str, default: tuple) -> str:
 
 def _help(config, doc: str) -> str:
   """The text of --help: what the command does, its flags, all keys."""
-  # It imports JAX.
+  # Not at the top: it imports JAX.
   from gspo_jax.program.config_reference import describe
 
   lines = [doc.strip(), "", "Flags:"]
@@ -266,8 +252,8 @@ def _typed(value) -> str:
 
 
 def _meant_flag(name: str, config) -> str:
-  """The question for the key that lacks `--config.`; "" if there is none."""
-  keys = config_keys.OTHER_NAMES  # without a config; to know all needs JAX
+  """The question for a key typed without `--config.`; "" if none is near."""
+  keys = config_keys.OTHER_NAMES  # without a config: the full list needs JAX
   if config is not None:
     keys = flatten(config.to_dict())
   near = [name] if name in keys else config_keys.near(name, keys)
@@ -289,7 +275,7 @@ def _unknown_key(error: Exception) -> Exception:
 
 
 def _check_processes() -> None:
-  """UserError unless all flags of a multi-process job are there, and agree."""
+  """UserError unless all flags of a job of several processes agree."""
   together = (_COORDINATOR, _NUM_PROCESSES, _PROCESS_ID)
   missing = [flag.name for flag in together if flag.value is None]
   if len(missing) == len(together):

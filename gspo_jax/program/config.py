@@ -1,10 +1,9 @@
 """A config as a tree of frozen dataclasses, checked by `parse`.
 
-A section is a dataclass of the wing that reads it, where each key has its
-default, its meaning and its range. `parse` is the only function that reads a
-ConfigDict. What only training needs is in `Config.check_training`, so that a
-policy can be evaluated on other devices. An error names a key as it is typed:
-`section.key`.
+A section is a dataclass of the wing that reads it. There each key has its
+default, meaning and range. Only `parse` reads a ConfigDict.
+`Config.check_training` has the checks that only training needs: a policy can be
+evaluated on other devices. An error names a key as it is typed: `section.key`.
 """
 
 import dataclasses
@@ -61,7 +60,7 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """All keys of a config; a key whose default is a dataclass is a section."""
+  """All keys of a config; a section is a key whose default is a dataclass."""
 
   seed: int = key(
     0,
@@ -108,21 +107,18 @@ class Config:
 
   @property
   def prompts_in_flight(self) -> int:
-    """Prompts of an iteration, and as many that wait for partial responses."""
+    """Prompts of an iteration, plus prompts with partial responses."""
     partial = self.rollout.max_tokens_per_iteration > 0
     return self.data.prompts * (2 if partial else 1)
 
   def as_json(self) -> dict:
-    """The keys as nested dicts, as JSON gives them back, for a checkpoint."""
+    """The keys as nested dicts of JSON's types, for a checkpoint."""
     tree = as_dict(self)
     tree["model"] |= dict(self.model.sizes)
     return json.loads(json.dumps(tree))
 
   def replace(self, **changes) -> "Config":
-    """A copy with other values; a section takes a dict of its keys.
-
-    `config.replace(seed=1, data={"prompts": 8})`
-    """
+    """A copy; `replace(seed=1, data={"prompts": 8})` changes two keys."""
     sections = {
       name: dataclasses.replace(getattr(self, name), **value)
       if isinstance(value, dict)
@@ -132,10 +128,10 @@ class Config:
     return dataclasses.replace(self, **sections)
 
   def check_training(self, shards: int, context: int = 1) -> None:
-    """UserError unless several sections agree on what training needs.
+    """UserError unless the sections agree on what training needs.
 
-    `shards` devices share a batch of samples, and `context` of them each row of
-    an update.
+    `shards` devices split a batch; `context` devices split each row of an
+    update.
     """
     self.objective.check_training()
     self.rollout.check_training()
@@ -194,10 +190,7 @@ class Config:
     self._check_sizes(shards, context)
 
   def _refuse(self, *rules: tuple[str, Any, str], because: str = "") -> None:
-    """UserError for the first of (key, whether it is wrong, what is expected).
-
-    The error ends with the key `because`, which makes it wrong.
-    """
+    """UserError for the first wrong key of (key, is it wrong, expectation)."""
     for name, wrong, expected in rules:
       if wrong:
         value = lambda key: f"{key}={operator.attrgetter(key)(self)!r}"
@@ -281,7 +274,7 @@ class Config:
     )
 
   def _check_sizes(self, shards, context):
-    """UserError unless every cut of a batch comes out even."""
+    """UserError unless each split of a batch gives equal parts."""
     prompts, micro = self.data.prompts, self.learner.micro_batch_size
     divides(
       "data.prompts", prompts, "learner.minibatches", self.learner.minibatches
@@ -307,12 +300,7 @@ class Config:
 
 
 def parse(config: ConfigDict) -> Config:
-  """The config that a file of configs/ makes, checked.
-
-  Raises:
-    UserError: a key is missing or unknown, a value lies outside its range, or
-      it does not go with the value of another key.
-  """
+  """The checked config of a file of configs/; UserError for any mistake."""
   return _section(Config(), config, "")
 
 

@@ -4,11 +4,10 @@ from collections.abc import Collection, Sequence
 
 from gspo_jax.runtime.errors import either, mistyped
 
-# By key: its names in TRL, verl, OpenRLHF, NeMo RL, MaxText and Tunix, and the
-# names of what they have in its place. A name may belong to several keys: the
-# section that was typed decides, else the first. A name with a dot is the end
-# of a longer one, such as verl's actor_rollout_ref.model.path. `key=value` is a
-# number in the spec of a key.
+# For each key, names of the same or a similar key in TRL, verl, OpenRLHF, NeMo
+# RL, MaxText and Tunix. A name may belong to several keys: the typed section
+# decides, else the first. A name with a dot is the end of a longer one, such as
+# verl's actor_rollout_ref.model.path. `key=value` is a number in a key's spec.
 OTHER_NAMES = {
   "num_steps": "num_steps max_steps steps total_steps total_training_steps "
   "max_num_steps num_episodes num_train_epochs num_epochs total_epochs epochs",
@@ -120,7 +119,7 @@ OTHER_NAMES = {
   "log.samples": "log_completions num_completions_to_print",
 }
 
-# What a number counts, where the number of the other name counts another thing.
+# The unit of a key, where other trainers count in another unit.
 _COUNTS = {
   "num_steps": "iterations, each a rollout and its updates",
   "data.prompts": "prompts an iteration",
@@ -141,32 +140,25 @@ _COUNTS = {
 }
 
 
-# Last parts of keys, with another meaning in each section.
+# Last parts of keys that mean something else in each section.
 _GENERIC = ("name", "dir", "steps", "batch", "clip")
 
 
 def near(key: str, keys: Collection[str]) -> list[str]:
-  """The keys that may be meant by `key`, which does not exist.
-
-  The key that has this name in other trainers, else keys that differ by a typo
-  or only by their section.
-  """
+  """Keys that may be meant: by a name in other trainers, else by a typo."""
   named = _of_other_trainers(key, keys)
   return named or _typo(key, keys) + _in_another_section(key, keys)
 
 
 def did_you_mean(meant: Sequence[str], prefix: str = "") -> str:
-  """The question after keys of `near`, each behind `prefix`."""
+  """The question after the keys of `near`, each with `prefix` before it."""
   counts = _COUNTS.get(meant[0], "") if len(meant) == 1 else ""
   names = either(prefix + key for key in meant)
   return f"did you mean {names}{counts and f' ({counts})'}?"
 
 
 def hint(key: str, keys: Collection[str]) -> str:
-  """The end of the error for a key that does not exist; see `near`.
-
-  Where none is near, it lists the keys of the section, or the sections.
-  """
+  """The end of the error for an unknown key: keys of `near`, else a list."""
   if meant := near(key, keys):
     return did_you_mean(meant)
   section = key.partition(".")[0] + "."
@@ -213,5 +205,5 @@ def _leaf(key: str) -> str:
 
 
 def _plain(name: str) -> str:
-  """The name without case, _ and -: learningRate equals learning-rate."""
+  """The name in lower case without _ and -."""
   return name.replace("_", "").replace("-", "").lower()

@@ -40,7 +40,7 @@ class Description(NamedTuple):
 
 
 def describe(config: ConfigDict | None = None) -> list[Description]:
-  """All keys, each section before its keys; `config` may give the defaults."""
+  """All keys, each section before its keys; `config` may set the defaults."""
   values = {} if config is None else flatten(config)
   rows = [
     row._replace(default=values.pop(row.key, row.default))
@@ -67,7 +67,7 @@ def _describe(section, prefix: str) -> list[Description]:
 
 
 def _meaning(meaning: str, rule: Range | Choice | None) -> str:
-  """What a key means, and the values that it may have."""
+  """The meaning of a key, and the values it may have in brackets."""
   if isinstance(rule, Range):
     return f"{meaning} [{rule.expected}]"
   if rule is None or all(name in meaning for name in rule.names):

@@ -27,13 +27,13 @@ from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.workers import sandbox_files
 
-# Of the metadata and arrays of a checkpoint of RL. A run does not resume from
-# another format.
+# The version of an RL checkpoint's layout. Raise it when arrays or metadata
+# change: a run does not resume from another version.
 CHECKPOINT_FORMAT = 3
 
 
 class Keys(NamedTuple):
-  """One random key for each use; an iteration folds its number into `steps`."""
+  """One random key per use; an iteration folds its number into `steps`."""
 
   init: jax.Array
   cold_start: jax.Array
@@ -43,23 +43,23 @@ class Keys(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-  """What stays the same from the first step to the last."""
+  """The parts of a run that do not change between steps."""
 
   config: Config
   workdir: epath.Path
   program: Program
   reward_pool: RewardPool | EnvironmentPool
   datasets: Datasets
-  # `eval.prompts` of the held-out problems, as one batch; empty with
-  # `eval.every=0` and without a cold start, where nothing reads them.
+  # The first `eval.prompts` held-out problems as one batch; empty if neither an
+  # evaluation nor a cold start reads them.
   held_out: PromptBatch
-  # What a checkpoint and a cold start must agree with to belong to this run.
+  # A checkpoint or cold start of this run has the same identity.
   identity: dict
   keys: Keys
 
   @property
   def conversations(self) -> Conversations | None:
-    """What samples conversations; None: there is no environment."""
+    """The sampler of conversations; None without an environment."""
     if not self.config.rollout.environment:
       return None
     return Conversations(
@@ -77,12 +77,10 @@ def prepare(
   mesh: jax.sharding.Mesh,
   sampler_devices: Sequence[jax.Device] = (),
 ) -> Experiment:
-  """What a process can check by itself, before any work.
+  """The experiment, after all checks that need no other process.
 
-  `mesh` is the trainer's; without `sampler_devices` the sampler has it, too.
-
-  Raises:
-    UserError: the config or the data cannot work as they are.
+  `mesh` is the trainer's. Without `sampler_devices` the sampler uses it, too.
+  Raises UserError for a mistake in the config or the data.
   """
   _require_hidden(config.data, workdir)
   clips = clip_range_warnings(config.objective)
@@ -116,7 +114,7 @@ def prepare(
 
 
 def _require_hidden(c: DataConfig, workdir: str) -> None:
-  """UserError if programs of the policy could read files of the run."""
+  """UserError if programs of the policy could read the run's files."""
   sandbox_files.require_hidden("the current folder", ".")
   sandbox_files.require_hidden("--workdir", workdir)
   specs = [("data.source", c.source), ("data.eval_source", c.eval_source)]
@@ -127,7 +125,7 @@ def _require_hidden(c: DataConfig, workdir: str) -> None:
 
 
 def _first_weights(config: Config) -> str:
-  """A line about the first weights where others may be expected, or ""."""
+  """A line about the first weights if they may surprise the user, or ""."""
   checkpoint, steps = config.model.checkpoint, config.cold_start.steps
   if checkpoint and steps:
     return (
@@ -145,7 +143,7 @@ def _first_weights(config: Config) -> str:
 def _environment_pool(
   config: Config, tokenizer, problems: Datasets
 ) -> EnvironmentPool:
-  """The pool, if the conversations can be written turn by turn."""
+  """The pool, if the tokenizer can write conversations turn by turn."""
   c, spec = config.reward, config.rollout.environment
   try:
     tokenizer.check_turns(environment.roles(spec))
@@ -182,7 +180,7 @@ def _reward_pool(c: RewardConfig, problems: Datasets) -> RewardPool:
 
 
 def checkpoint_identity(experiment: Experiment) -> dict:
-  """What a checkpoint of RL must agree with, besides `identity`."""
+  """What a checkpoint of RL must agree with: `identity` and more."""
   config, state = experiment.config, experiment.program.learner.abstract
   identity = experiment.identity | {"checkpoint format": CHECKPOINT_FORMAT}
   if state.reference is not None:
@@ -200,7 +198,7 @@ def checkpoint_identity(experiment: Experiment) -> dict:
   if rollout.max_tokens_per_iteration:
     identity["partial responses (rollout.max_tokens_per_iteration)"] = True
   if rollout.is_off_policy:
-    # Pending responses belong to these prompts, and have this shape.
+    # These keys decide the prompts and the shape of pending responses.
     data = "prompts max_prompt_length system_prompt instruction template_args"
     for key in data.split():
       identity[f"data.{key}"] = getattr(config.data, key)

@@ -1,7 +1,7 @@
 """The jitted functions that a config and a mesh make, in three groups.
 
-Training, planning, evaluation and benchmarks take them from here, so that what
-is planned or timed is what runs.
+Training, planning, evaluation and benchmarks share them, so that what is
+planned or timed is what runs.
 """
 
 import dataclasses
@@ -32,13 +32,10 @@ from gspo_jax.sampler.functions import SamplerFunctions
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """Jitted functions, compiled once each, with arrays sharded over a mesh.
-
-  Without training, `learner` and `cold_start` are None.
-  """
+  """Jitted functions, compiled once each, with arrays sharded over a mesh."""
 
   cfg: model.ModelConfig
-  mesh: jax.sharding.Mesh  # of all devices, or of those that train
+  mesh: jax.sharding.Mesh  # of all devices, or of the trainer's
   prompt_config: PromptConfig
   abstract_params: model.Params  # shapes and shardings
   # key -> the weights of `model.checkpoint`, else random ones
@@ -48,23 +45,20 @@ class Program:
   # adapters
   new_policy: Callable[[model.Params], model.Params]
   sampler: SamplerFunctions
-  learner: LearnerFunctions | None
-  cold_start: ColdStartFunctions | None
+  learner: LearnerFunctions | None  # None without training
+  cold_start: ColdStartFunctions | None  # None without training
 
   @property
   def tokenizer(self) -> Tokenizer:
     return self.prompt_config.tokenizer
 
   def check_compiled_once(self) -> None:
-    """RuntimeError if a function was compiled for a second set of shapes.
-
-    The parts of a continuous sampler may be compiled as often as it printed
-    at the start.
-    """
+    """RuntimeError if a function was compiled for a second set of shapes."""
     for group in (self, self.sampler, self.learner, self.cold_start):
       for name, function in vars(group).items() if group else ():
         if isinstance(function, MeshJit):
           _require_compilations(name, function, 1)
+    # A continuous sampler printed the limits of its parts at the start.
     for name in ("generate", "generate_eval", "generate_greedy"):
       parts = getattr(self.sampler, name).compilations()
       for part, (function, limit) in parts.items():
@@ -86,13 +80,11 @@ def build_program(
   training: bool = True,
   sampler_devices: Sequence[jax.Device] = (),
 ) -> Program:
-  """Makes the functions of a config; compiles nothing yet.
+  """Makes the functions of a config, or raises UserError; compiles nothing yet.
 
-  Without `training`, what learns is neither checked nor made. Without
-  `sampler_devices`, from `sharding.split_devices`, those of `mesh` sample.
-
-  Raises:
-    UserError: keys do not go together, or sizes do not divide.
+  Without `training`, the learner's keys are not checked and its functions not
+  made. `sampler_devices` come from `sharding.split_devices`; without them the
+  sampler uses the devices of `mesh`.
   """
   if training:
     config.check_training(sharding.batch_shards(mesh), mesh.shape["context"])
@@ -122,7 +114,7 @@ def build_program(
 
 
 def _init_params(folder: str, cfg, params, mesh):
-  """Reads a Hugging Face folder if there is one, and then ignores the key."""
+  """Draws weights with a key; or reads them from `folder`, ignoring the key."""
   places = abstract.shardings(params)
   if folder:
     return lambda key: hf.load_hf(folder, cfg, shardings=places)

@@ -1,4 +1,4 @@
-"""What learns, each function jitted beside its shardings and donations."""
+"""The learner's functions, each jitted beside its shardings and donations."""
 
 import dataclasses
 import functools
@@ -32,8 +32,8 @@ from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import mesh_jit
 from gspo_jax.sampler.samples import Prompts, Samples
 
-# Chips whose collectives run on SparseCores, beside the matrix units, where it
-# is asked for; those of tpu7x do so by default.
+# Chips that run collectives on SparseCores, beside the matrix units, only if
+# asked to; tpu7x does it by default.
 _SPARSE_CORES = ("TPU v5", "TPU v5p", "TPU v6 lite")
 _OFFLOADED = (
   "all_gather",
@@ -47,10 +47,7 @@ _OFFLOADED = (
 
 @dataclasses.dataclass(frozen=True)
 class LearnerFunctions:
-  """What learns from scored responses.
-
-  Batches are donated, and states by `step`.
-  """
+  """Functions that learn; they donate batches, and `step` also the state."""
 
   abstract: TrainState  # shapes and shardings, for a restore
   init_state: InitState  # donates the policy
@@ -59,14 +56,14 @@ class LearnerFunctions:
   # The batch, with zeros in the fields that are filled in later.
   make_train_batch: Callable[[Prompts, Samples, Packing], PackedBatch]
   needs_old_logps: bool  # whether `compute_old_logps` comes before `update`
-  # Whether that pass also covers minibatch 0, whose old log-probs `update`
-  # computes itself; the rewards need them (k1).
+  # Whether `compute_old_logps` also covers minibatch 0, which `update` can do
+  # itself; the rewards need it (k1).
   recompute_first_minibatch: bool
   # Adds `reference_logps` and `values`; None if the objective has neither.
   add_reference_and_values: (
     Callable[[TrainState, PackedBatch], PackedBatch] | None
   )
-  # Of rewards [B] and finish [B].
+  # (batch, rewards [B] or [B, K], finish [B]) -> batch
   assign_advantages: Callable[[PackedBatch, jax.Array, jax.Array], PackedBatch]
   # One program for `compute_old_logps` and `update`, which applies the updates.
   step: Callable[
@@ -77,11 +74,8 @@ class LearnerFunctions:
   def pack(
     self, prompt_lengths: np.ndarray, lengths: np.ndarray, key: jax.Array
   ) -> Packing:
-    """Where each response goes, with whole groups shuffled by `key`.
-
-    Lengths are of prompts [P] and of responses [B]; an empty response has no
-    place.
-    """
+    """The place of each response, after `key` shuffles whole groups."""
+    # [P] prompts and [B] responses.
     P, B = len(prompt_lengths), len(lengths)
     return packing.pack(
       _sequence_lengths(prompt_lengths, lengths),
@@ -92,11 +86,7 @@ class LearnerFunctions:
   def row_tokens(
     self, prompt_lengths: np.ndarray, lengths: np.ndarray, packed: Packing
   ) -> dict[str, RowTokens]:
-    """The tokens of each pass that runs: `update`, `old_logps`,
-    `reference_and_values`, which counts once with one model or two.
-
-    `packed` is of `pack` with the same lengths.
-    """
+    """The tokens of each pass that runs, by name; `packed` is from `pack`."""
     sequences = _sequence_lengths(prompt_lengths, lengths)
     all_rows = packing.row_tokens(sequences, packed, self.packing)
     tokens = {"update": all_rows}
@@ -107,28 +97,24 @@ class LearnerFunctions:
       tokens["old_logps"] = packing.row_tokens(
         sequences, packed, self.packing, first
       )
-    if self.add_reference_and_values:
+    if self.add_reference_and_values:  # counts once, with one model or two
       tokens["reference_and_values"] = all_rows
     return tokens
 
   def compute_old_logps(
     self, state: TrainState, batch: PackedBatch
   ) -> tuple[TrainState, PackedBatch, Metrics]:
-    """The same state, the batch with the fields of the old policy, and metrics.
+    """The same state, the batch with the old policy's fields, and metrics.
 
-    `update` fills in those of the first minibatch itself. So only one of its
-    micro-batches runs here, to compare the two passes, unless
-    `recompute_first_minibatch`.
+    Of the first minibatch one micro-batch runs, to compare it with `update`,
+    unless `recompute_first_minibatch`.
     """
     return self.step(state, batch, np.bool_(False))
 
   def update(
     self, state: TrainState, batch: PackedBatch
   ) -> tuple[TrainState, PackedBatch, Metrics]:
-    """The state after `learner.minibatches` optimizer steps, batch, metrics.
-
-    The metrics add to those of `compute_old_logps`.
-    """
+    """The new state, the batch, and metrics to add to `compute_old_logps`'s."""
     return self.step(state, batch, np.bool_(True))
 
 
@@ -144,7 +130,7 @@ def learner_functions(
   policy: model.Params,
   mesh: jax.sharding.Mesh,
 ) -> LearnerFunctions:
-  """What learns, from an abstract policy; compiles nothing yet."""
+  """The learner's functions, for an abstract policy; compiles nothing yet."""
   learners = settings.learners(config, cfg)
   make_state = functools.partial(_new_state, learners, config, cfg)
   state, init_state = _init_state(make_state, policy, mesh)
@@ -220,7 +206,7 @@ def cold_start_functions(
   params: model.Params,
   mesh: jax.sharding.Mesh,
 ) -> ColdStartFunctions:
-  """Supervised fine-tuning, from abstract weights; compiles nothing yet."""
+  """The cold start's functions, for abstract weights; compiles nothing yet."""
   learner = settings.learners(config, cfg).cold_start
   rows = settings.cold_start_packing(config, sharding.row_shards(mesh))
   make_state = functools.partial(
@@ -267,11 +253,11 @@ def _init_state(make_state, policy, mesh) -> tuple[TrainState, InitState]:
 
 
 def _new_state(learners, config, cfg, policy) -> TrainState:
-  """A state of this policy, with the reference and the critic it needs."""
+  """The first state of a policy, with a reference and a critic if needed."""
   state = train_step.init_state(policy, optimizer=learners.policy.optimizer)
   reference = value = None
   if config.objective.has_reference:
-    # In the dtype of the forward pass nothing is lost.
+    # The forward pass would cast to this dtype anyway.
     reference = jax.tree.map(lambda x: x.astype(cfg.dtype), state.params)
     if cfg.lora and not config.objective.reference_every:
       reference = {}
@@ -312,7 +298,7 @@ def _update(state, batch, apply_updates, *, learners, reference_every):
 
 
 def _training_options(mesh: jax.sharding.Mesh) -> dict:
-  """They round as the sampler, and hide collectives behind matrix products."""
+  """Rounding as in the sampler; collectives run beside matrix products."""
   if mesh.devices.flat[0].device_kind not in _SPARSE_CORES:
     return rounding.OPTIONS
   offload = "xla_tpu_enable_sparse_core_collective_offload_"

@@ -19,10 +19,10 @@ from gspo_jax.runtime.errors import UserError, how_to_download
 
 
 def identity(program: Program) -> dict:
-  """What weights must agree with to fit this model and tokenizer."""
+  """What saved weights must agree with to fit this model and tokenizer."""
   cfg = dataclasses.asdict(program.cfg)
-  # The same model may recompute more or less, and run unrolled; a cold start
-  # comes before the adapters.
+  # `remat` and `unroll` do not change the weights; a cold start comes before
+  # the adapters.
   free = ("remat", "unroll", "lora")
   return {
     "model": {k: v for k, v in cfg.items() if k not in free},
@@ -31,13 +31,13 @@ def identity(program: Program) -> dict:
 
 
 def lora_identity(program: Program) -> dict[str, Any]:
-  """What adapters must agree with to fit this program."""
+  """What saved adapters must agree with to fit this program."""
   lora = program.cfg.lora
   return {"model.lora": dataclasses.asdict(lora) if lora else None}
 
 
 def with_checkpoint(config: Config, checkpoint: str) -> Config:
-  """The config, with `model.checkpoint` if this is a Hugging Face folder."""
+  """The config; `checkpoint` is its model if it is a Hugging Face folder."""
   if (epath.Path(checkpoint) / "config.json").exists():
     return config.replace(model={"checkpoint": checkpoint})
   return config
@@ -46,10 +46,7 @@ def with_checkpoint(config: Config, checkpoint: str) -> Config:
 def first_policy(
   c: PolicyConfig, program: Program, params: model.Params
 ) -> model.Params:
-  """The policy of these weights before its first update.
-
-  Its adapters are those of `model.lora.checkpoint`, or new ones.
-  """
+  """The policy before its first update: adapters are new, or from a folder."""
   policy = program.new_policy(params)
   if not (folder := c.lora.checkpoint):
     return policy
@@ -65,7 +62,7 @@ def save_base(base: model.Params, config: Config, workdir: epath.Path) -> None:
     return
   folder = workdir / "base"
 
-  def remove():  # of a run that was stopped before its first checkpoint
+  def remove():  # left by a run that stopped before its first checkpoint
     if multihost.is_primary() and folder.exists():
       folder.rmtree()
 
@@ -77,10 +74,7 @@ def save_base(base: model.Params, config: Config, workdir: epath.Path) -> None:
 def load_base(
   c: PolicyConfig, program: Program, workdir: epath.Path, saved: dict[str, int]
 ) -> model.Params:
-  """The weights below the adapters of a run, of its folder or again of a file.
-
-  UserError where there are none, or their checksums are not `saved`.
-  """
+  """A run's weights below its adapters; UserError unless they match `saved`."""
   folder = workdir / "base"
   if folder.exists():
     abstract, _ = model.lora.split(program.abstract_policy)
@@ -111,18 +105,15 @@ def merged(program: Program, policy: model.Params) -> model.Params:
 
 
 def load(config: Config, program: Program, checkpoint: str) -> model.Params:
-  """The weights in a Hugging Face folder, or of a run, and its adapters.
+  """The weights of a Hugging Face folder or of a run, with adapters if any.
 
-  With adapters the weights have the model's dtype.
-
-  Args:
-    config: of `with_checkpoint`; `program` is made of it.
-    program: decides the shardings.
-    checkpoint: such a folder; or a run's workdir, for its newest checkpoint
-      that is whole; or one step of it, WORKDIR/checkpoints/STEP.
+  With adapters the weights have the model's dtype, else float32. `config` is
+  from `with_checkpoint`, and `program` is built from it. `checkpoint` is a
+  Hugging Face folder; or a run's workdir, for its newest complete checkpoint;
+  or one step of it, WORKDIR/checkpoints/STEP.
 
   Raises:
-    UserError: there is none, or it is of another model.
+    UserError: there are no weights, or they are of another model.
   """
   if config.model.checkpoint == checkpoint:
     return first_policy(config.model, program, program.init_params(None))
@@ -130,7 +121,7 @@ def load(config: Config, program: Program, checkpoint: str) -> model.Params:
   if folder.name.isdecimal() and folder.parent.name == "checkpoints":
     folder, step = folder.parent.parent, int(folder.name)
   wanted = identity(program) | lora_identity(program)
-  # The dtype of activations: without adapters the weights are float32.
+  # `dtype` may differ without adapters: the weights are then float32.
   free = () if program.cfg.lora else ("dtype",)
   fixed = lambda keys: (
     keys | {"model": {k: v for k, v in keys["model"].items() if k not in free}}
@@ -145,7 +136,7 @@ def load(config: Config, program: Program, checkpoint: str) -> model.Params:
       "give the --config of that run, with its --config.* flags",
     )
 
-  # Without the optimizer's moments, which are twice as large.
+  # Only the weights: the optimizer's moments are twice as large.
   _, adapters = model.lora.split(program.abstract_policy)
   params = {"params": adapters or program.abstract_params}
   with Checkpoints(folder / "checkpoints") as checkpoints:

@@ -1,4 +1,4 @@
-"""What samples, each function jitted beside its shardings."""
+"""The sampler's functions, each jitted beside its shardings."""
 
 import dataclasses
 import functools
@@ -30,10 +30,7 @@ def sampler_functions(
   mesh: jax.sharding.Mesh,
   devices: Sequence[jax.Device] = (),
 ) -> SamplerFunctions:
-  """What samples, with an abstract policy on `mesh`; compiles nothing yet.
-
-  `devices` are the sampler's own; without any it has those of `mesh`.
-  """
+  """The sampler's functions, for an abstract policy; compiles nothing yet."""
   sampling = settings.sampler_config(config, tokenizer)
   batching = config.continuous_batching
   turns = bool(config.rollout.environment)
@@ -43,7 +40,7 @@ def sampler_functions(
     config.eval.prompts, prompts, shards_of_rows(config, mesh, devices)
   )
   separate, params = None, policy
-  if devices:
+  if devices:  # of the sampler alone; else it uses the devices of `mesh`
     shapes = abstract.without_shardings(policy)
     params = abstract.sharded(shapes, sampler_mesh)
     places = [
@@ -94,7 +91,8 @@ def sampler_functions(
   evaluation = dataclasses.replace(
     sampling, record_routing=False, group_size=config.eval.samples
   )
-  # With extra prompts in flight, a batch of an iteration has another size.
+  # Extra prompts in flight make an iteration's batch larger than an
+  # evaluation's.
   same = evaluation == sampling and eval_prompts == prompts
   same &= config.prompts_in_flight == prompts
   return SamplerFunctions(
@@ -122,7 +120,7 @@ def sampler_functions(
 def shards_of_rows(
   config: Config, mesh: jax.sharding.Mesh, devices: Sequence[jax.Device] = ()
 ) -> int:
-  """The least number of rows that training and decoding can split."""
+  """The least number of rows that both training and decoding can split."""
   meshes = mesh, _decoding_mesh(config, mesh, devices)
   return math.lcm(*map(sharding.batch_shards, meshes))
 
@@ -138,7 +136,7 @@ def _decoding_mesh(config, mesh, devices=()):
 
 
 def _sampler_mesh(config, mesh, params, devices):
-  """The mesh of decoding, on which no weight is gathered at every token."""
+  """The mesh of decoding: its steps gather no weights."""
   sampler_mesh = _decoding_mesh(config, mesh, devices)
   try:
     model.shardings(params, sampler_mesh)
@@ -152,11 +150,8 @@ def _sampler_mesh(config, mesh, params, devices):
 def _separate_devices(
   policy, params, cfg, here, there, places
 ) -> SeparateDevices:
-  """`policy` and `params` are the weights of `here` and `there`.
-
-  So are `places` the shardings of samples. Weights are cast before they are
-  sent.
-  """
+  """Moves weights and samples between the meshes `here` and `there`."""
+  # Weights are cast before they are sent.
   cast = lambda policy: jax.tree.map(lambda x: x.astype(cfg.dtype), policy)
   same = lambda samples: samples
   weights = abstract.sharded(jax.eval_shape(cast, params), there)
@@ -172,15 +167,13 @@ def _separate_devices(
 
 
 def _move(prepare, source_mesh, mesh, target):
-  """Arrays of `source_mesh` -> `prepare` of them, in shardings of `mesh`.
-
-  Between as many devices they are first laid out on the source's as on the
-  target's; then each device sends its part to the one in its place, of the same
-  process. `jax.device_put` moves them between any devices of one process.
-  """
+  """A function that moves `prepare(arrays)` from one mesh to another."""
   if mesh.size != source_mesh.size:
     prepare = mesh_jit(prepare, source_mesh)
     return lambda arrays: jax.device_put(prepare(arrays), target)
+  # Meshes of one size: the source lays the arrays out as on the target. Then
+  # each device sends its part to one device of the same process; `device_put`
+  # alone works only within one process.
   beside = sharding.beside(mesh, source_mesh.devices.flat)
   pairs = dict(zip(beside.devices.flat, mesh.devices.flat, strict=True))
   laid_out = jax.tree.map(lambda s: NamedSharding(beside, s.spec), target)

@@ -1,4 +1,4 @@
-"""What a config gives each wing: its frozen settings."""
+"""The frozen settings that a config gives each wing."""
 
 import dataclasses
 import functools
@@ -25,8 +25,8 @@ from gspo_jax.sampler.samples import SamplerConfig
 
 
 def model_config(c: PolicyConfig) -> model.ModelConfig:
-  """The policy's sizes: of `model.checkpoint`, else of `model.variant`."""
-  # Which adapters come first is no property of the model.
+  """The policy's sizes, from `model.checkpoint` or else `model.variant`."""
+  # The model does not depend on where its adapters come from.
   lora = dataclasses.replace(c.lora, checkpoint="") if c.lora.rank else None
   changes = dict(c.sizes) | {"dtype": c.dtype, "remat": c.remat, "lora": lora}
   if not c.checkpoint:
@@ -42,7 +42,7 @@ def model_config(c: PolicyConfig) -> model.ModelConfig:
 
 
 def length_warning(config: Config) -> str:
-  """A warning where texts may be longer than `model.checkpoint` takes."""
+  """A warning if texts may be longer than `model.checkpoint` takes, or ""."""
   folder = config.model.checkpoint
   longest = hf.context_length(folder) if folder else None
   prompt = config.data.max_prompt_length
@@ -73,7 +73,6 @@ def load_tokenizer(config: Config, cfg: model.ModelConfig) -> Tokenizer:
 
 
 def sampler_config(config: Config, tokenizer: Tokenizer) -> SamplerConfig:
-  """How the responses of an iteration are sampled."""
   strings = config.sampler.stop
   return dataclasses.replace(
     config.sampler,
@@ -86,7 +85,6 @@ def sampler_config(config: Config, tokenizer: Tokenizer) -> SamplerConfig:
 
 
 def prompt_config(c: DataConfig, tokenizer: Tokenizer) -> PromptConfig:
-  """How problems become prompts."""
   return PromptConfig(
     tokenizer=tokenizer,
     width=c.max_prompt_length,
@@ -97,15 +95,13 @@ def prompt_config(c: DataConfig, tokenizer: Tokenizer) -> PromptConfig:
 
 
 def needs_old_logps(config: Config, cfg: model.ModelConfig) -> bool:
-  """Whether a forward pass of the old policy comes before an update.
-
-  It does not with one minibatch, for which the update computes them itself, nor
-  where the sampler's log-probs are the old ones. Then the metrics of the old
-  policy (`mismatch/*`, `policy/entropy`, `moe/*`) are of the first minibatch.
-  """
+  """Whether a forward pass of the old policy comes before an update."""
   objective, instruments = config.objective, config.log.instruments
   lacks_logps = not objective.has_sampler_logps
   unknown = lacks_logps or objective.reads_old_experts(cfg, instruments)
+  # An update computes the old log-probs of its first minibatch. Without a pass
+  # before it, the metrics of the old policy (`mismatch/*`, `policy/entropy`,
+  # `moe/*`) cover only this minibatch.
   several = config.learner.minibatches > 1
   return objective.recompute_first_minibatch or (several and unknown)
 
@@ -117,7 +113,6 @@ def packing(config: Config, shards: int) -> PackingConfig:
 
 
 def cold_start_packing(config: Config, shards: int) -> PackingConfig:
-  """The rows of a step of supervised fine-tuning."""
   micro = min(config.learner.micro_batch_size, config.cold_start.batch)
   return dataclasses.replace(
     packing(config, shards), minibatches=1, micro_batch_size=micro
@@ -125,7 +120,7 @@ def cold_start_packing(config: Config, shards: int) -> PackingConfig:
 
 
 def require_experts(c: ObjectiveConfig, cfg: model.ModelConfig) -> None:
-  """UserError where a dense model is to do what only experts can."""
+  """UserError if the objective needs experts and the model is dense."""
   if cfg.num_experts:
     return
   if c.replay != "none":
@@ -152,9 +147,9 @@ def optim_config(config: Config) -> OptimConfig:
 
 
 def changed_decay(config: Config, saved: dict, step: int) -> str | None:
-  """A line on how other keys move the learning rate of a resumed run, or None.
+  """A line if the config changes a resumed run's learning rate, else None.
 
-  `saved` is `Config.as_json` of the run before, `step` its last iteration.
+  `saved` is `Config.as_json` of the earlier run, `step` its last iteration.
   """
   keys = ("learning_rate", "warmup_steps", "decay")
   optim = saved.get("optim", {})
@@ -171,14 +166,14 @@ def changed_decay(config: Config, saved: dict, step: int) -> str | None:
   if decays and end != config.num_steps:
     line = f"optim.decay={config.optim.decay!r} now ends at num_steps="
     line += f"{config.num_steps}, not {end}"
-  if now == before:  # in the warm-up
+  if now == before:  # the run is in its warm-up
     return line or None
   line += ": " if line else ""
   return f"{line}the learning rate goes on at {now:.3g}, not {before:.3g}"
 
 
 class Learners(NamedTuple):
-  """How each part of a run learns."""
+  """The learner of each part of a run."""
 
   policy: Learner
   critic: Learner | None  # of PPO
@@ -186,7 +181,6 @@ class Learners(NamedTuple):
 
 
 def learners(config: Config, cfg: model.ModelConfig) -> Learners:
-  """The learners of a config."""
   in_advance = needs_old_logps(config, cfg)
   policy = Learner(
     loss=functools.partial(
