@@ -2,7 +2,7 @@
 
 settings.json says what is evaluated and how; answers.jsonl has an object for
 each response. An interrupted evaluation continues after the last whole batch.
-If a host is lost, a bucket lacks the last 30 seconds (`RunFile`).
+If a host is lost, a bucket lacks the batches of the last 30 seconds.
 """
 
 import io

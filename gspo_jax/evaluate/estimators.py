@@ -50,9 +50,9 @@ def majority_at_k(
   """Unbiased estimate of the accuracy of a majority vote among k responses.
 
   The mean over all C(n, k) subsets of a problem's responses, exact to 12
-  digits, without enumeration. Results with equally many votes win with equal
-  probability. A response without a result has no vote; a subset without votes
-  is wrong.
+  digits, without enumeration. If several results have the most votes, each wins
+  with equal probability. A response without a result has no vote; a subset
+  without votes is wrong.
 
   Args:
     votes: [N][n], the result of each response; equal results are one vote.
@@ -162,12 +162,11 @@ def elo(solved: np.ndarray, ratings: np.ndarray) -> Elo:
   `P(solve) = 1 / (1 + 10^((rating of the problem - R) / 400))` is the formula
   of Codeforces for two contestants (codeforces.com/blog/entry/20762): a
   contestant with a problem's rating solves it with probability 1/2. The
-  likelihood of R has its maximum where `sum P(R) = sum solved`. Clock,
-  penalties and other contestants are missing, so a site would award another
-  rating.
+  likelihood of R has its maximum where `sum P(R) = sum solved`. There are no
+  clock, penalties or other contestants, so a site would award another rating.
 
-  The interval has every R with `|sum P - sum solved| < 1.96 sd`, where `sd^2 =
-  sum P (1 - P)`: a problem counts once, whatever its number of responses.
+  The interval has every R with `|sum P - sum solved| < 1.96 sd`. Since `sd^2 =
+  sum P (1 - P)`, a problem counts once, with any number of responses.
 
   `solved` [N] is the share of each problem's responses that solve it; `ratings`
   [N] are finite.

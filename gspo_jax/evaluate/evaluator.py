@@ -61,9 +61,9 @@ def evaluate(
     limit: how many problems to read from the start of each benchmark.
     reward: replaces the benchmarks' rewards.
 
-  Returns `summary.summarize` of each benchmark, on the first process. UserError
-  also if too many responses could not be scored (`reward.max_failed`); the
-  batch that exceeds the limit is not written.
+  Returns `summary.summarize` of each benchmark, on the first process. Raises
+  UserError also if too many responses could not be scored
+  (`reward.max_failed`); the batch that exceeds the limit is not written.
   """
   multihost.require_joined()
 
@@ -175,7 +175,7 @@ def _batch_sizes(benchmark, sampler) -> list[int]:
 
 
 def _settings(config, chosen, params) -> dict[str, dict]:
-  """Benchmark -> settings that must not change when it is continued."""
+  """Benchmark -> settings that must stay equal to continue it."""
   keys = config.as_json()
   sums = json.dumps(checkpoint.checksums(params), sort_keys=True)
   common = {

@@ -46,7 +46,7 @@ def first_rewards(
 ) -> np.ndarray:
   """The first reward of G responses to each of N held-out problems, [N, G].
 
-  AgreedError if over `reward.max_failed` of the responses could not be scored.
+  Raises AgreedError if more than `reward.max_failed` could not be scored.
   """
   sample = _conversations if experiment.conversations else _responses
   params = experiment.program.sampler.weights(params)

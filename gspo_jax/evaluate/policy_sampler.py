@@ -106,9 +106,10 @@ class PolicySampler:
     key: jax.Array,
     progress: Progress | None = None,
   ) -> tuple[list[Response], list[bool]]:
-    """Responses, grouped by problem, and whether each was cut at its limit.
+    """Samples responses to any number of problems; the same on every process.
 
-    The same on every process.
+    Returns the responses, grouped by problem, and whether each was cut at
+    `sampler.max_new_tokens`.
     """
     repeated = np.repeat(np.arange(len(problems)), self._shape.repeats)
     prompts = self.prompts(problems).pick(repeated)

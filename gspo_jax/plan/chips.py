@@ -182,8 +182,8 @@ def bandwidth_between(
 ) -> float:
   """Bytes a second that all devices of `here` together can send to `there`.
 
-  Over the torus links between their chips, and inside chips that they share;
-  between slices, over the network of the smaller group.
+  In a slice they use the torus links between their chips, and the links inside
+  chips that they share; between slices, the network of the smaller group.
   """
   chip = tpu_slice.chip
   if {d.slice for d in here} != {d.slice for d in there}:
@@ -209,13 +209,13 @@ def bandwidth(
 ) -> float:
   """Bytes a second that each device of a group can send to the others.
 
-  A group uses two links of a torus axis that it closes to a ring, one of any
-  other axis; between slices, the network. With `to_all`, each device sends
-  different bytes to every other device. These pass through the devices in
-  between, so the longest axis is the limit.
+  A group uses two links of a torus axis that it closes to a ring, and one link
+  of any other axis. Between slices, the network is the limit. With `to_all`,
+  each device sends different bytes to every other device. These pass through
+  the devices in between, so the longest axis is the limit.
 
-  The devices of one chip share its links. Groups with one of them get half of
-  the links each. In a group with both, a ring passes the links once; with
+  The devices of one chip share its links. Two groups that each have one of them
+  get half of the links. If a group has both, a ring passes the links once; with
   `to_all` each device gets half.
   """
   chip = tpu_slice.chip

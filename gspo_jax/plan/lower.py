@@ -22,8 +22,8 @@ def functions(
 ) -> dict[str, jax.stages.Lowered]:
   """The functions that a run has, by name.
 
-  With pages, `generate` is a segment of decode steps, `decode_params` prepares
-  weights, and `prefill` fills the pages of the longest prompts.
+  With a continuous sampler, `generate` is a segment of decode steps,
+  `decode_params` prepares weights, and `prefill` takes the longest prompts.
   """
   rows = functools.partial(_with_batch_sharding, program.mesh)
   sampled = functools.partial(_with_batch_sharding, program.sampler.mesh)

@@ -30,7 +30,10 @@ def active_parameters(cfg: ModelConfig) -> int:
 def forward_flops(
   cfg: ModelConfig, batch: int, tokens: int, head_tokens: int, past: int = 0
 ) -> float:
-  """FLOPs; each sequence has `past` cached tokens, `head_tokens` logits."""
+  """FLOPs of a forward pass over `batch` sequences of `tokens` new tokens.
+
+  `past` tokens are in the cache; `head_tokens` of the new ones need logits.
+  """
   head = cfg.embed_dim * cfg.vocab_size
   products = active_parameters(cfg) * tokens + head * head_tokens
   pairs = tokens * past + tokens**2 / 2

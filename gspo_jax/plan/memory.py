@@ -27,7 +27,7 @@ def memory(
   tpu_slice: Slice,
   max_staleness: int = 0,
 ) -> dict:
-  """Reports the bytes; `resident` is state that the function does not read."""
+  """Report; `resident` is state that the function does not read."""
   separate = program.sampler.separate
   if separate and name not in LEARNING:
     # Each batch queued ahead holds its own copy of the sampler's weights.
@@ -72,7 +72,7 @@ def array_bytes(tree) -> int:
 
 
 def page_bytes(cfg: ModelConfig, sampler: ContinuousSampler) -> int:
-  """Bytes of one page on one device; a bound for heads narrower than 128."""
+  """Bytes of a page on one device; an upper bound for heads under 128 wide."""
   mesh, sizes = sampler.mesh, sampler.sizes
   with jax.set_mesh(mesh):
     arrays = jax.eval_shape(
@@ -98,9 +98,9 @@ def room(
   """The largest pool of pages beside the rest of a function.
 
   `needed` of the `hbm` bytes of a device are in use, with the sampler's pages.
-  The result counts over all devices: `num_pages` of the sampler, the `largest`
-  pool that leaves `MARGIN` of the HBM free, `slots_of_longest`, the longest
-  responses in it, and `tokens_a_slot`, an equal share.
+  The result counts over all devices: `num_pages` of the sampler; the `largest`
+  pool that leaves `MARGIN` of the HBM free; `slots_of_longest`, how many of the
+  longest responses it holds; and `tokens_a_slot`, an equal share of it.
   """
   sizes, shards = sampler.sizes, sampler.shards
   size = page_bytes(cfg, sampler)
@@ -119,7 +119,10 @@ def room(
 def smaller_pools(
   config: Config, cfg: ModelConfig, sampler: ContinuousSampler, hbm: float
 ) -> Iterator[Config]:
-  """Yields pools of 1/2, 1/4, 1/8 of the HBM below the config's, to measure."""
+  """Yields the config with 1/2, 1/4 and 1/8 of the HBM as pages, if smaller.
+
+  A function that does not compile with its own pool is measured with these.
+  """
   least = sampler.sizes.pages_per_slot + 1
   for parts in (2, 4, 8):
     pages = int(hbm / parts / page_bytes(cfg, sampler))

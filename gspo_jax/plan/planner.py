@@ -32,8 +32,8 @@ def plan(
 ) -> dict:
   """Compiles and costs `functions`; returns the report that `--json` prints.
 
-  `lengths` (see `plan.iteration.lengths`) adds the cost of an iteration.
-  UserError: libtpu is missing, an argument is invalid, or the config cannot
+  `lengths` (see `plan.iteration.lengths`) adds the cost of an iteration. Raises
+  UserError if libtpu is missing, an argument is invalid, or the config cannot
   work on the slice.
   """
   for name in functions or [""]:

@@ -250,7 +250,7 @@ def _top(cost) -> list[dict]:
 
 
 def _open(opened) -> list[dict]:
-  """By source: the number of runs, and the seconds of the longest."""
+  """Source -> how often it runs, and the seconds of the longest."""
   entries = {}
   for o in opened:
     entry = entries.setdefault(o.source, {"times": 0, "seconds": 0.0})

@@ -1,4 +1,4 @@
-"""Compares two configs: does a checkpoint belong to this run?"""
+"""Compares the config of a checkpoint with the config of this run."""
 
 from typing import Any
 

@@ -139,8 +139,8 @@ class MetricWriter:
     wandb: the project in W&B; "" for none.
     config: all keys of the run, for W&B.
 
-  UserError: workdir cannot be written, W&B cannot be reached, or a line before
-  the last of a JSON-lines file is not JSON.
+  Raises UserError if workdir cannot be written, W&B cannot be reached, or a
+  line of a JSON-lines file, except the last, is not JSON.
   """
 
   def __init__(
@@ -191,7 +191,7 @@ class MetricWriter:
         closing.callback(self._wandb.close, failed=kind is not None)
 
   def lacks(self, step: int) -> bool:
-    """Whether the row of a step, written last, is missing."""
+    """Whether the row of a step, which is written last, is missing."""
     return self._last_row < step
 
   def flush(self) -> None:

@@ -76,7 +76,10 @@ class WandbRun:
     scalars: Mapping[str, float],
     histograms: Mapping[str, tuple[np.ndarray, np.ndarray]],
   ) -> None:
-    """Logs a step; histograms are [N] counts, [N + 1] finite edges."""
+    """Logs a step. If W&B fails, the run continues with a warning.
+
+    Histograms are [N] counts and [N + 1] finite edges.
+    """
     try:
       if step >= self._run.step:
         histograms = {

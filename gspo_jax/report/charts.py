@@ -223,10 +223,7 @@ def thin(series: Series) -> Series:
 
 
 def _marks(runs: Sequence[RunRecord], metric: str) -> dict[str, float]:
-  """The clip range of the log-ratios in a metric.
-
-  {} if the metric has no log-ratios, or the ranges of the runs differ.
-  """
+  """The clip range of a metric's log-ratios; {} if none, or if runs differ."""
   about = re.fullmatch(
     r"(?:ratio|mismatch)/(token|sequence)_(?:log|gap|abs_mean)", metric
   )
@@ -289,7 +286,7 @@ def _outlines(name: str, runs: Sequence[RunRecord]) -> Plot:
 
 
 def _tenths(spread: Spread) -> dict[str, np.ndarray]:
-  """Means over the first, middle and last tenth of the steps; else 0."""
+  """Means over the first, middle, last tenth of the steps; 0 if all are NaN."""
   n = len(spread.steps)
   tenth = max(1, n // 10)
   starts = {(n - tenth) // 2: "middle", 0: "first"} | {n - tenth: "last"}

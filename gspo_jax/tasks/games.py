@@ -32,7 +32,8 @@ _LETTERS = string.ascii_lowercase
 class Calculator:
   """A tool for one operation on two numbers.
 
-  A response that is no call is the answer; `#` and the number has reward 1.
+  A response without a call is the answer: `#` and the right number has reward
+  1.
   """
 
   roles = ("tool",)

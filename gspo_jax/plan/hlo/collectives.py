@@ -155,7 +155,10 @@ def _iota(size, dims, order) -> tuple[int, ...]:
 
 
 def _mesh(mesh, axes) -> tuple[int, ...]:
-  """The group along mesh axes; 'a':(2)4 is the 4 of axis a = 2 x 4 x n."""
+  """The first group along mesh axes: `'a'=16,'b'=4` and `'a':(2)4,'b'`.
+
+  `'a':(2)4`: axis a is split into 2 x 4 x rest; the group extends along the 4.
+  """
   sizes = [(n, int(s)) for n, s in re.findall(r"'([^']+)'=(\d+)", mesh)]
   strides, after = {}, 1
   for name, size in reversed(sizes):

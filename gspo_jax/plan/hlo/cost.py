@@ -100,7 +100,6 @@ class HloCost:
     )
 
   def add(self, other: "HloCost", times: float = 1) -> None:
-    """Adds the cost of `times` runs of another computation."""
     if not times:
       return
     for name, value in vars(other).items():
@@ -127,8 +126,8 @@ class HloCost:
   def longest_loop(self) -> tuple[DataDependent, DataDependent] | None:
     """The data-dependent loop with the largest state: a sampler's decode loop.
 
-    The second is the entry that has it: the loop itself if one trip is counted,
-    else the uncounted branch around it.
+    Also returns the entry that lists it: the loop itself if this cost counts
+    one trip, else the branch around it, which is not counted.
     """
     candidates = [(loop, loop) for loop in self.loops]
     for branch in self.branches:

@@ -35,6 +35,7 @@ def trip_count(
   step = _next_value(module, body, counter.element)
   if step is None or step.element != counter.element or step.added <= 0:
     return None
+  # A scan starts at 0, also where the value cannot be traced.
   start = _initial_value(module, computation, loop, counter.element) or 0
   limit = bound.added
   if bound.element is not None:

@@ -8,7 +8,7 @@ operand and result in HBM.
 Control flow that depends on data is listed, and its balanced case is counted:
 one trip of a loop (an even expert load, or one decode step), and the cheapest
 branch of a `conditional` (no overflow, or decoding is done). The caller can
-choose otherwise by the JAX scope.
+set the trip count or the branch, by JAX scope.
 
 Not modelled: the latency of collectives and kernel starts, the padding of
 layouts, and the slowdown of operations beside an asynchronous collective.
@@ -37,13 +37,13 @@ Bandwidth = Callable[[Sequence[int], bool], float]
 def cost_of(
   text: str, chip: Chip, bandwidth: Bandwidth, devices: int, **options
 ) -> HloCost:
-  """The cost of libtpu's text on one device; `options` are `_Walk`'s."""
+  """Costs a dumped module on one device; `options` are fields of `_Walk`."""
   walk = _Walk(_parse(text), chip, bandwidth, devices, **options)
   return walk.cost_of(walk.module.entry)
 
 
 class _Links:
-  """Carries one collective at a time; seconds since the start."""
+  """The links of a device, which carry one collective at a time."""
 
   def __init__(self):
     self.free_at, self.ends_at = 0.0, {}

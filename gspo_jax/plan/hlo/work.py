@@ -50,7 +50,7 @@ def work(
 
 
 def estimated_cycles(i: Instruction) -> float | None:
-  """The compiler's cycles; None for kernels, sorts, collectives, copies."""
+  """The cycles that the compiler states; None if it states none."""
   cycles = int(i.find(r'"estimated_cycles":"(\d+)"') or 0)
   return cycles if 0 < cycles < _UNKNOWN_CYCLES else None
 
@@ -61,8 +61,8 @@ def estimated_cycles(i: Instruction) -> float | None:
 def sorted_bytes(i: Instruction) -> float:
   """Bytes that a sort moves through the vector registers; else 0.
 
-  The bitonic network (Batcher, 1968) passes all operands of 2**k elements k (k
-  + 1) / 2 times.
+  In a bitonic network (Batcher, 1968), 2**k elements pass the registers k (k +
+  1) / 2 times, all operands together.
   """
   if i.op != "sort":
     return 0.0
@@ -106,7 +106,7 @@ def _read(module, i, position, size, bits) -> float:
 
 
 def _read_of(fused, name, size, bits, as_result) -> float:
-  """Bytes that a fusion reads of a parameter; of a sliced copy, the slice.
+  """Bytes that a fusion reads of a parameter; if it slices a copy, the slice.
 
   `as_result`: the bytes to count if `name` is its result.
   """
@@ -210,7 +210,7 @@ def _dot(i, left, right) -> int:
 
 
 def _convolution(i, left, right) -> int:
-  """Multiplications; batched matrix products are mostly padding."""
+  """Multiplications without padding; batched products are mostly padding."""
   labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
   left_labels, right_labels, out_labels = labels.groups()
   out = i.arrays[0].dims

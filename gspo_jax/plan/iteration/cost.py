@@ -28,9 +28,9 @@ class _SamplerCost(NamedTuple):
   """Seconds, on all devices together."""
 
   weights: float  # to prepare the weights, once an iteration
-  prefill: float  # a token
-  weights_read: float  # a decode step, the least time to read the weights
-  row: float  # a row of a decode step, without weights and cache
+  prefill: float  # for a token
+  weights_read: float  # in a decode step, the least time to read the weights
+  row: float  # in a decode step, for a row, without weights and cache
   cached: float  # to read a cached token
 
   def seconds(self, decoding: Decoding) -> float:

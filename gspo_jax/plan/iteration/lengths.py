@@ -9,9 +9,9 @@ cut, as a share of `max_new_tokens`, and `sigma` the standard deviation of the
 logarithm before the cut.
 
 FILE has a line for each response: a number of tokens, or a JSON object with the
-number in `length` or the text in `response`, as samples/*.jsonl of a run. A
-text counts one stop token. If FILE has exactly as many responses as an
-iteration, they are taken in order, else even quantiles of them.
+number in `length` or the text in `response`, as samples/*.jsonl of a run. The
+config's tokenizer counts a text, and a stop token is added. If FILE has exactly
+as many responses as an iteration, they are taken in order, else even quantiles.
 
 `prompt_mean` (.5 by default) is the mean length of prompts as a share of
 `data.max_prompt_length`; lengths spread evenly around it, as widely as
@@ -45,7 +45,7 @@ class Lengths(NamedTuple):
 def draw(spec: str, config: Config, tokenizer: Tokenizer) -> Lengths:
   """The lengths of an iteration of this config; longer responses are cut.
 
-  UserError if the spec or its file is invalid, or rollouts are partial.
+  Raises UserError if the spec or its file is invalid, or rollouts are partial.
   """
   mistake = lambda text: UserError(f"--lengths={spec}: {text}")
   if partial := config.rollout.max_tokens_per_iteration:
