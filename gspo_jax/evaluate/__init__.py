@@ -1,9 +1,7 @@
-"""Evaluation of a policy, on the held-out problems of a run and on benchmarks.
+"""Evaluation of a policy: held-out problems of a run, and benchmarks.
 
-Other wings take `held_out`, the rewards on a run's held-out problems, and
-`estimators`, which say what is correct. Users take `evaluator.evaluate`, which
-`python -m gspo_jax.evaluate` calls, and `benchmarks`, `policy_sampler` and
-`summary`, its parts.
+Other wings take `held_out` and `estimators`. Users take `evaluator.evaluate`,
+which `python -m gspo_jax.evaluate` calls, and its parts.
 """
 
 __all__ = (

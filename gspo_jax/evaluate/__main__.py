@@ -5,17 +5,17 @@
 
 DIR is a Hugging Face folder, the workdir of a run (its newest checkpoint), or
 one step of it, WORKDIR/checkpoints/STEP. gspo_jax/evaluate/benchmarks.py lists
-the benchmarks; their files are read as those of training. Model, prompt,
-lengths and temperature come from the config (`--config.sampler.temperature=0.6
+the benchmarks; their files are read like training files. Model, prompt, lengths
+and temperature come from the config (`--config.sampler.temperature=0.6
 --config.sampler.top_p=0.95`); keys that only training uses are not checked. A
-benchmark is sampled in one batch, or in a few of equal size with at most
-`data.prompts * rollout.group_size` responses, as in training.
-`--reward` names another reward, as `reward.names` does: it gets the columns of
-the file, and one that takes groups gets all samples of a problem.
+benchmark is sampled in one batch, or in a few batches of equal size with at
+most `data.prompts * rollout.group_size` responses, as in training. `--reward`
+names another reward, as `reward.names` does. It gets the columns of the file; a
+reward for groups gets all samples of a problem.
 
-Prints a table. Each benchmark gets a folder in --out (by default
-DIR/evaluation): results.json, and answers.jsonl while the responses are scored.
-The same command again continues an interrupted evaluation.
+It prints a table. Each benchmark gets a folder in --out (by default
+DIR/evaluation) with results.json, and with answers.jsonl, which grows while
+responses are scored. Repeat the command to continue an interrupted evaluation.
 """
 
 from absl import flags
@@ -53,7 +53,6 @@ _START = (
 
 
 def main() -> None:
-  """The console's entry."""
   command.run(lambda: command.on_hosts(_evaluate), _START, __doc__)
 
 

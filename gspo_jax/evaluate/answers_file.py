@@ -1,10 +1,8 @@
 """The responses to a benchmark, written batch by batch.
 
-settings.json   what is evaluated, and how
-answers.jsonl   a JSON object for each response, in the order of the batches
-
-An interrupted evaluation continues after the last whole batch. In a bucket, a
-host that is lost costs the batches of the last 30 seconds (`RunFile`).
+settings.json says what is evaluated and how; answers.jsonl has an object for
+each response. An interrupted evaluation continues after the last whole batch.
+If a host is lost, a bucket lacks the batches of the last 30 seconds.
 """
 
 import io
@@ -24,13 +22,12 @@ from gspo_jax.runtime.errors import UserError, with_reason
 class AnswersFile:
   """The files of one benchmark in a folder; a context manager.
 
-  Opening it removes a batch that an interruption left incomplete: that batch is
-  sampled again, and the file ends as if there had been no interruption.
+  Opening it removes an incomplete batch, which is then sampled again.
 
   Args:
-    folder: created if missing; on this machine or in a bucket.
-    settings: JSON; UserError if the folder already has other settings.
-    sizes: the responses of each batch, in order.
+    folder: local or in a bucket; created if missing.
+    settings: JSON; UserError if the folder has other settings.
+    sizes: responses in each batch, in order.
     shorten: record -> what is kept in memory, which may not hold all texts.
 
   Attributes:
@@ -61,7 +58,7 @@ class AnswersFile:
     self._file.close()
 
   def append(self, records: Sequence[dict]) -> None:
-    """Writes the next batch; ValueError if these are not its responses."""
+    """Writes the next batch; ValueError if its size is wrong."""
     size = self._sizes[self.batches_done]
     if len(records) != size:
       raise ValueError(f"{len(records)=}, expected {size}")
@@ -74,10 +71,9 @@ class AnswersFile:
     self.batches_done += 1
 
   def _whole_batches(self) -> bytes:
-    """The content of the file, without a batch that is incomplete."""
     content = self._path.read_bytes() if self._path.exists() else b""
     file = io.BytesIO(content)
-    # The last line may be cut short.
+    # The last line may be incomplete.
     whole = (line for line in file if line.endswith(b"\n"))
     lines, end = json_lines.parse(whole, self._path), 0
     for size in self._sizes:

@@ -1,13 +1,13 @@
 """Benchmarks by name: how their files are read, and who scores responses.
 
-  AIME24, AIME25, AMC23, MATH500, Minerva, OlympiadBench, GSM8K
-                  a problem and a reference, in the columns that training finds
-                  (gspo_jax/data/sources.py)
-  LiveCodeBench, CodeForces
-                  programs and their tests (gspo_jax/evaluate/programs.py);
-                  CodeForces has a rating, which may be null
+AIME24, AIME25, AMC23, MATH500, Minerva, OlympiadBench, GSM8K
+                problem and reference, in columns found as in training
+                (gspo_jax/data/sources.py)
+LiveCodeBench, CodeForces
+                programs and tests (gspo_jax/evaluate/programs.py);
+                CodeForces has a rating, which may be null
 
-Rows that tests of standard input and output cannot score are left out and
+Rows whose tests need more than standard input and output are left out and
 counted.
 """
 
@@ -29,26 +29,22 @@ _IDS = ("id", "ID", "unique_id", "question_id", "url")
 
 
 class Benchmark(NamedTuple):
-  """A benchmark of N problems, as read from a file or data set."""
-
   name: str  # as the papers spell it
-  reward: str  # the name of the reward that scores responses
+  reward: str  # the name of a reward
   samples: int  # responses to each problem
   problems: list[Problem]
-  ids: list[str]  # the number of the row where it has no id
+  ids: list[str]  # the id of the row, else its number
   ratings: list[float | None]  # difficulties; None where a row has none
-  skipped: dict[str, int]  # rows that are left out, by reason
+  skipped: dict[str, int]  # reason -> how many rows are left out
   content: str  # a hash of the file, or of all problems
-  note: str = ""  # which columns were taken; "" if the benchmark has its own
+  note: str = ""  # which columns were taken; "" if they are fixed
 
 
 class _Format(NamedTuple):
-  """How the rows of a benchmark become problems."""
-
   name: str  # as the papers spell it
   reward: str = "math"  # a name in gspo_jax/rewards/
-  # 32 for AIME and 8 for LiveCodeBench as in GSPO, section 5.1; also 32 for
-  # AMC, which is as small as AIME, and 8 for CodeForces; the others are large.
+  # AIME has 32 and LiveCodeBench 8 as in GSPO, section 5.1; by analogy AMC, as
+  # small as AIME, has 32 and CodeForces 8. The others are large.
   samples: int = 1
   # (record, its name) -> problem; None: as training reads it
   parse: Callable[[Mapping, str], Problem] | None = None
@@ -66,12 +62,12 @@ def read(
   """Reads a benchmark.
 
   Args:
-    name: a benchmark above, in any case; another name needs a reward.
+    name: a benchmark above, in any case; another name needs `reward`.
     file: a file or spec; see `readers.spec_of`.
-    reward: in place of the benchmark's.
-    limit: reads this many problems from the start of the file.
-    fields: names of columns. Of a benchmark above, whose columns are known, one
-      that the first row lacks is looked for.
+    reward: replaces the benchmark's reward.
+    limit: how many problems to read, from the start; None: all.
+    fields: column names. A known benchmark searches only for columns that its
+      first row lacks.
   """
   known = _FORMATS.get(name.lower())
   if known is None and not reward:
@@ -95,7 +91,7 @@ def read(
     except programs.Skipped as reason:
       skipped[str(reason)] += 1
       continue
-    if not reward:  # only a reward of the user's reads columns
+    if not reward:  # only a user's reward reads columns
       problem = problem._replace(columns={})
     rating = _rating(record, place) if form.rated else None
     rows.append((problem, _id(record, i), rating))
@@ -119,7 +115,7 @@ def read(
 def _parser(
   form: _Format, spec: str, records: readers.Records, fields: Fields
 ) -> tuple[Callable[[Mapping, str], Problem], str]:
-  """(record, its name) -> problem; and a line about the columns."""
+  """(record, its name) -> problem; and a note about the columns."""
   if form.parse:
     plain = functools.partial(readers.plain_columns, without=())
     return lambda record, place: form.parse(plain(record), place), ""

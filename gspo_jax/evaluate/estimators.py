@@ -1,7 +1,7 @@
 """Estimates from n responses to each of N problems: avg@n, pass@k, maj@k, Elo.
 
-Standard errors are over problems: the responses to one problem are correlated,
-and the N problems are a sample of all that the benchmark could have.
+Standard errors are over problems: responses to one problem are correlated, and
+the N problems are a sample of all possible ones.
 """
 
 import functools
@@ -21,18 +21,12 @@ def ladder(n: int) -> list[int]:
 
 
 def correct(scores: np.ndarray, threshold: float) -> np.ndarray:
-  """Whether each of these rewards is at least `reward.pass_threshold`.
-
-  Compared in float32, in which rewards are kept: 0.7 is not under 0.7.
-  """
+  """Whether rewards reach `reward.pass_threshold`, compared as float32."""
   return np.asarray(scores, np.float32) >= np.float32(threshold)
 
 
 def avg(scores: np.ndarray) -> tuple[float, float]:
-  """The mean of scores [N, n], and its standard error over the N problems.
-
-  The error is NaN for one problem.
-  """
+  """Mean of scores [N, n], and its standard error over N (NaN for N = 1)."""
   means = scores.mean(1, dtype=np.float64)
   spread = means.std(ddof=1) if len(means) > 1 else math.nan
   return float(means.mean()), float(spread / math.sqrt(len(means)))
@@ -55,17 +49,16 @@ def majority_at_k(
 ) -> float:
   """Unbiased estimate of the accuracy of a majority vote among k responses.
 
-  The mean over all C(n, k) subsets of a problem's responses, computed exactly
-  (to 12 digits) without enumerating them. If several results have the most
-  votes, each wins with equal probability. A response without a result has no
-  vote; a subset without votes counts as wrong.
+  The mean over all C(n, k) subsets of a problem's responses, exact to 12
+  digits, without enumeration. If several results have the most votes, each wins
+  with equal probability. A response without a result has no vote; a subset
+  without votes is wrong.
 
   Args:
-    votes: [N][n] results of the responses, equal where they vote for the same;
+    votes: [N][n], the result of each response; equal results are one vote.
       None: no result.
-    correct: [N, n] bool. If only some responses with one vote are correct (a
-      vote and a reward may read a text differently), that vote is worth their
-      share.
+    correct: [N, n] bool. A vote and a reward may read a text differently: a
+      vote is worth the share of its responses that are correct.
     k: size of the vote, 1 to n.
   """
   n = correct.shape[1]
@@ -77,18 +70,18 @@ def majority_at_k(
 def _majority(votes, correct, k) -> float:
   """The expected worth of the winner of a vote among k of n responses.
 
-  The subset is sampled by including each response independently with
-  probability k/n, given that k are included. The counts of the results are then
-  independent. The probability that one result wins with `top` votes is a
-  product over results, as a polynomial in z whose term t belongs to subsets of
-  t responses. The product is evaluated on the unit circle, and term k is read
-  with an inverse FFT. Results with equally many responses share their factors.
+  Take each response with probability k/n, given that k are taken: this draws a
+  random subset. Without the condition, the counts of different results are
+  independent. The probability that a result wins with `top` votes is then a
+  product over results, written as a polynomial in z: term t belongs to subsets
+  of t responses. An inverse FFT of its values on the unit circle gives term k.
+  Results with equally many responses have equal factors, computed once.
   """
   by_result = {}
   for vote, right in zip(votes, correct, strict=True):
     by_result.setdefault(vote, []).append(float(right))
   by_result.pop(None, None)
-  worths = {}  # by the number of responses: the worths of such results
+  worths = {}  # number of responses -> worths of the results that have it
   for rights in by_result.values():
     worths.setdefault(len(rights), []).append(sum(rights) / len(rights))
   n = len(votes)
@@ -103,7 +96,7 @@ def _majority(votes, correct, k) -> float:
     left = n - sum(c * len(worth) for c, worth in worths.items() if c >= top)
     won += _won(able, rest**left, k // top)
   chance = math.comb(n, k) * (k / n) ** k * (1 - k / n) ** (n - k)
-  # For k = n the FFT puts term n in the place of term 0, which is empty.
+  # For k = n the FFT adds term n to term 0, which is empty.
   share = float(np.fft.irfft(won, n)[k % n] / chance)
   return abs(round(share, 12))  # rounding errors stay below 1e-12
 
@@ -111,15 +104,12 @@ def _majority(votes, correct, k) -> float:
 def _won(able, rest, winners) -> np.ndarray:
   """Probability that a result with `top` votes wins, times its worth, at z.
 
-  A tie goes to the highest of uniform random numbers u: the integral over u,
-  with Gauss-Legendre nodes that are exact for a polynomial of this degree.
+  Each result draws a uniform number u, and the highest u wins a tie. The
+  integral over u uses Gauss-Legendre nodes that are exact for this degree.
 
-  Args:
-    able: for each number of responses that a result can have: the worths of
-      such results, and the probabilities that one has `top` votes and that it
-      has fewer, as values at z.
-    rest: the probability of everything else.
-    winners: the number of results that can have `top` votes at once.
+  `able` has, for each number of responses that allows `top` votes, the worths
+  of its results and the probabilities, at z, of `top` and of fewer votes.
+  `rest` is the probability of all else; `winners` can have `top` votes at once.
   """
   winners = min(winners, sum(len(worth) for worth, *_ in able))
   u, weights = _nodes((winners + 1) // 2)
@@ -134,9 +124,9 @@ def _won(able, rest, winners) -> np.ndarray:
 
 
 def _included(count, p, z) -> np.ndarray:
-  """[2, count + 1, len(z)]: exactly t of `count` responses are included; fewer.
+  """[2, count + 1, len(z)]: t of `count` responses are taken; fewer than t are.
 
-  Each is included with probability p; the values of the polynomials at z.
+  Each is taken with probability p; the values are polynomials at z.
   """
   t = np.arange(count + 1)
   chance = [math.comb(count, i) * p**i * (1 - p) ** (count - i) for i in t]
@@ -161,26 +151,25 @@ class Elo(NamedTuple):
   rating: float
   low: float  # -inf if nothing is solved
   high: float  # inf if all is solved
-  # Less than half a problem is solved, or all but less than half of one:
-  # `rating` is computed as if it were half a problem.
+  # Less than half a problem is solved or unsolved; `rating` is computed as if
+  # it were half a problem.
   bounded: bool
 
 
 def elo(solved: np.ndarray, ratings: np.ndarray) -> Elo:
-  """The rating R at which the expected number of solved problems is that seen.
+  """The rating R that predicts the number of problems that were solved.
 
-  `P(solve) = 1 / (1 + 10^((rating of the problem - R) / 400))`, the formula of
-  Codeforces for two contestants (codeforces.com/blog/entry/20762); a problem's
-  rating is that of a contestant who solves it with probability 1/2. The
-  likelihood of R has its maximum where `sum P(R) = sum solved`. There is no
-  clock, no penalty and no other contestant, so this is not the rating that a
-  site would award.
+  `P(solve) = 1 / (1 + 10^((rating of the problem - R) / 400))` is the formula
+  of Codeforces for two contestants (codeforces.com/blog/entry/20762): a
+  contestant with a problem's rating solves it with probability 1/2. The
+  likelihood of R has its maximum where `sum P(R) = sum solved`. There are no
+  clock, penalties or other contestants, so a site would award another rating.
 
-  The interval contains every R with `|sum P - sum solved| < 1.96 sd`, where
-  `sd^2 = sum P (1 - P)`: a problem counts once, however many responses it has.
+  The interval has every R with `|sum P - sum solved| < 1.96 sd`. Since `sd^2 =
+  sum P (1 - P)`, a problem counts once, with any number of responses.
 
-  `solved` [N] has the share of the responses to each problem that solve it,
-  `ratings` [N] the problems' ratings, finite.
+  `solved` [N] is the share of each problem's responses that solve it; `ratings`
+  [N] are finite.
   """
   if not (len(solved) == len(ratings) > 0 and np.isfinite(ratings).all()):
     raise ValueError(
@@ -198,7 +187,7 @@ def elo(solved: np.ndarray, ratings: np.ndarray) -> Elo:
 
 
 def _rating_of(ratings, above) -> float:
-  """The smallest R where `above(mean, sd)` of solved holds, by bisection."""
+  """The smallest R where `above(mean, sd)` of solved holds; bisection."""
   margin = 20 * _DECADE  # odds of 10^20: past the last digit of a count
   low, high = float(np.min(ratings)) - margin, float(np.max(ratings)) + margin
   while high - low > 1e-6:

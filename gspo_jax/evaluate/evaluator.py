@@ -1,4 +1,4 @@
-"""Evaluates a policy on benchmarks, and writes every response and result."""
+"""Evaluates a policy on benchmarks, and writes all responses and results."""
 
 import dataclasses
 import functools
@@ -34,9 +34,9 @@ from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.workers import sandbox_files
 
-_SPARE = 10.0  # seconds of a call beyond the limit that its reward keeps
-# Longest reference, in characters, that is written beside each response. The
-# tests of a program can have millions; they are in the benchmark's file.
+_SPARE = 10.0  # seconds for a call beyond its reward's own limit
+# Longest reference, in characters, that is written with each response. A
+# program's tests can have millions; the benchmark's file has them.
 _LONGEST_REFERENCE = 2000
 
 
@@ -50,25 +50,20 @@ def evaluate(
   limit: int | None = None,
   reward: str = "",
 ) -> list[dict]:
-  """Samples, scores and writes; call it on every process.
+  """Samples and scores responses, and writes results; call on every process.
 
   Args:
-    config: all the keys of configs/common.py.
+    config: all keys of configs/common.py.
     folder: the weights; see `load_params.load`.
     sets: NAME=FILE for each benchmark.
-    out: a folder; each benchmark gets one in it, with its name, for the results
-      and the files of `answers_file`.
+    out: a folder; each benchmark gets a folder NAME in it.
     samples: responses to each problem; None for the benchmark's number.
-    limit: reads this many problems from the start of a benchmark.
-    reward: in place of the benchmarks' own.
+    limit: how many problems to read from the start of each benchmark.
+    reward: replaces the benchmarks' rewards.
 
-  Returns:
-    `summary.summarize` of each benchmark, on the first process.
-
-  Raises:
-    UserError: also if too many responses of a benchmark so far could not be
-      scored (`reward.max_failed`). The batch that exceeds the limit is not
-      written.
+  Returns `summary.summarize` of each benchmark, on the first process. Raises
+  UserError also if too many responses could not be scored
+  (`reward.max_failed`); the batch that exceeds the limit is not written.
   """
   multihost.require_joined()
 
@@ -115,13 +110,13 @@ def evaluate(
       save = functools.partial(
         _save_results, benchmark, file, out, folder, of_set, threshold
       )
-      # A full disk must end every process: the others would wait for this one.
+      # A full disk must end all processes, or the others wait for this one.
       summaries += multihost.run_on_all(save)
   return summaries
 
 
 def _save_results(benchmark, file, out, folder, settings, threshold) -> list:
-  """Writes results.json and returns the summary, where the file is."""
+  """Writes results.json where the file is; returns the summary."""
   if file is None:
     return []
   results = summary.summarize(benchmark, file.records, threshold)
@@ -159,7 +154,6 @@ def _read(config, sets, samples, limit, reward) -> list[Benchmark]:
 
 
 def _samplers(config, mesh, chosen) -> list[PolicySampler]:
-  """One for each benchmark; equal batch shapes share one."""
   if warning := length_warning(config):
     multihost.print_once(f"warning: {warning}")
   sampler = functools.cache(lambda shape: PolicySampler(config, mesh, shape))
@@ -181,7 +175,7 @@ def _batch_sizes(benchmark, sampler) -> list[int]:
 
 
 def _settings(config, chosen, params) -> dict[str, dict]:
-  """By benchmark, what must be the same for two evaluations of it."""
+  """Benchmark -> settings that must stay equal to continue it."""
   keys = config.as_json()
   sums = json.dumps(checkpoint.checksums(params), sort_keys=True)
   common = {
@@ -205,13 +199,10 @@ def _settings(config, chosen, params) -> dict[str, dict]:
 
 
 def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
-  """Runs a benchmark from its first batch that is not in the file.
-
-  The responses of a batch are scored while the next batch is sampled.
-  """
+  """Runs the batches not in the file; scores one while the next is sampled."""
   name, count = benchmark.name, len(benchmark.problems)
   size = sampler.batch_size
-  # The first process has the file.
+  # Only the first process has the file.
   done = "" if file is None else str(file.batches_done)
   first_batch = int(multihost.allgather_text(done)[0])
   key = jax.random.key(config.seed)
@@ -226,7 +217,7 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
     done=first_batch * size * benchmark.samples,
     file=sys.stderr,
   )
-  save = lambda: None  # the batch before
+  save = lambda: None  # saves the previous batch
   with reward_pool or nullcontext(), progress:
     for batch in range(first_batch, -(-count // size)):
       indices = range(batch * size, min((batch + 1) * size, count))
@@ -253,10 +244,7 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
 def _save_batch(
   config, benchmark, file, places, responses, truncated, pending
 ) -> None:
-  """Waits for the scores of a batch, and writes its responses.
-
-  `places` has the problem's index and the sample's number of each response.
-  """
+  """Waits for scores, writes; `places` are (problem, sample) indices."""
   name = benchmark.name
 
   def wrong(count):
@@ -312,7 +300,7 @@ def _reward_pool(config, benchmark) -> RewardPool:
 
 
 def _seconds(config, reward) -> float:
-  """For one call; enough for "code" and "judge" to reach their own limit."""
+  """Limit of a call, above the limits of "code" and "judge" themselves."""
   seconds = float(config.reward.seconds)
   if reward.partition(":")[0] not in ("code", "judge"):
     return seconds

@@ -19,7 +19,7 @@ from gspo_jax.sampler.samples import Prompts
 
 
 def evaluate(experiment: Experiment, params: model.Params) -> dict[str, float]:
-  """`eval/*` of sampled and of greedy responses; always with the same key."""
+  """`eval/*` of sampled and greedy responses; the key is always the same."""
   sampler, key = experiment.program.sampler, experiment.keys.evaluate
   config = experiment.config
   sampled = first_rewards(
@@ -33,7 +33,6 @@ def evaluate(experiment: Experiment, params: model.Params) -> dict[str, float]:
 def greedy(
   experiment: Experiment, params: model.Params, key: jax.Array
 ) -> np.ndarray:
-  """[N, 1], the first reward of the greedy responses."""
   generate = experiment.program.sampler.generate_greedy
   return first_rewards(experiment, generate, params, key, 1)
 
@@ -47,8 +46,7 @@ def first_rewards(
 ) -> np.ndarray:
   """The first reward of G responses to each of N held-out problems, [N, G].
 
-  Raises multihost.AgreedError if more than `reward.max_failed` of the responses
-  could not be scored.
+  Raises AgreedError if more than `reward.max_failed` could not be scored.
   """
   sample = _conversations if experiment.conversations else _responses
   params = experiment.program.sampler.weights(params)
@@ -106,8 +104,8 @@ def summarize(
 ) -> dict[str, float]:
   """`eval/*` of rewards [N, n] of sampled and [N, 1] of greedy responses.
 
-  `pass@k` for k = 1, 2, 4, ... and n, where a reward of at least `threshold` is
-  a pass; with rewards of 0 and 1, `avg@n` is `pass@1`.
+  A reward of at least `threshold` passes; `pass@k` is for k = 1, 2, 4, ... and
+  n. With rewards of 0 and 1, `avg@n` is `pass@1`.
   """
   correct, n = estimators.correct(sampled, threshold), sampled.shape[1]
   return {

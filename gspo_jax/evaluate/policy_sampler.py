@@ -29,11 +29,11 @@ from gspo_jax.sampler.samples import (
 
 
 class BatchShape(NamedTuple):
-  """A batch of prompts; a problem gets `group_size * repeats` responses."""
+  """A problem gets `group_size * repeats` responses."""
 
-  group_size: int  # responses to each prompt of a batch
+  group_size: int  # responses to each prompt
   repeats: int  # prompts of each problem, perhaps in several batches
-  prompts: int  # of a batch
+  prompts: int  # in a batch
 
 
 def batch_shape(
@@ -41,10 +41,10 @@ def batch_shape(
 ) -> BatchShape:
   """The smallest batch for a benchmark.
 
-  It holds all problems; or there are as few batches as can be, about equally
-  large, of at most `data.prompts * rollout.group_size` responses, as in
-  training. Its prompts are rounded up to a multiple of the devices that share
-  rows. `samples` counts the responses to each of `problems` problems.
+  One batch holds all problems, or there are as few batches as possible, of
+  about equal size, with at most `data.prompts * rollout.group_size` responses,
+  as in training. The number of prompts is rounded up to a multiple of the
+  devices that share rows. `samples` is the number of responses to each problem.
   """
   limit, prompts = config.rollout.group_size, config.data.prompts
   for name, value in ("rollout.group_size", limit), ("data.prompts", prompts):
@@ -64,12 +64,12 @@ def batch_shape(
 class PolicySampler:
   """Samples responses as a config says, in batches of one shape.
 
-  One compiled function samples all batches. A problem that gets more than
-  `rollout.group_size` responses has several prompts. At
-  `sampler.temperature=0` the response is greedy.
+  One compiled function samples all batches. A problem with more than
+  `rollout.group_size` responses has several prompts. Responses are greedy at
+  `sampler.temperature=0`.
 
-  Keys that only training uses are not checked: their sizes may not fit the
-  devices at hand, nor the objective another model.
+  Keys that only training uses are not checked: they may not fit these devices
+  or this model.
 
   Attributes:
     program: of the config, without the learner.
@@ -94,8 +94,8 @@ class PolicySampler:
     self.program = build_program(config, mesh, training=False)
 
   def prompts(self, problems: Sequence[Problem]) -> PromptBatch:
-    """The prompts of problems; UserError if one is long."""
-    # A benchmark is sampled whole, whatever data.too_long says.
+    """The prompts of problems; UserError if one is too long."""
+    # A benchmark is never shortened, whatever data.too_long says.
     config = dataclasses.replace(self.program.prompt_config, too_long="error")
     return pipeline.take(problems, config, len(problems))
 
@@ -106,10 +106,10 @@ class PolicySampler:
     key: jax.Array,
     progress: Progress | None = None,
   ) -> tuple[list[Response], list[bool]]:
-    """Responses to any number of problems; the same on every process.
+    """Samples responses to any number of problems; the same on every process.
 
-    Returns the responses, those to a problem side by side; and whether each was
-    cut at `sampler.max_new_tokens`.
+    Returns the responses, grouped by problem, and whether each was cut at
+    `sampler.max_new_tokens`.
     """
     repeated = np.repeat(np.arange(len(problems)), self._shape.repeats)
     prompts = self.prompts(problems).pick(repeated)

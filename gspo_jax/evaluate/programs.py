@@ -1,13 +1,13 @@
 """Problems that a program solves, as LiveCodeBench and CodeForces publish them.
 
-  LiveCodeBench   question_content; public_test_cases, private_test_cases
-  CodeForces      description; official_tests | tests | test_cases, the first
-                  that has any; input_format, output_format, note and examples
-                  are added to the problem where the record has them
+LiveCodeBench   question_content; public_test_cases, private_test_cases
+CodeForces      description; the first of official_tests, tests, test_cases
+                that has any; input_format, output_format, note and examples,
+                if present, are added to the problem
 
-Tests are objects of `input` and `output`, in a list or in its JSON. The
-published private_test_cases are pickles, which are never loaded here: convert
-them to JSON where that is safe.
+Tests are objects of `input` and `output`, as a list or as its JSON. The
+published private_test_cases are pickles, which are never loaded here; convert
+them to JSON in a safe place.
 """
 
 import json
@@ -23,13 +23,13 @@ _TESTS = ("official_tests", "tests", "test_cases")
 
 
 class Skipped(Exception):
-  """A record whose programs cannot be tested here; the text is the reason."""
+  """A record whose programs cannot be tested; the text is the reason."""
 
 
 def livecodebench(record: Mapping, place: str) -> Problem:
-  """The problem of a record; `place` is its name, for errors.
+  """The problem of a record; `place` names the record in errors.
 
-  Skipped if its tests call a function, or there are none.
+  Skipped if its tests call a function, or it has no tests.
   """
   columns = ("public_test_cases", "private_test_cases")
   all_tests = [test for name in columns for test in tests(record, name, place)]
@@ -40,9 +40,8 @@ def livecodebench(record: Mapping, place: str) -> Problem:
 def codeforces(record: Mapping, place: str) -> Problem:
   """The problem of a record; see `livecodebench`.
 
-  Left out are those that a checker, an interaction or a file decides, and those
-  whose tests are not all there, or are only the examples that the problem
-  shows.
+  Skipped if a checker, an interaction or a file decides, or if tests are
+  missing or are only the examples in the problem.
   """
   for column, good, reason in (
     ("generated_checker", None, "needs a checker"),
@@ -61,7 +60,7 @@ def codeforces(record: Mapping, place: str) -> Problem:
     parts.append(f"Example input\n{test['input'].strip()}")
     parts.append(f"Example output\n{test['output'].strip()}")
   if not {*_TESTS, "examples"} & record.keys():
-    readers.field(record, _TESTS[0], place)  # raises: there is none
+    readers.field(record, _TESTS[0], place)  # raises: no column has tests
   columns = (tests(record, c, place) for c in _TESTS if c in record)
   official = next(filter(None, columns), [])
   if not official and record.get("examples"):
@@ -71,7 +70,6 @@ def codeforces(record: Mapping, place: str) -> Problem:
 
 
 def _problem(text: str, all_tests: list[dict], record, read) -> Problem:
-  """The problem, with tests as the reward `code` reads them."""
   if not all_tests:
     raise Skipped("no tests")
   columns = {k: v for k, v in record.items() if k not in read}
@@ -86,9 +84,9 @@ def _text(record, name: str, place: str) -> str:
 
 
 def tests(record: Mapping, name: str, place: str) -> list[dict[str, str]]:
-  """Tests of a program, {"input", "output"} each; also of JSON text.
+  """Tests of a program, {"input", "output"} each, from a list or JSON text.
 
-  Skipped if the tests call a function, and have no standard input.
+  Skipped if the tests call a function instead of using standard input.
   """
   value = readers.field(record, name, place)
   if isinstance(value, str):

@@ -10,26 +10,26 @@ from gspo_jax.evaluate.benchmarks import Benchmark
 from gspo_jax.rewards import math as latex
 from gspo_jax.rewards import numbers
 
-# Longer results are compared as text: real results are short, and the time to
-# normalise one grows with the square of its length.
+# Longer results are compared as text: the time to normalise a result grows with
+# the square of its length, and real results are short.
 _LONGEST = 500
 
 
 def summarize(
   benchmark: Benchmark, records: Sequence[Mapping], threshold: float
 ) -> dict:
-  """The numbers of a benchmark, as JSON; infinite numbers are None.
+  """The numbers of a benchmark, for JSON; infinite numbers are None.
 
   Args:
     benchmark: N problems.
-    records: N * n responses from `shorten`, those to a problem side by side.
+    records: N * n responses from `shorten`, grouped by problem.
     threshold: `reward.pass_threshold`, the least score of a correct response.
 
   Returns:
     `avg`, the mean score, and its standard error; `pass` and `majority` by k
-    (None where responses cannot vote, as programs cannot); `elo` over the
-    `rated` problems; the shares of responses that were `truncated`, and that
-    `failed`: their reward could not be computed, and they score 0.
+      (None for programs, which have no vote); `elo` over the `rated` problems;
+      the shares of responses that were `truncated`, and that `failed`: their
+      reward could not be computed, and they score 0.
   """
   count = len(benchmark.problems)
   table = lambda key: np.array([r[key] for r in records]).reshape(count, -1)
@@ -58,10 +58,7 @@ def summarize(
 
 
 def shorten(reward: str, record: Mapping) -> dict:
-  """The fields of a record of answers.jsonl that `summarize` reads.
-
-  The vote under the reward that scored it is there in place of the text.
-  """
+  """What `summarize` reads of a record; its vote replaces the text."""
   kept = {k: record[k] for k in ("score", "failed", "tokens", "finish")}
   return kept | {"vote": vote(reward, record["response"])}
 
@@ -79,13 +76,13 @@ def _majority(reward, records, correct, ks):
 
 
 def vote(reward: str, text: str) -> Hashable | None:
-  r"""The result of a response, for a majority vote; None: it has none.
+  r"""The result of a response, for a majority vote; None without a result.
 
-  Two votes are equal if the results are written alike, or are equal numbers.
-  The reward `math` takes more results as equal (`\frac{1}{2}` and 0.5), so
+  Two votes are equal if the results are the same text or the same number. The
+  reward `math` accepts more results as equal (`\frac{1}{2}` and 0.5), so
   `summarize` counts all correct votes as one. Wrong results that are equal but
-  written differently are separate votes. `reward` says how to find the result:
-  math, gsm8k or final_answer, with or without arguments.
+  written differently are separate votes. `reward`, math, gsm8k or final_answer,
+  perhaps with arguments, says how to find the result.
   """
   if _name(reward) not in _READERS:
     return None
@@ -124,7 +121,6 @@ def _finite(value):
 
 
 def render(summaries: Sequence[Mapping]) -> str:
-  """A table with a line for each benchmark, and notes under it."""
   head = ("set", "problems", "samples", "avg@n", "pass@n", "maj@n",
           "Elo (95 %)", "truncated", "failed")  # fmt: skip
   rows = [head, *map(_cells, summaries)]

@@ -1,24 +1,24 @@
-"""Compiles a config's real functions for a TPU slice, with no TPU at hand.
+"""Compiles a config's functions for a TPU slice; no TPU is needed.
 
   python -m gspo_jax.plan --config=configs/moe_tpu_v5.py --topology=v5p:4x4x4
 
-It takes a command line of gspo_jax.main unchanged (a workdir is not used). For
-each function it prints whether it fits, and how long it would take at best and
-by the cycles that libtpu states; docs/scaling.md says what is counted.
-`generate` is shown by one decode step at the longest cache, and as a whole as
-if every response had full length. With `continuous_batching.slots` it is a
-segment of decode steps with every page full, and beside it comes the largest
-`continuous_batching.num_pages` that the HBM left over holds. The time of
-`old_logps` is that of all minibatches, although a run needs only one
-micro-batch of the first.
+It takes the command line of gspo_jax.main unchanged; the workdir is not used.
+For each function it prints whether it fits, its time at best, and its time by
+libtpu's cycles; docs/scaling.md says what is counted. `generate` is shown
+twice: one decode step at the longest cache, and the whole call with responses
+of full length. With `continuous_batching.slots`, the call is a segment of
+decode steps with all pages full, and the largest
+`continuous_batching.num_pages` that fits into HBM is printed. The time of
+`old_logps` is for all minibatches, although a run needs only one micro-batch of
+the first.
 
-With `--lengths` it also prints what an iteration costs whose responses have
-these lengths; plan/iteration/lengths.py says how they are given:
+`--lengths` adds the cost of an iteration whose responses have these lengths
+(plan/iteration/lengths.py has the formats):
 
   --lengths=lognormal:mean=.25,sigma=1    --lengths=runs/tiny/lengths.txt
 
-Exit codes: 0 all fit; 1 one does not; 2 a mistake of the caller's, in one line;
-3 a fault, with its traceback.
+Exit codes: 0 every function fits; 1 one does not; 2 a mistake of the user, in
+one line; 3 a fault, with its traceback.
 """
 
 import json
@@ -55,7 +55,6 @@ _START = (
 
 
 def main() -> None:
-  """The console's entry."""
   try:
     command.run(_plan, _START, __doc__)
   except Exception:  # Python's own exit code is 1, which says "does not fit"

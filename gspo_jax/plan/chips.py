@@ -1,16 +1,19 @@
-"""The peak rates of TPU chips, and the links between them.
+"""Peak rates of TPU chips, and of the links between them.
 
 Sources:
   FLOPs and memory bandwidth: docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}
   Links, one way: jax-ml.github.io/scaling-book, chapter 2
-  HBM: the size that libtpu 0.0.51 states in its out-of-memory message
-  FLOPs a cycle: v5e and v5p from the pages above, 4 units of 128 x 128 in each
-    TensorCore. v6e and tpu7x have units of 256 x 256, of which those pages name
-    too few: by libtpu 0.0.51's own cycles a large bfloat16 product does 480,269
-    FLOPs a cycle on v6e and 446,074 on tpu7x, so more than two units' 262,144;
-    four units' are taken, an inference. The clock is the peak divided by it.
-  Between the two devices of a tpu7x chip: six links, an assumption that no
-    source here confirms. It matters only to groups within one chip.
+  HBM: the out-of-memory message of libtpu 0.0.51
+  FLOPs a cycle of v5e and v5p: the pages above, 4 units of 128 x 128 in each
+    TensorCore
+
+For v6e and tpu7x, with units of 256 x 256, FLOPs a cycle are inferred. By the
+cycles of libtpu 0.0.51, a large bfloat16 product does 480,269 FLOPs a cycle on
+v6e and 446,074 on tpu7x. Two units can do only 262,144, so four are assumed.
+The clock is the peak divided by FLOPs a cycle.
+
+The two devices of a tpu7x chip are assumed to have six links between them. No
+source confirms it. It matters only to groups within one chip.
 """
 
 import dataclasses
@@ -31,11 +34,11 @@ class Chip:
   hbm_bandwidth: float  # bytes a second
   link: float  # bytes a second, one way over one link to a neighbour
   network: float  # bytes a second between slices, for each device
-  axes: int  # the number of axes of the torus
-  # Whether slices consist of 4x4x4 cubes, so that all axes of whole cubes close
-  # to rings; else only an axis of 16 chips does.
+  axes: int  # of the torus
+  # True: slices consist of 4x4x4 cubes, and the axes of whole cubes are rings.
+  # False: only an axis of 16 chips is a ring.
   cubes: bool
-  flops_a_cycle: int  # FLOPs of all its matrix units in a clock cycle
+  flops_a_cycle: int  # FLOPs of all matrix units in a clock cycle
   cores: int = 1  # TensorCores
   on_chip: int = 1  # devices on one chip, which share its links
 
@@ -50,7 +53,7 @@ class Chip:
     return 4096 * self.cores * self.clock
 
   def rings(self, shape: Sequence[int]) -> tuple[bool, ...]:
-    """Whether each axis of a slice of this shape closes to a ring."""
+    """Whether each axis of a slice of this shape is a ring."""
     if self.cubes:
       return (all(n % 4 == 0 for n in shape),) * len(shape)
     return tuple(n == 16 for n in shape)
@@ -70,8 +73,8 @@ CHIPS = {
 # Chips of the largest slice, from the pages above.
 _LARGEST = {"v5e": 256, "v5p": 6144, "v6e": 256, "tpu7x": 9216}
 
-# Of accelerator types, the names that launch/ takes: the chip, and what each
-# chip counts for, two TensorCores or itself.
+# Accelerator types of launch/ -> the kind of chip, and what one chip adds to
+# the number in the type: its two TensorCores, or 1.
 _TYPES = {
   "v5e": ("v5e", 1),
   "v5litepod": ("v5e", 1),
@@ -79,7 +82,7 @@ _TYPES = {
   "v6e": ("v6e", 1),
   "tpu7x": ("tpu7x", 2),
 }
-# Shapes by their chips, of tori of two axes and of less than a cube.
+# The shapes of slices with two axes, and of slices smaller than a cube.
 _FLAT = (
   *((1, 1), (2, 2), (2, 4), (4, 4)),
   *((4, 8), (8, 8), (8, 16), (16, 16)),
@@ -89,7 +92,7 @@ _UNDER_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-  """A TPU slice: the kind of chip, and the shape of the torus."""
+  """A TPU slice: the kind of chip and the shape of the torus."""
 
   kind: str
   shape: tuple[int, ...]
@@ -103,7 +106,7 @@ class Slice:
 
 
 def parse(topology: str) -> Slice:
-  """Parses a topology such as v5p:4x4x4, or an accelerator type, v5p-128."""
+  """Parses a topology, v5p:4x4x4, or an accelerator type, v5p-128."""
   family, _, count = topology.partition("-")
   if family in _TYPES and count.isdecimal():
     return _of_type(topology, family, int(count))
@@ -133,9 +136,9 @@ def parse(topology: str) -> Slice:
 
 
 def _of_type(topology: str, family: str, count: int) -> Slice:
-  """The slice of an accelerator type; of cubes, the most compact one."""
+  """The slice of an accelerator type; the most compact one of cubes."""
   kind, a_chip = _TYPES[family]
-  has_cubes, whole = CHIPS[kind].cubes, 64 * a_chip  # of a cube
+  has_cubes, whole = CHIPS[kind].cubes, 64 * a_chip  # whole: a cube
   shapes = _UNDER_A_CUBE if has_cubes else _FLAT
   sizes = {math.prod(shape) * a_chip: shape for shape in shapes}
   if count in sizes:
@@ -152,7 +155,7 @@ def _of_type(topology: str, family: str, count: int) -> Slice:
 
 
 def _compact(cubes: int) -> tuple[int, ...]:
-  """The shape of so many cubes of 4x4x4 chips, its longest axis the least."""
+  """The shape of `cubes` 4x4x4 cubes with the shortest longest axis."""
   shapes = (
     (a, b, cubes // (a * b))
     for a in range(1, cubes + 1)
@@ -177,11 +180,10 @@ def bandwidth_between(
   here: Sequence[DeviceCoordinates],
   there: Sequence[DeviceCoordinates],
 ) -> float:
-  """The bytes a second that these devices can send to those, all together.
+  """Bytes a second that all devices of `here` together can send to `there`.
 
-  By the links of the torus from a chip of one group to a neighbour of the
-  other, and those inside a chip of both; between slices, by the network of the
-  smaller group.
+  In a slice they use the torus links between their chips, and the links inside
+  chips that they share; between slices, the network of the smaller group.
   """
   chip = tpu_slice.chip
   if {d.slice for d in here} != {d.slice for d in there}:
@@ -205,17 +207,16 @@ def bandwidth_between(
 def bandwidth(
   tpu_slice: Slice, devices: Sequence[DeviceCoordinates], to_all: bool
 ) -> float:
-  """The bytes a second that each device of a group can send to the others.
+  """Bytes a second that each device of a group can send to the others.
 
-  A group uses two links of an axis of the torus that it closes to a ring, and
-  one link of any other. Between slices, the network is the limit. With
-  `to_all`, each device sends different bytes to each other device: bytes also
-  pass through the devices in between, and the longest axis is the limit.
+  A group uses two links of a torus axis that it closes to a ring, and one link
+  of any other axis. Between slices, the network is the limit. With `to_all`,
+  each device sends different bytes to every other device. These pass through
+  the devices in between, so the longest axis is the limit.
 
-  The devices of one chip share its links. If a group has one of them, another
-  group has the other at the same time: each gets half. If a group has both, a
-  ring passes the links of a chip once: one device sends over them, the other to
-  its neighbour on the chip. With `to_all` each gets half.
+  The devices of one chip share its links. Two groups that each have one of them
+  get half of the links. If a group has both, a ring passes the links once; with
+  `to_all` each device gets half.
   """
   chip = tpu_slice.chip
   if len({d.slice for d in devices}) > 1:

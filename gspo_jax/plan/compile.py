@@ -1,6 +1,6 @@
 """Compiles functions for a TPU slice with libtpu, on any machine.
 
-Nothing here runs on a device. Call `prepare` before JAX starts a backend.
+Nothing runs on a device. Call `prepare` before JAX starts a backend.
 """
 
 import dataclasses
@@ -19,8 +19,7 @@ from gspo_jax.plan.chips import Slice
 from gspo_jax.runtime.errors import UserError, install
 from gspo_jax.runtime.multihost import NO_TPU
 
-# No query to a metadata server, no lock against a second process, and only
-# fatal errors on stderr.
+# No metadata server, no lock against a second process, only fatal errors.
 _ENVIRONMENT = NO_TPU | {
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
   "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -35,18 +34,17 @@ _DUMPING_VERSION = "0.0.51"  # of libtpu
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-  """The bytes of HBM that a program needs on each device."""
+  """Bytes of HBM that a program needs on each device."""
 
   arguments: int
   outputs: int
-  aliased: int  # the part of the outputs that reuses donated arguments
+  aliased: int  # outputs that reuse the memory of donated arguments
   temporaries: int
   code: int
-  peak: int  # by the compiler's estimate
+  peak: int  # the compiler's estimate
 
   @property
   def needed(self) -> int:
-    """The larger of the compiler's peak and the sum of the parts."""
     parts = self.arguments + self.outputs - self.aliased + self.temporaries
     return max(self.peak, parts + self.code)
 
@@ -63,7 +61,7 @@ class Compiled:
 
 
 def prepare() -> str:
-  """Sets up this process to compile for TPUs; returns libtpu's version."""
+  """Sets this process up to compile for TPUs; returns libtpu's version."""
   if importlib.util.find_spec("libtpu") is None:
     raise UserError(
       f"libtpu, the TPU compiler, is not installed: {install('plan')}"
@@ -76,7 +74,6 @@ def prepare() -> str:
 
 
 def devices(tpu_slice: Slice, slices: int) -> list:
-  """The devices of `slices` slices, in JAX's order."""
   more = {"num_slices": slices} if slices > 1 else {}
   try:
     topology = topologies.get_topology_desc(
@@ -89,7 +86,6 @@ def devices(tpu_slice: Slice, slices: int) -> list:
 
 
 def compile_one(lowered: jax.stages.Lowered) -> Compiled:
-  """Compiles a lowered function, and reads the compiler's dumps."""
   start = time.monotonic()
   with tempfile.TemporaryDirectory() as folder:
     # `as_text` crashes on many modules; the compiler's dump is complete.
@@ -127,7 +123,6 @@ def _text(folder) -> str:
 
 
 def _largest(folder, pattern) -> str:
-  """The text of the largest file that matches; "" if there is none."""
   files = sorted(Path(folder).glob(pattern), key=lambda f: f.stat().st_size)
   return files[-1].read_text() if files else ""
 
@@ -139,7 +134,7 @@ _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def _buffers(folder) -> list[tuple[float, str]]:
-  """The buffers in HBM of the compiler's memory report, the largest first."""
+  """The buffers in HBM by the compiler's memory report, largest first."""
   report = _largest(folder, "*memory-usage-report.txt")
   hbm = re.search(
     r"^Memory Space: default.*?(?=^Memory Space:|\Z)", report, re.M | re.S

@@ -1,4 +1,4 @@
-"""The functions of a run, lowered for the shapes of its config."""
+"""The functions of a run, lowered with the shapes of its config."""
 
 import functools
 
@@ -12,7 +12,7 @@ from gspo_jax.runtime import sharding
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.samples import Prompts
 
-# Those that loop over the micro-batches of packed rows.
+# Functions that loop over the micro-batches of packed rows.
 LEARNING = ("update", "old_logps", "reference_and_values")
 FUNCTIONS = (*LEARNING, "decode_params", "prefill", "generate")
 
@@ -22,9 +22,8 @@ def functions(
 ) -> dict[str, jax.stages.Lowered]:
   """The functions that a run has, by name.
 
-  With `continuous_batching.slots`, `generate` is a segment of decode steps,
-  `decode_params` prepares the weights of a batch, and `prefill` stores the
-  longest prompts.
+  With a continuous sampler, `generate` is a segment of decode steps,
+  `decode_params` prepares weights, and `prefill` takes the longest prompts.
   """
   rows = functools.partial(_with_batch_sharding, program.mesh)
   sampled = functools.partial(_with_batch_sharding, program.sampler.mesh)
@@ -63,19 +62,18 @@ def functions(
 
 
 def sampler_devices(program: Program) -> list[jax.Device]:
-  """The sampler's own devices; none, if it shares those of the trainer."""
+  """The devices of a separate sampler; [] if it shares the trainer's."""
   sampler = program.sampler
   return [*sampler.mesh.devices.flat] if sampler.separate else []
 
 
 def has_pages(name: str, program: Program) -> bool:
-  """Whether a function reads or writes the pages of a continuous sampler."""
   paged = program.sampler.generate.batching is not None
   return paged and name in ("prefill", "generate")
 
 
 def cached_tokens(config: Config, program: Program) -> int:
-  """All tokens that the sampler's cache has room for, over all devices."""
+  """The tokens that fit into the sampler's cache on all devices."""
   generate = program.sampler.generate
   if generate.batching:
     sizes = generate.sizes
@@ -86,13 +84,13 @@ def cached_tokens(config: Config, program: Program) -> int:
 
 
 def sampler_weights(program: Program):
-  """The policy as the sampler is given it."""
+  """The abstract weights that the sampler takes as its argument."""
   separate = program.sampler.separate
   return separate.weights if separate else program.abstract_policy
 
 
 def longest(config, sampler: ContinuousSampler) -> int:
-  """T of the longest prompts, or of responses that continue."""
+  """The length T of the longest prefill: a prompt or a resumed response."""
   return sampler.buckets(continues=config.rollout.continues)[-1]
 
 

@@ -1,28 +1,26 @@
-"""The FLOPs and bytes that a model needs at least, in any implementation.
+"""The least FLOPs and bytes that a model needs, in any implementation.
 
-FLOPs are counted as in papers: 2 for each active parameter and token, half the
-square of the length for causal attention, and three times a forward pass for a
-forward and a backward pass. The embedding is a look-up and has no FLOPs. The
-output head counts only for tokens that need logits. With low-rank adapters the
-weights have no gradient of their own: forward and backward pass count twice a
-forward pass, and the adapters nothing.
+FLOPs are counted as in papers: 2 for each active parameter and token, half of
+the squared length for causal attention, and three forward passes for a forward
+and a backward pass. The embedding is a look-up without FLOPs. The output head
+counts only for tokens that need logits. With low-rank adapters the base weights
+have no gradient: forward and backward count as two forward passes, and the
+adapters count nothing.
 """
 
 from gspo_jax.model import ModelConfig
 
 
 def _attention_parameters(cfg: ModelConfig) -> int:
-  """Those of the projections of one layer."""
   return 2 * cfg.embed_dim * cfg.head_dim * (cfg.num_heads + cfg.num_kv_heads)
 
 
 def _expert_parameters(cfg: ModelConfig) -> int:
-  """Those of one expert, or of the MLP of a dense layer."""
+  """The parameters of one expert, or of a dense layer's MLP."""
   return 3 * cfg.embed_dim * cfg.mlp_dim
 
 
 def active_parameters(cfg: ModelConfig) -> int:
-  """The parameters of all layers that one token uses."""
   experts = cfg.experts_per_token if cfg.num_experts else 1
   router = cfg.embed_dim * cfg.num_experts
   layer = _attention_parameters(cfg) + router
@@ -32,10 +30,9 @@ def active_parameters(cfg: ModelConfig) -> int:
 def forward_flops(
   cfg: ModelConfig, batch: int, tokens: int, head_tokens: int, past: int = 0
 ) -> float:
-  """The FLOPs of a forward pass over `batch` sequences.
+  """FLOPs of a forward pass over `batch` sequences of `tokens` new tokens.
 
-  Each has `tokens` new ones, logits of `head_tokens` of them, and `past` tokens
-  that are already in a cache.
+  `past` tokens are in the cache; `head_tokens` of the new ones need logits.
   """
   head = cfg.embed_dim * cfg.vocab_size
   products = active_parameters(cfg) * tokens + head * head_tokens
@@ -45,7 +42,7 @@ def forward_flops(
 
 
 def update_passes(cfg: ModelConfig) -> int:
-  """The forward passes that take the FLOPs of a forward and backward pass."""
+  """A forward and a backward pass, in FLOPs of a forward pass."""
   return 2 if cfg.lora else 3
 
 
@@ -54,7 +51,6 @@ def _element_bytes(cfg: ModelConfig) -> int:
 
 
 def cache_bytes(cfg: ModelConfig, tokens: float) -> float:
-  """The bytes of the keys and values of this many tokens."""
   heads = 2 * cfg.num_layers * cfg.num_kv_heads
   return _element_bytes(cfg) * heads * cfg.head_dim * tokens
 
@@ -68,14 +64,12 @@ def decode_bytes(
   expert: int,
   tensor: int,
 ) -> float:
-  """The HBM bytes that a device reads to decode one token of each response.
+  """HBM bytes that a device reads to decode one token of each response.
 
-  It reads its part of the weights and its part of the cache once. The weights
-  of an expert count only if a token is routed to it, with an even load.
-
-  `rows` responses have `tokens` in the cache, both over all `devices`. Experts
-  and vocabulary are sharded among `expert` x `tensor` devices, and the heads
-  among `tensor`.
+  It reads its shards of weights and cache once; an expert's weights only if a
+  token is routed to it, with an even load. `rows` and `tokens` (cached) are
+  totals over `devices`. Experts and vocabulary are sharded over `expert` x
+  `tensor` devices, heads over `tensor`.
   """
   group = expert * tensor
   router = cfg.embed_dim * cfg.num_experts

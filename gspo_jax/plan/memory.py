@@ -1,4 +1,4 @@
-"""Whether a function fits into HBM, and how many pages the rest would hold."""
+"""Whether a function fits into HBM, and how many pages the rest can hold."""
 
 import dataclasses
 import math
@@ -15,9 +15,9 @@ from gspo_jax.program.functions import Program
 from gspo_jax.sampler.continuous import ContinuousSampler
 
 KEY = "continuous_batching.num_pages"
-# Share of the HBM to leave free, for executables and fragmentation.
+# Share of the HBM that stays free, for executables and fragmentation.
 MARGIN = 0.08
-_LANES = 128  # a TPU pads the last dimension of an array to as many
+_LANES = 128  # a TPU pads an array's last dimension to a multiple
 
 
 def memory(
@@ -27,7 +27,7 @@ def memory(
   tpu_slice: Slice,
   max_staleness: int = 0,
 ) -> dict:
-  """For a report; `resident` is state that the function does not read."""
+  """Report; `resident` is state that the function does not read."""
   separate = program.sampler.separate
   if separate and name not in LEARNING:
     # Each batch queued ahead holds its own copy of the sampler's weights.
@@ -54,7 +54,7 @@ def memory(
 
 
 def _unread(name, state):
-  """The part of a state that a function does not read, but that stays."""
+  """The state that stays in HBM although the function does not read it."""
   if name in ("update", "old_logps"):
     return None
   moments = state.opt_state, state.critic and state.critic.opt_state
@@ -72,11 +72,7 @@ def array_bytes(tree) -> int:
 
 
 def page_bytes(cfg: ModelConfig, sampler: ContinuousSampler) -> int:
-  """Bytes of one page on one device: keys and values of all layers.
-
-  A bound for narrow heads that do not fill the lanes: XLA may choose another
-  layout for them, without padding.
-  """
+  """Bytes of a page on one device; an upper bound for heads under 128 wide."""
   mesh, sizes = sampler.mesh, sampler.sizes
   with jax.set_mesh(mesh):
     arrays = jax.eval_shape(
@@ -99,14 +95,12 @@ def page_bytes(cfg: ModelConfig, sampler: ContinuousSampler) -> int:
 def room(
   needed: float, hbm: float, cfg: ModelConfig, sampler: ContinuousSampler
 ) -> dict:
-  """The largest pool of pages beside all else that a function needs.
+  """The largest pool of pages beside the rest of a function.
 
-  On a device it needs `needed` bytes with the pages of `sampler`, of `hbm`.
-
-  Returns:
-    `num_pages` of the sampler and the `largest` that leaves `MARGIN` of the HBM
-    free, over all devices; `slots_of_longest`, how many of the longest prompts
-    and responses these take; and `tokens_a_slot` if they are shared evenly.
+  `needed` of the `hbm` bytes of a device are in use, with the sampler's pages.
+  The result counts over all devices: `num_pages` of the sampler; the `largest`
+  pool that leaves `MARGIN` of the HBM free; `slots_of_longest`, how many of the
+  longest responses it holds; and `tokens_a_slot`, an equal share of it.
   """
   sizes, shards = sampler.sizes, sampler.shards
   size = page_bytes(cfg, sampler)
@@ -125,9 +119,9 @@ def room(
 def smaller_pools(
   config: Config, cfg: ModelConfig, sampler: ContinuousSampler, hbm: float
 ) -> Iterator[Config]:
-  """The config with pools of 1/2, 1/4 and 1/8 of the HBM, if smaller than its.
+  """Yields the config with 1/2, 1/4 and 1/8 of the HBM as pages, if smaller.
 
-  To measure what else a function needs that does not compile with its own pool.
+  A function that does not compile with its own pool is measured with these.
   """
   least = sampler.sizes.pages_per_slot + 1
   for parts in (2, 4, 8):

@@ -19,7 +19,7 @@ from gspo_jax.runtime.errors import UserError, nearest
 
 NOTE = "compiler roofline, nothing ran on a chip"
 FUNCTIONS = lower.FUNCTIONS
-_BUFFERS = 8  # the largest, that are listed
+_BUFFERS = 8  # how many of the largest are listed
 
 
 def plan(
@@ -30,13 +30,11 @@ def plan(
   functions: Sequence[str] = FUNCTIONS,
   lengths: str = "",
 ) -> dict:
-  """Compiles and costs `functions`; what `--json` prints.
+  """Compiles and costs `functions`; returns the report that `--json` prints.
 
-  With `lengths`, a spec of `plan.iteration.lengths`, also an iteration of them.
-
-  Raises:
-    UserError: no libtpu, no such slice or function, a config that cannot work
-      there, or mistaken lengths.
+  `lengths` (see `plan.iteration.lengths`) adds the cost of an iteration. Raises
+  UserError if libtpu is missing, an argument is invalid, or the config cannot
+  work on the slice.
   """
   for name in functions or [""]:
     if name not in FUNCTIONS:
@@ -89,7 +87,6 @@ def plan(
 
 
 def _analyze(functions, config, program, tpu_slice) -> dict:
-  """The reports of those functions that the program has."""
   lowered = lower.functions(config, program)
   absent = [name for name in functions if name not in lowered]
   if absent and set(functions) != set(FUNCTIONS):
@@ -134,9 +131,9 @@ def _report(name, done, config, program, tpu_slice) -> dict:
 
 
 def _in_turns(config, tpu_slice, slices, lengths) -> dict:
-  """The seconds of an iteration in which all devices sample, then all train.
+  """Seconds of an iteration in which all devices sample, then all train.
 
-  The axis of the mesh that is -1, or else `data`, takes the sampler's devices.
+  The sampler's devices join the mesh axis that is -1, or else `data`.
   """
   config = config.replace(sampler_mesh={"devices": 0})
   if -1 not in dataclasses.asdict(config.mesh).values():
@@ -159,7 +156,7 @@ def _in_turns(config, tpu_slice, slices, lengths) -> dict:
 
 
 def _transfer(program, tpu_slice) -> dict:
-  """What sending the weights to the sampler's own devices takes, at best."""
+  """The least bytes and seconds to send weights to a separate sampler."""
   size = plan_memory.array_bytes(program.sampler.separate.weights)
   here, there = (
     [*map(roofline.place, m.devices.flat)]
@@ -179,7 +176,7 @@ def _compile(label: str, lowered) -> plan_compile.Compiled:
 
 
 def _room_by_a_smaller_pool(name, config, program, tpu_slice) -> dict:
-  """The room for pages of a function that does not compile; {} if unknown."""
+  """The room for pages if the pool is too large; {} if unknown."""
   generate, hbm = program.sampler.generate, tpu_slice.chip.hbm
   asked = {"num_pages": generate.sizes.num_pages * generate.shards}
   for less in plan_memory.smaller_pools(config, program.cfg, generate, hbm):
@@ -194,7 +191,7 @@ def _room_by_a_smaller_pool(name, config, program, tpu_slice) -> dict:
 
 
 def _add_advice(results: dict) -> None:
-  """One room for all functions; what does not fit gets the largest pool."""
+  """Reports one room for all functions, and advises the largest pool."""
   with_pages = [result for result in results.values() if "pages" in result]
   least = min(
     (result["pages"] for result in with_pages),

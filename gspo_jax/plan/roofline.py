@@ -16,16 +16,16 @@ from gspo_jax.plan.lower import LEARNING
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
 
-_TOP = 40  # operations that are listed
+_TOP = 40  # how many operations are listed
 
 
 def work(
   name: str, text: str, config: Config, program: Program, tpu_slice: chips.Slice
 ) -> dict:
-  """The work of a function, of which `text` is libtpu's dump; its time at best.
+  """The work of a function and its time at best; `text` is libtpu's dump.
 
-  `compiler` has the same times by the compiler's estimate; `share` is the part
-  of the operations' time for which it states one.
+  `compiler` has the times by the compiler's estimate; its `share` is the part
+  of the operations' time that the compiler states.
   """
   report, _ = _cost(name, text, config, program, tpu_slice, by_compiler=False)
   estimate, total = _cost(
@@ -44,11 +44,9 @@ def work(
 
 
 def _cost(name, text, config, program, tpu_slice, by_compiler):
-  """The report by one of the two estimates, and its cost."""
   mesh = program.mesh if name in LEARNING else program.sampler.generate.mesh
 
   def cost_of(micro_batches=0) -> hlo.HloCost:
-    """Of a call with that many micro-batches in each minibatch."""
     return hlo.cost_of(
       text,
       tpu_slice.chip,
@@ -56,7 +54,7 @@ def _cost(name, text, config, program, tpu_slice, by_compiler):
       mesh.size,
       branches={train_step.BACKWARD: name == "update", WANTED_TOKENS: True},
       trips={train_batch.MICRO_BATCHES: micro_batches},
-      # Devices that share the experts have room for more rows than the mean.
+      # With expert parallelism, buffers hold more rows than the mean load.
       filled=1 / experts.SLACK if mesh.shape["expert"] > 1 else 1.0,
       by_compiler=by_compiler,
     )
@@ -77,9 +75,7 @@ def _cost(name, text, config, program, tpu_slice, by_compiler):
 def _learning(cost_of, config, program):
   """The cost with one response a row, and the report of its parts.
 
-  A call costs `rest`, and `micro_batch` for each micro-batch that holds
-  responses. Old log-probs include the first minibatch, as rewards may need
-  them.
+  A call costs `rest`, plus `micro_batch` for each micro-batch with responses.
   """
   rows = program.learner.packing
   rest, one = cost_of(), cost_of(micro_batches=1)
@@ -102,7 +98,7 @@ def _learning(cost_of, config, program):
 
 
 def _steps(name, config, program) -> int:
-  """Most trips of the loop whose length depends on data."""
+  """The largest trip count of the loop whose length depends on data."""
   sampler, batching = program.sampler.generate, config.continuous_batching
   if name == "prefill":
     return lower.longest(config, sampler) // batching.prefill_chunk
@@ -114,7 +110,7 @@ def _steps(name, config, program) -> int:
 
 
 def _unroll(cost, steps) -> hlo.HloCost | None:
-  """Makes `cost` count `steps` of its decoding loop; gives one step's cost."""
+  """Makes `cost` count `steps` decode steps; returns the cost of one."""
   longest = cost.longest_loop()
   if longest is None:
     return None
@@ -127,7 +123,6 @@ def _unroll(cost, steps) -> hlo.HloCost | None:
 
 
 def place(device: jax.Device) -> chips.DeviceCoordinates:
-  """Where a device of a topology is."""
   return chips.DeviceCoordinates(
     getattr(device, "slice_index", 0), tuple(device.coords)
   )
@@ -178,7 +173,7 @@ def _decode(step, steps, config, program, tpu_slice) -> dict:
 
 
 def _model_flops(name, config, program) -> float:
-  """Of a call; of a continuous sampler with full pages."""
+  """Model FLOPs of a call; the pages of a continuous sampler are full."""
   flops = functools.partial(lower_bounds.forward_flops, program.cfg)
   P, S = config.data.prompts, config.data.max_prompt_length
   B, R = P * config.rollout.group_size, config.sampler.max_new_tokens
@@ -249,14 +244,13 @@ def _collectives(cost) -> list[dict]:
 
 
 def _top(cost) -> list[dict]:
-  """The operations that take longest, by either estimate."""
   longest = lambda item: -max(item[1].seconds, item[1].compiler_seconds)
   ranked = sorted(cost.by_source.items(), key=longest)
   return [{"source": source} | o._asdict() for source, o in ranked[:_TOP]]
 
 
 def _open(opened) -> list[dict]:
-  """By their source: how often they are met, and the seconds of the longest."""
+  """Source -> how often it runs, and the seconds of the longest."""
   entries = {}
   for o in opened:
     entry = entries.setdefault(o.source, {"times": 0, "seconds": 0.0})

@@ -6,7 +6,7 @@ from gspo_jax.plan.memory import KEY, MARGIN
 
 _GIB = 2**30
 _WIDTH = 100
-# Names of functions that are wider than a column.
+# Short heads for function names that are wider than a column.
 _HEADS = {
   "old_logps": "old logps",
   "reference_and_values": "ref+values",
@@ -15,10 +15,7 @@ _HEADS = {
 
 
 def render(report: dict, *, top: int = 0) -> str:
-  """The tables of a report of `plan`, with the verdict in the last line.
-
-  `top` is how many of the most expensive operations are listed.
-  """
+  """The tables of a plan's report; `top` operations are listed."""
   functions = report["functions"]
   parts = [_heading(report), _memory(report)]
   costed = {k: f for k, f in functions.items() if "seconds" in f}

@@ -1,15 +1,14 @@
 """What a run writes and reads again. Nothing here is specific to RL.
 
-Other wings take these modules:
-  checkpoint     Checkpoints: save, verify and restore the training state
-  identity       whether a checkpoint belongs to the same run; `flatten`
-  metric_writer  MetricWriter and to_scalars: stdout, JSON lines, TensorBoard
-  wandb_run      WandbRun: the metrics in Weights & Biases
-  profile        Profile: a trace of some iterations
-  run_files      the files of a workdir, as they are written and read
-  json_lines     reads JSON-lines files
-  json_file      reads a file that is one JSON object
-  progress       Progress: how far slow work is; Compilations: what JAX compiles
+checkpoint     save, verify and restore the training state
+identity       whether a checkpoint belongs to the same run; `flatten`
+metric_writer  metrics to stdout, JSON lines and TensorBoard
+wandb_run      metrics to Weights & Biases
+profile        a trace of some iterations
+run_files      the files of a workdir, written and read
+json_lines     reads JSON-lines files
+json_file      reads a file with one JSON object
+progress       progress of slow work, and what JAX compiles
 """
 
 __all__ = (

@@ -1,11 +1,10 @@
-"""Checkpoints: saved in the background, and verified when they are restored.
+"""Checkpoints: saved in the background, verified when restored.
 
-Orbax writes and reads the arrays, on any number of devices, by its v1 API,
-which its authors advise new code to take. It does not detect flipped bits,
-silently casts a dtype that differs, and takes an empty folder for the latest
-checkpoint. Therefore each checkpoint stores the shape, dtype and checksum of
-every leaf, and `restore` tries the checkpoints from the newest to the oldest
-until one passes all checks.
+Orbax (its v1 API) writes and reads the arrays, on any number of devices. It
+does not detect flipped bits, silently casts a dtype that differs, and accepts
+an empty folder as the latest checkpoint. Therefore each checkpoint stores the
+shape, dtype and checksum of every leaf, and `restore` tries the checkpoints
+from the newest to the oldest until one passes all checks.
 """
 
 import dataclasses
@@ -39,8 +38,6 @@ class Restored:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-  """When a run is saved."""
-
   every: int = key(
     10, "iterations; also after the last, and on SIGTERM", AT_LEAST_1
   )
@@ -53,16 +50,13 @@ class CheckpointConfig:
 class Checkpoints:
   """A context manager for the checkpoints of one run, one folder per step.
 
-  Call every method on every process. A checkpoint that one process cannot read
-  is skipped by all. The temporary folder of an interrupted save is removed by
-  the next run.
+  Call every method on every process. All processes skip a checkpoint that one
+  cannot read. `directory` may be in a bucket. `due` is true at multiples of
+  `every`. The newest `keep` checkpoints stay on disk; None opens a folder for
+  reading only, while a run may be writing to it.
 
-  `directory` may be in a bucket. `due` is true at multiples of `every` steps.
-  The latest `keep` checkpoints stay on disk; None opens an existing folder for
-  reading only, so that a run may be writing to it.
-
-  If a save failed in the background, the next `save` or `wait` or the end of
-  the `with` block raises RuntimeError, once.
+  If a save in the background fails, the next `save`, `wait` or end of the
+  `with` block raises RuntimeError, once.
   """
 
   def __init__(
@@ -102,21 +96,20 @@ class Checkpoints:
       self._orbax.close()
 
   def due(self, step: int) -> bool:
-    """Whether to save after this step."""
     return step % self._every == 0
 
   def save(self, step: int, state: Any, metadata: dict[str, Any]) -> None:
     """Copies `state` to the host, then writes it in the background.
 
-    The buffers of `state`, a pytree of arrays, may be donated as soon as this
-    returns. An existing checkpoint of the same step is kept if it is readable,
-    else replaced. `metadata` is a JSON object.
+    The buffers of `state`, a pytree of arrays, may be donated after the return.
+    A readable checkpoint of the same step is kept, else replaced. `metadata` is
+    a JSON object.
     """
     self.wait()
     exists = step in self._steps() and step not in self._skipped
     if exists and self._try(step, self._read) is not None:
       return
-    # Only now, where they would count among the latest checkpoints.
+    # Skipped checkpoints are removed now: they would count among the newest.
     for skipped in sorted(self._skipped):
       self._orbax.delete(skipped)
     self._skipped.clear()
@@ -153,22 +146,22 @@ class Checkpoints:
     only: int | None = None,
     part: bool = False,
   ) -> Restored | None:
-    """The newest checkpoint that passes all checks; None if there is none.
+    """The newest checkpoint that passes all checks; None without checkpoints.
 
-    A checkpoint that cannot be read, or whose checksums differ, is skipped with
-    one warning, and the next older one is tried.
+    A checkpoint that is unreadable or has wrong checksums is skipped with one
+    warning.
 
     Args:
       abstract_state: a pytree of `jax.ShapeDtypeStruct` with the shardings of
-        the result, which may differ from those of the save.
-      accept: called with step and metadata before the arrays are read. An
-        exception that it raises ends the search.
-      only: the one step to try.
+        the result; they may differ from the saved ones.
+      accept: called with step and metadata before the arrays are read. If it
+        raises, the search ends.
+      only: the only step to try.
       part: `abstract_state` is a dict with some of the saved entries only.
 
     Raises:
-      UserError: there is no step `only`, a leaf has another shape or dtype than
-        the saved one, or checkpoints exist but none passes the checks.
+      UserError: step `only` does not exist, a leaf differs from the saved one
+        in shape or dtype, or checkpoints exist but none passes the checks.
     """
     self.wait()
     steps = self._steps()
@@ -213,7 +206,7 @@ class Checkpoints:
     return [checkpoint.step for checkpoint in self._orbax.checkpoints]
 
   def _try(self, step: int, read: Callable, *args) -> Any:
-    """The result of `read(step, *args)`; None if it fails on any process."""
+    """`read(step, *args)`; None if it fails on any process."""
     try:
       result, cause = read(step, *args), ""
     except Exception as error:
@@ -232,8 +225,8 @@ class Checkpoints:
     return saved
 
   def _load(self, step: int, abstract_state: Any, part: bool) -> Any:
-    # Each process loads by itself: Orbax has a barrier after a load, at which
-    # the others would wait five minutes for a process that failed.
+    # Each process loads by itself. Orbax's barrier after a load would let the
+    # others wait five minutes for a process that failed.
     local = ocp.Context()
     local.pytree.loading.partial_load = part
     local.multiprocessing.primary_host = jax.process_index()
@@ -272,8 +265,8 @@ def _require_checksums(step: int, state: Any, saved: dict[str, int]) -> bool:
 def checksums(tree: Any) -> dict[str, int]:
   """One number below 2^32 for each leaf, independent of its sharding.
 
-  The checksum of a leaf with words w_i is sum_i m(w_i xor p_i) mod 2^32, where
-  p_i is the position i times an odd constant and m a bijection of 32 bits. A
+  A leaf with words w_i has the checksum sum_i m(w_i xor p_i) mod 2^32, where
+  p_i is the position i times an odd constant and m is a bijection of 32 bits. A
   change within one word is always detected. A change of several words, such as
   a swap, is missed with probability 2^-32.
   """
@@ -293,8 +286,8 @@ def _checksum(leaf: jax.Array) -> jax.Array:
     index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
     position = position * jnp.uint32(size) + index
   mixed = words ^ (position * jnp.uint32(0x9E3779B1))
-  # The finaliser of MurmurHash3. A plain weighted sum with odd weights would
-  # miss a swap of x and -x, which changes it by 2^31 times an even number.
+  # The finaliser of MurmurHash3. A weighted sum with odd weights would miss a
+  # swap of x and -x: the sum changes by an even multiple of 2^31.
   mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
   mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
   return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)

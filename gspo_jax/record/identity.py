@@ -1,10 +1,10 @@
-"""Whether a checkpoint belongs to this run, by comparing two configs."""
+"""Compares the config of a checkpoint with the config of this run."""
 
 from typing import Any
 
 from gspo_jax.runtime.errors import UserError
 
-# What a user types to set parts of an identity that are no keys themselves.
+# The option that sets a part of an identity which is not a key.
 _TYPED = {
   "model.dtype": "",
   "model.lora": "",
@@ -17,11 +17,11 @@ _TYPED = {
 
 
 def match(wanted: dict, saved: dict, name: str, remedy: str) -> None:
-  """Checks that a checkpoint was saved by a run with the same identity.
+  """Raises UserError unless the checkpoint has the identity of this run.
 
   Args:
     wanted: the identity of this run: nested dicts of JSON values.
-    saved: the metadata of the checkpoint, with its identity as "identity".
+    saved: the checkpoint's metadata; its identity is "identity".
     name: begins the error: "checkpoint in 'runs/a'".
     remedy: ends the error: "use another --workdir".
   """
@@ -49,10 +49,7 @@ def changes(saved: dict, now: dict) -> list[str]:
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-  """The leaves of nested dicts or ConfigDicts, by their dotted names.
-
-  A leaf is any value without an `items` method.
-  """
+  """The leaves of nested dicts or ConfigDicts, by dotted name."""
   leaves = {}
   for key, value in tree.items():
     if hasattr(value, "items"):

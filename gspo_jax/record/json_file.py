@@ -1,4 +1,4 @@
-"""Reads a file that holds one JSON object, such as a config.json."""
+"""Reads a file with one JSON object, such as config.json."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ from gspo_jax.runtime.errors import UserError, with_reason
 
 
 def read(path: epath.PathLike) -> dict[str, Any]:
-  """The object in a file of a folder or bucket; UserError without one."""
+  """The object of a file in a folder or bucket; UserError without one."""
   path = epath.Path(path)
   with with_reason(str(path)):
     if not is_file(path):

@@ -10,12 +10,11 @@ from gspo_jax.runtime.errors import UserError, with_reason
 
 
 class Line(NamedTuple):
-  where: str  # "FILE:NUMBER", for errors; the first line is number 1
-  record: dict[str, Any]  # its object
+  where: str  # "FILE:NUMBER" for errors; the first line has number 1
+  record: dict[str, Any]
 
 
 def read(path: epath.PathLike, *, drop_partial: bool = False) -> Iterator[Line]:
-  """The lines of a file in a folder or bucket; see `parse`."""
   with (
     with_reason(f"cannot read {str(path)!r}"),
     epath.Path(path).open("rb") as file,
@@ -28,8 +27,8 @@ def parse(
 ) -> Iterator[Line]:
   """Parses the lines of a file; blank lines are skipped.
 
-  With `drop_partial`, a last line that is not JSON is skipped, too: a program
-  is writing it, or was ended while it did.
+  `drop_partial` also skips a last line that is not JSON: its writer has not
+  finished it, or was stopped.
   """
   lines = iter(lines)
   for number, text in enumerate(lines, 1):

@@ -1,17 +1,17 @@
-"""Metrics of a run: stdout, JSON lines, TensorBoard, W&B and sample files.
+"""Writes a run's metrics: stdout, JSON lines, TensorBoard, W&B and samples.
 
 Inside jit a metric is a sum and a count. `to_scalars` fetches the metrics of a
 step and divides; `MetricWriter` writes the results:
 
-  metrics.jsonl             {"step": 12, "reward/mean": 0.53, ...}
-  distributions.jsonl       first {"edges": [...]}, N + 1 histogram edges; then
-                            one line a step: {"step": 12, "ratio/x": [...]}. A
-                            distribution has N counts, or one number for each
-                            layer if its name begins with layer_
-  samples/step_000012.jsonl one sample a line: {"step", "problem", "response",
-                            "reference", "reward"}
-  tensorboard/              the same numbers and texts as events
-  wandb/, wandb_id          of W&B, if it is asked for; see `wandb_run`
+metrics.jsonl             {"step": 12, "reward/mean": 0.53, ...}
+distributions.jsonl       first {"edges": [...]}, N + 1 histogram edges; then
+                          a line for each step: {"step": 12, "ratio/x":
+                          [...]}, N counts, or one number for each layer in
+                          distributions named layer_*
+samples/step_000012.jsonl one sample a line: {"step", "problem", "response",
+                          "reference", "reward"}
+tensorboard/              the same numbers and texts as events
+wandb/, wandb_id          of W&B, if used; see `wandb_run`
 """
 
 import collections
@@ -48,8 +48,6 @@ from gspo_jax.runtime.key import ZERO_OR_MORE, Range, check, key
 
 @dataclasses.dataclass(frozen=True)
 class LogConfig:
-  """What a run writes besides its scalars."""
-
   instruments: bool = key(
     True,
     "how far the routing moved, and histograms of ratios; False saves memory",
@@ -79,10 +77,7 @@ class LogConfig:
 
 @contextlib.contextmanager
 def _without_torch() -> Iterator[None]:
-  """An import of torch fails inside: tensorboardX goes on without it.
-
-  It would take 470 MiB, to write tensors that this program does not have.
-  """
+  """Makes `import torch` fail: tensorboardX would load 470 MiB."""
   hides = "torch" not in sys.modules
   if hides:
     sys.modules["torch"] = None
@@ -111,11 +106,11 @@ _COLUMNS = (
 def to_scalars(
   *metrics: Mapping[str, Any],
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-  """Fetches the metrics of a step in one transfer, and takes their values.
+  """Fetches the metrics of a step in one transfer, and returns their values.
 
-  A metric has a method `value`, and fields that are sums. Metrics of one name
-  are added up first. Beside the scalars come the distributions: the counts of a
-  histogram or one number for each layer.
+  A metric has a method `value`, and fields that are sums. Metrics with the same
+  name are added. Returns scalars and distributions: the counts of a histogram,
+  or one number for each layer.
   """
   totals = {}
   for part in jax.device_get([dict(m) for m in metrics]):
@@ -137,17 +132,15 @@ class MetricWriter:
   Args:
     workdir: a folder, created if missing, or a bucket (gs://..., with gcsfs).
     total_steps: of the whole run, for the ETA.
-    resume_step: the restored step k, or 0 for a new run. A resumed run writes
-      the steps after k again: their lines and samples are deleted, and
-      TensorBoard hides their events. For a new run see `run_files`.
-    edges: the edges of all histograms, ascending, from -inf to inf.
-    active: False makes every method a no-op, for all processes but the first.
+    resume_step: the restored step k, or 0 for a new run. Lines and samples
+      after k are deleted, and TensorBoard hides their events.
+    edges: of all histograms, ascending, from -inf to inf.
+    active: False makes every method a no-op: only the first process writes.
     wandb: the project in W&B; "" for none.
     config: all keys of the run, for W&B.
 
-  Raises:
-    UserError: workdir cannot be written, W&B cannot be reached, or a line of a
-      JSON-lines file is not JSON; the last one may be cut short.
+  Raises UserError if workdir cannot be written, W&B cannot be reached, or a
+  line of a JSON-lines file, except the last, is not JSON.
   """
 
   def __init__(
@@ -180,7 +173,7 @@ class MetricWriter:
       self._last_row = max((row["step"] for row in rows), default=-1)
       first = resume_step + (not self.lacks(resume_step))
       self._events = _open_events(workdir / "tensorboard", first)
-      # Of these files, metrics.jsonl has the row of a step last.
+      # metrics.jsonl is last: it gets a step's row after the other files.
       self._files = [self._distributions, self._events, self._metrics]
       if wandb:
         self._wandb = WandbRun(
@@ -198,10 +191,7 @@ class MetricWriter:
         closing.callback(self._wandb.close, failed=kind is not None)
 
   def lacks(self, step: int) -> bool:
-    """Whether the row of a step, not above `resume_step`, is missing.
-
-    It is written after all else of the step: what has it has all.
-    """
+    """Whether the row of a step, which is written last, is missing."""
     return self._last_row < step
 
   def flush(self) -> None:
@@ -218,10 +208,10 @@ class MetricWriter:
   ) -> None:
     """Writes a step: JSON lines, TensorBoard, W&B, samples and a stdout line.
 
-    In JSON, NaN and infinities are null. A step with `time/iteration` also gets
-    `throughput/goodput` and the two times that it is made of. `samples` have
-    problem, response, reference and reward. Three of them are printed. In a
-    bucket they upload everything written before, too.
+    In JSON, NaN and infinities are null. With `time/iteration`, the step also
+    gets `throughput/goodput` and the two times it is made of. `samples` are
+    (problem, response, reference, reward); three are printed. In a bucket,
+    samples also upload everything written before.
     """
     if not self._active:
       return
@@ -233,14 +223,13 @@ class MetricWriter:
     if samples:
       self._write_samples(samples)
     finite = {k: v if math.isfinite(v) else None for k, v in scalars.items()}
-    # The last of a step: a process may be killed anywhere, see `lacks`.
+    # Written last, because the process may be killed at any time; see `lacks`.
     self._metrics.append(line({"step": step, **finite}))
     if samples:
       self.flush()
     self._print(step, scalars, samples)
 
   def _write_distributions(self, step, scalars, distributions) -> None:
-    """To their file, and all numbers to TensorBoard and W&B."""
     if distributions:
       short = {k: list(map(short_number, d)) for k, d in distributions.items()}
       self._distributions.append(line({"step": step, **short}))
@@ -283,15 +272,14 @@ class MetricWriter:
 class _Goodput:
   """The share of a run's wall time that its iterations take.
 
-  The wall time begins with the first start of the iterations, after loading and
-  the cold start. It includes restarts and the time before them. An iteration
-  that a restart repeats counts once. `rows` are those of metrics.jsonl, up to
-  the step where the run resumes.
+  The wall time begins when the first start has loaded and done the cold start.
+  It includes restarts. An iteration that a restart repeats counts once. `rows`
+  are the rows of metrics.jsonl up to the step where the run resumes.
   """
 
   def __init__(self, rows: Iterable[Mapping[str, Any]]):
-    # Within a process a clock that nobody sets; between two only the wall's is
-    # there, which may have been set back.
+    # Within a process the monotonic clock; between processes the wall clock,
+    # which may have been set back.
     self._began, self._iterations = time.monotonic(), 0.0
     rows = [row for row in rows if "time/since_start" in row]
     if rows:
@@ -312,10 +300,7 @@ class _Goodput:
 def _counts_and_edges(
   name: str, values: Sequence[float], edges: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-  """A histogram of counts, or of one number for each layer; its edges.
-
-  The bar of layer l reaches from l to l + 1.
-  """
+  """Histogram counts and edges; the bar of layer l is from l to l + 1."""
   if counts_over_edges(name, values, edges):
     edges = np.clip(edges, 2 * edges[1], 2 * edges[-2])
   else:
@@ -327,8 +312,7 @@ def _counts_and_edges(
 def _histogram(
   name: str, counts: np.ndarray, edges: np.ndarray
 ) -> dict[str, Any]:
-  # TensorBoard draws min and max as the outer edges of the outermost bins that
-  # are not empty.
+  # TensorBoard takes min and max as the outer edges of the non-empty bins.
   filled = np.flatnonzero(counts) if counts.any() else np.arange(len(counts))
   middles = (edges[1:] + edges[:-1]) / 2
   histogram = {
@@ -350,8 +334,7 @@ def _open_events(folder: epath.Path, first_step: int) -> RunFile:
   folder.mkdir(parents=True, exist_ok=True)
   name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
   events = RunFile(folder / name, _event(file_version="brain.Event:2"))
-  # After a START event, TensorBoard hides the events of earlier files from its
-  # step on.
+  # TensorBoard hides events of earlier files from the step of a START event on.
   events.append(_event(step=first_step, session_log={"status": "START"}))
   return events
 
@@ -376,7 +359,7 @@ def _columns(scalars: Mapping[str, float]) -> str:
 
 
 def _seconds_left(recent: Sequence[tuple[float, int]], total: int) -> float:
-  """Seconds to the end at the pace of the recent steps; NaN before a step."""
+  """Seconds to the end at the recent pace; NaN before a step."""
   (first_time, first_step), (last_time, last_step) = recent[0], recent[-1]
   if first_step == last_step:
     return math.nan

@@ -1,4 +1,4 @@
-"""A profile of some iterations, for TensorBoard, XProf or Perfetto."""
+"""Traces some iterations for TensorBoard, XProf or Perfetto."""
 
 import contextlib
 import importlib.util
@@ -12,11 +12,11 @@ from gspo_jax.runtime.errors import UserError
 
 
 def require_profiler(iterations: tuple[int, ...]) -> None:
-  """UserError where `jax.profiler` would crash the process.
+  """Raises UserError where `jax.profiler` would crash the process.
 
-  JAX loads libtpu wherever it is installed, and libtpu 0.0.51, which
-  `gspo_jax.plan` needs, is too new for the profiler of JAX 0.10.2: it ends in a
-  segmentation fault. On a TPU, JAX has a libtpu of its own choice.
+  `gspo_jax.plan` needs libtpu 0.0.51, and JAX 0.10.2 loads it on any machine.
+  Its profiler then ends in a segmentation fault. On a TPU, JAX chooses libtpu
+  itself.
   """
   if (
     importlib.util.find_spec("libtpu")
@@ -31,12 +31,10 @@ def require_profiler(iterations: tuple[int, ...]) -> None:
 
 
 class Profile:
-  """A context manager that traces iterations with `jax.profiler`.
+  """A context manager that traces iterations (first, last); () for none.
 
-  Process 0 alone writes its trace: the devices of the others do the same work.
-  The trace has the calls of jitted functions on the host, but not those of
-  Python functions, which would slow the host down.
-  `iterations` are the first one and the last one; () for none.
+  Only process 0 writes a trace: the other devices do the same work. Python
+  calls are not traced, because that slows the host.
   """
 
   def __init__(self, iterations: tuple[int, ...], folder: epath.Path):

@@ -1,4 +1,4 @@
-"""Lines that say how far slow work is, and what JAX compiles."""
+"""Prints the progress of slow work, and what JAX compiles."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ from gspo_jax.runtime import multihost
 
 SECONDS = 10.0  # before the first line, and between the lines of a minute
 COMPILE_SECONDS = 1.0  # before the first line of a compilation
-_TICK = 0.25  # seconds between two looks at what is open
+_TICK = 0.25  # seconds between two checks for lines to print
 # JAX reports the start of a stage as a scalar, and its end as a duration.
 _STAGES = {
   "/jax/core/compile/jaxpr_trace_duration": "tracing",
@@ -26,32 +26,29 @@ _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 class Progress:
   """A context manager that prints a line every 10 seconds while work goes on.
 
-  Work of less than 10 seconds prints nothing; the lines of long work become
-  rarer, to one a minute. Only process 0 prints, and only whole lines, so that a
-  log file reads like a terminal:
+  Work of less than 10 seconds prints nothing. The lines of long work become
+  rarer, down to one a minute. Process 0 prints whole lines, for log files:
 
     cold start: 150/800 steps in 20 s, 85 s left
-    ...
     cold start: 800 steps in 105 s
 
-  One thread prints the lines of all, so that they also come while a single call
-  is compiled or runs on the device. Where one Progress is inside of another,
-  only the inner one prints. The remaining time leaves out everything up to the
-  first `advance`, and what JAX compiles.
+  One thread prints all lines, even while a call compiles or runs on the device.
+  Of nested Progresses only the innermost prints. The remaining time ignores
+  compilation and everything before the first `advance`.
 
   Args:
     work: the beginning of each line.
-    total: how many units there are to do; None if that is not known.
+    total: units to do; None if unknown.
     unit: a plural, such as "steps"; "" for work that is not counted, whose
       lines show the seconds so far.
-    done: how many units were done before, by work that is resumed.
+    done: units that an earlier run has done.
     after: seconds before the first line; None is 10.
     file: None is stdout.
   """
 
-  compile_seconds: ClassVar[float] = 0.0  # that `Compilations` has measured
-  _open: ClassVar[list["Progress"]] = []  # the innermost one is the last
-  _lock: ClassVar[threading.Lock] = threading.Lock()  # of `_open`, and of lines
+  compile_seconds: ClassVar[float] = 0.0  # measured by `Compilations`
+  _open: ClassVar[list["Progress"]] = []  # the innermost is last
+  _lock: ClassVar[threading.Lock] = threading.Lock()  # for `_open` and lines
 
   def __init__(
     self,
@@ -89,11 +86,11 @@ class Progress:
 
   @classmethod
   def clock(cls) -> float:
-    """Seconds, on a clock that stands still while JAX compiles."""
+    """Seconds, on a clock that stops while JAX compiles."""
     return time.monotonic() - cls.compile_seconds
 
   def advance(self, n: int = 1, *, tokens: int = 0) -> None:
-    """Counts `n` more units as done, and `tokens` sampled on the way."""
+    """Counts `n` more units as done, and `tokens` sampled in them."""
     self._done += n
     self._tokens += tokens
     self._last = self.clock(), self._done
@@ -120,7 +117,7 @@ class Progress:
 
   @classmethod
   def print_due(cls) -> None:
-    """Prints the line of the innermost one, if its time has come."""
+    """Prints the line of the innermost Progress, if it is due."""
     with cls._lock:
       for self in cls._open[-1:]:
         now = time.monotonic()
@@ -131,7 +128,7 @@ class Progress:
 
   def _print(self, line: str) -> None:
     if self._prints:
-      # In one write, so that lines of other threads do not get in between.
+      # One write, so that the lines of other threads do not mix with it.
       file = self._file or sys.stdout
       file.write(line + "\n")
       file.flush()
@@ -161,13 +158,13 @@ def duration(seconds: float) -> str:
 class Compilations:
   """A context manager that says what JAX compiles.
 
-  What is compiled for over a second has lines, and what is traced or lowered
-  for over ten. The time, also of reading JAX's compilation cache, is added to
-  `Progress.compile_seconds`.
+  It prints lines for compilations over a second, and for traces and lowerings
+  over ten. `Progress.compile_seconds` gets the time, also the time to read
+  JAX's compilation cache.
   """
 
   def __init__(self):
-    self._local = threading.local()  # .stages: those that this thread is in
+    self._local = threading.local()  # .stages: open in this thread
 
   def __enter__(self) -> "Compilations":
     monitoring.register_scalar_listener(self._begin)

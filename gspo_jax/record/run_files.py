@@ -1,8 +1,8 @@
-"""The lock, JSON-lines and sample files of a run; how a start treats them.
+"""The lock, JSON-lines and sample files of a run, and how a start treats them.
 
 A run that resumes after step k keeps the lines and samples up to k. A new run
-moves the files of an earlier run to NAME.N, where N is the next number that is
-free for all of them.
+moves the files of an earlier run to NAME.N; N is the next number that is free
+for all of them.
 """
 
 import contextlib
@@ -28,7 +28,6 @@ UPLOAD_SECONDS = 30.0  # between two uploads of a file to a bucket
 
 
 def in_bucket(path: epath.PathLike) -> bool:
-  """Whether this is the address of a bucket, as gs://bucket/folder."""
   return "://" in str(path)
 
 
@@ -36,9 +35,9 @@ def in_bucket(path: epath.PathLike) -> bool:
 def locked(workdir: str) -> Iterator[None]:
   """Keeps other runs out of `workdir`, by a lock on its file `lock`.
 
-  The kernel frees the lock when the process ends, also after a SIGKILL. It is
-  of the kind (POSIX) that NFS passes on to other hosts, and that child
-  processes do not inherit. A bucket has none, see docs/fault_tolerance.md.
+  The kernel frees this POSIX lock when the process ends, even by SIGKILL. NFS
+  passes it to other hosts, and child processes do not inherit it. A bucket has
+  no lock; see docs/fault_tolerance.md.
   """
   if in_bucket(workdir):
     yield
@@ -64,7 +63,7 @@ def locked(workdir: str) -> Iterator[None]:
 
 
 def is_file(path: epath.PathLike) -> bool:
-  """Whether it is a file. A pipe is none: to open it waits for a writer."""
+  """Whether it is a file, not a pipe: opening a pipe waits for a writer."""
   path = epath.Path(path)
   return path.is_file() if in_bucket(path) else os.path.isfile(path)
 
@@ -74,10 +73,10 @@ class RunFile:
 
   In a folder, each append is on disk at once. In a bucket, gcsfs opens "ab" as
   "wb" (fsspec/gcsfs#533), so the whole content (MBs late in a run) is kept in
-  memory and uploaded again, at the earliest `UPLOAD_SECONDS` after the last
-  upload, and by `flush_to_bucket` and `close`. Exceptions and SIGTERM end in
-  `close` and lose nothing; a SIGKILL or a lost host loses the data since the
-  last upload, which a run makes before each checkpoint.
+  memory and uploaded again: at most every `UPLOAD_SECONDS`, and at
+  `flush_to_bucket` and `close`. Exceptions and SIGTERM reach `close` and lose
+  nothing. A SIGKILL or a lost host loses the data since the last upload; a run
+  uploads before each checkpoint.
   """
 
   def __init__(self, path: epath.Path, content: bytes):
@@ -116,8 +115,8 @@ def open_run_files(
 ) -> list[RunFile]:
   """Opens metrics.jsonl and distributions.jsonl, to continue after a step.
 
-  It keeps the steps up to `resume_step`, if metrics.jsonl has the row of this
-  step; with 0 it moves the old files aside.
+  If metrics.jsonl has the row of `resume_step`, the steps up to it are kept.
+  With 0 the old files are moved aside.
   """
   workdir.mkdir(parents=True, exist_ok=True)
   first_line = line({"edges": [short_number(float(edge)) for edge in edges]})
@@ -135,7 +134,7 @@ def open_run_files(
       if name == "metrics.jsonl":
         last_line = contents[name].splitlines()[-1:]
         if not last_line or json.loads(last_line[0])["step"] != step:
-          step -= 1  # the run will write all of it again
+          step -= 1  # the run writes all of this step again
     for file in samples.iterdir() if samples.exists() else ():
       name = _SAMPLE_FILE.fullmatch(file.name)
       if name and int(name[1]) > step:
@@ -159,7 +158,7 @@ def _move_aside(paths: Sequence[epath.Path]) -> None:
 def _lines_until(
   step: int, content: bytes, path: epath.Path, header: bytes
 ) -> bytes:
-  """`header` and the lines up to `step` of a file that began with `header`."""
+  """`header` and the lines up to `step` of a file that began with it."""
   if content and not content.startswith(header):
     raise UserError(
       f"{path}, line 1: {content[:60]=}, expected the histogram edges of this "
@@ -174,9 +173,8 @@ def _lines_until(
 
 
 def step_of(record: Mapping[str, Any], place: str) -> int:
-  """The step of a record; UserError if it has none."""
   step = record.get("step")
-  if not (type(step) is int and 0 <= step < 2**53):  # what a float can hold
+  if not (type(step) is int and 0 <= step < 2**53):  # exact as a float
     raise UserError(
       f"{place}: {str(record)[:60]}: expected a step; correct the line or move "
       "the file away"
@@ -185,10 +183,7 @@ def step_of(record: Mapping[str, Any], place: str) -> int:
 
 
 def counts_over_edges(name: str, values: Sequence, edges: Sequence) -> bool:
-  """Whether a distribution is histogram counts, not one number for each layer.
-
-  The name decides, too: a model may have as many layers as there are bins.
-  """
+  """Whether it is a histogram: a model may have as many layers as bins."""
   by_layer = name.rpartition("/")[2].startswith("layer_")
   return len(values) == len(edges) - 1 and not by_layer
 
@@ -198,14 +193,14 @@ def line(record: Mapping[str, Any]) -> bytes:
 
 
 def short_number(value: float) -> float | None:
-  """An integer as it is, else 6 digits to save space. None if not finite."""
+  """An integer unchanged, else 6 digits; None if not finite."""
   if not math.isfinite(value):
     return None
   return int(value) if value == int(value) else float(f"{value:.6g}")
 
 
 class Sample(NamedTuple):
-  """One line of a sample file: what the policy wrote, and its reward."""
+  """One line of a sample file: a response and its reward."""
 
   step: int
   problem: str
@@ -220,7 +215,6 @@ _SAMPLE_FILE = re.compile(r"step_(\d+)\.jsonl")
 def write_samples(
   folder: epath.Path, step: int, samples: Sequence[Sample]
 ) -> None:
-  """Writes the samples of one step to `folder`/step_000012.jsonl."""
   folder.mkdir(parents=True, exist_ok=True)
   lines = b"".join(line(sample._asdict()) for sample in samples)
   (folder / f"step_{step:06d}.jsonl").write_bytes(lines)
@@ -247,7 +241,7 @@ def _sample(place: str, record: Mapping[str, Any]) -> Sample:
 
 
 def printable(text: str, keep: str = "") -> str:
-  """The text with escapes for what a terminal would act upon."""
+  """The text with escapes for characters that control a terminal."""
   return "".join(
     c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text
   )

@@ -25,22 +25,22 @@ def require_login(project: str) -> None:
   try:
     if wandb.setup().settings.mode in ("online", "shared"):
       wandb.login()
-  except Exception as error:  # also of its settings, which are no wandb.Error
+  except Exception as error:  # its settings raise others than wandb.Error
     raise _unusable(project, error) from error
 
 
 class WandbRun:
-  """A W&B run; a resumed one goes on in the same W&B run.
+  """A W&B run; a resumed run continues the same W&B run.
 
-  W&B does not take back a step. After a resume, the steps that were logged
-  before the interruption keep their first values.
+  W&B cannot overwrite a step. Steps that were logged before an interruption
+  keep their first values.
 
   Args:
     project: W&B's name for a group of runs; created if it does not exist.
-    workdir: its last part becomes the run's name; the file wandb_id in it has
-      the run's id. If it is no bucket, wandb writes its own files there, too.
+    workdir: its last part is the run's name; its file wandb_id has the run's
+      id. wandb writes its files there, unless it is a bucket.
     config: all keys of the run.
-    resumes: whether to go on in the W&B run of wandb_id.
+    resumes: whether to continue the W&B run of wandb_id.
   """
 
   def __init__(
@@ -76,7 +76,7 @@ class WandbRun:
     scalars: Mapping[str, float],
     histograms: Mapping[str, tuple[np.ndarray, np.ndarray]],
   ) -> None:
-    """Logs a step. If W&B fails, a warning comes and the run goes on.
+    """Logs a step. If W&B fails, the run continues with a warning.
 
     Histograms are [N] counts and [N + 1] finite edges.
     """
@@ -91,7 +91,7 @@ class WandbRun:
       logging.warning("step %d is not in W&B: %s", step, error)
 
   def close(self, *, failed: bool = False) -> None:
-    """Waits until everything is uploaded; W&B shows whether the run failed."""
+    """Waits for all uploads; W&B shows whether the run failed."""
     try:
       self._run.finish(exit_code=int(failed))
     except Exception as error:

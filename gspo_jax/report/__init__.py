@@ -1,8 +1,7 @@
 """A run, or several compared, as one HTML page: `python -m gspo_jax.report`.
 
-Other wings take nothing from here. Inside, `workdir` reads the files of a run,
-`charts` draws the metrics with plotly, `tables` and `samples` write the rest,
-and `page` puts everything together.
+`workdir` reads the files of a run, `charts` draws the metrics with plotly,
+`tables` and `samples` write the rest, and `page` joins them.
 """
 
 __all__ = ("page", "workdir")

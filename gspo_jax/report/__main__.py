@@ -3,17 +3,15 @@
   python -m gspo_jax.report runs/tiny
   python -m gspo_jax.report runs/gspo runs/grpo --to=compared.html
 
-The page has charts of all metrics by section, histograms, tables of all
-numbers, sample responses and the config; docs/metrics.md says what each metric
-means. For several runs it overlays their curves and lists the differences of
-their configs. The runs need not be finished. The page is WORKDIR/report.html or
-the file of --to.
+The page, WORKDIR/report.html by default, has charts of all metrics (see
+docs/metrics.md), histograms, tables, sample responses and the config. Several
+runs are overlaid, and the differences of their configs listed. The runs need
+not be finished.
 
-plotly draws the charts: drag to zoom, double-click to go back, click the camera
-for a PNG file. Of more than 1,000 steps a curve shows the smallest and the
-largest value in each of 500 stretches. The page has plotly.js inside (about
-5 MB), loads nothing from anywhere, and its content security policy forbids the
-browser to do so. Needs `pip install -e '.[report]'`.
+Drag to zoom, double-click to go back, click the camera for a PNG file. A curve
+of more than 1,000 steps shows the smallest and the largest value in each of 500
+stretches. The page contains plotly.js (about 5 MB) and loads nothing; its
+content security policy forbids it. Needs `pip install -e '.[report]'`.
 
 Exit codes: 0 done; 2 a mistake of the user, in one line.
 """
@@ -32,7 +30,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main() -> None:
-  """Entry point of the command."""
   parser = _Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
   parser.add_argument(
     "workdir", nargs="+", help="of a run; several are compared"

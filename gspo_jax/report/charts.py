@@ -1,7 +1,8 @@
-"""Charts: which metrics share one, and how it is drawn with plotly.
+"""Charts: which metrics share one, and how plotly draws it.
 
-A metric is `section/name`. Those of a section whose names begin with one word
-and that have one unit share a chart; of several runs each metric has a chart.
+A metric is `section/name`. For one run, metrics of a section share a chart if
+their names begin with the same word and they have the same unit. For several
+runs, each metric has a chart.
 """
 
 import fnmatch
@@ -17,8 +18,8 @@ from plotly import graph_objects as go
 
 from gspo_jax.report.workdir import RunRecord, Series, Spread
 
-COLOURS = colors.qualitative.D3  # of lines; legible on the light and dark page
-_MARK = {"color": "crimson", "width": 1, "dash": "dot"}  # of a clip range
+COLOURS = colors.qualitative.D3  # of lines; legible on light and dark pages
+_MARK = {"color": "crimson", "width": 1, "dash": "dot"}  # a clip range
 _POINTS = 1000  # of a line
 _DOTS = 40  # lines with at most this many points show them as dots
 _FIRST = ("eval", "reward", "response")  # sections; the others by name
@@ -40,25 +41,22 @@ _UNITS = {
   ),
   "s": ("time/*",),
 }
-# Metrics of which the order of magnitude matters: their axis is logarithmic.
+# Metrics with a logarithmic axis: their order of magnitude matters.
 _LOGARITHMIC = ("*_std", "*_abs_mean", "*norm")
 
 
 class Plot(NamedTuple):
-  """A figure, and what the page writes around it."""
-
-  figure: go.Figure  # its template is that of the page's colour scheme
+  figure: go.Figure
   summary: str  # what the figure shows, for screen readers
   note: str = ""  # text below the figure
 
   @property
   def title(self) -> str:
-    """Plain text."""
     return unescape(self.figure.layout.title.text)
 
 
 def sections(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
-  """The names of all metrics by section; "other" has those without one."""
+  """Metric names by section; "other" has names without a section."""
   names = {name for run in runs for name in (*run.scalars, *run.spreads)}
   by_section = {section: [] for section in _FIRST}
   for name in sorted(names, key=_natural):
@@ -68,7 +66,7 @@ def sections(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
 
 
 def _natural(name: str) -> list:
-  """Sort key with pass@8 before pass@16."""
+  """Sort key that puts pass@8 before pass@16."""
   head = name.rstrip("0123456789")
   digits = name[len(head) :]
   return [head, len(digits), digits]
@@ -86,8 +84,8 @@ def _is(name: str, patterns: Iterable[str]) -> bool:
 def of_section(names: Sequence[str], runs: Sequence[RunRecord]) -> list[Plot]:
   """The plots of the metrics of a section.
 
-  Metrics that never change have none, unless they share a chart with one that
-  does; they are in the table of all numbers.
+  A metric that never changes has a plot only if it shares a chart with one that
+  changes. The table of all numbers has every metric.
   """
   groups = {}
   for name in names:
@@ -116,7 +114,7 @@ def _is_constant(name: str, runs: Sequence[RunRecord]) -> bool:
 
 
 def number(value: float, unit: str = "") -> str:
-  """A number with three digits and its unit; "-" for NaN. "%" for shares."""
+  """Three digits and the unit; "-" for NaN; "%" for shares."""
   if np.isnan(value):
     return "-"
   if unit == "%":
@@ -134,7 +132,7 @@ class _Line(NamedTuple):
 def _curves(
   title: str, names: Sequence[str], runs: Sequence[RunRecord]
 ) -> Plot:
-  """Lines over the steps: of the metrics of one run, or of several runs."""
+  """Lines over the steps: metrics of one run, or one metric of several."""
   several = len(runs) > 1
   lines = [
     _Line(
@@ -154,7 +152,7 @@ def _curves(
       x=steps,
       y=values.astype(np.float32),
       name=_plain(label),
-      # A number between two gaps would have no line.
+      # Markers, because a number between two gaps has no line.
       mode="lines+markers" if few or np.isnan(values).any() else "lines",
       line={"color": colour},
       marker={"size": 5 if few else 3},
@@ -173,7 +171,7 @@ def _curves(
       showlegend=True,
       hoverinfo="skip",
     )
-  # The first step compiles.
+  # Skip the first step, which compiles.
   skip = names[0].startswith("time/")
   values = [
     series.values[int(skip and len(series.steps) > 2) :] for *_, series in lines
@@ -191,17 +189,14 @@ def _curves(
 
 
 def _vertical(values: np.ndarray, logarithmic: bool, tight: bool) -> dict:
-  """The vertical axis: logarithmic, or with 0 if that is near.
-
-  `tight`: of these values alone, where a line has others.
-  """
+  """The axis, with 0 if 0 is near; `tight`: lines may leave its range."""
   values = values[~np.isnan(values)]
   low, high = (values.min(), values.max()) if len(values) else (0.0, 0.0)
   if tight:  # plotly would show all values
     room = 0.06 * (high - low) or 0.5 * high or 1.0
     return {"range": [max(low - room, 0), high + room]}
   least = min(values[values > 0], default=high)
-  # Within a factor of 2 a logarithmic axis may have no tick.
+  # A logarithmic axis within a factor of 2 may have no tick.
   if logarithmic and high > 2 * least:
     ticks = "D2" if high < 50 * least else None
     return {"type": "log", "tickformat": "~g", "dtick": ticks}
@@ -210,10 +205,7 @@ def _vertical(values: np.ndarray, logarithmic: bool, tight: bool) -> dict:
 
 
 def thin(series: Series) -> Series:
-  """A long series with the smallest and largest value of each stretch.
-
-  Of a stretch with NaN, one is kept, too.
-  """
+  """The smallest and largest value of each stretch, and one NaN if any."""
   steps, values = series
   if len(steps) <= _POINTS:
     return series
@@ -231,10 +223,7 @@ def thin(series: Series) -> Series:
 
 
 def _marks(runs: Sequence[RunRecord], metric: str) -> dict[str, float]:
-  """The clip range of the log-ratios that a metric is about.
-
-  {} for a metric of other things, or if the runs have different ranges.
-  """
+  """The clip range of a metric's log-ratios; {} if none, or if runs differ."""
   about = re.fullmatch(
     r"(?:ratio|mismatch)/(token|sequence)_(?:log|gap|abs_mean)", metric
   )
@@ -247,8 +236,8 @@ def _marks(runs: Sequence[RunRecord], metric: str) -> dict[str, float]:
 def _outlines(name: str, runs: Sequence[RunRecord]) -> Plot:
   """A distribution: lines over bins, as shares, or over the layers.
 
-  Of one run the mean over a tenth of the steps at the begin, middle and end; of
-  several runs that at the end.
+  For one run, the means over the first, middle and last tenth of the steps. For
+  several runs, the mean over the last tenth.
   """
   spreads = {run.name: run.spreads.get(name) for run in runs}
   edges = next(spread.edges for spread in spreads.values() if spread)
@@ -297,10 +286,7 @@ def _outlines(name: str, runs: Sequence[RunRecord]) -> Plot:
 
 
 def _tenths(spread: Spread) -> dict[str, np.ndarray]:
-  """The mean over a tenth of the steps at the begin, middle and end.
-
-  A bin or layer without numbers is 0.
-  """
+  """Means over the first, middle, last tenth of the steps; 0 if all are NaN."""
   n = len(spread.steps)
   tenth = max(1, n // 10)
   starts = {(n - tenth) // 2: "middle", 0: "first"} | {n - tenth: "last"}
@@ -313,7 +299,7 @@ def _tenths(spread: Spread) -> dict[str, np.ndarray]:
 
 
 def _used(counts: np.ndarray, edges: np.ndarray) -> slice:
-  """The bins from -x to x with all counts, and one more on both sides."""
+  """The bins from -x to x with all counts, plus one on both sides."""
   filled = np.flatnonzero(counts.sum(axis=0))
   middle = (len(edges) - 1) // 2
   reach = max([abs(b - middle) for b in filled], default=4) + 1
@@ -328,7 +314,6 @@ def _bins(edges: np.ndarray) -> np.ndarray:
 
 
 def _place(value: float, edges: np.ndarray, used: slice) -> float:
-  """The place of a number on an axis of the bins `used`."""
   at = np.interp(value, edges[1:-1], np.arange(1, len(edges) - 1))
   return float(at - used.start - 0.5)
 
@@ -340,7 +325,7 @@ def _decades(edges: np.ndarray, used: slice) -> dict:
     for sign in (1, -1):
       at = _place(sign * 10.0**power, edges, used)
       inside = 0 <= at <= used.stop - used.start - 1
-      # A label beside another would touch it.
+      # Labels must not touch.
       near = any(abs(at - other) < 4 for other in labels)
       if inside and not near:
         text = "1" if power == 0 else f"10<sup>{power}</sup>"
@@ -354,7 +339,7 @@ def _decades(edges: np.ndarray, used: slice) -> dict:
 
 
 def _whole(name: str, first: int, last: int) -> dict:
-  """An axis of whole numbers, the first of them with the name."""
+  """An axis of whole numbers; the first label has the name."""
   axis = {"tickprefix": f"{name} "}
   if last - first < 6:  # no fractions
     axis["dtick"] = 1
@@ -384,10 +369,7 @@ def _figure(title: str, unit: str) -> go.Figure:
 
 
 def template(base: str, ink: str, paper: str) -> go.layout.Template:
-  """What all figures share, on a template of plotly.
-
-  `ink` and `paper` are the colours of text and background.
-  """
+  """The style of all figures; `ink` and `paper` are text and background."""
   result = go.layout.Template(io.templates[base])
   result.layout.update(
     height=270,

@@ -18,7 +18,7 @@ from gspo_jax.runtime.errors import UserError
 STYLE, SCRIPT = (
   Path(__file__).with_name(name).read_text() for name in ("page.css", "page.js")
 )
-# The colours of figures are those of page.css.
+# The same colours as in page.css.
 _THEMES = {
   "light": template("plotly_white", "#444649", "#ffffff"),
   "dark": template("plotly_dark", "#c5c7ca", "#1d2025"),
@@ -26,10 +26,7 @@ _THEMES = {
 
 
 def write(workdirs: Sequence[str], to: str | None = None) -> epath.Path:
-  """Writes the page of these runs; returns its path.
-
-  `to` is the file; None for report.html in the only workdir.
-  """
+  """Writes the page, by default to report.html of the only workdir."""
   if len(workdirs) > len(COLOURS):
     raise UserError(
       f"{len(workdirs)} runs: expected at most {len(COLOURS)}, the number of "
@@ -48,7 +45,6 @@ def write(workdirs: Sequence[str], to: str | None = None) -> epath.Path:
 
 
 def page(runs: Sequence[RunRecord]) -> str:
-  """The HTML of a page."""
   figures, parts, metrics = {}, [], []
   for section, names in sections(runs).items():
     metrics += names
@@ -78,7 +74,6 @@ def _figure(name: str, plot: Plot) -> str:
 def _document(
   runs: Sequence[RunRecord], parts: Sequence[tuple[str, str]], figures: dict
 ) -> str:
-  """The page of these parts, each a title and its HTML."""
   title = escape(tables.title(runs))
   links = body = ""
   for i, (name, html) in enumerate(parts):
@@ -105,7 +100,7 @@ def _policy(*scripts: str) -> str:
   """The content security policy: load nothing, run only these scripts."""
   hashes = (hashlib.sha256(script.encode()).digest() for script in scripts)
   allowed = " ".join(f"'sha256-{base64.b64encode(h).decode()}'" for h in hashes)
-  # blob: is a chart on its way to a PNG file.
+  # blob: is for a chart that is saved as PNG.
   return (
     "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; "
     f"script-src {allowed}"
@@ -113,6 +108,6 @@ def _policy(*scripts: str) -> str:
 
 
 def _json(data: dict) -> str:
-  # The name of a run must not end the script element.
+  # A run's name must not end the script element.
   text = json.dumps(data, allow_nan=False, separators=(",", ":"))
   return text.replace("<", "\\u003c")

@@ -60,7 +60,6 @@ def _card(sample: Sample) -> str:
 
 
 def _shorten(text: str) -> str:
-  """Without the middle of a long text, but with its length."""
   if len(text) <= _MAX_CHARACTERS:
     return text
   half = _MAX_CHARACTERS // 2

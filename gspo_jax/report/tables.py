@@ -1,4 +1,4 @@
-"""The head of a page with the results, its numbers, and its end, the config."""
+"""Heading and results of a page, the numbers, and the config."""
 
 import datetime
 import json
@@ -19,7 +19,6 @@ def title(runs: Sequence[RunRecord]) -> str:
 
 
 def _kind(run: RunRecord) -> tuple[str, str]:
-  """The method and the model, as the config names them."""
   model = run.config.get("model", {})
   name = model.get("checkpoint", "").rstrip("/").rpartition("/")[2]
   method = run.config.get("objective", {}).get("name", "")
@@ -27,7 +26,7 @@ def _kind(run: RunRecord) -> tuple[str, str]:
 
 
 def steps(run: RunRecord) -> str:
-  """Steps so far; the files do not show whether a run was stopped."""
+  """Steps so far; the files do not tell whether a run was stopped."""
   total = run.config.get("num_steps")
   if total is None:
     return f"{run.last_step:,} steps"
@@ -36,7 +35,6 @@ def steps(run: RunRecord) -> str:
 
 
 def head(runs: Sequence[RunRecord]) -> str:
-  """Heading, warnings, and the main results."""
   warnings = "".join(
     f"<li>{escape(w)}</li>" for r in runs for w in _warnings(r, len(runs) > 1)
   )
@@ -50,10 +48,10 @@ def head(runs: Sequence[RunRecord]) -> str:
 
 
 def _results(run: RunRecord) -> dict[str, tuple[str, str]]:
-  """The main results: last value, and first value or "", by label."""
+  """Label -> last value and first value (or "") of the main results."""
   results = {}
   averages = [m for m in run.scalars if m.startswith("eval/avg@")]
-  # Several where a run went on with another eval.samples.
+  # There are several if eval.samples changed during the run.
   average = max(averages, key=lambda m: run.scalars[m].steps[-1], default="")
   for label, metric, unit in (
     ("avg@n, held out", average, ""),
@@ -112,7 +110,7 @@ def _swatch(i: int) -> str:
 
 
 def legend(runs: Sequence[RunRecord]) -> str:
-  """The colours of several runs; "" for one run, whose charts have legends."""
+  """The colours of several runs; "" for one, whose charts have legends."""
   if len(runs) == 1:
     return ""
   items = "".join(
@@ -140,7 +138,6 @@ def _warnings(run: RunRecord, named: bool) -> list[str]:
 
 
 def numbers(metrics: Sequence[str], runs: Sequence[RunRecord]) -> str:
-  """First, last, smallest and largest value of each scalar in each run."""
   rows = ""
   for name in sorted(metrics):
     for run in runs:
@@ -199,7 +196,7 @@ def config(runs: Sequence[RunRecord]) -> str:
 
 
 def _groups(tree: dict) -> str:
-  """The keys of each section, those of none first."""
+  """The keys by section; keys without a section are first."""
   sections = {k: v for k, v in tree.items() if isinstance(v, dict)}
   alone = {k: v for k, v in tree.items() if k not in sections}
   html = ""

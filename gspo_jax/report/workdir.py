@@ -13,7 +13,7 @@ from gspo_jax.record import json_file, json_lines, run_files
 from gspo_jax.record.identity import flatten
 from gspo_jax.runtime.errors import UserError, content_of
 
-# What the page reads of a config; sections come before their keys.
+# Config values that the page reads; sections come before their keys.
 _KINDS = {
   "num_steps": int,
   "model": dict,
@@ -27,13 +27,11 @@ _KINDS = {
 
 
 class Series(NamedTuple):
-  """A scalar over the steps at which it was written."""
-
   steps: np.ndarray  # [N] int, ascending
   values: np.ndarray  # [N] float; NaN where the run wrote null
 
   def finite(self) -> np.ndarray:
-    """The values without NaN; one NaN if there are no others."""
+    """The values without NaN; [NaN] if all are NaN."""
     values = self.values[~np.isnan(self.values)]
     return values if len(values) else np.array([np.nan])
 
@@ -43,24 +41,24 @@ class Spread(NamedTuple):
 
   steps: np.ndarray  # [N] int, ascending
   values: np.ndarray  # [N, bins] float
-  edges: np.ndarray | None  # [bins + 1]; None for numbers of layers
+  edges: np.ndarray | None  # [bins + 1]; None for numbers by layer
 
 
 class RunRecord(NamedTuple):
-  """The files of a run. A field is empty if its file is missing."""
+  """The files of a run; the field of a missing file is empty."""
 
-  name: str  # the folder, or the end of its path that differs from other runs
+  name: str  # the end of the path, unique among the runs
   scalars: dict[str, Series]  # by metric
   spreads: dict[str, Spread]  # by metric
   samples: dict[int, list[run_files.Sample]]  # by step
   config: dict  # nested
-  last_step: int  # with metrics; 0 if there is none
+  last_step: int  # with metrics; 0 without
 
   def without_signal(self) -> np.ndarray:
-    """Steps without advantages: in no group did the rewards differ.
+    """Steps without advantages: in every group all rewards were equal.
 
-    Empty with a critic or with a KL term in the reward, where equal rewards
-    give advantages, too.
+    Empty with a critic or a KL term in the reward, which give advantages even
+    then.
     """
     mixed = self.scalars.get("reward/mixed_groups")
     objective = self.config.get("objective", {})
@@ -73,10 +71,10 @@ class RunRecord(NamedTuple):
     return mixed.steps[mixed.values == 0]
 
   def clips(self, unit: str) -> dict[str, float]:
-    """The log-ratios beyond which the method clips: "clip low", "clip high".
+    """The log-ratios at which the method clips: "clip low", "clip high".
 
-    {} if the method is unknown, or does not clip the ratios of this unit, which
-    is "token" or "sequence".
+    `unit` is "token" or "sequence". {} if the method is unknown or does not
+    clip the ratios of this unit.
     """
     spec = self.config.get("objective", {}).get("name", "")
     name, _, text = spec.partition(":")
@@ -98,7 +96,7 @@ class RunRecord(NamedTuple):
 
 
 def read(workdirs: Sequence[str]) -> list[RunRecord]:
-  """Reads runs; the last line of a file may be cut short, not yet written."""
+  """Reads runs; the last line of a file may be unfinished."""
   return [
     _read(epath.Path(folder), name)
     for folder, name in zip(workdirs, names(workdirs), strict=True)
@@ -106,7 +104,7 @@ def read(workdirs: Sequence[str]) -> list[RunRecord]:
 
 
 def names(workdirs: Sequence[str]) -> list[str]:
-  """The ends of the paths, as short as they are all different."""
+  """The shortest ends of the paths that are all different."""
   parts = [
     [p for p in str(w).split("/") if p not in ("", ".")] for w in workdirs
   ]
@@ -165,7 +163,7 @@ def _config(path: epath.Path) -> dict:
 
 
 def _is_a(kind, value) -> bool:
-  """Whether a value has this type; numbers are finite and -1 or more."""
+  """Whether a value has this type; numbers are finite and at least -1."""
   is_number = isinstance(value, int | float)
   return isinstance(value, kind) and not (
     is_number and not -1 <= value < math.inf
@@ -173,7 +171,6 @@ def _is_a(kind, value) -> bool:
 
 
 def _number(value, name: str, place: str) -> float:
-  """NaN for null, and for what is not finite."""
   if value is None:
     return math.nan
   if isinstance(value, int | float):

@@ -1,9 +1,9 @@
 """The default task: labelled chains of arithmetic with an exact reward.
 
 The problem `8a+3b-5c+4?` is (((8 + 3) - 5) + 4) modulo 10, from left to right.
-A worked response labels each step: `a8+3=1;b1-5=6;c6+4=0;#0`. The labels let a
-model copy the operand that followed the same letter in the prompt, which a
-model of two layers learns.
+A worked response labels each step: `a8+3=1;b1-5=6;c6+4=0;#0`. A label lets a
+model copy the operand behind the same letter of the prompt; two layers can
+learn this.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ class Chain:
   """A random-access source of chains; the same index is the same problem."""
 
   steps: tuple[int, ...]  # possible lengths, 1 to 26 (a label is a letter)
-  # Probability that a demonstrated step has a random result, with which the
-  # chain goes on: the cold start learns the method, and RL the precision.
+  # Probability that a demonstrated step has a random result, and the chain
+  # continues with it: the cold start learns the method, RL the precision.
   noise: float = 0.0
   evaluation: bool = False  # True for the held-out problems
   size: int = 1_000_000
@@ -52,7 +52,7 @@ class Chain:
         return problem
 
   def _sample(self, rng: random.Random) -> Problem:
-    # `value` is correct; `shown` carries the errors of the demonstration on.
+    # `value` is correct; `shown` has the errors of the demonstration.
     value = shown = rng.randrange(10)
     text, demonstration = str(value), []
     for label in string.ascii_lowercase[: rng.choice(self.steps)]:
@@ -70,10 +70,10 @@ class Chain:
 def sources(
   seed: int, *, steps="8", demonstrated="2|4|6|8", noise=0.12
 ) -> tuple[Chain, Chain, Chain]:
-  """Chains to learn from, to be evaluated on, and to imitate.
+  """Chains for training, for evaluation, and for the cold start.
 
-  `steps` are the lengths of the first two, `demonstrated` and `noise` are of
-  the third; lengths have | between them.
+  `steps` are the lengths of the first two. `demonstrated` (lengths) and `noise`
+  are for the third. A | separates lengths.
   """
   chain = Chain(_lengths("steps", steps), seed=seed)
   return (

@@ -1,17 +1,16 @@
-"""Two embedded environments, and their problems with demonstrations.
+"""Two embedded environments: problems and demonstrations.
 
 Calculator: `37*48?` is answered with `calc(37*48)`, the tool replies `1776`,
-and the answer is `#1776`. Demonstrations that do not call it answer at random.
+and the answer is `#1776`.
 
-Guessing: a letter between two others, such as `c-n?`, is to be found. The reply
-to a guess is `>` if the letter comes later, `<` if earlier, and the letters
-that are left: `>i-n?`. The environment chooses the letter as late as it can:
-what is left is always the larger part, so that luck does not help. Halving
-finds one of 15 letters with four guesses.
+Guessing: the policy must find a letter in a range such as `c-n?`. The reply to
+a guess is `>` if the letter is later or `<` if it is earlier, and the range
+that is left: `>i-n?`. The environment always keeps the larger part, so luck
+does not help. Halving finds one of 15 letters with four guesses.
 
-The demonstrations have mistakes on purpose: most do not call the calculator, or
-call it with another number, and all guesses are random. The cold start so
-learns the form, and leaves the use of the tool and the halving to RL.
+The demonstrations have mistakes on purpose. Most do not call the calculator, or
+call it with another number, and all guesses are random. So the cold start
+learns the form, and RL must learn to use the tool and to halve the range.
 """
 
 import random
@@ -33,7 +32,8 @@ _LETTERS = string.ascii_lowercase
 class Calculator:
   """A tool for one operation on two numbers.
 
-  Any other response is the answer, with a reward of 1 for `#` and the number.
+  A response without a call is the answer: `#` and the right number has reward
+  1.
   """
 
   roles = ("tool",)
@@ -56,7 +56,7 @@ class Calculator:
 
 
 def calculator_problems() -> list[Problem]:
-  """Two numbers of two digits; a source for `data.source`."""
+  """Two numbers of two digits; for `data.source`."""
   rng, problems = random.Random("calculator"), {}
   while len(problems) < _SIZE:
     a, b = rng.randrange(10, 100), rng.randrange(10, 100)
@@ -69,11 +69,10 @@ def calculator_problems() -> list[Problem]:
 
 
 def _calculated(text: str, result: str, rng: random.Random):
-  """A demonstration: its first response, and the turns behind it."""
   kind = rng.random()
   if kind < 0.7:  # does not call the tool
     return f"#{rng.randrange(10, 1000)}", ()
-  if kind < 0.8:  # calls it with another number
+  if kind < 0.8:  # calls it with a wrong number
     a, operation, b = _EXPRESSION.fullmatch(text).groups()
     a = str(rng.randrange(10, 100))
     text = f"{a}{operation}{b}"
@@ -82,12 +81,11 @@ def _calculated(text: str, result: str, rng: random.Random):
 
 
 class Guessing:
-  """A letter is to be found; the reward of the right guess is 1."""
+  """The right letter has reward 1."""
 
   roles = ("user",)
 
   def reset(self, problem: Question, seed: int) -> Sequence[Message]:
-    """Keeps the prompt of the data."""
     ends = _RANGE.fullmatch(problem.text)
     if not ends:
       raise ValueError(f"{problem.text!r}: expected a range as 'a-f?'")
@@ -96,7 +94,7 @@ class Guessing:
     return ()
 
   def step(self, response: str) -> Step:
-    """The larger part; the end, for the last letter and for no letter."""
+    """The larger part; ends at the last letter, or without a letter."""
     guess = _LETTERS.find(response) if len(response) == 1 else -1
     if not self._low <= guess <= self._high:
       return Step(done=True)
@@ -107,7 +105,7 @@ class Guessing:
 
 
 def guessing_problems() -> list[Problem]:
-  """Ranges of 6 to 12 letters, many demonstrations; for `data.source`."""
+  """Ranges of 6 to 12 letters with demonstrations; for `data.source`."""
   rng, problems = random.Random("guessing"), []
   for size in range(6, 13):
     for low in range(27 - size):
@@ -115,7 +113,7 @@ def guessing_problems() -> list[Problem]:
       for _ in range(40):
         first, turns = _guessed(rng, low, high)
         problems.append(Problem(_asked(low, high), "found", first, turns=turns))
-  # So that the first ones, which are held out for evaluations, differ.
+  # Shuffled, because the first ones are held out and should be diverse.
   rng.shuffle(problems)
   return problems
 
@@ -125,14 +123,13 @@ def _asked(low: int, high: int) -> str:
 
 
 def _left(guess: int, low: int, high: int) -> tuple[str, int, int]:
-  """The sign, and the larger part behind a guess; the later one of equals."""
+  """The sign and the larger part; of equal parts, the later one."""
   if high - guess >= guess - low:
     return ">", guess + 1, high
   return "<", low, guess - 1
 
 
 def _guessed(rng: random.Random, low: int, high: int):
-  """A demonstration of up to four random guesses."""
   turns = []
   for _ in range(4):
     guess = rng.randrange(low, high + 1)

@@ -1,11 +1,10 @@
 """Short texts about everyday subjects, written to rules that can be checked.
 
 A problem names a subject and one or two rules, such as "Do not use commas.", in
-the kind of IFEval (arXiv 2311.07911; the rules here are our own). The reference
-is the subject and the rules as JSON, which the reward `instructions` reads. The
-first rule is one that few texts keep by chance; rules that most short texts
-keep come beside one only. Each of these functions is a source for
-`data.source`:
+the style of IFEval (arXiv 2311.07911) with our own rules. The reference is the
+subject and the rules as JSON, which the reward `instructions` reads. Few texts
+keep the first rule by chance; a rule that most short texts keep can only be the
+second. Each of these functions is a source for `data.source`:
 
   training        trained subjects, requests and rules
   new_subjects    held-out subjects and requests, trained rules
@@ -25,7 +24,7 @@ from gspo_jax.runtime import errors
 _SIZE = 4096  # problems to train on
 _HELD_OUT = 256  # of each held-out source
 
-# One in eight is held out, by its hash.
+# One subject in eight is held out, by its hash.
 _SUBJECTS = """
 apples ants bananas bees bicycles birds boats books bread breakfast bridges
 butter cakes cameras camping candles carrots cars castles cats cheese chickens
@@ -72,12 +71,12 @@ _SENTENCE_END = re.compile(r"[.!?]+(?=[\s\"\'\u2019\u201d)*\]]|$)")
 _BULLET = re.compile(r"- +\S")
 _NUMBERED = re.compile(r"([0-9]+)[.)] +\S")
 _CLOSING = "*\"'\u2019\u201d"  # what may follow the end of a text
-NEW_WORDS = 6  # that a response needs beside the words of its prompt
+NEW_WORDS = 6  # needed in a response, not in its prompt
 _RUN = 5  # words in a row that a response must not repeat
 
 
 def words(text: str) -> list[str]:
-  """The words of a text in lower case, of letters alone; "don't" is one."""
+  """The words in lower case, letters alone; "don't" is one word."""
   return [word.lower() for word in _WORD.findall(text)]
 
 
@@ -113,11 +112,11 @@ _always = lambda rng: True
 
 
 class Rule(NamedTuple):
-  """A rule about a text, with a value; a rule that needs none has True."""
+  """A rule about a text, with a value; True if it needs none."""
 
-  keeps: Callable[[str, Any], bool]  # whether a text keeps it with this value
+  keeps: Callable[[str, Any], bool]  # (text, value) -> whether it is kept
   draw: Callable[[random.Random], Any]  # a random value
-  ask: Callable[[Any], str]  # the sentence that asks for it
+  ask: Callable[[Any], str]  # value -> the sentence in the problem
 
 
 RULES = {
@@ -206,7 +205,7 @@ RULES = {
 
 
 class RuleNames(NamedTuple):
-  """Names of first rules, and of those that come beside a first one; sorted."""
+  """Names of rules, sorted: for the first place and for the second."""
 
   first: Sequence[str]
   second: Sequence[str]
@@ -224,7 +223,6 @@ HELD_OUT_RULES = RuleNames(
 
 @functools.cache
 def training() -> Sequence[Problem]:
-  """4,096 problems to train on."""
   return _problems("training", _SIZE, _REQUESTS, TRAINED_RULES)
 
 
@@ -236,7 +234,7 @@ def new_subjects() -> Sequence[Problem]:
 
 @functools.cache
 def new_rules() -> Sequence[Problem]:
-  """256 such problems with other rules, too."""
+  """256 problems about other subjects, with other words and rules."""
   return _problems("new_rules", _HELD_OUT, _HELD_OUT_REQUESTS, HELD_OUT_RULES)
 
 
@@ -263,7 +261,7 @@ def _problem(rng: random.Random, subjects, requests, names) -> Problem:
 
 
 def _is_possible(subject: str, values: dict) -> bool:
-  """Whether the second rule allows the text that the first one demands."""
+  """Whether a text can keep the first rule and the second."""
   demanded = [subject]
   for name in ("include", "twice", "start", "end"):
     demanded.append(values.get(name, ""))
@@ -288,18 +286,12 @@ def follows(
 
   White space around the response does not count. A text is about its subject if
   it names it, with or without a final "s", has `NEW_WORDS` different words that
-  the prompt does not have, and no five words in a row twice: a policy soon
-  learns to repeat the question, or itself. A response that was cut off at
-  `limit` tokens keeps no rule. Nothing judges whether the text is true or well
-  written.
+  are not in the prompt, and repeats no five words in a row: a policy soon
+  learns to repeat the question or itself. A response that was cut at `limit`
+  tokens scores 0. Nobody judges whether the text is true or well written.
 
-  Args:
-    prompt: what the policy read.
-    response: what the policy wrote.
-    reference: JSON: {"subject": text, "rules": {name: value}}, the names of
-      `RULES`; UserError for anything else.
-    tokens: length of the response, its stop token included.
-    limit: largest length.
+  `reference` is JSON, {"subject": text, "rules": {name: value}} with names of
+  `RULES`, else UserError. `tokens` includes the stop token.
   """
   target = _parse(reference)
   text = response.strip()

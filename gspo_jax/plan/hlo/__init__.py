@@ -1,6 +1,6 @@
-"""What a compiled program costs on a TPU, read out of libtpu's text dump.
+"""What a compiled program costs on a TPU, read from libtpu's text dump.
 
-`plan` calls `cost_of` alone; all else here follows from the format of the text.
+`plan` calls `cost_of` alone. All other code depends on the format of the text.
 """
 
 from gspo_jax.plan.hlo.cost import HloCost

@@ -15,17 +15,15 @@ _KINDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """A collective, on one device."""
-
   kind: str  # the HLO opcode without "-start"; "network" between slices
-  # The first group of devices, as indices into the device order; of a permute
-  # the first pair.
+  # The first group of devices, or the first pair of a permute: indices into
+  # the device order.
   members: tuple[int, ...]
   result: float  # bytes of the result
-  # None if synchronous; else what `awaited` returns for the instruction that
-  # waits for it.
+  # What `awaited` returns for the instruction that waits for it; None if
+  # synchronous.
   key: str | None = None
-  in_vmem: float = 0.0  # bytes of its operands and result that are not in HBM
+  in_vmem: float = 0.0  # bytes of operands and result outside HBM
 
   @property
   def wire(self) -> float:
@@ -40,10 +38,7 @@ class Collective:
 
   @property
   def hbm_bytes(self) -> float:
-    """Bytes of HBM that a device reads and writes: its operand and result.
-
-    What a device passes on to the next one stays in its fast memory.
-    """
+    """HBM bytes of operand and result; bytes passed on stay in fast memory."""
     n = len(self.members)
     operand = self.result
     if self.kind == "all-gather":
@@ -60,7 +55,7 @@ def is_collective(i: Instruction) -> bool:
 def started(
   module: Module, computation: Computation, i: Instruction, devices: int
 ) -> list[Collective]:
-  """The collectives that an instruction is, starts, or contains (a fusion)."""
+  """The collectives that an instruction is, starts or (fusion) contains."""
   if is_collective(i):
     key = i.name if i.op.endswith("-start") else None
     one = _collective(i, devices, key)
@@ -80,7 +75,7 @@ def started(
 
 
 def awaited(module: Module, i: Instruction) -> str | None:
-  """The key of the asynchronous collective that the instruction waits for."""
+  """The key of the asynchronous collective that an instruction awaits."""
   if i.op.endswith("-done"):
     return i.operands[0]
   if i.op == "fusion":
@@ -91,14 +86,12 @@ def awaited(module: Module, i: Instruction) -> str | None:
 
 
 def _in_vmem(computation, i) -> float:
-  """Bytes of operands and results that are not in HBM."""
   operands = (computation.get(name) for name in i.operands)
   arrays = [a for o in operands if o is not None for a in o.arrays]
   return sum(a.bytes for a in (*arrays, *_results(i)) if a.space)
 
 
-# In the attributes of a collective that is spread over a chain of fusions: they
-# compute while it proceeds.
+# Marks a collective that runs beside a chain of fusions.
 _CHAIN = "chain_id="
 
 
@@ -133,7 +126,6 @@ def _results(i):
 
 
 def group(attributes: str, devices: int) -> tuple[int, ...]:
-  """The first group of devices in the attributes of an instruction."""
   pairs = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", attributes)
   if pairs:
     return int(pairs[1]), int(pairs[2])
@@ -163,10 +155,9 @@ def _iota(size, dims, order) -> tuple[int, ...]:
 
 
 def _mesh(mesh, axes) -> tuple[int, ...]:
-  """The group along mesh axes, as in `'a'=16,'b'=4` and `'a':(2)4,'b'`.
+  """The first group along mesh axes: `'a'=16,'b'=4` and `'a':(2)4,'b'`.
 
-  `'a':(2)4` means: axis a, of 16 devices, is split into 2 x 4 x 2, and the
-  group extends along the 4.
+  `'a':(2)4`: axis a is split into 2 x 4 x rest; the group extends along the 4.
   """
   sizes = [(n, int(s)) for n, s in re.findall(r"'([^']+)'=(\d+)", mesh)]
   strides, after = {}, 1

@@ -1,6 +1,6 @@
-"""The cost of a compiled computation on one device, and how costs add up.
+"""The cost of a compiled computation on one device, and sums of costs.
 
-FLOPs, bytes and the seconds they take at best; `walk` computes them.
+FLOPs, bytes and seconds at best; `walk` computes them.
 """
 
 import collections
@@ -9,17 +9,15 @@ from typing import NamedTuple
 
 
 class Work(NamedTuple):
-  """What one instruction does."""
-
-  flops: float  # of its matrix products
+  flops: float  # of matrix products
   attention_flops: float = 0.0  # the part of `flops` in attention kernels
-  padding_flops: float = 0.0  # more, in blocks of grouped products not full
-  sorted_bytes: float = 0.0  # that a sort moves through the vector registers
+  padding_flops: float = 0.0  # not in `flops`: padding of grouped products
+  sorted_bytes: float = 0.0  # moved through the vector registers by a sort
   hbm_bytes: float = 0.0  # read from HBM and written to it
 
 
 class CollectiveKind(NamedTuple):
-  """Collectives that are added up together."""
+  """Collectives of one kind are added up."""
 
   kind: str  # the HLO opcode, or "network" between slices
   group_size: int
@@ -32,9 +30,9 @@ class Traffic:
 
   count: float = 0
   wire: float = 0.0  # bytes that each device sends
-  # The longer of the times to send them, and to read and write HBM.
+  # The longer of two times: to send the bytes, and to read and write HBM.
   seconds: float = 0.0
-  hbm_bytes: float = 0.0  # that each device reads and writes
+  hbm_bytes: float = 0.0  # read and written by each device
 
 
 class OperationCost(NamedTuple):
@@ -48,26 +46,24 @@ class OperationCost(NamedTuple):
 
 @dataclasses.dataclass
 class DataDependent:
-  """A loop whose trip count depends on the data, or a branch that does."""
+  """A loop or a branch that depends on data."""
 
   source: str  # the JAX operation
-  state_bytes: float  # of its loop state or result
+  state_bytes: float  # of the loop state, or of the branch's result
   times: float  # how often the program executes it
-  cost: "HloCost"  # of one trip of the loop, or of the most expensive branch
+  cost: "HloCost"  # of one trip, or of the most expensive branch
 
 
 @dataclasses.dataclass
 class HloCost:
-  """The cost of a computation on one device."""
-
   flops: float = 0.0  # of matrix products
   attention_flops: float = 0.0  # the part of `flops` in attention kernels
-  padding_flops: float = 0.0  # more, in blocks of grouped products not full
-  hbm_bytes: float = 0.0  # also by collectives
+  padding_flops: float = 0.0  # not in `flops`: padding of grouped products
+  hbm_bytes: float = 0.0  # collectives included
   hbm_seconds: float = 0.0  # for `hbm_bytes` alone
   roofline_seconds: float = 0.0  # of all operations except collectives
-  estimated_seconds: float = 0.0  # the part of it that the compiler estimated
-  # Waiting for collectives, in the order of the compiler's schedule.
+  estimated_seconds: float = 0.0  # part of it that the compiler estimated
+  # Time in which the compiler's schedule waits for collectives.
   stalled_seconds: float = 0.0
   collectives: dict[CollectiveKind, Traffic] = dataclasses.field(
     default_factory=lambda: collections.defaultdict(Traffic)
@@ -83,7 +79,6 @@ class HloCost:
 
   @property
   def collective_seconds(self) -> float:
-    """Of all collectives, one after the other."""
     return sum(traffic.seconds for traffic in self.collectives.values())
 
   @property
@@ -92,23 +87,19 @@ class HloCost:
 
   @property
   def perfect_overlap(self) -> float:
-    """Seconds if collectives and computation overlap completely."""
     return max(self.roofline_seconds, self.collective_seconds, self.hbm_seconds)
 
   @property
   def scheduled(self) -> float:
-    """Seconds in the order of the compiler's schedule."""
     return max(self.now, self.perfect_overlap)
 
   @property
   def no_overlap(self) -> float:
-    """Seconds if collectives and computation do not overlap."""
     return max(
       self.roofline_seconds + self.collective_seconds, self.hbm_seconds
     )
 
   def add(self, other: "HloCost", times: float = 1) -> None:
-    """Adds the cost of `times` runs of another computation."""
     if not times:
       return
     for name, value in vars(other).items():
@@ -133,11 +124,10 @@ class HloCost:
     )
 
   def longest_loop(self) -> tuple[DataDependent, DataDependent] | None:
-    """The data-dependent loop with the largest state, also within branches.
+    """The data-dependent loop with the largest state: a sampler's decode loop.
 
-    In a sampler it decodes with the longest cache, in a branch of a branch.
-    Beside it comes the entry that lists it: the loop itself if one trip of it
-    is in this cost, else the branch that contains it, of which nothing is.
+    Also returns the entry that lists it: the loop itself if this cost counts
+    one trip, else the branch around it, which is not counted.
     """
     candidates = [(loop, loop) for loop in self.loops]
     for branch in self.branches:

@@ -1,8 +1,7 @@
 """Matrix products in kernels: attention, and the experts' grouped products.
 
-Their FLOPs and HBM bytes follow from the blocks: one at an edge, or one that
-two groups share, costs as much as a whole one, and an operand is read again for
-each column of blocks.
+Their FLOPs and HBM bytes follow from their blocks. A partly filled block costs
+as much as a full one. Each column of blocks reads an operand again.
 """
 
 import math
@@ -14,17 +13,16 @@ from gspo_jax.plan.hlo.module import Computation, Instruction
 # Matrix products in each kernel of splash attention, which reports no FLOPs:
 # scores and output; scores, dV, dP, dK (and dQ if fused); scores, dP, dQ.
 _SPLASH = {"_fwd": 2, "_dkv": 4, "_dq": 3}
-# Its blocks of queries and keys, or 256 or 128 where 512 does not divide the
-# number of tokens. The same as `_BLOCK` in gspo_jax/model/attention.py.
+# Its blocks of queries and keys, as `_BLOCK` in gspo_jax/model/attention.py;
+# 256 or 128 if 512 does not divide the number of tokens.
 _SPLASH_BLOCK = 512
 
 
 def attention_flops(computation: Computation, i: Instruction) -> float:
-  """The FLOPs of a kernel of splash attention; 0 for any other instruction.
+  """FLOPs of a splash attention kernel; 0 for any other instruction.
 
-  Of n x n blocks of scores it computes the n (n + 1) / 2 on and below the
-  diagonal. A fused backward pass has longer blocks of keys, and returns dQ in
-  as many parts.
+  It computes the n (n + 1) / 2 blocks on and below the diagonal. A fused
+  backward pass has longer blocks of keys, and returns one part of dQ for each.
   """
   kernel = re.match(r"splash_m[hq]a(_fwd|_dkv|_dq)", i.name)
   if not kernel or i.op != "custom-call":
@@ -50,17 +48,12 @@ def grouped_product(
 ) -> Work | None:
   """The cost of a `ragged_dot` on TPUs; None for any other instruction.
 
-  The kernel multiplies blocks of m rows, k contracted columns and n columns of
-  the result, as its `ragged_dot_tiling` says. It visits a block of rows that
-  two groups share for each of them; groups rarely end where a block does, so
-  that there are as many such visits as groups but one. Blocks beyond the last
-  group are not visited.
-
-  - A product [M, K] x [G, K, N] walks once for each column of blocks. The rows
-    are read as often, the matrices once, or at every visit if K is more than a
-    block: each visit then reads all blocks of K.
-  - The gradient of the matrices, [M, K] x [M, N] -> [G, K, N], walks once for
-    each of the blocks of K and N.
+  Blocks have m rows, k contracted columns and n columns of the result
+  (`ragged_dot_tiling`). A block of rows that two groups share is visited for
+  each; groups rarely end at the edge of a block, so G groups add G - 1 visits.
+  A product [M, K] x [G, K, N] reads the rows for each column of blocks, and the
+  matrices once, or at every visit if K needs several blocks. The gradient of
+  the matrices, [M, K] x [M, N], reads its operands for each block of K and N.
 
   `filled` is the share of the M rows that the groups hold.
   """

@@ -1,9 +1,9 @@
 """The trip count of a loop in a compiled module.
 
-A `jax.lax.scan` becomes a `while` loop over a tuple. One element of the tuple
-is a counter: the condition compares it with a bound, the body adds a constant.
-Both are found by tracing scalars back to the form `element + constant`. The
-trip count of a loop with any other condition depends on the data.
+A `jax.lax.scan` becomes a `while` loop over a tuple. One element is a counter:
+the condition compares it with a bound, the body adds a constant. Both are found
+by tracing scalars back to `element + constant`. With any other condition the
+trip count depends on the data.
 """
 
 import math
@@ -13,9 +13,9 @@ from gspo_jax.plan.hlo.module import Computation, Instruction, Module
 
 
 class Affine(NamedTuple):
-  """The value of a scalar: an element of the loop's tuple plus a constant."""
+  """A scalar: an element of the loop's tuple plus a constant."""
 
-  element: int | None  # its index; None if the value is the constant alone
+  element: int | None  # its index; None for a constant
   added: int
 
 
@@ -25,11 +25,7 @@ _SAME = ("copy", "bitcast", "convert", "reshape", "copy-start", "copy-done")
 def trip_count(
   module: Module, computation: Computation, loop: Instruction
 ) -> int | None:
-  """The trip count of a `while` of `computation`; None if the data decides.
-
-  If the initial value of the counter cannot be traced, it counts as 0, the
-  initial value in a scan.
-  """
+  """The trip count of a `while`; None if the data decides."""
   (condition,), (body,) = loop.called("condition"), loop.called("body")
   body = module[body]
   test = _comparison(module, module[condition])
@@ -39,6 +35,7 @@ def trip_count(
   step = _next_value(module, body, counter.element)
   if step is None or step.element != counter.element or step.added <= 0:
     return None
+  # A scan starts at 0, also where the value cannot be traced.
   start = _initial_value(module, computation, loop, counter.element) or 0
   limit = bound.added
   if bound.element is not None:
@@ -68,14 +65,13 @@ def _comparison(module, condition) -> tuple[Affine, Affine] | None:
 
 
 def _next_value(module, body, index) -> Affine | None:
-  """That of an element of the loop's tuple after an iteration."""
   if body.root.op != "tuple":
     return None
   return _Scope(module, body).value(body.root.operands[index])
 
 
 def _initial_value(module, computation, loop, index) -> int | None:
-  """The initial value of an element of the loop's tuple, if it is constant."""
+  """The initial value of a tuple element; None if not constant."""
   initial = computation.get(loop.operands[0])
   if initial is None or initial.op != "tuple":
     return None
@@ -84,10 +80,7 @@ def _initial_value(module, computation, loop, index) -> int | None:
 
 
 class _Scope:
-  """A computation and the values of its parameters.
-
-  Without arguments, the parameter is the tuple of a loop.
-  """
+  """A computation and its parameters' values, by default a loop's tuple."""
 
   def __init__(self, module, computation, arguments=None):
     self.module, self.computation = module, computation
@@ -99,7 +92,6 @@ class _Scope:
     return _Scope(self.module, computation, arguments)
 
   def value(self, name: str) -> Affine | None:
-    """Traces a scalar back to an element of the tuple or to a constant."""
     i = self.computation.get(name)
     if i is None:
       return None

@@ -1,7 +1,4 @@
-"""Parses the text of a compiled HLO module into computations.
-
-The format is that of libtpu's dumps `*after_codegen.txt`.
-"""
+"""Parses an HLO module from libtpu's dumps `*after_codegen.txt`."""
 
 import dataclasses
 import functools
@@ -20,11 +17,11 @@ _NAME = re.compile(r"%([\w.\-]+)")
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-  """One array of an instruction's result. The padding of tiles is ignored."""
+  """One array of an instruction's result; tile padding is ignored."""
 
   dtype: str  # the name in HLO, such as bf16
   dims: tuple[int, ...]
-  space: int  # 0 is HBM, 1 is VMEM, others are scratch memory or the host's
+  space: int  # 0 is HBM, 1 is VMEM, others are scratch or host memory
 
   @property
   def bits(self) -> int:  # of one element
@@ -39,16 +36,14 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-  """One line of a computation."""
-
   name: str  # unique in the module
   op: str  # the HLO opcode
   arrays: tuple[Array, ...]  # of the result; tuples are flattened
-  operands: tuple[str, ...]  # their names
-  # In the parentheses: the value of a constant, or a parameter's number.
+  operands: tuple[str, ...]  # names
+  # Text in the parentheses: a constant's value, or a parameter's number.
   literal: str
   attributes: str  # the rest of the line
-  root: bool  # whether it is the result of the computation
+  root: bool  # whether it is the computation's result
 
   @property
   def bytes(self) -> float:
@@ -64,16 +59,14 @@ class Instruction:
 
   @functools.cached_property
   def source(self) -> str:
-    """The JAX operation that it was compiled from, else its own name."""
+    """The JAX operation that it was compiled from, else its name."""
     return self.find(r'op_name="([^"]*)"') or self.name
 
   def find(self, pattern: str) -> str | None:
-    """The first group of a regular expression in the attributes."""
     match = re.search(pattern, self.attributes)
     return match and match[1]
 
   def called(self, attribute: str) -> tuple[str, ...]:
-    """The names of the computations in an attribute."""
     match = re.search(
       rf"\b{attribute}=(?:%([\w.\-]+)|\{{([^}}]*)\}})", self.attributes
     )
@@ -104,7 +97,7 @@ class Computation:
 
   @functools.cached_property
   def uses(self) -> dict[str, list[tuple[Instruction, int]]]:
-    """Name -> the instructions that use it, each with the operand's number."""
+    """Name -> (instruction that uses it, operand's number) pairs."""
     uses = {}
     for i in self:
       for position, name in enumerate(i.operands):
@@ -122,13 +115,13 @@ class Module:
     return self.computations[name]
 
   def inlined(self, name: str) -> Computation:
-    """A computation with the fusions in it replaced by their instructions."""
+    """The computation, with each fusion replaced by its instructions."""
     if name not in self._inlined:
       self._inlined[name] = self._inline(self[name])
     return self._inlined[name]
 
   def _inline(self, computation) -> Computation:
-    result, names = [], {}  # names: of an instruction -> of what replaces it
+    result, names = [], {}  # names: instruction -> its replacement
     tuples = {}
     for i in computation:
       operands = tuple(names.get(name, name) for name in i.operands)
@@ -160,11 +153,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-  """Parses the text of a module.
-
-  Raises:
-    ValueError: the text is not HLO, or has no entry computation.
-  """
+  """Parses the text of a module; ValueError if it is not HLO."""
   computations, name, entry, lines = {}, None, None, []
   for line in text.splitlines():
     if name is None:
@@ -201,7 +190,6 @@ def _instruction(line: str) -> Instruction:
 
 @functools.lru_cache(maxsize=2**14)
 def arrays(text: str) -> tuple[Array, ...]:
-  """The arrays of an HLO type; tuples are flattened."""
   result = []
   for dtype, dims, layout in _ARRAY.findall(text):
     space = re.search(r"S\((\d+)\)", layout)

@@ -1,21 +1,17 @@
 """The cost of a compiled module on a TPU, with all trips of its loops.
 
-docs/scaling.md has the two estimates of an operation's time. By the compiler's,
-an operation without a stated number of cycles takes as long as at best.
+docs/scaling.md explains the two estimates. In the compiler's, an operation
+without stated cycles takes its time at best. A collective takes the longer of
+two times: to send its bytes over the links of its group, and to read and write
+operand and result in HBM.
 
-A collective takes the longer of the bytes that a device sends, divided by the
-bandwidth of the links between the devices of its group, and of its operand and
-result, divided by that of HBM.
+Control flow that depends on data is listed, and its balanced case is counted:
+one trip of a loop (an even expert load, or one decode step), and the cheapest
+branch of a `conditional` (no overflow, or decoding is done). The caller can
+set the trip count or the branch, by JAX scope.
 
-Where control flow depends on the data, the balanced case is added up and the
-rest is listed: a loop without a constant trip count runs once (the rows of an
-even expert load, or one decode step), and a `conditional` takes its cheapest
-branch (no overflow, decoding is done). The caller can give the count or choose
-the branch, by the JAX scope of the loop or the conditional.
-
-Not modelled: the latency of a collective or of the start of a kernel, the
-padding of layouts, and operations that an asynchronous collective slows down
-(all HBM bytes together are a lower bound of the time).
+Not modelled: the latency of collectives and kernel starts, the padding of
+layouts, and the slowdown of operations beside an asynchronous collective.
 """
 
 import collections
@@ -31,32 +27,23 @@ from gspo_jax.plan.hlo.loops import trip_count
 from gspo_jax.plan.hlo.module import Computation, Module, parse
 
 _parse = functools.lru_cache(maxsize=1)(parse)  # each text is walked in a row
-# By opcode, the attribute with the computations that an instruction runs.
+# Opcode -> the attribute that names the computations to run.
 _CALLEES = {"call": "to_apply", "custom-call": "called_computations"}
-# The bytes a second that each device of a group can send, by their indices in
-# the device order, and by whether each sends different bytes to each other one.
+# (indices of a group in the device order, whether each device sends different
+# bytes to every other) -> bytes a second that each device can send.
 Bandwidth = Callable[[Sequence[int], bool], float]
 
 
 def cost_of(
   text: str, chip: Chip, bandwidth: Bandwidth, devices: int, **options
 ) -> HloCost:
-  """The cost of a compiled module, as libtpu dumps it, on one of `devices`.
-
-  `options` are fields of `_Walk`.
-
-  Raises:
-    ValueError: the text is not HLO, or has no entry computation.
-  """
+  """Costs a dumped module on one device; `options` are fields of `_Walk`."""
   walk = _Walk(_parse(text), chip, bandwidth, devices, **options)
   return walk.cost_of(walk.module.entry)
 
 
 class _Links:
-  """The links of a device, which carry one collective after the other.
-
-  Times are seconds since the start of the computation.
-  """
+  """The links of a device, which carry one collective at a time."""
 
   def __init__(self):
     self.free_at, self.ends_at = 0.0, {}
@@ -66,25 +53,24 @@ class _Links:
     self.ends_at[key] = self.free_at
 
   def wait(self, key, now) -> float:
-    """Seconds until the collective has ended."""
     return max(self.ends_at.pop(key, now) - now, 0.0)
 
 
 @dataclasses.dataclass
 class _Walk:
-  """Visits computations in the order of the schedule, each one once."""
+  """Visits each computation once, in the order of the schedule."""
 
   module: Module
   chip: Chip
   bandwidth: Bandwidth
   devices: int
-  # The scope of a conditional -> True to take its most expensive branch, False
-  # to take its cheapest. These conditionals are not listed.
+  # Scope of a conditional -> whether to take its most expensive branch, not its
+  # cheapest. These conditionals are not listed.
   branches: Mapping[str, bool] = dataclasses.field(default_factory=dict)
-  # The scope of a loop -> its trip count. These loops are not listed.
+  # Scope of a loop -> its trip count. These loops are not listed.
   trips: Mapping[str, int] = dataclasses.field(default_factory=dict)
-  filled: float = 1.0  # the share of rows of a grouped product with a token
-  by_compiler: bool = False  # operations take the compiler's own estimate
+  filled: float = 1.0  # share of a grouped product's rows with a token
+  by_compiler: bool = False  # use the compiler's estimates of operations
   costs: dict[int, HloCost] = dataclasses.field(default_factory=dict)
 
   def cost_of(self, computation: Computation) -> HloCost:
@@ -144,7 +130,7 @@ class _Walk:
     total.branches.append(DataDependent(i.source, i.bytes, 1, costs[-1]))
 
   def _async_start(self, total, links, i):
-    """Another core starts a computation; its collectives overlap with ours."""
+    """Another core starts a computation; its collectives overlap."""
     inner = self.cost_of(self.module[i.called("calls")[0]])
     overlapping = collections.defaultdict(cost.Traffic)
     for kind, traffic in inner.collectives.items():
@@ -178,7 +164,7 @@ class _Walk:
       self._compute(total, computation, i, synchronous)
 
   def _compute(self, total, computation, i, with_collective):
-    """Adds an operation; `with_collective`, one around a synchronous one."""
+    """Adds an operation, which may contain a synchronous collective."""
     chip = self.chip
     w = work.work(self.module, computation, i, self.filled)
     if with_collective and not w.flops:

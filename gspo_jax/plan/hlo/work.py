@@ -1,8 +1,8 @@
 """The FLOPs of one HLO instruction, and the HBM bytes that it moves.
 
-Bytes are counted at the boundary of a fusion or kernel, once for each operand
-and result in HBM, without the padding of layouts. A slice, a gather or an
-update in place counts only the elements that it reads or writes.
+Each HBM operand and result of a fusion or kernel counts once, without padding
+of layouts. A slice, a gather or an update in place counts only the elements
+that it reads or writes.
 """
 
 import math
@@ -13,8 +13,8 @@ from gspo_jax.plan.hlo.cost import Work
 from gspo_jax.plan.hlo.kernels import attention_flops, grouped_product
 from gspo_jax.plan.hlo.module import Computation, Instruction, Module
 
-# These move no bytes: names, aliases, and the second half of an asynchronous
-# operation, whose bytes count at its start.
+# These move no bytes: names, aliases, and the end of an asynchronous operation,
+# whose bytes count at its start.
 _FREE = frozenset(
   (
     "after-all", "async-update", "bitcast", "constant", "get-tuple-element",
@@ -25,7 +25,7 @@ _FREE = frozenset(
 _FREE_CALLS = ("AllocateBuffer", "AssumeGatherIndicesInBound")
 _SLICES = ("dynamic-slice", "gather", "slice")
 _IN_PLACE = ("dynamic-update-slice", "scatter")
-# What the compiler states if it has no estimate: the largest signed integer.
+# The compiler states this number, the largest int64, without an estimate.
 _UNKNOWN_CYCLES = 2**63 - 1
 _COPIES = ("bitcast", "convert", "copy", "reshape", "transpose")
 
@@ -39,7 +39,6 @@ def _is_free(i: Instruction) -> bool:
 def work(
   module: Module, computation: Computation, i: Instruction, filled: float = 1.0
 ) -> Work:
-  """The work of an instruction; for `filled` see `cost_of`."""
   if grouped := grouped_product(computation, i, filled):
     return grouped
   return Work(
@@ -51,10 +50,7 @@ def work(
 
 
 def estimated_cycles(i: Instruction) -> float | None:
-  """The compiler's estimate of an instruction's cycles, if it states one.
-
-  It states none for kernels, sorts, collectives and asynchronous copies.
-  """
+  """The cycles that the compiler states; None if it states none."""
   cycles = int(i.find(r'"estimated_cycles":"(\d+)"') or 0)
   return cycles if 0 < cycles < _UNKNOWN_CYCLES else None
 
@@ -63,23 +59,22 @@ def estimated_cycles(i: Instruction) -> float | None:
 
 
 def sorted_bytes(i: Instruction) -> float:
-  """The bytes that a sort moves through the vector registers; 0 if it is none.
+  """Bytes that a sort moves through the vector registers; else 0.
 
-  The compiler sorts with a bitonic network (Batcher, 1968): 2**k elements pass
-  k (k + 1) / 2 times, all operands together.
+  In a bitonic network (Batcher, 1968), 2**k elements pass the registers k (k +
+  1) / 2 times, all operands together.
   """
   if i.op != "sort":
     return 0.0
   axis = int(i.find(r"dimensions=\{(\d+)\}"))
   length = i.arrays[0].dims[axis]
   k = max(math.ceil(math.log2(length)), 1)
-  # A register holds 32 bits of each element, also of narrower types.
+  # An element takes 32 bits of a register, or more if its type is wider.
   words = sum(math.prod(a.dims) * max(a.bits // 32, 1) for a in i.arrays)
   return 4.0 * words * 2**k / length * k * (k + 1) / 2
 
 
 def hbm_bytes(module: Module, computation: Computation, i: Instruction):
-  """The bytes that an instruction reads from HBM and writes to it."""
   if _is_free(i):
     return 0.0
   if i.op == "copy-start":  # (destination, source, context)
@@ -96,7 +91,7 @@ def hbm_bytes(module: Module, computation: Computation, i: Instruction):
 
 
 def _read(module, i, position, size, bits) -> float:
-  """The bytes that it reads of an operand of `size` bytes in HBM."""
+  """Bytes that it reads of an operand with `size` bytes in HBM."""
   if i.op == "fusion":
     fused = module.inlined(i.called("calls")[0])
     name = fused.parameters[position].name
@@ -111,10 +106,9 @@ def _read(module, i, position, size, bits) -> float:
 
 
 def _read_of(fused, name, size, bits, as_result) -> float:
-  """The bytes of a parameter that a fused computation reads.
+  """Bytes that a fusion reads of a parameter; if it slices a copy, the slice.
 
-  It computes only the elements that it needs: of a copy that is then sliced,
-  those of the slice. `as_result`: if the value `name` is its result.
+  `as_result`: the bytes to count if `name` is its result.
   """
   total = as_result if name == fused.root.name else 0.0
   for user, position in fused.uses.get(name, ()):
@@ -151,7 +145,7 @@ def _written(module, i) -> float:
 
 
 def _changed(fused, i) -> float:
-  """The bytes of a value that are new; the rest aliases a parameter."""
+  """Bytes of a value that are new; the rest aliases a parameter."""
   if i.op == "parameter" or is_collective(i):
     return 0.0
   if i.op == "bitcast" or (i.op in _COPIES and _is_update(fused, i)):
@@ -165,14 +159,13 @@ def _changed(fused, i) -> float:
 
 
 def _is_update(fused, i) -> bool:
-  """Whether a value is updated in place, also by another layout or type."""
+  """Whether a value is updated in place, perhaps in a new layout or type."""
   while i.op in _COPIES:
     i = fused.get(i.operands[0])
   return i.op in _IN_PLACE
 
 
 def _updated(computation, i) -> float:
-  """The bytes that an update in place moves."""
   if i.op == "dynamic-update-slice":
     return computation.get(i.operands[1]).bytes
   # A scatter also reads the rows that it adds to.
@@ -183,7 +176,7 @@ def _updated(computation, i) -> float:
 
 
 def flops(module: Module, computation: Computation, i: Instruction) -> float:
-  """Those of matrix products alone."""
+  """FLOPs of matrix products alone."""
   if i.op == "fusion":
     callee = module[i.called("calls")[0]]
     return sum(flops(module, callee, inner) for inner in callee)
@@ -200,7 +193,6 @@ def flops(module: Module, computation: Computation, i: Instruction) -> float:
 
 
 def is_unknown_kernel(computation: Computation, i: Instruction) -> bool:
-  """Whether it is a kernel that reports no FLOPs."""
   return (
     i.op == "custom-call"
     and 'custom_call_target="tpu_custom_call"' in i.attributes
@@ -218,10 +210,7 @@ def _dot(i, left, right) -> int:
 
 
 def _convolution(i, left, right) -> int:
-  """The multiplications of a convolution, without those of padding.
-
-  On TPUs a batched matrix product becomes one that is mostly padding.
-  """
+  """Multiplications without padding; batched products are mostly padding."""
   labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
   left_labels, right_labels, out_labels = labels.groups()
   out = i.arrays[0].dims
@@ -239,7 +228,6 @@ def _convolution(i, left, right) -> int:
 
 
 def _window(i, axis) -> dict[str, int]:
-  """The arguments of `_overlaps` for one axis of `window={...}`."""
   fields = (i.find(r"window=\{([^}]*)\}") or "").split()
   window = {k: v.split("x")[axis] for k, v in (f.split("=") for f in fields)}
   names = "stride", "lhs_dilate", "rhs_dilate"
@@ -248,10 +236,10 @@ def _window(i, axis) -> dict[str, int]:
 
 
 def _overlaps(left, right, out, *, stride, low, lhs_dilate, rhs_dilate) -> int:
-  """The pairs of an output o and a kernel tap k that use an input element.
+  """Counts pairs of an output o and a kernel tap k that use an input element.
 
-  It is element (o * stride - low + k * rhs_dilate) / lhs_dilate, if that is an
-  integer in [0, left), else padding (`low` before the first) or dilation.
+  This is element (o * stride - low + k * rhs_dilate) / lhs_dilate if that is an
+  integer in [0, left); else it is padding (`low` before the first) or dilation.
   """
   shared = math.gcd(stride, lhs_dilate)
   period = lhs_dilate // shared

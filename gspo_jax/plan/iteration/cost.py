@@ -1,12 +1,10 @@
 """What an iteration costs with responses of given lengths.
 
-The time of a function is that of its compiled program, as scheduled; how often
-its parts run comes from the lengths, packed and scheduled as in a run. A decode
-step takes what the compiled one does, but reads only the cached tokens that
-there are. A prefill takes its share of tokens of the compiled one. Not counted:
-rewards, packing, advantages, and the host between segments. So
-`rollout.max_staleness`, which hides the rewards, gains nothing here. With
-dynamic sampling it is an iteration of one round.
+A function takes its compiled time, as scheduled. The lengths, packed and
+scheduled as in a run, decide how often its parts run, which tokens a decode
+step reads, and how many a prefill computes. Rewards, packing, advantages and
+the host between segments are not counted, so `rollout.max_staleness`, which
+hides rewards, gains nothing. Dynamic sampling counts as one round.
 """
 
 from collections.abc import Mapping
@@ -30,13 +28,12 @@ class _SamplerCost(NamedTuple):
   """Seconds, on all devices together."""
 
   weights: float  # to prepare the weights, once an iteration
-  prefill: float  # of a token
-  weights_read: float  # of a decode step, the least to read the weights
-  row: float  # of a decode step, all else but the cache, for each row
+  prefill: float  # for a token
+  weights_read: float  # in a decode step, the least time to read the weights
+  row: float  # in a decode step, for a row, without weights and cache
   cached: float  # to read a cached token
 
   def seconds(self, decoding: Decoding) -> float:
-    """Of the prefills and the decode steps."""
     step = self.weights_read + self.row * decoding.rows
     return (
       decoding.prefilled * self.prefill
@@ -55,14 +52,12 @@ def cost(
 ) -> dict:
   """The cost of an iteration, for JSON.
 
-  A sampler with devices of its own samples while the others train, unless
-  `rollout.max_staleness` is 0: the slower side decides.
+  A sampler with its own devices samples while the trainer trains, unless
+  `rollout.max_staleness` is 0; the slower side decides. MFU counts the model
+  FLOPs of real tokens, with each response's own causal attention.
 
-  Seconds are of the whole iteration, MFU of the model FLOPs of real tokens
-  alone, each response with its own causal attention.
-
-  `functions` are the reports of all functions that the program has; `transfer`
-  has the `seconds` to send the weights to a sampler with its own devices.
+  `functions` has the reports of all functions of the program, `transfer` the
+  `seconds` to send weights to a sampler with its own devices.
   """
   decoding = (
     replay(program.sampler.generate, lengths)
@@ -115,7 +110,6 @@ def cost(
 
 
 def _combine(parts, config, transfer) -> float:
-  """Seconds of an iteration."""
   sampling = sum(parts[name]["seconds"] for name in _SAMPLING)
   learning = sum(p["seconds"] for p in parts.values()) - sampling
   if transfer is None:
@@ -126,7 +120,7 @@ def _combine(parts, config, transfer) -> float:
 
 
 def _by_compiler(functions) -> dict:
-  """With the seconds of the compiler's estimate."""
+  """The reports, with the seconds of the compiler's estimate."""
   reports = {}
   for name, report in functions.items():
     compiler = report["compiler"]
@@ -175,10 +169,10 @@ def _summary(lengths) -> dict:
 class _Flops(NamedTuple):
   """Model FLOPs of one forward pass of all sequences."""
 
-  prompts: float  # with one token's logits
-  decode: float  # of the responses' tokens
-  whole: float  # of prompts with their responses
-  critic: float  # of the same without the output head; 0 without a critic
+  prompts: float  # with the logits of one token
+  decode: float  # response tokens
+  whole: float  # prompts with their responses
+  critic: float  # like `whole` without the output head; 0 without a critic
 
 
 def _flops(program, lengths: Lengths) -> _Flops:
@@ -208,7 +202,6 @@ def _generate(sampler, decoding, lengths, flops) -> dict:
 
 
 def _rows(functions, tokens: dict[str, RowTokens]) -> dict:
-  """The part of functions that run over packed rows."""
   total = lambda key: sum(getattr(rows, key) for rows in tokens.values())
   seconds = 0.0
   for name, rows in tokens.items():

@@ -1,7 +1,6 @@
-"""The decode steps that responses of given lengths take, without a device.
+"""Counts the decode steps of responses with given lengths, without a device.
 
-Continuous batching is replayed: the real sampler schedules, with functions that
-only count.
+The real continuous sampler schedules; its device functions only count.
 """
 
 import dataclasses
@@ -16,32 +15,29 @@ from gspo_jax.program.config import Config
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.samples import UNFINISHED, Prompts, Samples
 
-_PARTS = 10  # of the decode steps, for the slots in use
+_PARTS = 10  # of the decode steps, for `slots_in_use`
 
 
 class Decoding(NamedTuple):
-  """The decode steps of a batch, and the prefills before them."""
-
   steps: int  # decode steps
   segments: int  # calls of the decoding program
   slots: int  # rows of a step, if all are computed
   rows: float  # mean rows that a step computes
-  slot_steps: int  # the sum over steps of the rows that are computed
-  cached: float  # the sum over steps of the cached tokens of the active rows
+  slot_steps: int  # computed rows, summed over steps
+  cached: float  # cached tokens of active rows, summed over steps
   prefilled: int  # tokens of all prefills, padding included
-  # mean share of the slots that sample a token, in each tenth of the steps
+  # [10]: mean share of the slots that sample, in each tenth of the steps
   slots_in_use: list[float]
 
 
 class _CountingSampler:
-  """The functions of `JittedSampler`, without weights: they only count."""
+  """Counts in place of the device functions of `JittedSampler`."""
 
   def __init__(self, sampler: ContinuousSampler, lengths: np.ndarray):
     self._steps, self._lengths = sampler.sizes.segment_steps, lengths
     self._max_new_tokens = sampler.config.max_new_tokens
     self._slots = sampler.batching.slots
-    # steps, slots of a step, sampled tokens, and cached tokens of active slots,
-    # summed over steps
+    # (steps, slots of a step, sampled tokens, cached tokens summed over steps)
     self.segments: list[tuple[int, int, int, float]] = []
     self.prefilled = 0
 
@@ -76,7 +72,7 @@ class _CountingSampler:
     response = np.where(plan.new, plan.response, state.response)
     active = plan.active
     left = np.where(active, self._lengths[response] - num_tokens, 0)
-    # After s steps those with more than s tokens left are active.
+    # After s steps, slots with more than s tokens left are active.
     until = int(np.sort(left)[::-1][int(min_active)])
     steps = min(self._steps, until)
     sampled = np.minimum(left, steps)
@@ -97,7 +93,6 @@ class _CountingSampler:
 
 
 def replay(sampler: ContinuousSampler, lengths: Lengths) -> Decoding:
-  """The decoding of responses that stop at these lengths."""
   counting = _CountingSampler(sampler, lengths.responses)
   cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
   dry = dataclasses.replace(sampler, jitted=counting, batch_sharding=cpu)
@@ -119,7 +114,7 @@ def replay(sampler: ContinuousSampler, lengths: Lengths) -> Decoding:
 
 
 def decode_together(lengths: Lengths, config: Config) -> Decoding:
-  """The decoding of the static sampler: all rows, until the longest ends."""
+  """The static sampler decodes all rows until the longest ends."""
   responses = lengths.responses
   B, longest = len(responses), int(responses.max())
   active = (responses[:, None] > np.arange(longest)).sum(0)
@@ -130,7 +125,7 @@ def decode_together(lengths: Lengths, config: Config) -> Decoding:
     slots=B,
     rows=B,
     slot_steps=B * longest,
-    # Those of responses that ended are read, too.
+    # It also reads the cache of responses that ended.
     cached=(longest - 1) * (P * S + B * longest / 2),
     prefilled=P * S,
     slots_in_use=_over_time(np.ones(longest), active, B),
@@ -138,7 +133,7 @@ def decode_together(lengths: Lengths, config: Config) -> Decoding:
 
 
 def _over_time(steps, sampled, slots) -> list[float]:
-  """Means over equal parts of the steps, of segments that sample evenly."""
+  """Means over equal parts of the steps; a segment samples evenly."""
   ends = np.concatenate([[0], np.cumsum(steps)])
   total = np.concatenate([[0], np.cumsum(sampled)])
   at = np.linspace(0, ends[-1], _PARTS + 1)

@@ -4,22 +4,18 @@
   --lengths=FILE
   --lengths=FILE:prompt_mean=.3
 
-`lognormal` is cut at `sampler.max_new_tokens`. `mean` is its mean after the
-cut, as a share of `max_new_tokens`: what a run writes as `response/length`,
-over that limit. `sigma` is the standard deviation of the logarithm before it.
+`lognormal` is cut at `sampler.max_new_tokens`. `mean` is the mean after the
+cut, as a share of `max_new_tokens`, and `sigma` the standard deviation of the
+logarithm before the cut.
 
-FILE has a line for each response, all of one kind: a number, its tokens; or a
-JSON object with the number in `length`, or with the text in `response`, as the
-files samples/*.jsonl of a run have it. A text has as many tokens as the
-tokenizer of the config makes of it, and a stop token. An iteration has as many
-responses as its config says: those of FILE in their order if it has exactly as
-many, else even quantiles of them.
+FILE has a line for each response: a number of tokens, or a JSON object with the
+number in `length` or the text in `response`, as samples/*.jsonl of a run. The
+config's tokenizer counts a text, and a stop token is added. If FILE has exactly
+as many responses as an iteration, they are taken in order, else even quantiles.
 
-`prompt_mean` is the mean length of prompts as a share of
-`data.max_prompt_length`, .5 unless given. Prompts are evenly distributed around
-it, as widely as they can be.
-
-All is deterministic: quantiles, in random order with a fixed seed.
+`prompt_mean` (.5 by default) is the mean length of prompts as a share of
+`data.max_prompt_length`; lengths spread evenly around it, as widely as
+possible. Quantiles are shuffled with a fixed seed.
 """
 
 import json
@@ -42,17 +38,14 @@ _ITERATIONS = 60  # of a bisection; each halves the error
 
 
 class Lengths(NamedTuple):
-  """The tokens of an iteration's prompts and responses."""
-
   prompts: np.ndarray  # [P] int
-  responses: np.ndarray  # [P * G] int, those of a prompt are neighbours
+  responses: np.ndarray  # [P * G] int, grouped by prompt
 
 
 def draw(spec: str, config: Config, tokenizer: Tokenizer) -> Lengths:
   """The lengths of an iteration of this config; longer responses are cut.
 
-  Raises:
-    UserError: the spec or its file is mistaken, or rollouts are partial.
+  Raises UserError if the spec or its file is invalid, or rollouts are partial.
   """
   mistake = lambda text: UserError(f"--lengths={spec}: {text}")
   if partial := config.rollout.max_tokens_per_iteration:
@@ -121,12 +114,12 @@ def _shuffled(values, seed=0):
 
 
 def _lognormal(count, limit, mean, sigma) -> np.ndarray:
-  """[count] lengths whose mean is that share of `limit`, by bisection."""
+  """[count] lengths with mean `mean * limit`, by bisection."""
   standard = statistics.NormalDist()
   normal = np.array([standard.inv_cdf(q) for q in _quantiles(count)])
   spread = limit * np.exp(sigma * normal)
   lengths = lambda median: np.clip(median * spread, 1, limit)
-  # All lengths are 1 at the one end, and `limit` at the other.
+  # At `low` all lengths are 1, at `high` all are `limit`.
   low, high = -math.log(limit) - 5 * sigma, 5 * sigma
   for _ in range(_ITERATIONS):
     middle = (low + high) / 2
@@ -156,7 +149,6 @@ def _from_file(spec, path, tokenizer) -> np.ndarray:
 
 
 def _length(place, text, tokenizer) -> float:
-  """The tokens of the response that a line is about."""
   try:
     line = json.loads(text)
   except ValueError:
