@@ -1,9 +1,8 @@
 """Rewards: a prompt, a response and its reference in, a float out.
 
-Others take `Reward`, `named` and `BUILT_IN`, `pool` (computes rewards in worker
-processes), `reward` (what a worker imports), `math` and `numbers` (results in a
-normal form), and `code` (the program of a response). A user names a reward in
-`reward.names`: see docs/rewards.md.
+Other wings take `Reward`, `named`, `BUILT_IN`, `pool` (worker processes),
+`reward` (imported by workers), `math` and `numbers` (normal forms of results),
+and `code` (a response's program). docs/rewards.md tells users how to name one.
 """
 
 from gspo_jax.rewards.numbers import final_answer, gsm8k

@@ -9,7 +9,7 @@ from gspo_jax.rewards.reward import Reward
 from gspo_jax.runtime import errors
 from gspo_jax.workers import sandbox
 
-# Bytes of output that are read beyond twice the expected output.
+# Bytes of output to read in addition to twice the expected output.
 SLACK = 1 << 16
 # Text, a fence, and what follows it: ```python title="a.py", ~~~ {.python}.
 _FENCE = re.compile(r"(.*?)(?<!`)(`{3,}(?=[^`]*$)|~{3,})(.*)")
@@ -30,9 +30,9 @@ def passes(
   """1.0 iff the last Python program of the response passes every test.
 
   The program is a fenced block; see `program`. It passes a test if it ends in
-  time with exit code 0 and printed the expected text; white space at the end of
-  a line and of the whole output is ignored. Each test runs in a sandbox of its
-  own, in order, up to the first failure.
+  time with exit code 0 and prints the expected text; white space at the end of
+  a line and of the output is ignored. Each test runs in a separate sandbox, in
+  order, up to the first failure.
 
   Args:
     prompt: not used.
@@ -64,10 +64,10 @@ def passes(
 def program(response: str) -> str | None:
   """The last closed Python block, else the last that names no language.
 
-  None if there is no such block. A block of Python has python, ipython, py or
-  pypy as the first word behind its fence, or as any word if a brace follows it;
-  each may end in 3 or 3.x. A block ends at a line of as many backticks or
-  tildes as it began with, or more, and nothing else.
+  None without such a block. A Python block has python, ipython, py or pypy,
+  each perhaps with 3 or 3.x, as the first word after its fence, or as any word
+  if a brace follows the fence. A block ends at a line of nothing but backticks
+  or tildes, at least as many as it began with.
   """
   programs, lines, opened, language = {}, [], "", ""
   for line in response.split("\n"):
@@ -84,21 +84,20 @@ def program(response: str) -> str | None:
 
 
 def _language(info: str) -> str:
-  """What follows a fence names; "python" for each of its names."""
   words = _WORD.findall(info.lower())
   names = words if info.lstrip().startswith("{") else words[:1]
   return "python" if any(map(_PYTHON.fullmatch, names)) else "".join(names[:1])
 
 
 def _dedent(lines: list[str]) -> str:
-  """The program; a block in a list is indented as its item is."""
+  """The program; a block in a list is indented like its item."""
   text = "\n".join(lines)
   is_indented = text.lstrip("\n")[:1] in (" ", "\t")
   return textwrap.dedent(text) if is_indented else text
 
 
 def _tests(reference: str) -> list[tuple[str, str]]:
-  """Texts of stdin and stdout, one pair or more; one prints something."""
+  """Pairs (stdin, stdout), one or more; at least one stdout has text."""
   try:
     tests = json.loads(reference)
     if isinstance(tests, dict):

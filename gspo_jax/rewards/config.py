@@ -1,4 +1,4 @@
-"""The section `reward` of a config: what responses are rewarded for."""
+"""The section `reward` of a config."""
 
 import dataclasses
 

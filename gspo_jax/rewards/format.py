@@ -6,9 +6,9 @@ OPEN, CLOSE = "<think>", "</think>"
 def thinks(prompt: str, response: str, reference: str) -> float:
   """1.0 iff the response is `<think>thoughts</think>`, once, then more text.
 
-  Both the thoughts and the text after them must hold more than white space.
-  White space may stand at the start. Where the prompt already ends in the
-  opening tag, as some chat templates do, the response must not repeat it.
+  The thoughts and the text after them must have more than white space. White
+  space may stand at the start. If the prompt already ends in the opening tag,
+  as in some chat templates, the response must not repeat it.
   """
   if prompt.rstrip().endswith(OPEN):
     response = OPEN + response

@@ -37,7 +37,7 @@ and put the score on the last line, as in "Score: 0".
 """
 # Seconds before the second try; they double up to the longest wait.
 WAIT, LONGEST_WAIT = 0.5, 8.0
-# HTTP statuses that another try may cure; also those of 500 and above.
+# HTTP statuses, like all from 500 on, after which another try may succeed.
 _BUSY = (408, 409, 425, 429)
 _START = 30.0  # seconds for the first answer
 _MOST_BYTES = 1 << 22  # of an answer
@@ -64,8 +64,6 @@ _THOUGHTS = "</think>"
 
 
 class JudgeError(Exception):
-  """The server gave no score, and whether another try (`again`) may succeed."""
-
   def __init__(self, message: str, *, again: bool = False):
     super().__init__(message)
     self.again = again
@@ -88,9 +86,9 @@ async def score(
 ) -> float:
   """The score that a model gives the response, in [0, 1].
 
-  The score is the number behind the last "score:" of the reply, after its
-  thoughts (`</think>`), else behind its last "score", else its only number. A
-  largest score that the reply names, as in "Score (0-10): 7" or "7/10", must be
+  The score is the number after the last "score:" of the reply, after its
+  thoughts (`</think>`); else after its last "score"; else its only number. If
+  the reply names a largest score, as in "Score (0-10): 7" or "7/10", it must be
   `scale`; any other digit or % before the next comma or full stop is an error.
 
   A refused connection, a time-out, and the HTTP statuses 408, 409, 425, 429 and
@@ -149,7 +147,7 @@ def _body(model: str, text: str, temperature: float, max_tokens: int) -> bytes:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-  """A redirect is an error: it would take the key to another server."""
+  """A redirect is an error: it would give the key to another server."""
 
   def redirect_request(self, *_):
     return None
@@ -159,7 +157,6 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 def _ask(url: str, body: bytes, key_variable: str, seconds: float) -> dict:
-  """The server's choice: the `message` with the reply, `finish_reason`, ..."""
   headers, key = {"Content-Type": "application/json"}, _key(key_variable)
   if key:
     headers["Authorization"] = f"Bearer {key}"
@@ -193,12 +190,12 @@ def _ask(url: str, body: bytes, key_variable: str, seconds: float) -> dict:
 
 
 def _key(variable: str) -> str:
-  """The server's key, without the line break of a file it comes from."""
+  """The server's key, without the line break at the end of a file."""
   return os.environ[variable].strip() if variable else ""
 
 
 def _without_key(answer: str | bytes, variable: str) -> str:
-  """A server's answer, for an error: it may quote the header with the key."""
+  """A server's answer for an error, without the key that it may quote."""
   text = (
     answer if isinstance(answer, str) else answer.decode("utf-8", "replace")
   )
@@ -225,10 +222,10 @@ def _read_score(
 
 
 def _labelled(answer: str) -> tuple[str | None, str] | None:
-  """The number behind the last "score", and the text of its limits.
+  """The number after the last "score", and the text of its limits.
 
-  None: nothing is called "score". No number: it cannot be read, or another one
-  is called "score" on a later line.
+  None: no "score". (None, ""): the number cannot be read, or a later line also
+  has a "score".
   """
   matches = (list(label.finditer(answer)) for label in _LABELS)
   labels = next(filter(None, matches), None)
@@ -242,7 +239,7 @@ def _labelled(answer: str) -> tuple[str | None, str] | None:
 
 
 def _only(answer: str) -> tuple[str, str] | None:
-  """The only number of the answer, and the text of its limit; None: others."""
+  """The only number of the answer, and the text of its limit; else None."""
   match = _ONLY.search(answer)
   if not match or not _LIMIT.fullmatch(match[2]):
     return None
@@ -301,7 +298,6 @@ def _wrong(name: str, expected: str, value) -> errors.UserError:
 
 @functools.cache
 def _require_server(url: str, body: bytes, key_variable: str) -> None:
-  """UserError unless the server replies to a request of one token."""
   try:
     _ask(url, body, key_variable, _START)
   except JudgeError as e:

@@ -16,7 +16,6 @@ def overlong(
   """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), in [-1, 0].
 
   0 up to `limit - buffer` tokens, then linear down to -1 at `limit` tokens.
-
   `tokens` counts the stop token; `limit` is the paper's L_max = 20,480, and
   `buffer` its L_cache = 4,096.
   """
@@ -31,10 +30,10 @@ def overlong(
 def short(
   prompt: str, response: str, reference: str, *, tokens: int, limit: int
 ) -> float:
-  """`1 - tokens / limit`, in [0, 1]: the share of the allowed length not used.
+  """`1 - tokens / limit`, in [0, 1]: the share of the length limit not used.
 
-  An empty response gets the most, so give it less weight than the reward for a
-  correct response.
+  An empty response gets the most; so weigh it less than a reward for correct
+  responses.
   """
   return max(0.0, 1 - tokens / limit)
 

@@ -26,8 +26,8 @@ _GROUPED = re.compile(r"[^0-9,]{0,3}[0-9]{1,3}(?:,[0-9]{3})+(?:[^0-9,][^,]*)?")
 def final_answer(prompt: str, response: str, reference: str) -> float:
   """1.0 iff the response ends in `# result` or `#### result`, the reference.
 
-  Only the very end counts: text after the result makes it wrong, and of several
-  results the last one counts. A result may have thousands separators.
+  Text after the result makes it wrong; of several results the last one counts.
+  A result may have thousands separators.
   """
   # Not a regular expression: on "####..." they take cubic time.
   _, marker, last = response.rpartition("#")
@@ -41,8 +41,8 @@ def gsm8k(prompt: str, response: str, reference: str) -> float:
   The result is the rest of the line after the last `####`, or the content of
   the last `\boxed{}`, whichever comes later. It must be one number and nothing
   else, and is compared as an exact decimal. `18.00`, `$18`, `18%` and `18.` are
-  18, `1,234` is 1234. Refused are words and units ("18 million" is not 18),
-  exponents, NaN, and digits other than 0 to 9.
+  18, `1,234` is 1234. Words and units ("18 million" is not 18), exponents, NaN,
+  and digits other than 0 to 9 are refused.
 
   The reference is a number, or a solution that ends in one after `####`.
   """
@@ -58,7 +58,6 @@ def numbered(prompt: str, response: str, reference: str) -> float:
 
 
 def number(text: str) -> decimal.Decimal | None:
-  """The exact value of a text that is one number, else None."""
   text = (
     text.strip().strip("$").replace("{,}", ",").replace("\N{MINUS SIGN}", "-")
   )
@@ -70,12 +69,12 @@ def number(text: str) -> decimal.Decimal | None:
 
 
 def without_separators(text: str) -> str:
-  """The text, without commas if it begins with a number in groups of three."""
+  """Without commas, if the text begins with a number in groups of three."""
   return text.replace(",", "") if _GROUPED.fullmatch(text) else text
 
 
 def result(response: str) -> str | None:
-  r"""The text behind the last `####`, or in the last `\boxed{}` after it."""
+  r"""The text after the last `####`, or in a `\boxed{}` after it."""
   *_, box = [None, *_BOX.finditer(response)]
   marker = _marker(response)
   if marker and not (box and box.start() > marker.start()):
@@ -84,11 +83,11 @@ def result(response: str) -> str | None:
 
 
 def marked(text: str) -> str | None:
-  """The line after the last marker of GSM8K, `####`; None if none.
+  """The line after the last marker of GSM8K, `####`; else None.
 
-  A heading of Markdown is no marker: more or fewer of these signs, or words
-  that other lines follow. In a text with a box, only a line that is a number or
-  has a box is one. An empty line counts if there is no other.
+  A heading of Markdown (another number of `#`, or a text followed by other
+  lines) is no marker. In a text with a box, only a line that is a number or has
+  a box counts. An empty line counts if there is no other.
   """
   marker = _marker(text)
   return marker[1].strip() if marker else None
@@ -116,7 +115,7 @@ def _marker(text):
 
 
 def _braced(text: str) -> str | None:
-  """The text up to the brace that closes one already open; None without it."""
+  """The text up to the brace that closes an open one; else None."""
   depth = 1
   for brace in _BRACE.finditer(text):
     depth += {"{": 1, "}": -1}.get(brace[0], 0)

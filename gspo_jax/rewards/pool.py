@@ -1,10 +1,8 @@
 """Worker processes that compute rewards while the caller goes on.
 
-A reward that raises, hangs, dies, runs out of memory or returns no finite
-number affects its response only, or its group: the response is marked as
-failed, and its total is the weighted sum of its other rewards, at most 0; the
-caller may lower it further. `too_many` decides whether so many failed that the
-caller should stop.
+If a reward raises, hangs, dies, runs out of memory or returns no finite number,
+only its response or group is marked as failed: its total is the weighted sum of
+its other rewards, at most 0. `too_many` decides whether the caller should stop.
 """
 
 import functools
@@ -23,25 +21,19 @@ _MAX_REASONS = 3  # for failures
 
 
 class Rewards(NamedTuple):
-  """The rewards of responses.
+  """The rewards of responses: [N] as submitted, or a batch's [P, G]."""
 
-  Their shape is [N] in the order of `RewardPool.submit`, and [P, G] for the
-  batch of an iteration.
-  """
-
-  # float32, the weighted sum of `parts`. Where `failed`, at most 0: a failure
-  # must not pay better than a wrong response. In a batch see also
-  # `rollout.scoring.pay_failures_least`.
+  # float32, the weighted sum of `parts`; at most 0 where `failed`, so that a
+  # failure pays no better than a wrong response. In a batch
+  # `rollout.scoring.pay_failures_least` may lower it further.
   total: np.ndarray
-  # By name of the reward, without its arguments: float32, unweighted; 0 where
-  # it could not be computed.
+  # By the reward's name without arguments: float32, unweighted; 0 if it failed.
   parts: dict[str, np.ndarray]
-  failed: np.ndarray  # bool, whether a reward could not be computed
-  reasons: tuple[str, ...] = ()  # up to 3 of failures, of this host
+  failed: np.ndarray  # bool, whether a reward failed
+  reasons: tuple[str, ...] = ()  # for up to 3 failures on this host
 
   @property
   def first(self) -> np.ndarray:
-    """The first reward, of which evaluation reports."""
     return next(iter(self.parts.values()))
 
   @property
@@ -51,8 +43,6 @@ class Rewards(NamedTuple):
 
 
 class PendingCall(NamedTuple):
-  """A call that a response waits for."""
-
   reward: str  # its name
   started: Started
   place: int  # of the call in `started`
@@ -63,20 +53,17 @@ class PendingCall(NamedTuple):
     return bool(self.started.results[self.place]) or self.started.done.done()
 
   def number(self) -> Number:
-    """Waits for the number that the reward returned."""
     results = self.started.results
     value, failure = results[self.place] or self.started.wait()[self.place]
     return Number(None, failure) if failure else Number(*value[self.index])
 
   def failure(self) -> str:
-    """Waits; why the reward has no number, or ""."""
+    """Waits; returns why the reward failed, or ""."""
     failure = self.number().failure
     return failure and f"{self.reward}: {failure}"
 
 
 class PendingRewards:
-  """Rewards that are being computed, of this host or of all."""
-
   def __init__(
     self,
     size: int,  # responses, of all hosts if these rewards are
@@ -88,28 +75,24 @@ class PendingRewards:
 
   @classmethod
   def computed(cls, rewards: Rewards) -> "PendingRewards":
-    """Rewards that wait for nothing."""
     return cls(rewards.total.size, (), lambda: rewards)
 
   def result(self) -> Rewards:
-    """Waits for the rewards; where they are of all hosts, call it on each."""
+    """Waits for the rewards; if they are of all hosts, call it on each."""
     if self._rewards is None:
       self._rewards = self._compute()
     return self._rewards
 
 
 class RewardPool(Pool):
-  """A pool of worker processes that call rewards; a context manager.
+  """Worker processes that call rewards; a context manager.
 
-  Each reward is called on the examples at the start, to check that it returns a
-  number. It may raise there: the text of an example may not have the form that
-  the reward expects of a response.
+  At the start each reward is called on the examples, to check that it returns a
+  number. It may raise there: an example may lack the form that the reward
+  expects of a response. An example's problem needs the columns of all others.
 
-  Args:
-    names: the rewards, as `reward.named` reads them.
-    weights: of each reward in the total.
-    examples: responses whose problems have the columns of all others.
-    **limits: of a `Pool`; a call is of one reward, on a response or a group.
+  `reward.named` reads the names; `weights` are of each in the total; `limits`
+  are a `Pool`'s, where a call is one reward on a response or a group.
   """
 
   def __init__(
@@ -138,7 +121,6 @@ class RewardPool(Pool):
   def submit(
     self, responses: Sequence[Response], group_size: int = 1
   ) -> PendingRewards:
-    """Starts to compute the rewards of whole groups and returns at once."""
     if self.takes_groups and len(responses) % group_size:
       raise ValueError(f"{len(responses)} responses in groups of {group_size}")
     # Columns may be large, as tests of programs are.
@@ -210,10 +192,9 @@ class RewardPool(Pool):
 
 
 def too_many(count: int, size: int, max_failed: float, label: str) -> str:
-  """The error message if `count` of `size` responses may not fail; else "".
+  """The error if `count` of `size` failures are too many; else "".
 
-  `max_failed` is the share that may. At least one response must succeed
-  whatever the share.
+  `max_failed` is the share that may fail; at least one response must succeed.
   """
   allowed = min(int(max_failed * size + 1e-6), size - 1)
   if count <= allowed:

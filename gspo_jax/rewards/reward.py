@@ -1,6 +1,6 @@
 """What a reward is, and which one a config names; docs/rewards.md tells users.
 
-This module needs the standard library alone: worker processes import it.
+Worker processes import this module, so it needs the standard library alone.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ _LENGTHS = ("tokens", "limit")
 # Largest size of a reward: the sum of squares over a group stays finite in
 # float32.
 _LARGEST = 1e9
-# By a positional parameter, the trainer whose rewards have it. Three arguments
-# may fit such a reward by chance, and mean other things.
+# Positional parameter -> the trainer whose rewards have it. Our three arguments
+# may fit such a reward by chance, with other meanings.
 _OTHER_TRAINERS = {
   "solution_str": "verl: call it in a reward (prompt, response, reference, *, "
   "data_source, extra_info), which are columns of the data",
@@ -38,17 +38,14 @@ _OTHER_TRAINERS = {
 
 
 class Response(NamedTuple):
-  """A response of the policy with what its rewards need."""
-
   prompt: str  # what the policy read
   text: str  # without its stop token
   reference: str  # the target, in the form that the rewards read
   tokens: int = 0  # length, stop token included
   limit: int = 0  # the largest length allowed, in tokens
-  columns: Mapping[str, Any] = {}  # the others of the problem's record
+  columns: Mapping[str, Any] = {}  # other columns of the problem's record
 
   def to(self, problem) -> "Response":
-    """This response to another problem, a `data.problem.Problem`."""
     return self._replace(
       prompt=problem.text, reference=problem.reference, columns=problem.columns
     )
@@ -61,24 +58,23 @@ EXAMPLE = Response("What is 1+2?", "1+2=3\n#### 3", "3", tokens=8, limit=64)
 class Reward:
   """A function of a prompt, a response and a reference, and what it needs.
 
-  A plain function is a reward that needs nothing else. A module that has such
-  needs has a `Reward(function, prepare=...)`, which the config names instead.
+  A plain function is a reward without needs. For a function with needs, its
+  module has a `Reward(function, prepare=...)`, which the config names instead.
   """
 
-  # (prompt, response, reference) -> float; or with `responses` as its second
-  # parameter, all of a group, -> a float for each. Its keywords are columns of
-  # the problem's record, `tokens` and `limit`.
+  # (prompt, response, reference) -> float, or (prompt, responses, reference) of
+  # a group -> a float for each. Its keywords are columns of the problem's
+  # record, `tokens` and `limit`.
   function: Callable[..., Any]
   # (**arguments), called once at the start; raises UserError if the reward
   # cannot run (a missing package, a bad argument).
   prepare: Callable[..., None] | None = None
   # (seconds, **arguments), as `prepare`, with the time limit of a call.
   fits: Callable[..., None] | None = None
-  # (**arguments) -> columns that it reads out of `**columns`; they must be
-  # there.
+  # (**arguments) -> required columns that it reads from `**columns`.
   columns: Callable[..., Sequence[str]] | None = None
-  # Set by `named`: the name in the config without arguments, and the keyword
-  # arguments that the config sets; of a built-in reward, all with a default.
+  # Set by `named`: the config's name without arguments, and the keyword
+  # arguments that it sets; for a built-in reward, also all defaults.
   name: str = ""
   arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -88,27 +84,23 @@ class Reward:
 
   @functools.cached_property
   def is_async(self) -> bool:
-    """Whether its calls may run at once."""
     functions = self.function, type(self.function).__call__
     return any(map(inspect.iscoroutinefunction, functions))
 
   @functools.cached_property
   def takes_group(self) -> bool:
-    """Whether it takes all responses to a problem at once."""
     return self._positional[1:2] == ("responses",)
 
   @functools.cached_property
   def needed_columns(self) -> tuple[str, ...]:
-    """The columns that every problem must have."""
     return tuple(name for name in self._required if name not in _LENGTHS)
 
   @functools.cached_property
   def reads_columns(self) -> bool:
-    """Whether it may read a column."""
     return self._takes_rest or not {*self._keywords} <= {*_LENGTHS}
 
   def keywords(self, responses: Sequence[Response]) -> dict[str, Any]:
-    """The columns and lengths for a call; LookupError if a column is missing.
+    """Columns and lengths for a call; LookupError if a column is missing.
 
     `responses` are to one problem: all of them if `takes_group`, else one.
     """
@@ -130,7 +122,6 @@ class Reward:
     return {name: available[name] for name in names if name in available}
 
   def check(self) -> None:
-    """UserError unless it can be called as a reward."""
     signature = inspect.signature(self.function)
     for parameter in _OTHER_TRAINERS.keys() & {*self._positional}:
       raise errors.UserError(
@@ -162,7 +153,6 @@ class Reward:
 
   @functools.cached_property
   def _free(self) -> dict[str, inspect.Parameter]:
-    """The keyword-only parameters that the config does not set."""
     keywords = spec.keywords(self.function).items()
     return {name: p for name, p in keywords if name not in self.arguments}
 
@@ -185,10 +175,10 @@ def named(text: str, seconds: float | None = None) -> Reward:
   """The reward that a config names, checked and prepared.
 
   Args:
-    text: `name` or `name:key=value,key=value`. The name is one of `BUILT_IN`,
-      or `package.module.name` of a function or a `Reward`; the keys are its
+    text: `name` or `name:key=value,key=value`. The name is one of `BUILT_IN` or
+      `package.module.name` of a function or a `Reward`; the keys are its
       keyword-only arguments.
-    seconds: that one call may take; None: no limit.
+    seconds: time limit of one call; None: no limit.
   """
   name, colon, arguments = text.partition(":")
   reward = spec.imported(name, BUILT_IN)
@@ -207,7 +197,7 @@ def named(text: str, seconds: float | None = None) -> Reward:
     reward = Reward(reward)
   values = spec.arguments(name, reward.function, arguments) if colon else {}
   if name in BUILT_IN:
-    # Set, so that no column that happens to have such a name replaces them.
+    # Set them all: no column of the same name may replace a default.
     keywords = spec.keywords(reward.function).items()
     defaults = {k: p.default for k, p in keywords if p.default is not p.empty}
     values = defaults | values
@@ -221,7 +211,7 @@ def named(text: str, seconds: float | None = None) -> Reward:
 
 
 def missing_column(needed: Iterable[str], columns: Mapping[str, Any]) -> str:
-  """The error message if a problem lacks one of these columns; else ""."""
+  """The error if a problem lacks one of these columns; else ""."""
   for name in needed:
     if name not in columns:
       hint = errors.nearest(name, columns) if columns else "it has none"
@@ -230,15 +220,13 @@ def missing_column(needed: Iterable[str], columns: Mapping[str, Any]) -> str:
 
 
 class Needs(NamedTuple):
-  """What a reward needs: whole groups, these columns, or any column at all."""
-
   group: bool
   columns: tuple[str, ...]
   reads_columns: bool
 
 
 class Number(NamedTuple):
-  """What a reward returned for a response, or why it is no reward."""
+  """What a reward returned for a response, or why it failed."""
 
   value: float | None
   failure: str | None = None
@@ -248,8 +236,7 @@ class Number(NamedTuple):
 def load(names: Sequence[str], seconds: float):
   """The rewards as tasks of `workers.pool`, and the `Needs` of each.
 
-  A task takes a list of responses, a group or one, and returns a `Number` for
-  each.
+  A task takes a group or one response and returns a `Number` for each.
   """
   rewards = [named(name, seconds) for name in names]
   needs = [

@@ -1,11 +1,9 @@
 """Prompts become scored responses.
 
-Others take `source.make_source`, `off_policy.OffPolicy` (the source that
-samples ahead), `context` (what sources need, and `iteration_keys`), `batch`
-(what they give), `scoring` (samples become responses with rewards),
-`metrics.rollout_metrics`, `config.RolloutConfig`, `environment` (what an
-environment is, and which a config names), `environment_pool` (runs them) and
-`conversations` (samples of several turns). `environments` has those built in.
+Other wings take: `source.make_source`; `off_policy.OffPolicy`; `context` and
+`batch` (input and output of sources); `scoring`; `metrics.rollout_metrics`;
+`config.RolloutConfig`; `environment` and `environment_pool`; `conversations`.
+`environments` has the built-in ones.
 """
 
 __all__ = [

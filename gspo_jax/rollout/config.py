@@ -14,8 +14,6 @@ from gspo_jax.runtime.key import (
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
-  """Where the responses of an iteration come from."""
-
   group_size: int = key(8, "responses a prompt")
   dynamic_sampling_rounds: int = key(
     1,
@@ -57,16 +55,15 @@ class RolloutConfig:
 
   @property
   def continues(self) -> bool:
-    """Whether a response goes on in a later call of the sampler."""
+    """Whether later calls of the sampler continue a response."""
     return self.max_tokens_per_iteration > 0 or bool(self.environment)
 
   @property
   def is_off_policy(self) -> bool:
-    """Whether responses of one iteration are learnt from in a later one."""
+    """Whether an iteration learns from responses of an earlier one."""
     return self.max_staleness > 0 or self.max_tokens_per_iteration > 0
 
   def check_training(self) -> None:
-    """UserError where two keys do not go together."""
     if self.is_off_policy and self.dynamic_sampling_rounds > 1:
       name = (
         "max_staleness" if self.max_staleness else "max_tokens_per_iteration"

@@ -18,20 +18,16 @@ from gspo_jax.sampler.stop_strings import StopStrings
 
 
 class IterationKeys(NamedTuple):
-  """The random keys of an iteration."""
-
   sample: jax.Array
   shuffle: jax.Array
 
 
 def iteration_keys(rng: jax.Array, step: int) -> IterationKeys:
-  """The keys of iteration `step`; a resumed run gets the same ones."""
+  """The random keys of iteration `step`; the same after a resume."""
   return IterationKeys(*jax.random.split(jax.random.fold_in(rng, step)))
 
 
 class RolloutContext(NamedTuple):
-  """What sampling and scoring need."""
-
   curriculum: Curriculum
   # Partial rollouts and conversations need a `ContinuousSampler`, which
   # resumes responses.
@@ -42,14 +38,14 @@ class RolloutContext(NamedTuple):
   rng: jax.Array  # the key of all iterations; see `iteration_keys`
   prompts: int  # P
   group_size: int  # G
-  stop: StopStrings | None  # the sampler's; None: there are none
+  stop: StopStrings | None  # of the sampler
   max_failed: float  # `reward.max_failed`
   conversations: Conversations | None = None  # None: no environment
 
   def start_scoring(
     self, batch: PromptBatch, samples: Samples
   ) -> ScoredSamples:
-    """Begins to score finished responses, each host those of its rows."""
+    """Starts to score finished responses; each host scores its rows."""
     responses = scoring.decode_responses(
       samples, batch, self.tokenizer, self.stop
     )

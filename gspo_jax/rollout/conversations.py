@@ -1,12 +1,12 @@
-"""Conversations: responses of several turns, with an environment between them.
+"""Conversations: an environment answers between the responses of the policy.
 
 A conversation is one row of samples: the response of turn 1, the tokens of the
 environment's messages, the response of turn 2, and so on, up to
 `sampler.max_new_tokens` tokens. `Samples.turns` says who wrote a token.
 
 All conversations take a turn together, in one call of the sampler. An
-environment is asked as soon as its response is there, while others decode; one
-whose `step` is `async` is asked about all at once.
+environment gets a response at once, while others decode; if `step` is `async`,
+all get their responses together.
 """
 
 import dataclasses
@@ -42,7 +42,6 @@ REWARD = "environment"
 
 
 def _reason(error: Exception) -> str:
-  """Why messages of an environment did not become tokens."""
   if isinstance(error, UserError):
     return str(error)
   return f"messages of the environment: {type(error).__name__}: {error}"
@@ -50,8 +49,6 @@ def _reason(error: Exception) -> str:
 
 @dataclasses.dataclass
 class _Conversation:
-  """One conversation of this host."""
-
   state: str = ""  # of its environment
   text: str = ""  # all responses and messages so far, for people
   rewards: list[float] = dataclasses.field(default_factory=list)  # of turns
@@ -73,13 +70,11 @@ class _Conversation:
 
 @dataclasses.dataclass(frozen=True)
 class Conversations:
-  """Samples conversations."""
-
   pool: EnvironmentPool
   max_turns: int  # responses of a conversation at most
   prompt_config: PromptConfig  # how messages become tokens
   batch_sharding: jax.sharding.Sharding  # of arrays [B, ...]
-  stop: StopStrings | None  # the sampler's; None: there are none
+  stop: StopStrings | None  # of the sampler
 
   def __call__(
     self,
@@ -92,8 +87,8 @@ class Conversations:
   ) -> ScoredSamples:
     """G conversations about each of P problems; call it on every process.
 
-    Token t of row b is sampled with a key made of (key, b, t), as in a single
-    turn; the seed of an environment is made of the key and the problem.
+    The key of token t of row b is made of (key, b, t), as in a single turn; an
+    environment's seed is made of the key and the problem.
     """
     P, G = len(batch), generate.config.group_size
     B, R = P * G, generate.config.max_new_tokens
@@ -190,7 +185,7 @@ class Conversations:
     )
 
   def state(self, scored: ScoredSamples) -> dict:
-    """JSON for a checkpoint: what the samples and the data do not have."""
+    """JSON for a checkpoint: fields that samples and data do not have."""
     prompts, rewards = scored.prompts, scored.rewards.result()
     return {
       "prompts": [prompts.ids(p) for p in range(len(prompts))],
@@ -204,7 +199,7 @@ class Conversations:
   def restore(
     self, batch: PromptBatch, samples: Samples, state: dict
   ) -> ScoredSamples:
-    """The scored samples of `state`; `batch` has the prompts of the data."""
+    """The scored samples of `state`; `batch` has the data's prompts."""
     tokenizer = self.prompt_config.tokenizer
     tokens, lengths = batch.tokens.copy(), batch.lengths.copy()
     for p, ids in enumerate(state["prompts"]):
@@ -226,7 +221,7 @@ class Conversations:
     )
 
   def _begin(self, batch, chats, G: int, key) -> PromptBatch:
-    """Begins the conversations of this host; the batch with their prompts."""
+    """Begins this host's conversations; returns the batch with new prompts."""
     problems = batch.problems
     # 2**32 - 1 is never a row number, so no response has this key.
     k_seed = jax.random.fold_in(key, np.uint32(2**32 - 1))
@@ -266,9 +261,9 @@ class Conversations:
     return dataclasses.replace(batch, tokens=tokens, lengths=lengths)
 
   def _prompt(self, choices) -> list[int]:
-    """The ids of the prompt that a group began with; none: that of the data.
+    """The ids of a group's prompt; [] for the data's prompt.
 
-    UserError if its environments gave several, or none that fits.
+    UserError if the environments gave several prompts, or none that fits.
     """
     cfg = self.prompt_config
     if len(choices) > 1:
@@ -317,10 +312,10 @@ def _gather_ids(
 
 
 class _Answers:
-  """What the environments of this host answer to the responses of a turn.
+  """The answers of this host's environments to the responses of a turn.
 
-  `asked` are the conversations of this turn, by row; `before` [B] counts the
-  tokens before it.
+  `asked` has this turn's conversations, by row; `before` [B] counts the tokens
+  before the turn.
   """
 
   def __init__(
@@ -338,7 +333,7 @@ class _Answers:
     self._started: list[tuple[list[int], Started]] = []
 
   def ask(self, finished: Mapping[int, FinishedResponse]) -> None:
-    """Asks about these responses, by row; each row once."""
+    """Sends these responses, by row; each row once."""
     stop = self._stop
     for row, response in finished.items():
       # A stop string must not begin before the turn.
@@ -358,10 +353,10 @@ class _Answers:
     self._started.append((rows, self._pool.step(calls)))
 
   def wait(self, is_read: np.ndarray) -> tuple[dict[int, list[int]], list[int]]:
-    """Adds responses and answers to the conversations; all were asked.
+    """Waits for all answers; adds them and the responses to the conversations.
 
-    Returns the ids behind the response, by row, where the policy may read them
-    (`is_read`, [B] bool); and the rows whose environment goes on.
+    Returns the ids after each response where the policy may read them
+    (`is_read`, [B] bool), by row; and the rows whose environment goes on.
     """
     self._start()
     replies, ids, goes_on = {}, {}, []

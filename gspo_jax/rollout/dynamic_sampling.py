@@ -1,10 +1,10 @@
-"""Dynamic sampling: groups of equal rewards are replaced by sampled ones.
+"""Dynamic sampling: groups of equal rewards are replaced by new groups.
 
-DAPO (Yu et al. 2025, arXiv 2503.14476, sec. 3.2). A group whose responses all
-have the same reward has no advantage and teaches nothing. So further batches
-are sampled until one batch is full of groups whose rewards differ. Departures:
-  1. The number of batches is limited. Groups of equal rewards then fill the
-     batch up, without advantage, and it keeps its shape.
+DAPO (Yu et al. 2025, arXiv 2503.14476, sec. 3.2). A group with equal rewards
+has no advantage and teaches nothing. So further batches are sampled until one
+batch is full of groups whose rewards differ. Departures:
+  1. The number of batches is limited. Then groups of equal rewards fill the
+     batch, so that it keeps its shape.
   2. A group is kept if its rewards differ, even if all its responses are
      correct, as with overlong shaping.
 """
@@ -36,19 +36,10 @@ def sample_until_mixed(
 ) -> tuple[ScoredSamples, list[RolloutCost]]:
   """Samples batches until P groups have mixed rewards, at most `rounds`.
 
-  With one round nothing waits for the rewards.
-
-  Args:
-    sample: samples the batch of a round, counted from 0; P and G are the same
-      in every round.
-    merge_groups: see `SamplerFunctions`.
-    rounds: 1 or more.
-    max_failed: as for `wait_scored`, of the responses of all rounds.
-    label: for the log.
-
-  Returns:
-    P groups, the first ones with mixed rewards and then the first others; and
-    the cost of each batch.
+  One round does not wait for the rewards. `sample` samples the batch of a round
+  (from 0); P and G never change. `max_failed` is as for `wait_scored`, over all
+  rounds. Returns P groups, the first with mixed rewards and then the first
+  others; and the cost of each batch.
   """
   kept, costs = None, []
   for i in range(rounds):
@@ -71,10 +62,10 @@ def metrics(
 ) -> dict[str, float]:
   """`dynamic_sampling/*`: the cost of a batch, and its first round.
 
-  `reward` and `mixed_groups` are of the first round, before any group is
-  replaced. They compare with `reward/mean` and `reward/mixed_groups` of a run
-  without dynamic sampling. Discarded tokens are those of groups that the
-  iteration does not learn from.
+  `reward` and `mixed_groups` are of the first round, before groups are
+  replaced; compare them with `reward/mean` and `reward/mixed_groups` of a run
+  without dynamic sampling. Discarded tokens are of groups that are not learnt
+  from.
   """
   first, groups = costs[0].rewards.result(), len(kept.rewards.result().total)
   tokens = sampled_tokens(costs)
@@ -94,7 +85,7 @@ def metrics(
 def _merge(
   kept: ScoredSamples, new: ScoredSamples, merge_groups
 ) -> ScoredSamples:
-  """The first P groups of both with mixed rewards, then the first others."""
+  """The first P groups with mixed rewards, then the first others."""
   kept_rewards, new_rewards = kept.rewards.result(), new.rewards.result()
   mixed = np.concatenate([kept_rewards.mixed_groups, new_rewards.mixed_groups])
   P, G = kept_rewards.total.shape

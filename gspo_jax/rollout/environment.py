@@ -1,7 +1,7 @@
-"""Environments: what answers the policy between its responses.
+"""Environments answer the policy between its responses.
 
-docs/environments.md tells users how to write one. This module needs the
-standard library alone: worker processes import it.
+docs/environments.md tells users how to write one. Worker processes import this
+module, so it needs the standard library alone.
 """
 
 import base64
@@ -27,32 +27,27 @@ _MAX_TEXT = 1 << 20  # characters of the messages of a step
 
 
 class Question(NamedTuple):
-  """The problem of a conversation."""
-
   text: str  # before the instruction and the chat template
   reference: str
-  columns: Mapping[str, Any] = {}  # the others of the problem's record
+  columns: Mapping[str, Any] = {}  # other columns of the problem's record
 
 
 class Step(NamedTuple):
-  """What an environment does with a response."""
-
-  # What the policy reads before its next response, with roles of the
-  # environment's `roles`. Not read where `done`.
+  # The policy reads them before its next response, unless `done`. Their roles
+  # are among the environment's `roles`.
   messages: Sequence[Message] = ()
   done: bool = False
-  reward: float = 0.0  # a conversation gets the sum of its steps'
+  reward: float = 0.0  # a conversation gets the sum over its steps
   tool_calls: int = 0
   tool_errors: int = 0  # tool calls that failed
 
 
 class Environment(Protocol):
-  """One conversation, of messages (role, content).
+  """One conversation, of messages (role, content); pickled between calls.
 
-  A class may have `prepare(**arguments)`, called once in each worker, which
-  raises UserError if the environment cannot run; and `fits(seconds,
-  **arguments)`, which raises it if a call cannot end in time. Between two calls
-  the object is pickled.
+  A class may have `prepare(**arguments)`, called once in each worker: UserError
+  if the environment cannot run; and `fits(seconds, **arguments)`: UserError if
+  a call cannot end in time.
   """
 
   roles: tuple[str, ...]
@@ -60,12 +55,12 @@ class Environment(Protocol):
   def reset(self, problem: Question, seed: int) -> Sequence[Message]:
     """Begins the conversation; returns the messages of its prompt.
 
-    They end with one of the user. (): the prompt that the data makes of the
-    problem. The seed is the same for all responses to a prompt.
+    The last message is the user's. Without messages the data makes the prompt.
+    The seed is the same for all responses to a prompt.
     """
 
   def step(self, response: str) -> Step:
-    """Answers a response, a text without its stop token; may be `async`.
+    """Answers a response, text without its stop token; may be `async`.
 
     Returns a `Step`, or a tuple of its fields. Without messages the
     conversation ends.
@@ -73,10 +68,10 @@ class Environment(Protocol):
 
 
 def named(spec: str) -> functools.partial:
-  """The environment that a config names, a function without arguments.
+  """A function without arguments that makes the environment of a config.
 
-  `spec` is `name` or `name:key=value,key=value`, keyword-only arguments of its
-  `__init__`. The name is one of `BUILT_IN` or `package.module.Class`.
+  `spec` is `name` or `name:key=value,key=value`: one of `BUILT_IN` or
+  `package.module.Class`, and keyword-only arguments of its `__init__`.
   """
   name, colon, text = spec.partition(":")
   cls = specs.imported(name, BUILT_IN, "environment")
@@ -105,10 +100,7 @@ def named(spec: str) -> functools.partial:
 
 
 def roles(spec: str) -> tuple[str, ...]:
-  """The roles of the messages that an environment writes.
-
-  A role "assistant" is an error: the policy alone writes those.
-  """
+  """The roles of the environment's messages, never "assistant"."""
   names = _roles(named(spec).func)
   if not (isinstance(names, tuple) and names and {"user", "tool"} >= {*names}):
     raise errors.UserError(
@@ -123,9 +115,9 @@ def _roles(cls) -> tuple[str, ...]:
 
 
 def load(spec: str, seconds: float):
-  """The tasks of `workers.pool` that run an environment: `BEGIN` and `STEP`.
+  """Tasks of `workers.pool`: `BEGIN` and `STEP`.
 
-  A request of BEGIN is (question, seed), of STEP (state, response).
+  BEGIN takes (question, seed), STEP takes (state, response).
   """
   make = named(spec)
   if prepare := getattr(make.func, "prepare", None):

@@ -12,8 +12,6 @@ from gspo_jax.workers.pool import Call, Pool, Started
 
 
 class Reply(NamedTuple):
-  """The answer of an environment to one call."""
-
   step: Step = Step(done=True)
   state: str = ""  # the environment after the call, for the next one
   failure: str = ""  # why the call failed; "" if it did not
@@ -22,11 +20,8 @@ class Reply(NamedTuple):
 class EnvironmentPool(Pool):
   """Worker processes that run environments; a context manager.
 
-  Args:
-    spec: the environment, as `environment.named` reads it.
-    examples: problems; a conversation about each is begun, to try the
-      environment.
-    **limits: of a `Pool`.
+  `spec` is read by `environment.named`. At the start a conversation about each
+  of the `examples` is begun, to try the environment. `limits` are a `Pool`'s.
   """
 
   def __init__(self, spec: str, *, examples: Sequence[Problem] = (), **limits):
@@ -50,7 +45,7 @@ class EnvironmentPool(Pool):
         )
 
   def begin(self, conversations: Sequence[tuple[Problem, int]]) -> list[Reply]:
-    """Begins conversations about problems, each with its seed; waits."""
+    """Begins conversations about (problem, seed); waits."""
     calls = [
       Call(BEGIN, (Question(p.text, p.reference, dict(p.columns)), seed))
       for p, seed in conversations
@@ -58,11 +53,9 @@ class EnvironmentPool(Pool):
     return self.replies(self.start(calls))
 
   def step(self, responses: Sequence[tuple[str, str]]) -> Started:
-    """Starts a step for each (state, response); see `replies`."""
     return self.start([Call(STEP, response) for response in responses])
 
   def replies(self, started: Started) -> list[Reply]:
-    """Waits for the replies of calls."""
     replies = []
     for value, failure in started.wait():
       if failure:

@@ -22,10 +22,10 @@ from gspo_jax.sampler.samples import TRUNCATED, Samples
 def rollout_metrics(
   batch: RolloutBatch, rollout: RolloutConfig, step: int
 ) -> dict[str, float]:
-  """The metrics of the batch that iteration `step` learns from.
+  """The metrics of the batch of iteration `step`; waits for the rewards.
 
-  `reward/*` and `response/*`; and where `rollout` asks for them
-  `conversation/*`, `dynamic_sampling/*` and `rollout/*`. Waits for the rewards.
+  `reward/*`, `response/*`, and if `rollout` needs them `conversation/*`,
+  `dynamic_sampling/*` and `rollout/*`.
   """
   scalars = _reward_metrics(batch.samples.rewards.result())
   scalars |= _response_metrics(batch.samples.samples, batch.costs)
@@ -52,7 +52,6 @@ def _reward_metrics(rewards: Rewards) -> dict[str, float]:
 
 
 def _conversation_metrics(scored: ScoredSamples) -> dict[str, float]:
-  """Means over the conversations that an iteration learns from."""
   conversation, samples = scored.conversation, scored.samples
   policy, total = multihost.to_host(
     (samples.num_sampled, samples.lengths.sum())
@@ -75,8 +74,8 @@ def _response_metrics(samples: Samples, costs) -> dict[str, float]:
   return {
     "response/length": float(lengths.mean()),
     "response/truncated": float((finish == TRUNCATED).mean()),
-    # The others are steps of rows that had finished, of empty slots, and of
-    # tokens that were sampled twice.
+    # The others: steps of finished rows and empty slots, and tokens that were
+    # sampled twice.
     "response/useful_steps": sampled_tokens(costs) / slot_steps(costs),
   }
 
@@ -86,7 +85,7 @@ def time_metrics(
 ) -> dict[str, float]:
   """`time/*`, and tokens per second.
 
-  `clock` has seconds: at the start, and after generation, score and update.
+  `clock`, in seconds: the start, the ends of generation, score and update.
   """
   generate, score, update = np.diff(clock)
   total = clock[-1] - clock[0]
@@ -116,12 +115,11 @@ def memory_metrics(device: jax.Device) -> dict[str, float]:
 def useful_fractions(
   row_tokens: Mapping[str, Any], sampled: int, slot_steps: int
 ) -> dict[str, float]:
-  """`throughput/useful_fraction*`: real tokens over computed ones.
+  """`throughput/useful_fraction*`: real tokens over computed tokens.
 
-  Of the update; of the score, if something runs before the update; of decoding;
-  and of all three together, where each computed token has the same weight.
-  `row_tokens` has `real` and `computed` tokens by the name of the function,
-  `update` or one of the score.
+  Of the update, of decoding, of the score if functions run before the update,
+  and of all together. `row_tokens` has `real` and `computed` tokens by
+  function: `update`, or one of the score.
   """
   parts = {"update": [], "score": [], "decode": [(sampled, slot_steps)]}
   for name, tokens in row_tokens.items():

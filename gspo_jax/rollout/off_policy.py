@@ -26,18 +26,18 @@ _SAVED = (
 
 
 class OffPolicy:
-  """Samples each batch `max_staleness` iterations before it is learnt from.
+  """Samples each batch `max_staleness` iterations before it is used.
 
-  The policy of iteration n, before its update, samples the batch of iteration
-  n + `max_staleness`, and the first policy also those before. So the schedule
-  goes by iterations and never by the clock. After the last iteration's batch
-  nothing is sampled: if the run is made longer later, the policy that learns
-  from the next batch samples it.
+  The policy of iteration n, before its update, samples the batch of iteration n
+  + `max_staleness`; the first policy also samples all earlier batches. The
+  schedule counts iterations and ignores the clock. Nothing is sampled for
+  iterations after `last_step`; if a later run has more steps, the policy that
+  learns from the next batch also samples it.
 
-  The rewards of a batch are computed while updates run. If the sampler has
-  devices of its own (`separate`), a thread also samples meanwhile; the run ends
-  if a batch takes it over `timeout` seconds. A checkpoint always stores
-  `max_staleness` batches, padded with `empty`.
+  Rewards are computed while updates run. With `separate` devices a thread also
+  samples while updates run; the run ends if a batch takes over `timeout`
+  seconds. A checkpoint always stores `max_staleness` batches, padded with
+  `empty`.
   """
 
   def __init__(
@@ -55,13 +55,12 @@ class OffPolicy:
     self._max_staleness, self._last_step = max_staleness, last_step
     self._separate, self._timeout = separate, timeout
     self._empty = self._on_trainer(empty) if max_staleness else None
-    # JAX has no order between the collectives of two threads, so that one
-    # thread alone runs programs on the sampler's devices.
+    # JAX does not order the collectives of two threads, so only this thread
+    # runs programs on the sampler's devices.
     self._thread = separate and _Thread(context.batch_sharding.mesh)
     self._batches: deque[Future[RolloutBatch]] = deque()
 
   def __call__(self, params, step: int) -> RolloutBatch:
-    """The batch that iteration `step` learns from."""
     newest = min(step + self._max_staleness, self._last_step)
     targets = range(step + len(self._batches), newest + 1)
     if self._separate and targets:
@@ -82,7 +81,6 @@ class OffPolicy:
     return self._separate.to_trainer(samples)
 
   def _start(self, params, target: int, step: int) -> Future[RolloutBatch]:
-    """Samples the batch of iteration `target` with the policy of `step`."""
     if self._thread:
       return self._thread.submit(lambda: self._sample(params, target, step))
     return _done(self._source(params, target, policy_step=step))
@@ -90,7 +88,7 @@ class OffPolicy:
   def _sample(self, params, target, step) -> RolloutBatch:
     began = time.monotonic()
     batch = self._source(params, target, policy_step=step)
-    # Here, for it may run a program on the sampler's devices.
+    # In this thread, because it may run a program on the sampler's devices.
     samples = self._on_trainer(batch.samples.samples)
     jax.block_until_ready(samples)
     return batch._replace(
@@ -99,7 +97,6 @@ class OffPolicy:
     )
 
   def wait(self) -> list[RolloutBatch]:
-    """The batches for later iterations, all sampled."""
     return [self._result(each) for each in self._batches]
 
   def _result(self, batch: Future[RolloutBatch]) -> RolloutBatch:
@@ -114,15 +111,15 @@ class OffPolicy:
       ) from error
 
   def close(self) -> None:
-    """Samples no batch that has not been begun."""
+    """Drops the batches that have not begun."""
     if self._thread:
       self._thread.close()
 
   @property
   def pending(self) -> dict:
-    """Samples for the next iterations, and the source's, of the trainer.
+    """Pending samples, and the source's, on the trainer's devices.
 
-    With `max_staleness` 0 the source's alone, which any devices can resume.
+    With `max_staleness` 0 only the source's, which any devices can resume.
     """
     batches = self.wait()
     of_source = self._on_trainer(self._source.pending)
@@ -133,7 +130,7 @@ class OffPolicy:
     return {"next": samples, "source": of_source}
 
   def get_state(self) -> dict:
-    """JSON: where the pending problems stand in the data, and their cost."""
+    """JSON: the data positions of the pending problems, and their cost."""
     if not self._max_staleness:
       return self._source.get_state()
     conversations = self._context.conversations
@@ -152,7 +149,7 @@ class OffPolicy:
     return {"source": self._source.get_state(), "next": batches}
 
   def set_state(self, pending: dict, state: dict) -> None:
-    """Restores `pending` and `get_state`; single responses are scored again."""
+    """Restores the state; scores responses of one turn again."""
     ahead = self._max_staleness > 0
     of_source = pending["source"] if ahead else pending
     if self._separate and of_source is not None:
@@ -185,11 +182,10 @@ def _done(batch: RolloutBatch) -> Future[RolloutBatch]:
 
 
 class _Thread:
-  """One daemon thread, which runs functions one after another.
+  """One daemon thread, which runs functions in order.
 
-  Unlike the thread of a ThreadPoolExecutor, it does not block the interpreter's
-  exit. It sets the sampler's mesh, so that `multihost` collectives called there
-  run on the sampler's devices.
+  Unlike ThreadPoolExecutor's, it does not block the interpreter's exit. It sets
+  the sampler's mesh, so `multihost` collectives run on the sampler's devices.
   """
 
   def __init__(self, mesh: jax.sharding.Mesh):
@@ -218,5 +214,5 @@ class _Thread:
           future.set_result(function())
         except BaseException as error:
           future.set_exception(error)
-        # They hold the weights that sampled, and the batch.
+        # Frees the batch and the weights that sampled it.
         del item, function, future

@@ -19,11 +19,7 @@ from gspo_jax.sampler.samples import Samples
 
 
 class OnPolicy:
-  """Samples responses to new prompts.
-
-  With over 1 of `rounds` by dynamic sampling, which needs `merge_groups` of
-  `SamplerFunctions`.
-  """
+  """Samples responses to new prompts; with over 1 of `rounds`, dynamically."""
 
   pending = None
 
@@ -58,7 +54,6 @@ class OnPolicy:
     )
 
   def _sample(self, params, step, key) -> ScoredSamples:
-    """Responses to new prompts, scored as they finish."""
     context = self._context
     batch = context.curriculum.next_batch(step)
     label = f"rollout of iteration {step}"

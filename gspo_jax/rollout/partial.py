@@ -1,8 +1,8 @@
 """Partial rollouts: long responses are sampled over several iterations.
 
 Kimi k1.5 (arXiv 2501.12599, sec. 2.6.2): a response adds a limited number of
-tokens in an iteration, and continues in the next one. More prompts are in
-flight than an update takes, so that long responses do not hold up a batch.
+tokens in an iteration and continues in the next one. More prompts are in flight
+than an update needs, so that long responses do not delay a batch.
 """
 
 from collections.abc import Callable
@@ -26,19 +26,18 @@ from gspo_jax.sampler.samples import UNFINISHED, Samples
 class PartialRollouts:
   """Resumes the responses in flight; returns the first P finished groups.
 
-  If fewer than P groups have finished, the oldest of the others are sampled to
-  their end. Batches keep the order of the data. Departures:
+  If fewer than P groups have finished, the oldest others are sampled to their
+  end. Batches keep the order of the data. Departures:
     1. A group is scored when its batch is returned, not while others are
        sampled.
     2. The prompt and the earlier tokens of a resumed response are prefilled
-       again, for the weights have changed.
-    3. The samples depend on the number of shards: the key of a response depends
-       on its row in the batch.
+       again, because the weights have changed.
+    3. Samples depend on the number of shards: a response's key depends on its
+       row in the batch.
 
-  `empty_samples` makes samples without tokens of a count of prompts; an
-  iteration adds at most `max_tokens` to a response; each of `shards` parts of
-  the devices has its own prompts; `extra_prompts` are in flight beside the P of
-  a batch.
+  `empty_samples` gets a number of prompts. An iteration adds at most
+  `max_tokens` to a response. Each of `shards` parts of the devices has separate
+  prompts. `extra_prompts` are in flight in addition to the P of a batch.
   """
 
   def __init__(
@@ -68,7 +67,6 @@ class PartialRollouts:
   def __call__(
     self, params, step: int, policy_step: int | None = None
   ) -> RolloutBatch:
-    """A batch for iteration `step`; the policy may be of another iteration."""
     batch, before = self._fill(step), multihost.to_host(self.pending.lengths)
     samples, slot_steps = self._resume(params, step, batch, before)
     lengths, finished = multihost.to_host(samples.lengths), _finished(samples)
@@ -105,7 +103,6 @@ class PartialRollouts:
     }
 
   def set_state(self, pending: Samples, state: dict) -> None:
-    """Restores `pending` and `get_state`, on any number of shards."""
     at, curriculum = state["positions"], self._context.curriculum
     self._batch = curriculum.prompts_at(at) if at else None
     index = np.zeros(self._in_flight, np.int32)
@@ -116,7 +113,7 @@ class PartialRollouts:
     self._iterations = np.array(state["iterations"])[rows]
 
   def _fill(self, step) -> PromptBatch:
-    """The prompts in flight, as a batch; new ones are the youngest."""
+    """Adds new prompts as the youngest; returns all in flight as a batch."""
     old = [self._batch] if self._batch else []
     count = self._in_flight - sum(map(len, old))
     new = self._context.curriculum.next_batch(step, count)
@@ -162,11 +159,10 @@ class PartialRollouts:
     return samples, slot_steps
 
   def _oldest(self, which_Q) -> np.ndarray:
-    """The indices of the prompts where `which_Q`, oldest first."""
     return self._by_age[which_Q[self._by_age]]
 
   def _keep(self, batch, samples, left):
-    """Keeps the groups `left` as the oldest ones; the others become empty."""
+    """Keeps the groups `left` as the oldest ones; empties the others."""
     index = np.full(self._in_flight, -1, np.int32)
     index[self._by_age[: len(left)]] = left
     self.pending = self._functions.take_pending(samples, index)
@@ -178,5 +174,4 @@ class PartialRollouts:
 
 
 def _finished(samples: Samples) -> np.ndarray:
-  """[B] bool."""
   return multihost.to_host(samples.finish) != UNFINISHED

@@ -26,9 +26,9 @@ _TICK = 0.25  # seconds between two looks at how many failed
 
 
 class ResponseDecoder:
-  """Decodes responses and their prompts into the text that rewards read.
+  """Decodes prompts and responses into the text that rewards read.
 
-  A prompt is decoded as the policy reads it, with its chat template.
+  A prompt has its chat template, as the policy reads it.
   """
 
   def __init__(
@@ -64,10 +64,7 @@ def decode_responses(
   tokenizer: Tokenizer,
   stop: StopStrings | None = None,
 ) -> dict[int, Response]:
-  """The responses of this host's rows, by row; see `ResponseDecoder`.
-
-  `samples` has P * G rows, a group side by side.
-  """
+  """This host's responses, by row p * G + g; see `ResponseDecoder`."""
   group_size = len(samples.tokens) // len(batch)
   decode = ResponseDecoder(batch, tokenizer, group_size, stop)
   return {
@@ -79,18 +76,18 @@ def decode_responses(
 class StreamingScorer:
   """Scores responses as they finish, while others are being sampled.
 
-  With a reward that takes groups, a response waits for the rest of its group.
+  If a reward takes groups, a response waits for the rest of its group.
   """
 
   def __init__(self, pool: RewardPool, decode: ResponseDecoder):
     self._pool, self._decode = pool, decode
     self.responses: dict[int, Response] = {}  # by row
-    # A host without responses must have the names of the rewards, too.
+    # A host without responses needs the names of the rewards, too.
     self._pending = [pool.submit([])]
     self._rows, self._incomplete = [], {}
 
   def add(self, finished: Mapping[int, FinishedResponse]) -> None:
-    """Begins to score these responses, by row; adds each row once."""
+    """Starts to score these responses, by row; add each row once."""
     self.responses |= {row: self._decode(row, x) for row, x in finished.items()}
     rows, size = list(finished), self._decode.group_size
     if self._pool.takes_groups:
@@ -100,7 +97,6 @@ class StreamingScorer:
     self._pending.append(self._pool.submit(responses, size))
 
   def _complete(self, rows: list[int]) -> list[int]:
-    """The rows of the groups that are complete with these rows."""
     complete, size = [], self._decode.group_size
     for row in rows:
       group = self._incomplete.setdefault(row // size, [])
@@ -110,7 +106,7 @@ class StreamingScorer:
     return complete
 
   def rewards(self, like: jax.Array) -> PendingRewards:
-    """The rewards of all responses; see `gathered`. All were added before."""
+    """The rewards of all responses, after all were added; see `gathered`."""
     size = self._decode.group_size
     return gathered(self._pending, self._rows, size, like)
 
@@ -121,10 +117,7 @@ def score_responses(
   group_size: int,
   like: jax.Array,
 ) -> PendingRewards:
-  """Begins to score this host's responses, by row; see `gathered`.
-
-  `responses` are whole groups, in ascending order of their rows.
-  """
+  """Starts to score this host's groups, in row order; see `gathered`."""
   pending = pool.submit(list(responses.values()), group_size)
   return gathered([pending], list(responses), group_size, like)
 
@@ -137,8 +130,8 @@ def gathered(
 ) -> PendingRewards:
   """The rewards [P, G] of the responses of all hosts.
 
-  `pending` has parts of this host's responses, which are `rows` of the batch;
-  `like` is any array [P * G] with the sharding of the responses.
+  `pending` has this host's responses, in parts; `rows` are their rows in the
+  batch. `like` is any array [P * G] with the sharding of the responses.
   """
 
   def compute() -> Rewards:
@@ -171,20 +164,16 @@ def wait_scored(
   label: str,
   size: int = 0,
 ) -> list[Rewards]:
-  """Waits for rewards of all hosts; stops every process if too many failed.
+  """Waits for all hosts' rewards; stops every process if too many failed.
 
-  One host waits no longer once that is certain: a reward that always runs into
-  its time limit would cost that limit for each response. Several hosts wait for
-  all: each counts its own responses.
+  One host stops as soon as too many have failed: a reward that always reaches
+  its time limit would cost that time for each response. Several hosts wait for
+  all, because each counts only its responses.
 
-  Args:
-    pending: from `gathered`.
-    max_failed: share of the responses that may fail, but never all.
-    label: what was sampled, for the error.
-    size: how many responses there can be in all; 0: as many as in `pending`.
-
-  Raises:
-    multihost.AgreedError: more failed.
+  `pending` comes from `gathered`. `max_failed` is the share of the responses
+  that may fail, but never all. `label` says in the error what was sampled.
+  `size` is the most responses in all; 0: as many as in `pending`. Raises
+  `multihost.AgreedError` if more failed.
   """
   size = size or sum(part.size for part in pending)
   alone = jax.process_count() == 1
@@ -194,7 +183,7 @@ def wait_scored(
   if error := wait_for_calls(pending, wrong, label=label):
     raise multihost.AgreedError(error)
   rewards = [part.result() for part in pending]
-  # `failed` is the same on every process; each has its own reasons.
+  # `failed` is the same on every process; the reasons differ.
   count = sum(int(part.failed.sum()) for part in rewards)
   if error := too_many(count, size, max_failed, label):
     local = [reason for part in rewards for reason in part.reasons]
@@ -211,17 +200,16 @@ def wait_for_calls(
   label: str,
   file: TextIO | None = None,
 ) -> str:
-  """Waits for the calls of this host, unless so many fail that it is wrong.
+  """Waits for this host's calls; stops with an error text if too many fail.
 
-  `wrong` makes a count of failed responses the text of an error, "" if it is
-  none; that text with a reason is returned. How far the calls are is printed to
-  `file` (None: stdout) with the label.
+  `wrong` gives the error text for a count of failures, "" for none. The
+  returned text has a reason added. Progress is printed to `file` (None: stdout)
+  with the label.
   """
   waiting = [row for part in pending for row in part.calls]
   size, failures = len(waiting), []
 
   def take_ended() -> int:
-    """Takes out the responses whose calls have ended; how many they are."""
     nonlocal waiting
     before, waiting = waiting, []
     for row in before:
@@ -252,11 +240,9 @@ def pay_failures_least(
   """Rewards where a failure pays no better than a wrong response.
 
   A failed response gets at most 0 for a turn. Its reward-to-go at every turn is
-  capped at the lowest of the responses in its group that did not fail, by
-  lowering the reward of its last turn.
-
-  B is of all hosts. N is the number of turns, 1 without an environment; turns
-  that were not taken are NaN.
+  at most the lowest of its group's successful responses; the reward of its last
+  turn is lowered for this. B is of all hosts; N counts turns (1 without an
+  environment), NaN where a turn was not taken.
   """
   failed_B1, taken_BN = failed_B[:, None], ~np.isnan(rewards_BN)
   kept_BN = np.where(taken_BN & ~failed_B1, rewards_BN, 0)

@@ -1,12 +1,10 @@
 """The source of rollouts that a config asks for.
 
-  On-policy: the policy that learns samples responses to new prompts; with
-    dynamic sampling (DAPO), until the rewards of enough groups differ.
-  Partial rollouts: a response is sampled over several iterations.
-  Off-policy: a batch is sampled some iterations before it is learnt from.
-
-A source is called with the policy's weights and the iteration that learns from
-the batch. A checkpoint has its pending responses, in `pending` and `get_state`.
+On-policy: the policy that learns samples responses to new prompts. Partial
+rollouts: a response is sampled over several iterations. Off-policy: a batch is
+sampled some iterations before it is used. A source is called with the policy's
+weights and the iteration that learns from the batch. A checkpoint stores its
+`pending` samples and its `get_state`.
 """
 
 from gspo_jax.rollout.config import RolloutConfig
@@ -26,7 +24,6 @@ def make_source(
   *,
   last_step: int,
 ) -> Source:
-  """The source that a config asks for."""
   if rollout.max_tokens_per_iteration:
     sampler = context.generate
     source = PartialRollouts(

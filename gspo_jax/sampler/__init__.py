@@ -1,12 +1,8 @@
 """Prompts become samples, by static or by continuous batching.
 
-Other wings take from here `generate`, its arguments and its result, and from
-its modules:
-  samples: the operations on Samples, and FinishedResponse.
-  functions: Sampler, one of both kinds, and SamplerFunctions.
-  static, continuous: the two kinds, and how to build them.
-  many_prompts: any number of prompts, in batches of one size.
-  stop_strings: StopStrings, and the text of a response.
+Other wings import `generate`, its arguments and its result from here, and the
+modules `samples` (operations on Samples), `functions` (Sampler,
+SamplerFunctions), `static`, `continuous`, `many_prompts` and `stop_strings`.
 """
 
 from gspo_jax.sampler.samples import (

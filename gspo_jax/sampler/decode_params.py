@@ -33,12 +33,11 @@ def decode_params(params: model.Params, cfg: model.ModelConfig) -> model.Params:
 
 
 def decode_params_sharding(cfg: model.ModelConfig, mesh: Mesh):
-  """The shardings of `decode_params` with the layers unstacked.
+  """Shardings of `decode_params`, unstacked; on a TPU some are Formats.
 
-  On a TPU a decode step multiplies by the query, key and value weights with the
-  heads before the model's width. If a program's arguments have another layout,
-  XLA copies all these weights before the first step.
-  There the result has a Format in place of a sharding.
+  A decode step on a TPU multiplies by query, key and value weights with the
+  heads before the model's width. If the arguments have another layout, XLA
+  copies all these weights before the first step.
   """
   shapes = parameters.shapes(cfg) | {"head": None}
   shapes = jax.eval_shape(

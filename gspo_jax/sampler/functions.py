@@ -1,4 +1,4 @@
-"""What samples responses, as the other wings call it."""
+"""The interface of both samplers, and the sampler's functions."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,8 +15,6 @@ from gspo_jax.sampler.stop_strings import StopStrings
 
 
 class Sampler(Protocol):
-  """What samples responses: a StaticSampler or a ContinuousSampler."""
-
   config: SamplerConfig
   batching: ContinuousBatchingConfig | None  # None: static
 
@@ -32,10 +30,11 @@ class Sampler(Protocol):
     on_finished: OnFinished | None = None,
     progress: Progress | None = None,
   ) -> Samples:
-    """G responses to each of P prompts, with weights of `SamplerFunctions`.
+    """Samples G responses to each of P prompts.
 
-    `on_finished` is called with this host's responses, each once, as early as
-    the sampler can. `progress` counts the responses.
+    `params` come from `SamplerFunctions.weights`. `on_finished` gets this
+    host's responses, each once, as early as possible. `progress` counts
+    responses.
     """
 
   def lower(
@@ -46,28 +45,25 @@ class Sampler(Protocol):
     *,
     continues: bool = False,
   ) -> dict[str, jax.stages.Lowered]:
-    """The functions, lowered for abstract arguments; `generate` decodes.
+    """Lowers the functions for abstract arguments; `generate` decodes.
 
-    `continues` is whether unfinished responses are continued, which only
-    continuous batching can.
+    `continues`: unfinished responses are continued; continuous batching only.
     """
 
   def compilations(self) -> dict[str, tuple[MeshJit, int]]:
-    """The jitted functions, and the most programs of each, by name."""
+    """Each jitted function, and how many programs it may compile, by name."""
 
   def describe(self, *, continues: bool) -> str:
-    """A line for the log on the programs, "" if there is one."""
+    """A log line about the programs; "" if there is only one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SeparateDevices:
-  """Moves arrays between the trainer's devices and the sampler's own."""
-
   weights: model.Params  # shapes and shardings of the sampler's copy
   # Abstract copy of the weights that the trainer's devices hold while they are
   # sent; `plan` counts its memory.
   in_transit: model.Params
-  # policy -> a copy for the sampler, in the dtype of the model
+  # policy -> a copy on the sampler's devices, in the model's dtype
   sync_weights: Callable[[model.Params], model.Params]
   to_trainer: Callable[[Samples], Samples]
   to_sampler: Callable[[Samples], Samples]
@@ -75,20 +71,20 @@ class SeparateDevices:
 
 @dataclasses.dataclass(frozen=True)
 class SamplerFunctions:
-  """What samples responses; merge and take as in `samples`."""
+  """The samplers, and operations on their samples; see `samples`."""
 
   generate: Sampler  # `rollout.group_size` responses a prompt
   generate_eval: Sampler  # `eval.samples` to each of `eval_prompts`
   generate_greedy: Sampler  # one to each of `eval_prompts`
-  eval_prompts: int  # of a batch of the held-out problems
+  eval_prompts: int  # in a batch of held-out problems
   merge_groups: Callable[[Samples, Samples, jax.Array], Samples]
-  take_batch: Callable[[Samples, jax.Array], Samples]  # of an update
-  take_pending: Callable[[Samples, jax.Array], Samples]  # that stay in flight
-  empty_samples: Callable[[], Samples]  # in the shape of `generate`'s
+  take_batch: Callable[[Samples, jax.Array], Samples]  # for an update
+  take_pending: Callable[[Samples, jax.Array], Samples]  # stay in flight
+  empty_samples: Callable[[], Samples]  # shaped as the result of `generate`
   stop: StopStrings | None  # of all samplers
   mesh: jax.sharding.Mesh  # of prompts and samples
-  separate: SeparateDevices | None  # for a sampler with devices of its own
+  separate: SeparateDevices | None  # None: trainer and sampler share devices
 
   def weights(self, policy: model.Params) -> model.Params:
-    """The trainer's policy, where the sampler's functions take it."""
+    """The policy's weights on the sampler's devices."""
     return self.separate.sync_weights(policy) if self.separate else policy

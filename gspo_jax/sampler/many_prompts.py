@@ -14,7 +14,7 @@ from gspo_jax.sampler.samples import Prompts, Samples
 
 
 class SampledBatch(NamedTuple):
-  """Samples of the prompts `index`; behind the first `new` it is padding."""
+  """Samples of the prompts `index`; rows from `new` on are padding."""
 
   index: np.ndarray
   new: int
@@ -22,10 +22,9 @@ class SampledBatch(NamedTuple):
 
 
 def equal_batches(count: int, limit: int, multiple: int = 1) -> int:
-  """The rows of a batch: as few batches as can be, equally large.
+  """The size of the fewest equal batches that hold `count` rows.
 
-  `count` rows in all, at most `limit` in a batch before its size is rounded up
-  to a `multiple`.
+  It is at most `limit`, then rounded up to a `multiple`.
   """
   batches = -(-count // limit)
   return -(-count // (batches * multiple)) * multiple
@@ -43,10 +42,10 @@ def sample_many(
 ) -> Iterator[SampledBatch]:
   """Samples responses to any number of prompts, `batch_size` at a time.
 
-  The last batch is padded with the first prompts, so that all batches run the
-  same compiled function. The prompts are numpy arrays, the same on every
-  process. Batch i is sampled with `fold_in(key, i)`. `progress` counts the
-  responses of a batch once the next one is asked for.
+  `prompts` are numpy arrays, the same on every process. The first prompts pad
+  the last batch, so all batches run the same compiled function. Batch i is
+  sampled with `fold_in(key, i)`. `progress` advances when the next batch is
+  requested.
   """
   count = len(prompts.lengths)
   for i, start in enumerate(range(0, count, batch_size)):

@@ -1,4 +1,4 @@
-"""One decode step's next token: logits, truncation and sampling.
+"""Samples the next token: logits, truncation, sampling, stops.
 
 Dimension key: B responses, D model width, V vocabulary.
 """
@@ -10,15 +10,15 @@ from gspo_jax import model
 from gspo_jax.runtime.sharding import constrain
 from gspo_jax.sampler.samples import SamplerConfig
 
-# Mesh axes of the rows and of the vocabulary of decode logits: the devices that
-# share experts and heads each read their part of the head, for the same rows.
+# Mesh axes of the rows and of the vocabulary of decode logits. Devices that
+# share experts and heads read different parts of the head, for the same rows.
 ROW_AXES, VOCAB_AXES = ("data", "fsdp"), ("expert", "tensor")
 # From this many tokens on, `categorical` samples in two steps.
 LARGE_VOCAB = 4096
 
 
 def logits(params, cfg: model.ModelConfig, hidden_BD: jax.Array) -> jax.Array:
-  """Logits [B, V] in float32, split over both `ROW_AXES` and `VOCAB_AXES`."""
+  """Logits [B, V] float32, sharded over `ROW_AXES` and `VOCAB_AXES`."""
   hidden_BD = constrain(hidden_BD, ROW_AXES)
   logits_BV = model.project_logits(hidden_BD, params["head"], cfg)
   return constrain(logits_BV, ROW_AXES, VOCAB_AXES)
@@ -32,8 +32,8 @@ def sample_token(
 ) -> tuple[jax.Array, jax.Array]:
   """The next tokens [B] int32, and their log-probs [B] before truncation.
 
-  Token t = `step_B`, the tokens that a response has, is sampled with
-  `fold_in(row_key, t)`. Logits are float32.
+  `logits_BV` are float32; `step_B` counts the tokens of each response. Token t
+  is sampled with `fold_in(row_key, t)`.
   """
   greedy = sampler.temperature == 0
   logps = jax.nn.log_softmax(
@@ -52,11 +52,10 @@ def sample_token(
 def categorical(key: jax.Array, logps_V: jax.Array) -> jax.Array:
   """Samples a token with probabilities proportional to exp(logps).
 
-  A large vocabulary is cut into C blocks of W tokens. The block is sampled
-  first, then the token in it. This takes C + W random numbers, instead of V,
-  and has the same distribution. C is the largest power of two that divides V
-  and is at most its square root, so that devices that share the vocabulary
-  have whole blocks.
+  A large vocabulary is split into C blocks of W tokens; the block is sampled
+  first, then the token in it. The distribution is the same, with C + W random
+  numbers instead of V. C is the largest power of two that divides V and is at
+  most its square root, so devices that share the vocabulary have whole blocks.
   """
   vocab = logps_V.shape[-1]
   if vocab < LARGE_VOCAB:
@@ -75,10 +74,7 @@ def categorical(key: jax.Array, logps_V: jax.Array) -> jax.Array:
 def truncate(
   logps_BV: jax.Array, step_B: jax.Array, sampler: SamplerConfig
 ) -> jax.Array:
-  """Sets log-probs to -inf where a token is not allowed.
-
-  Min length, top-k and top-p forbid tokens, in this order, as in vLLM.
-  """
+  """Sets forbidden tokens to -inf, in vLLM's order: length, top-k, top-p."""
   logps = logps_BV
   if sampler.min_new_tokens > 1:
     stops = jnp.isin(jnp.arange(logps.shape[-1]), jnp.array(sampler.stop_ids))
@@ -90,8 +86,8 @@ def truncate(
   if sampler.top_p < 1:
     logps = jax.nn.log_softmax(logps)
     best = jnp.sort(logps, axis=-1, descending=True)
-    # A token stays if the likelier ones together have less than top_p; so the
-    # likeliest one always stays.
+    # A token stays if all likelier tokens together have less than top_p. So the
+    # likeliest token always stays.
     before = jnp.cumsum(jnp.exp(best), -1) - jnp.exp(best)
     worst = jnp.where(before < sampler.top_p, best, jnp.inf).min(-1)
     logps = jnp.where(logps < worst[:, None], -jnp.inf, logps)
@@ -104,10 +100,10 @@ def stop(
   stop_state_B: jax.Array,
   sampler: SamplerConfig,
 ) -> tuple[jax.Array, jax.Array]:
-  """Whether the newest token ends its response, by itself or a stop string.
+  """Whether the newest token ends its response, alone or with a stop string.
 
-  `length_B` includes this token. Takes the state of `StopStrings` before it;
-  returns that after it, and whether the response ends.
+  `length_B` includes this token. `stop_state_B` is the state of `StopStrings`
+  before the token; the first result is the state after it.
   """
   stopped_B = jnp.isin(token_B, jnp.array(sampler.stop_ids))
   if not sampler.stop:

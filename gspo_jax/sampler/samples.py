@@ -89,7 +89,6 @@ class SamplerConfig:
       )
 
   def require_stops(self) -> None:
-    """UserError unless `stop_ids` and `stop` are what a sampler needs."""
     if not self.stop_ids:
       raise UserError("stop_ids=(): expected at least one token")
     if self.stop and not isinstance(self.stop, StopStrings):
@@ -136,21 +135,21 @@ class Samples:
 
   Attributes:
     tokens: [B, R] int32, `pad_id` after the end.
-    logps: [B, R] float32 log-probs, 0 after the end. They are those of the
-      UNTRUNCATED distribution at the sampler's temperature, at temperature 0
-      those of temperature 1. The stop token has one, too.
-    lengths: [B] int32, tokens of each response, the stop token included, or the
+    logps: [B, R] float32, 0 after the end: log-probs of the UNTRUNCATED
+      distribution at the sampler's temperature; at temperature 0, of
+      temperature 1. The stop token has one, too.
+    lengths: [B] int32, tokens of each response, including the stop token or the
       token that completes a stop string.
     finish: [B] int8, STOPPED, TRUNCATED or UNFINISHED.
-    slot_steps: [] int32, decode steps times the slots computed in each. The
-      share that sampled a token of a response was useful.
-    experts: [B, L, S + R, k] unsigned integers, the experts of the prompt's
-      and the response's tokens. Columns of tokens that were not fed (padding,
-      and the last token of a response) hold any k experts. None for a dense
-      model, or unless `record_routing`.
+    slot_steps: [] int32, the sum over decode steps of the slots computed.
+      Sampled tokens divided by it are the useful share.
+    experts: [B, L, S + R, k] unsigned integers, the experts of the tokens of
+      prompt and response. Tokens that were not fed (padding, the last token of
+      a response) have any k experts. None for a dense model, or without
+      `record_routing`.
     turns: [B, R] int16, in a conversation with an environment the turn, from 1,
-      whose response has the token; 0 where the policy did not write it. None
-      for samples of one turn.
+      whose response has the token; 0 for tokens that the policy did not write.
+      None for samples of one turn.
   """
 
   tokens: jax.Array
@@ -163,7 +162,6 @@ class Samples:
 
   @property
   def num_sampled(self) -> jax.Array:
-    """[] the tokens that the policy wrote."""
     return self.lengths.sum() if self.turns is None else (self.turns > 0).sum()
 
 
@@ -173,7 +171,7 @@ def empty_samples(
   cfg: model.ModelConfig,
   sampler: SamplerConfig,
 ) -> Samples:
-  """Samples in which all P * G responses are UNFINISHED and have no token."""
+  """Samples of P * G UNFINISHED responses without tokens."""
   B, R = num_prompts * sampler.group_size, sampler.max_new_tokens
   experts = None
   if sampler.record_routing and cfg.num_experts:
@@ -192,8 +190,6 @@ def empty_samples(
 
 
 class FinishedResponse(NamedTuple):
-  """A response that stopped or was truncated."""
-
   tokens: np.ndarray  # [R] int32; ignore the values from `length` on
   length: int  # the stop token included
   stopped: bool  # by a stop token or a stop string
@@ -218,7 +214,7 @@ def finished_responses(samples: Samples) -> dict[int, FinishedResponse]:
 def samples_sharding(
   sampler: SamplerConfig, mesh: jax.sharding.Mesh, *, turns: bool = False
 ) -> Samples:
-  """The sharding of each field; conversations have `turns`."""
+  """The sharding of each field; only conversations have `turns`."""
   batch = batch_sharding(mesh)
   return Samples(
     *[batch] * 4,
@@ -231,10 +227,10 @@ def samples_sharding(
 def append_tokens(
   samples: Samples, tokens: jax.Array, counts: jax.Array, finish: jax.Array
 ) -> Samples:
-  """Appends tokens of an environment to some responses, without `turns`.
+  """Appends an environment's tokens to responses of samples without `turns`.
 
-  Each row gets the first `counts` [B] of its tokens [B, n], and has room for
-  them; `finish` [B] is that of the result.
+  Row b gets the first `counts[b]` of its tokens [B, n] and has room for them;
+  `finish` [B] is the result's.
   """
   place = jnp.arange(samples.tokens.shape[1]) - samples.lengths[:, None]
   appended = jnp.take_along_axis(
@@ -252,9 +248,9 @@ def append_tokens(
 def merge_groups(kept, new, index: jax.Array):
   """Selects P of the 2 P groups of two batches, in the order of `index` [P].
 
-  `kept` and `new` are pytrees of arrays [P * G, ...], whose groups are blocks
-  of G rows; those of `new` have the numbers P to 2 P - 1. A scalar, such as
-  `slot_steps`, is added to the other batch's.
+  `kept` and `new` are pytrees of arrays [P * G, ...], G neighbours a group; the
+  groups of `new` have the numbers P to 2 P - 1. Scalars, such as `slot_steps`,
+  are added.
   """
   P = len(index)
   is_kept = index < P
@@ -273,7 +269,7 @@ def merge_groups(kept, new, index: jax.Array):
       return a + b
     if a.ndim < 3:
       return select(a, b)
-    # Routing, the largest array, crosses devices whole: a layer at a time.
+    # Routing, the largest array, crosses devices whole: move it by layers.
     layers_first = lambda x: x.swapaxes(0, 1)
     merged = jax.lax.map(
       lambda ab: select(*ab), (layers_first(a), layers_first(b))
@@ -290,10 +286,7 @@ def take_groups(
   cfg: model.ModelConfig,
   sampler: SamplerConfig,
 ) -> Samples:
-  """Selects groups of samples without routing; -1 gives an empty group.
-
-  `slot_steps` stays.
-  """
+  """Selects groups, without routing; -1: an empty group. `slot_steps` stays."""
   empty = empty_samples(len(index), 0, cfg, sampler)
   groups = lambda x: x.reshape(-1, sampler.group_size, *x.shape[1:])
 

@@ -38,8 +38,6 @@ _BLOCKS = 100  # most decoder blocks to compile, over all lengths of the cache
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _State:
-  """Decoding after `step` tokens; tokens, logps and lengths as in Samples."""
-
   step: jax.Array  # [] int32
   last_token: jax.Array  # [B] int32, not fed yet
   done: jax.Array  # [B] bool, whether the response has stopped
@@ -61,18 +59,17 @@ def generate(
 ) -> Samples:
   """Generates `group_size` responses to each prompt.
 
-  Decoding is a `while_loop` that ends with the longest response, over a cache
-  that doubles as responses grow: the cost follows the tokens generated, not
-  `max_new_tokens`. Token t of response b is sampled with a key made of
-  (key, b, t): the same key gives the same samples, and the responses of a
-  group differ.
+  A `while_loop` decodes until the longest response ends, over a cache that
+  doubles as responses grow: the cost follows the generated tokens, not
+  `max_new_tokens`. The key of token t of response b is made of (key, b, t): the
+  same key gives the same samples, and the responses of a group differ.
 
   Args:
     params: as `model.init` returns them.
-    cfg: the model; static.
+    cfg: static.
     prompts: P prompts.
     key: a typed PRNG key.
-    sampler: the sampling parameters; static.
+    sampler: static.
 
   Returns:
     Samples of B = P * G responses, STOPPED or TRUNCATED.
@@ -113,7 +110,7 @@ def generate(
 
 @dataclasses.dataclass(frozen=True)
 class StaticSampler:
-  """`generate`, jitted: one program; see `Sampler`."""
+  """`generate`, jitted; see `Sampler`."""
 
   config: SamplerConfig
   jitted: MeshJit
@@ -164,7 +161,7 @@ def build_static_sampler(
   mesh: jax.sharding.Mesh,
   sampler_mesh: jax.sharding.Mesh,
 ) -> StaticSampler:
-  """Compiles nothing yet; arguments as of `build_continuous_sampler`."""
+  """Builds a StaticSampler; arguments as of `build_continuous_sampler`."""
 
   def generate_static(params, prompts, key):
     # Arrays of another mesh must be moved to this one before they are used.
@@ -183,11 +180,7 @@ def build_static_sampler(
 
 
 def _prefill(params, cfg, prompts, sampler):
-  """The logits of the first tokens [B, V], the cache and the prompts' experts.
-
-  The cache is shared by the responses of a group; the experts are [L, P, S, k],
-  or None.
-  """
+  """First logits [B, V]; shared cache; experts [L, P, S, k] or None."""
   out = model.prefill(
     params, cfg, prompts.tokens, prompts.positions, prompts.mask
   )
@@ -203,7 +196,6 @@ def _prefill(params, cfg, prompts, sampler):
 
 
 def _join_routing(prompts_LPSk, responses_LBRk):
-  """The experts of prompts and responses [B, L, S + R, k]; or None."""
   if responses_LBRk is None:
     return None
   group_size = responses_LBRk.shape[1] // prompts_LPSk.shape[1]
@@ -215,11 +207,10 @@ def _join_routing(prompts_LPSk, responses_LBRk):
 def cache_slots(
   slots: int, cfg: model.ModelConfig, sampler: SamplerConfig
 ) -> int:
-  """The length of the responses' next cache.
+  """The length of the next cache, after a full one of `slots` (0: none).
 
-  `slots` is the length of the cache that is full; 0 for the first cache. All
-  blocks are compiled again for each length (seconds each, on a TPU), so a deep
-  model starts with a longer cache and has fewer of them.
+  Each length compiles all blocks again (seconds each, on a TPU), so a deep
+  model starts with a longer cache and has fewer lengths.
   """
   longest = max(sampler.max_new_tokens - 1, 1)  # the last token is not fed
   num_lengths = max(_BLOCKS // cfg.num_layers, 1)
@@ -228,11 +219,11 @@ def cache_slots(
 
 
 def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
-  """Decodes until all responses are done, and doubles the cache when full.
+  """Decodes until all responses are done; doubles the cache when it is full.
 
-  Each doubling is in a branch of a `cond`, so that short responses never touch
-  the longer cache; it also compiles the step once more. The cache of the
-  returned state is None. `starts` [B] are the positions of the first tokens.
+  Each doubling is a branch of a `cond`, so short responses never touch the
+  longer cache; it compiles the step once more. The returned state has no cache.
+  `starts` [B] are the positions of the first tokens.
   """
   slots = state.cache.valid.shape[1]
   limit = min(slots + 1, sampler.max_new_tokens)
@@ -268,7 +259,6 @@ def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
 
 
 def _sample_token(s: _State, logits, row_keys, sampler) -> _State:
-  """Samples and writes one token of each response that is not done."""
   steps_B = jnp.full(s.last_token.shape, s.step)
   token, logp = next_token.sample_token(logits, row_keys, steps_B, sampler)
   token = jnp.where(s.done, sampler.pad_id, token)

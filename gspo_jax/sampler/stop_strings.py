@@ -1,9 +1,9 @@
 """Strings that end a response, found while tokens are sampled.
 
-An Aho-Corasick automaton reads the bytes of the text and is in one of A states:
-the longest end of the text that begins a stop string. Its transitions over all
-bytes of a token are one entry of a table, so that a decode step reads one
-number for each response. A stop string may begin and end inside tokens.
+An Aho-Corasick automaton reads the bytes of the text. Its state, one of A, is
+the longest end of the text that begins a stop string. A table has the state
+after each token, so a decode step reads one number for each response. A stop
+string may begin and end inside tokens.
 
 Dimension key: B responses, A states, V ids of the tokenizer.
 """
@@ -27,15 +27,14 @@ _MAX_TABLE = 32 << 20  # bytes; a constant of the compiled samplers
 class StopStrings:
   """The stop strings of a sampler, for one tokenizer; made by `build`.
 
-  Compared and hashed by `strings` and `fingerprint` only, so it can be static
-  under jit.
+  Only `strings` and `fingerprint` are compared and hashed: static under jit.
   """
 
   strings: tuple[str, ...]
   fingerprint: str  # of the tokenizer
-  # [A, V + 1] unsigned integers, the state after a token, by the state before
-  # it and the id; A more if a stop string ended inside the token. The last
-  # column is for all ids from V on.
+  # [A, V + 1] unsigned integers: the state after a token, by the state before
+  # it and the token's id; plus A if a stop string ended inside the token. The
+  # last column is for all ids from V on.
   table: np.ndarray = dataclasses.field(compare=False, repr=False)
   # [V + 1], what each id adds to a text
   token_bytes: Sequence[bytes] = dataclasses.field(compare=False, repr=False)
@@ -45,15 +44,14 @@ class StopStrings:
   ) -> tuple[jax.Array, jax.Array]:
     """The states [B] after tokens [B], and whether strings ended in them.
 
-    Both are int32; the state of a response without tokens is 0.
+    States and tokens are int32; a response without tokens has state 0.
     """
     token = jnp.minimum(token, self.table.shape[1] - 1)
     entry = jnp.asarray(self.table)[state, token].astype(jnp.int32)
     return entry % len(self.table), entry >= len(self.table)
 
   def state(self, ids: Sequence[int]) -> int:
-    """The state after these tokens of a response, on the host."""
-    # The state depends on as many bytes as the longest string has.
+    # Only the last `longest` bytes determine the state.
     longest = max(len(string.encode()) for string in self.strings)
     start, known = len(ids), 0
     while start and known < longest:
@@ -65,12 +63,11 @@ class StopStrings:
     return state
 
   def ended(self, ids: Sequence[int]) -> bool:
-    """Whether a stop string ends in the last of these tokens of a response."""
     entry = self.table[self.state(ids[:-1]), self._column(ids[-1])]
     return bool(entry >= len(self.table))
 
   def behind(self, ids: Sequence[int]) -> str:
-    """The text behind the stop string that ended a response of these tokens."""
+    """The text after the stop string that ended the response."""
     last = self.token_bytes[self._column(ids[-1])]
     step, ends = _automaton(self.strings)
     state = self.state(ids[:-1])
@@ -86,9 +83,9 @@ class StopStrings:
 
 @functools.lru_cache(maxsize=4)
 def build(strings: tuple[str, ...], tokenizer: Tokenizer) -> StopStrings:
-  """The stop strings, at least one and none empty, for a tokenizer.
+  """Builds StopStrings from at least one string, none of them empty.
 
-  UserError if the bytes of its ids are unknown, or the table is too large.
+  UserError if the tokens' bytes are unknown, or the table is too large.
   """
   try:
     token_bytes = [*tokenizer.token_bytes(), UNKNOWN.encode()]
@@ -117,9 +114,9 @@ def response_text(
   tokenizer: Tokenizer,
   stop: StopStrings | None,
 ) -> str:
-  """The text of a response, up to its stop token or to its stop string's end.
+  """The text up to the stop token, or to the end of the stop string.
 
-  `ids` include the token that ended it; `stopped` is whether one did.
+  `ids` include the token that ended the response; `stopped`: there is one.
   """
   if stopped and ids[-1] in tokenizer.stop_ids:
     return tokenizer.decode(ids[:-1])
@@ -131,7 +128,7 @@ def response_text(
 
 @functools.lru_cache(maxsize=4)
 def _automaton(strings: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-  """The next state [A, 256] for each byte, and whether a string ends [A]."""
+  """The next state [A, 256] by byte, and whether a string ends [A]."""
   children, ends = [{}], [False]
   for string in strings:
     state = 0
@@ -142,7 +139,7 @@ def _automaton(strings: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
         ends.append(False)
       state = children[state][byte]
     ends[state] = True
-  # Breadth first, so that the row of a state's longest proper end is complete.
+  # Breadth first: the row of a state's longest proper suffix must be complete.
   step, shorter = np.zeros((len(children), 256), np.int64), [0] * len(children)
   queue = collections.deque([0])
   while queue:

@@ -1,8 +1,8 @@
 """A pool of worker processes that run tasks while the caller goes on.
 
 The caller may have threads and devices, so it never forks: it starts programs,
-each a `workers.worker`. A call that raises, hangs, dies or runs out of memory
-fails alone: its `Result` has the reason.
+each a `workers.worker`. If a call raises, hangs, dies or runs out of memory,
+only that call fails: its `Result` has the reason.
 """
 
 import math
@@ -21,9 +21,9 @@ _CHUNK = 128
 
 
 class Started:
-  """Calls that were started together; their pool's lock guards the fields.
+  """Calls that were started together; the pool's lock guards the fields.
 
-  One future for all: at 20,000 responses a step, one each is a second.
+  They share one future: with 20,000 responses a step, one each takes a second.
   """
 
   def __init__(self, calls: Sequence[Call]):
@@ -45,9 +45,9 @@ class Pool:
 
   Args:
     name: of the tasks, for errors.
-    load: makes the tasks once in each worker, given `seconds`. It is pickled.
-    workers: processes; each makes one call at a time, or `concurrency` calls
-      of `async` tasks.
+    load: makes the tasks once in each worker, from `seconds`; is pickled.
+    workers: processes; each makes one call at a time, or `concurrency` calls of
+      `async` tasks.
     seconds: wall-clock time for one call.
     memory: GiB that calls may add to a worker process; enforced on Linux.
     concurrency: calls of `async` tasks that a worker makes at once.
@@ -72,9 +72,9 @@ class Pool:
       if not value > 0:
         raise UserError(f"{name}: expected {limit} above 0, got {value}")
     setup = Setup(name, load, seconds, memory, concurrency)
-    self._changed = threading.Condition()  # of the next four, and of `Started`
+    self._changed = threading.Condition()  # guards the next four, and `Started`
     self._waiting: list[tuple[Started, int]] = []
-    self._share = 1  # of what waits, for a worker
+    self._share = 1  # most waiting calls that a worker takes at once
     self._closed = False
     self._threads: list[threading.Thread] = []
     self._workers = [Process(setup) for _ in range(workers)]
@@ -92,8 +92,8 @@ class Pool:
   def start(self, calls: Sequence[Call]) -> Started:
     """Starts calls and returns at once.
 
-    Calls of `async` tasks run at once only if they were started together, or
-    while all workers were busy.
+    Calls of `async` tasks run together only if they were started together, or
+    waited while all workers were busy.
     """
     started = Started(calls)
     if not calls:
@@ -127,7 +127,7 @@ class Pool:
     self.close()
 
   def _serve(self, worker: Process) -> None:
-    """In a thread: gives a worker what waits, until the pool is closed."""
+    """In a thread: gives a worker the waiting calls until the pool closes."""
     while taken := self._take():
       try:
         for i, result in worker.run([x.calls[place] for x, place in taken]):
@@ -144,9 +144,9 @@ class Pool:
               started.done.set_exception(e)
 
   def _take(self) -> list[tuple[Started, int]]:
-    """Waits for calls, and takes its share of them; none: it is closed.
+    """Waits, and takes a worker's share of the calls; []: the pool is closed.
 
-    What came while the workers were busy goes into one request: calls of
+    Calls that came while the workers were busy go into one request: calls of
     `async` tasks run together only within a request.
     """
     with self._changed:

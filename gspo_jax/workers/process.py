@@ -25,7 +25,7 @@ Tasks = tuple[Sequence[Callable[[Any], Any]], Any]
 
 
 class Setup(NamedTuple):
-  """The first message to a worker: its tasks and limits, as `pool.Pool` has."""
+  """The first message to a worker: tasks and limits, as of `pool.Pool`."""
 
   name: str
   load: Callable[[float], Tasks]
@@ -35,21 +35,19 @@ class Setup(NamedTuple):
 
 
 class Call(NamedTuple):
-  """A call of a task."""
-
-  task: int  # its number among those of `load`
+  task: int  # its index in the tasks of `load`
   request: Any  # its argument, picklable
 
 
 class Result(NamedTuple):
-  """The JSON that a call returned, or why it failed (then None)."""
+  """A call's JSON, or why it failed (then `value` is None)."""
 
   value: Any
   failure: str | None
 
 
 def children(pid: int) -> list[int]:
-  """The children of the main thread of a process; [] where Linux tells none."""
+  """The children of a process's main thread; [] if Linux does not tell."""
   try:
     pids = Path(f"/proc/{pid}/task/{pid}/children").read_text()
   except OSError:
@@ -58,8 +56,6 @@ def children(pid: int) -> list[int]:
 
 
 class Process:
-  """One worker process, replaced when it dies."""
-
   def __init__(self, setup: Setup):
     self._setup, self._closed = setup, False
     # Held while stdin is written to or closed, and while a process starts.
@@ -77,7 +73,7 @@ class Process:
       # Else each thread of an async task takes 64 MiB of address space.
       "MALLOC_ARENA_MAX": "2",
     }
-    # A session of its own: Ctrl-C and SIGTERM reach only the run, which then
+    # A separate session: Ctrl-C and SIGTERM reach only the run, which then
     # ends its workers.
     self._process = subprocess.Popen(
       [sys.executable, "-P", "-m", "gspo_jax.workers.worker"],
@@ -96,7 +92,6 @@ class Process:
     self._send(self._setup)
 
   def wait_ready(self) -> Any:
-    """Waits for the imports of the worker; returns the facts of its tasks."""
     line = self._receive(START)
     if line is None:
       raise errors.UserError(
@@ -109,7 +104,7 @@ class Process:
     return facts
 
   def run(self, calls: Sequence[Call]) -> Iterator[tuple[int, Result]]:
-    """Makes calls; yields the number and the result of each as it ends."""
+    """Makes calls; yields (number, result) as each ends."""
     left, size = dict(enumerate(calls)), None
     while left:
       chunk = dict(itertools.islice(left.items(), size))
@@ -119,8 +114,8 @@ class Process:
       lost = chunk.keys() & left.keys()
       if not lost:
         continue
-      # The worker may have died of a call that it had not reported yet, or of
-      # none: from now on it gets one call at a time.
+      # A call without a result may have ended the worker, or none did: from
+      # now on it gets one call at a time.
       if size == 1:
         (i,) = lost
         del left[i]
@@ -136,7 +131,7 @@ class Process:
         return
 
   def close(self) -> None:
-    """Ends the worker: by closing its stdin, after 2 seconds by SIGKILL."""
+    """Closes the worker's stdin, which ends it; after 2 seconds SIGKILL."""
     with self._lock:
       self._closed = True
       self._process.stdin.close()
@@ -161,7 +156,7 @@ class Process:
     self.wait_ready()
 
   def _request(self, calls: dict[int, Call]) -> Iterator[tuple[int, Result]]:
-    """Yields results as they come; not all, if the worker died or hung."""
+    """Yields results as they come; not all if the worker died or hung."""
     numbers = list(calls)
     if not self._send(list(calls.values())):
       return
@@ -174,7 +169,6 @@ class Process:
       yield numbers[i], Result(*result)
 
   def _send(self, request) -> bool:
-    """Writes a request to the worker; False if it did not take all of it."""
     body = pickle.dumps(request)
     rest = memoryview(len(body).to_bytes(8, "big") + body)
     while rest:
@@ -191,7 +185,7 @@ class Process:
     return True
 
   def _receive(self, seconds: float) -> list | None:
-    """The next line of the worker; None if none comes in time."""
+    """The worker's next line; None if none comes in time."""
     end = time.monotonic() + seconds
     while b"\n" not in self._unread:
       if not self._readable.poll(max(0, 1000 * (end - time.monotonic()))):

@@ -1,10 +1,10 @@
 """Runs a Python program in a bubblewrap sandbox; without one it runs nothing.
 
-The sandbox has no network, no files but those that an interpreter needs (its
-standard library without site-packages, and the shared libraries that it
-loads), nothing writable, no environment variables, no other processes, no
-privileges and no way to gain any (`workers.seccomp`). The program is a single
-process; the kernel limits its threads, address space and CPU time.
+The sandbox has no network, no files except what an interpreter needs (the
+standard library without site-packages, and the shared libraries that it loads),
+nothing writable, no environment variables, no other processes, no privileges
+and no way to gain any (`workers.seccomp`). The program is a single process; the
+kernel limits its threads, address space and CPU time.
 """
 
 import contextlib
@@ -65,8 +65,8 @@ def run(
 ) -> str | None:
   """The output of a program, decoded as UTF-8; None if the program failed.
 
-  It failed if its exit code is not 0, or if it ran out of `seconds` of
-  wall-clock time, `memory` MiB of address space, or bytes of `max_output`.
+  It failed if its exit code is not 0, or if it exceeded `seconds` of wall-clock
+  time, `memory` MiB of address space, or `max_output` bytes.
   """
   end = time.monotonic() + seconds
   with _start(bwrap_path(), program, stdin, seconds, memory) as process:
@@ -80,7 +80,7 @@ def run(
 
 @functools.cache
 def bwrap_path() -> str:
-  """The path of a bwrap that can run a program here; each one is tried."""
+  """The first bwrap that can run a program here."""
   failures = []
   program, stderr = "print(input())", subprocess.PIPE
   for path in _candidates():
@@ -121,11 +121,10 @@ def _start(
   memory: int,
   stderr: int = subprocess.DEVNULL,
 ) -> Iterator[subprocess.Popen]:
-  """Runs the program in a sandbox; the end of the block ends both."""
   with (
     _in_memory(program.encode("utf-8", "replace")) as source,
     _in_memory(stdin.encode("utf-8", "replace")) as stdin_file,
-    # /dev/stdin begins at its start whatever was read of the other.
+    # A second handle: /dev/stdin begins at 0, whatever the first one has read.
     open(f"/proc/self/fd/{stdin_file.fileno()}", "rb") as stdin_again,
     _in_memory(seccomp.program()) as rules,
   ):
@@ -148,8 +147,8 @@ def _start(
 def _end(process: subprocess.Popen) -> None:
   """Kills bwrap and its child, the first process of the sandbox.
 
-  The child ends with bwrap only after it has asked the kernel for that. bwrap
-  is stopped before, so that it makes no other.
+  bwrap is stopped first, so that it starts no other child. The child ends with
+  bwrap only after it has asked the kernel for that.
   """
   process.send_signal(signal.SIGSTOP)
   if process.returncode is None:
@@ -186,7 +185,6 @@ def _command(
 
 @contextlib.contextmanager
 def _in_memory(data: bytes):
-  """An anonymous file with this content, at its start."""
   with open(os.memfd_create("text"), "wb+") as file:
     file.write(data)
     file.seek(0)
@@ -194,7 +192,7 @@ def _in_memory(data: bytes):
 
 
 def _read(stream, end: float, max_bytes: int) -> bytes | None:
-  """The whole stream; None if it exceeds `max_bytes` or the time `end`."""
+  """The whole stream; None after `max_bytes` or the time `end`."""
   wait = select.poll()
   wait.register(stream, select.POLLIN)
   read = bytearray()

@@ -9,7 +9,7 @@ from pathlib import Path
 from gspo_jax.runtime import errors
 
 PYTHON = os.path.realpath(sys._base_executable)
-# What programs may read besides the libraries, but for installed packages.
+# Readable folders in addition to the libraries, without installed packages.
 FOLDERS = (os.path.dirname(os.__file__), "/usr/share/zoneinfo")
 _PACKAGES = ("site-packages", "dist-packages")
 
@@ -42,7 +42,7 @@ ctypes.CDLL(None).dl_iterate_phdr(show, None)
 
 
 def require_hidden(name: str, path: str) -> None:
-  """UserError, with the name, if sandboxed programs could read the path."""
+  """UserError, with the name, if sandboxed programs can read the path."""
   path = Path(path).expanduser().resolve()
   for folder in (Path(folder).resolve() for folder in FOLDERS):
     packages = (folder / name for name in _PACKAGES)
@@ -57,7 +57,6 @@ def require_hidden(name: str, path: str) -> None:
 
 @functools.cache
 def arguments() -> list[str]:
-  """Arguments of bwrap: what programs may read, and two devices."""
   done = subprocess.run(
     [PYTHON, "-I", "-S", "-X", "utf8", "-c", _LIBRARIES],
     env={},

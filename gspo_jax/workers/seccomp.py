@@ -4,16 +4,16 @@ Classic BPF, as `bwrap --seccomp` takes it (Linux,
 Documentation/userspace-api/seccomp_filter.rst). The filter refuses calls that
 could gain privileges (namespaces, mounts, BPF, keys), calls that allocate
 memory outside of any limit (System V), and the start of a second process, so
-that the limits of one process are those of the whole program.
+that the limits of one process hold for the whole program.
 
-No socket can be made, of any family: some families, such as AF_VSOCK, are not
-in a network namespace and reach the host. The one exception is a pair of
-AF_UNIX sockets, which asyncio needs. One of a pair reaches the other alone: it
-gets no name (bind) and cannot write to one (connect, sendto with an address).
+It refuses sockets of every family: some families, such as AF_VSOCK, are not in
+a network namespace and reach the host. The one exception is a pair of AF_UNIX
+sockets, which asyncio needs. Each of a pair reaches only the other: it gets no
+name (bind) and cannot write to a name (connect, sendto with an address).
 
-Pairs and pipes hold data of the kernel, which no limit of memory counts. Their
-buffers cannot be enlarged (setsockopt, F_SETPIPE_SZ), and sockets cannot be
-sent through a pair (sendmsg), so 64 open files hold 13 MiB.
+No memory limit counts the kernel's data of pairs and pipes. Their buffers
+cannot be enlarged (setsockopt, F_SETPIPE_SZ), and sockets cannot be sent
+through a pair (sendmsg), so 64 open files hold 13 MiB.
 """
 
 import platform
@@ -81,7 +81,7 @@ _FIRST, _SECOND, _SIXTH = 16, 24, 56
 
 
 def program(machine: str | None = None) -> bytes:
-  """The BPF program of the filter for a machine, by default this one."""
+  """The filter's BPF program for a machine, by default this one."""
   machine = machine or platform.machine()
   if machine not in _MACHINES:
     raise errors.UserError(

@@ -1,11 +1,11 @@
-"""The program of a worker process of `workers.pool`, which starts it.
+"""The program of a worker process; `workers.pool` starts it.
 
 The worker loads its tasks once and never calls one itself. For each request it
 forks a child, which makes the calls and reports each result; `async` tasks get
-a child of their own, which makes up to `concurrency` calls at once. If a call
-hangs, the child is killed together with all processes that it started. If a
-child dies, a new one goes on after the call that ended it. Concurrent calls
-that were not finished by then are made again, one by one.
+a separate child, which makes up to `concurrency` calls at once. If a call
+hangs, the child and all processes that it started are killed. If a child dies,
+a new one goes on after the call that ended it. Concurrent calls that were not
+finished are then made again, one by one.
 
 stdin: pickles, each after 8 bytes with its length; first a `process.Setup`,
 then lists of `process.Call`s. stdout: a line of JSON when ready, [facts, null]
@@ -35,8 +35,8 @@ from gspo_jax.workers.process import Setup, children
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _TIMERS = signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF
-# Seconds that a child may be silent beyond the time limit of its calls, which
-# it keeps itself where they run at once.
+# Seconds that a child may be silent after the time limit of its calls. A child
+# with concurrent calls also stops them in time.
 _SLACK = 1.0
 
 
@@ -61,7 +61,7 @@ def main() -> None:
     calls = [call for call in calls if not call.is_async]
     while together:
       left = child.make_together(together)
-      # One of those that ran is at fault; the others have not begun.
+      # One of the calls that ran is at fault; the other calls have not begun.
       calls += left[: setup.concurrency]
       together = left[setup.concurrency :]
     while calls:
@@ -79,7 +79,6 @@ class _Call(NamedTuple):
 
 
 def _receive(source: int):
-  """The next request; None once the other end is closed."""
   size = int.from_bytes(_read_exactly(source, 8), "big")
   return pickle.loads(_read_exactly(source, size)) if size else None
 
@@ -97,17 +96,15 @@ def _send(results: int, message) -> None:
 
 
 class _Child(NamedTuple):
-  """Makes calls in new child processes, and sends the pool their results."""
-
   setup: Setup
   requests: int  # a file descriptor, from the pool
   results: int  # a file descriptor, to the pool
 
   def make_together(self, calls: list[_Call]) -> list[_Call]:
-    """Makes `async` calls at once; returns those that are left over.
+    """Makes `async` calls at once; returns calls that are left over.
 
-    None are, unless one of them ended the child or blocked its event loop: it
-    is not known which.
+    Calls are left over only if one of them ended the child or blocked its event
+    loop; which one is unknown.
     """
     silence = self.setup.seconds + _SLACK
     lines, failure = self._run(_make_together, calls, silence)
@@ -128,7 +125,7 @@ class _Child(NamedTuple):
     return calls[finished:]
 
   def _run(self, make, calls, silence) -> tuple[list[bytes], str | None]:
-    """The lines that a new child sent, and why not all (None if all)."""
+    """The lines of a new child, and why some are missing (None if all came)."""
     source, sink = os.pipe()
     child = os.fork()
     if not child:
@@ -147,7 +144,6 @@ class _Child(NamedTuple):
       _kill_all(child)
 
   def _forward(self, source: int, count: int, silence: float):
-    """Forwards the lines of a child to the pool as they come."""
     wait = select.poll()
     wait.register(source, select.POLLIN)
     wait.register(self.requests, select.POLLIN)
@@ -158,7 +154,7 @@ class _Child(NamedTuple):
       ready = {fd for fd, _ in wait.poll(1000 * left)}
       if not ready:
         return lines, f"took over {self.setup.seconds:g} s"
-      if self.requests in ready:  # nothing is sent meanwhile: it was closed
+      if self.requests in ready:  # no request comes now: it was closed
         sys.exit()
       data = os.read(source, 1 << 16)
       if not data:
@@ -175,7 +171,6 @@ _DIED = "its process ended"
 
 
 def _kill_all(child: int) -> None:
-  """Kills a child and all its descendants, in its session or not."""
   with contextlib.suppress(ProcessLookupError):
     os.killpg(child, signal.SIGKILL)
   with contextlib.suppress(ProcessLookupError):
@@ -192,7 +187,7 @@ def _kill_all(child: int) -> None:
 
 
 def _confine(memory: float) -> None:
-  """In the child: a session, streams and a limit of memory of its own."""
+  """In the child: a new session, streams and a limit of memory."""
   os.setsid()
   _prctl(_SET_PDEATHSIG, signal.SIGKILL)
   null = os.open(os.devnull, os.O_RDWR)
@@ -239,7 +234,7 @@ def _make_together(calls: list[_Call], sink: int, setup: Setup) -> None:
 
 
 def _renew_threads(setup: Setup) -> None:
-  """Gives `asyncio.to_thread` as many threads as there are calls at once."""
+  """Gives `asyncio.to_thread` a thread for each call at once."""
   threads = futures.ThreadPoolExecutor(setup.concurrency)
   asyncio.get_running_loop().set_default_executor(threads)
 
@@ -249,7 +244,7 @@ async def _make_in_time(call: _Call, setup: Setup) -> list:
   await asyncio.wait({task}, timeout=setup.seconds)
   if task.done():
     return task.result()
-  task.cancel()  # and go on, for it may go on as well, and keep its thread
+  task.cancel()  # do not wait: it may go on, and keep its thread
   _renew_threads(setup)
   return [call.number, None, f"took over {setup.seconds:g} s"]
 
@@ -262,10 +257,7 @@ async def _make_async(call: _Call) -> list:
 
 
 def _limit_memory(memory: float) -> None:
-  """Limits the growth of the address space, in GiB; on Linux only.
-
-  /proc has its present size on Linux alone, and macOS has no such limit.
-  """
+  """Limits the address space's growth, in GiB; macOS has no such limit."""
   if sys.platform != "linux":
     return
   pages = int(Path("/proc/self/statm").read_text().split()[0])

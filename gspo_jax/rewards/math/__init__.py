@@ -1,10 +1,10 @@
 r"""Equivalence of mathematical results, MATH style, in bounded time.
 
-`answers` compares two results as tokens of `text`. Each is read as one kind
-after the other: words and dates (`kinds`), intervals (`regions`), lists,
-equations and matrices, numbers with `units`, and expressions (`expression`),
-which are equal if their `values` are. A result that still has to be worked out,
-such as 17+1, is wrong (`quantities`).
+`answers` compares two results as tokens of `text`, one kind after the other:
+words and dates (`kinds`), intervals (`regions`), lists, equations and matrices,
+numbers with `units`, and expressions (`expression`), equal if their `values`
+are. A result that still has to be worked out, such as 17+1, is wrong
+(`quantities`).
 """
 
 from gspo_jax.rewards import numbers
@@ -19,9 +19,9 @@ def equivalent(prompt: str, response: str, reference: str) -> float:
 
   The result is the content of the last `\boxed{}` or the rest of the line after
   the last `####`, whichever comes later; the reference is a result, or has one
-  in the same places. docs/rewards.md has the rules. What cannot be read, is
-  longer than 500 characters or has powers too large to write out is compared as
-  text only.
+  in the same places. docs/rewards.md has the rules. A result that cannot be
+  read, is longer than 500 characters or has powers too large to write out is
+  compared as text only.
   """
   result = numbers.result(response)
   expected = (numbers.result(reference) or reference).strip()

@@ -23,7 +23,6 @@ _SYSTEMS = ("\\begin{cases}", "\\begin{aligned}", "\\begin{array}")
 
 
 def same(expected: list[str], result: list[str]) -> bool:
-  """Whether two results, as tokens, mean the same."""
   expected, result = _bare(expected), _bare(result)
   if not (expected and result):
     return False
@@ -37,7 +36,6 @@ def same(expected: list[str], result: list[str]) -> bool:
 
 
 def _bare(tokens):
-  """The tokens without what is around a result: braces, words, a rule."""
   while tokens[:1] == ["{"] and splits.inside(tokens) is not None:
     tokens = tokens[1:-1]
   while tokens[-1:] in ([","], [";"], ["."]):
@@ -70,7 +68,6 @@ def _introduction(words) -> int:
 
 
 def _is_of_integers(tokens) -> bool:
-  r"""Whether the tokens say that a name is an integer: `k \in \Z`."""
   return tokens[1:] == ["\\in", "\\Z"] or any(
     "integer" in token for token in tokens
   )
@@ -126,7 +123,6 @@ def _by_list(expected, result):
 
 
 def _items(tokens):
-  """The items of a list, a set, or a system of equations; None for others."""
   name, *sets = splits.at(tokens, ("\\in",))
   if len(sets) == 1 and equations.is_name(name):
     tokens = sets[0]
@@ -142,7 +138,6 @@ def _items(tokens):
 
 
 def _match(expected, result) -> bool:
-  """Whether each item of one list is an item of the other."""
   if len(expected) != len(result) or len(expected) > MAX_ITEMS:
     return False
   left = list(result)
@@ -182,7 +177,6 @@ def _in_order(names, order) -> list[str]:
 
 
 def _by_equation(expected, result):
-  """Equations, and values with the names that they are given."""
   if any(len(splits.listed(side)) > 1 for side in (expected, result)):
     return None
   gold = equations.sides(expected)
@@ -208,7 +202,7 @@ def _by_equation(expected, result):
 
 
 def _ends_in(expected, sides) -> bool:
-  """Whether the sides of an equation lead to the value that is expected."""
+  """Whether an equation's sides lead to the expected value."""
   leads = (
     equations.is_name(sides[0])
     or quantities.tree(sides[0]) is None  # such as an integral
@@ -223,7 +217,6 @@ def _ends_in(expected, sides) -> bool:
 
 
 def _by_inequality(expected, result):
-  """Relations of several names."""
   strict, gold = equations.falling(expected)
   others, answer = equations.falling(result)
   if len(gold) == len(answer) == 1:
@@ -257,7 +250,6 @@ def _by_table(expected, result):
 
 
 def _table(tokens):
-  """The rows of a matrix, in whatever brackets; None if it is none."""
   bracket, rows = splits.bracketed(tokens) or ("", [])
   if bracket == "[]" and all(splits.inside(row) for row in rows):
     return [splits.at(row[1:-1], (",",)) for row in rows]
@@ -275,7 +267,7 @@ def _table(tokens):
 
 
 def _by_brackets(expected, result):
-  """Tuples, vectors and intervals have an order, and their brackets count."""
+  """Tuples, vectors, intervals: order and brackets count."""
   sides = splits.bracketed(expected), splits.bracketed(result)
   if not any(sides):
     return None

@@ -76,8 +76,8 @@ def is_name(tokens: list[str]) -> bool:
 def is_asked(tokens: list[str]) -> bool:
   r"""Whether a problem may ask for the value of an expression.
 
-  It may ask for m+n, `|AB|^2`, `\sin 2t` or f(3), and not for 2x or x^2+y,
-  which make an equation that has to be solved.
+  Yes for m+n, `|AB|^2`, `\sin 2t` or f(3). No for 2x or x^2+y, which make an
+  equation that has to be solved.
   """
   tree = quantities.tree(tokens)
   if tree is None or values.constant(tree) is not None:

@@ -65,7 +65,6 @@ def read(tokens: list[str]) -> tuple:
 
 
 def nodes(tree: tuple) -> Iterator[tuple]:
-  """The tree, and all trees in it."""
   left = [tree]
   while left:
     node = left.pop()
@@ -82,7 +81,6 @@ def _depth(tree) -> int:
 
 
 def number(token: str) -> tuple | None:
-  """The tree of a token that is a number."""
   match = _NUMBER.fullmatch(token)
   if not match or not token.strip("."):
     return None
@@ -96,8 +94,6 @@ def number(token: str) -> tuple | None:
 
 
 class _Reader:
-  """Reads expressions from left to right; each method reads one rule."""
-
   def __init__(self, tokens):
     self._tokens = list(tokens)
     self._at = 0
@@ -147,7 +143,7 @@ class _Reader:
         return tree
 
   def mixed(self, whole) -> tuple:
-    """The rest of `2 1/2`; other numbers do not stand side by side."""
+    """The rest of `2 1/2`; other adjacent numbers are unreadable."""
     above = number(self.take())
     self.take("/")
     below = number(self.take())
@@ -161,7 +157,6 @@ class _Reader:
     return self.power()
 
   def signed(self, rule) -> tuple:
-    """What follows one sign."""
     sign = self.take()
     if self.next in ("+", "-"):
       raise Unreadable("two signs")
@@ -238,11 +233,9 @@ class _Reader:
     raise Unreadable(f"not known: {token}")
 
   def index(self) -> tuple:
-    """The n of an n-th root."""
     return self.atom() if self.next == "[" else ("number", Fraction(2), 0)
 
   def base(self) -> tuple:
-    """The base of a logarithm."""
     if self.next != "_":
       return ("number", Fraction(10), 0)
     self.take()
@@ -252,7 +245,6 @@ class _Reader:
     return self.atom()
 
   def subscript(self) -> str:
-    """The subscript and primes of a name, as text."""
     text = ""
     while self.next in ("_", "'"):
       text += self.take()
@@ -311,5 +303,4 @@ def _is_whole(tree) -> bool:
 
 
 def _is_proper(tree) -> bool:
-  """Whether a tree is a fraction of two whole numbers."""
   return tree[0] == "divide" and all(map(_is_whole, tree[1:]))

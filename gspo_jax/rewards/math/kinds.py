@@ -1,7 +1,7 @@
-"""Kinds of results that are no algebra: words, choices, dates, bases and so on.
+"""Results that are not algebra: words, choices, dates, bases and so on.
 
-Each kind has a reader, which gives None for what is of another kind, and a
-comparison of what the reader gave.
+Each kind has a reader, which returns None for other kinds, and a comparison of
+two results of the reader.
 """
 
 import itertools
@@ -35,12 +35,11 @@ _GOES_ON = frozenset(("+", "-", "*", "/", "=", ",", ";", "(", "^", "or", "and"))
 
 
 def plain(tokens: list[str]) -> list[str]:
-  """The tokens without the marks of text."""
   return [token.strip('"') for token in tokens]
 
 
 def folded(tokens: list[str]) -> list[str]:
-  """The tokens without the marks of text, which is in lower case."""
+  """The tokens without the marks of text; text in lower case."""
   is_word = lambda token: token[0] == '"' and len(token) > 2
   return plain([t.lower() if is_word(t) else t for t in tokens])
 
@@ -67,7 +66,7 @@ def words(tokens) -> list[str] | None:
 
 
 def date(tokens) -> list[str] | None:
-  """The parts of a date that names its month, in one order."""
+  """A date's parts in a fixed order; it must name the month."""
   texts = [t.lower() for t in plain(tokens)]
   if not _MONTHS & set(texts):
     return None
@@ -93,7 +92,6 @@ def choice(tokens) -> tuple[str, list[str]] | None:
 
 
 def _names_another(texts) -> bool:
-  """Whether what follows a choice has a second one."""
   return "or" in texts or any(
     re.fullmatch("[A-H]", token) and after in ("", *_ENDS_CHOICE)
     for token, after in itertools.zip_longest(texts, texts[1:], fillvalue="")
@@ -148,7 +146,7 @@ def ratio(tokens) -> list[tuple] | None:
 
 
 def share(tokens) -> list[tuple] | None:
-  """The parts of a ratio that is no time, and of a fraction of two numbers."""
+  """The parts of a ratio that is no time, or of a fraction of two numbers."""
   if ":" in plain(tokens):
     return None if clock(tokens) else ratio(tokens)
   try:
@@ -160,7 +158,6 @@ def share(tokens) -> list[tuple] | None:
 
 
 def infinite(tokens) -> str | None:
-  """The sign of infinity."""
   sign = tokens[0] if tokens[0] in ("+", "-") else "+"
   rest = plain(tokens[tokens[0] in ("+", "-") :])
   return sign if rest in (["\\infty"], ["infinity"], ["infty"]) else None

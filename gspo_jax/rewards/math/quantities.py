@@ -1,6 +1,6 @@
 """Numbers with or without units, and expressions.
 
-A result may not leave the work to whoever reads it.
+A result that still has to be worked out is not equal.
 """
 
 from gspo_jax.rewards.math import expression, units, values
@@ -11,7 +11,6 @@ _TEN = ("number", 10, 0)
 
 
 def tree(tokens: list[str]) -> tuple | None:
-  """The tree of an expression; None for other tokens."""
   try:
     return expression.read(tokens)
   except expression.Unreadable:
@@ -19,19 +18,16 @@ def tree(tokens: list[str]) -> tuple | None:
 
 
 def constant(tokens: list[str]) -> float | None:
-  """The value of a real expression without names; None for others."""
   parsed = tree(tokens)
   return parsed and values.constant(parsed)
 
 
 def number(tokens: list[str]) -> list[str]:
-  """The tokens without a unit."""
   quantity = _quantity(tokens)
   return quantity[2] if quantity else tokens
 
 
 def same(expected: list[str], result: list[str]) -> bool:
-  """Whether two expressions are equal, or two numbers with their units."""
   gold, answer = tree(expected), tree(result)
   is_done = gold and answer and not _is_left(gold, answer)
   if is_done and values.equal(gold, answer):
@@ -49,7 +45,7 @@ def same(expected: list[str], result: list[str]) -> bool:
 
 
 def _quantity(tokens):
-  """The tree of a number, its unit, and its tokens; None for what has none."""
+  """The tree of a number, its unit, and its tokens; else None."""
   sign = tokens[:1] if tokens[:1] == ["-"] else []
   rest = tokens[len(sign) :]
   before = [token for token in rest[:1] if token in _CURRENCIES]
@@ -66,8 +62,9 @@ def _quantity(tokens):
 def _is_left(expected: tuple, result: tuple) -> bool:
   """Whether the result still has to be worked out.
 
-  Operators are, unless the expected tree has them too. Where that is a number,
-  all arithmetic is, but signs, quotients, roots, functions and powers of ten.
+  Yes if it has operators that the expected tree lacks. If the expected tree is
+  a number, yes for any arithmetic but signs, quotients, roots, functions and
+  powers of ten.
   """
   used, allowed = (
     {node[0] for node in expression.nodes(tree)} & _OPERATORS
@@ -77,14 +74,12 @@ def _is_left(expected: tuple, result: tuple) -> bool:
 
 
 def _is_applied(tree: tuple) -> bool:
-  """Whether a tree has a function of an angle."""
   return any(
     node[0] in ("sin", "cos", "tan", "cis") for node in expression.nodes(tree)
   )
 
 
 def _is_number(tree) -> bool:
-  """Whether a tree is a number, a quotient of two, or a power of ten."""
   if tree[0] == "negative":
     return _is_number(tree[1])
   if tree[0] in ("divide", "mixed"):
@@ -97,7 +92,6 @@ def _unsigned(trees):
 
 
 def _is_scientific(tree) -> bool:
-  """Whether a tree is a power of ten, or a number times one."""
   if tree[0] == "times":
     return _unsigned(tree[1:2])[0][0] == "number" and _is_scientific(tree[2])
   exponent = tree[0] == "power" and tree[1] == _TEN and _unsigned(tree[2:])[0]

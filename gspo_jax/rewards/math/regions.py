@@ -22,8 +22,6 @@ _JOINS = (  # from the loosest
 
 
 class Region(NamedTuple):
-  """A set of real numbers."""
-
   name: str  # of the number in an inequality; "" if it has none
   ends: tuple[float, ...]  # where it may begin or end
   has: Callable[[float], bool]  # whether it holds a number
@@ -42,7 +40,7 @@ def equal(expected: Region, result: Region) -> bool:
 
 
 def read(tokens: list[str]) -> Region | None:
-  """The region that the tokens write; None if they write something else."""
+  """The region that the tokens write; else None."""
   try:
     return _region(tokens)
   except expression.Unreadable:
@@ -106,7 +104,6 @@ def _interval(low, high, has_low, has_high) -> Region:
 
 
 def _inequality(tokens) -> Region:
-  """A relation of one name, or a chain of them: `1 < x \\le 2`."""
   signs = [t for t in tokens if t in _RELATIONS]
   parts = splits.at(tokens, _RELATIONS)
   if len(parts) not in (2, 3) or len(signs) != len(parts) - 1:
@@ -128,7 +125,7 @@ def _inequality(tokens) -> Region:
 
 
 def _side(sign, tokens) -> list[Region]:
-  """The numbers on one side of an end; of `\\ne`, of several ends."""
+  """One side of an end; for `\\ne`, a region without each end."""
   ends = [_end(part) for part in splits.listed(tokens)]
   if sign == "\\ne":
     return [Region("", (e,), lambda x, e=e: not _same(x, e)) for e in ends]

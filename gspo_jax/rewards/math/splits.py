@@ -6,7 +6,7 @@ _AND = ("and", "or", "\\vee", "\\wedge")
 
 
 def _depths(tokens):
-  """Each token, and how many brackets are open before and after it."""
+  """Each token, and the open brackets before and after it."""
   depth = 0
   for token in tokens:
     before = depth
@@ -16,7 +16,6 @@ def _depths(tokens):
 
 
 def at(tokens: list[str], separators: tuple[str, ...]) -> list[list[str]]:
-  """The parts between separators that stand in no bracket."""
   parts = [[]]
   for token, before, _ in _depths(tokens):
     if before == 0 and token.strip('"') in separators:
@@ -27,7 +26,7 @@ def at(tokens: list[str], separators: tuple[str, ...]) -> list[list[str]]:
 
 
 def inside(tokens: list[str]) -> list[str] | None:
-  """What stands in the brackets around all of the tokens; None without."""
+  """The tokens inside brackets around all of them; else None."""
   if len(tokens) < 2 or not (tokens[0] in _OPEN and tokens[-1] in _CLOSE):
     return None
   if any(depth <= 0 for *_, depth in list(_depths(tokens))[:-1]):
@@ -36,7 +35,7 @@ def inside(tokens: list[str]) -> list[str] | None:
 
 
 def bracketed(tokens: list[str]) -> tuple[str, list[list[str]]] | None:
-  """The brackets around several items, and the items; None without."""
+  """The brackets around several items, and the items; else None."""
   content = inside(tokens)
   if content is None or tokens[0] == "{":
     return None
@@ -66,5 +65,4 @@ def rows(tokens: list[str]) -> list[list[list[str]]]:
 
 
 def words(table: str) -> list[str]:
-  """The words of a text in the source."""
   return table.split()

@@ -86,13 +86,13 @@ _REPEATED = re.compile(
 _GOES_ON = re.compile(
   r"(?<![0-9])([0-9]*\.[0-9]*?)([0-9])\2\2+(?:\\ldots|\.{3})"
 )
-# Separators of thousands that can be nothing else, and commas, that can.
+# Separators of thousands: unambiguous ones, and commas, which are not.
 _THIN = re.compile(
   r"(?<![0-9.])[0-9]{1,3}(?:(?:\{,\}|\\!,|,\\! ?|\\[, ]|~| )[0-9]{3})+(?![0-9])"
 )
 _GROUPED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
-# A word behind a number and a space may be a unit. Single letters are factors,
-# but metres, grams and litres behind a number alone.
+# A word after a number and a space may be a unit. A single letter is a factor,
+# except for metres, grams and litres after a number alone.
 _SPACED = re.compile(
   r"(?<=[0-9})])\s+(?=[a-zA-Z]{3,})"
   r"|\A-?[0-9.]+\s+(?=[mgL](?:\^[1-9])?[\s.]*\Z)"
@@ -107,10 +107,7 @@ _TOKEN = re.compile(
 
 
 def normalised(text: str) -> str:
-  """The text in a normal form, which never changes its meaning.
-
-  A text of more than `MAX_LENGTH` characters stays as it is.
-  """
+  """The text in a normal form; unchanged if longer than `MAX_LENGTH`."""
   if len(text) > MAX_LENGTH:
     return text.strip()
   joined = ""
@@ -125,7 +122,6 @@ def normalised(text: str) -> str:
 
 
 def tokens(text: str) -> list[str]:
-  """The tokens of a result of at most `MAX_LENGTH` characters."""
   text = _THIN.sub(lambda m: re.sub("[^0-9]", "", m[0]), text.strip("* \n"))
   text = _GROUPED.sub(_without_commas, _spelled(text))
   text = _ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(r"\\\1{\2}{\3}", text))
@@ -138,7 +134,7 @@ def tokens(text: str) -> list[str]:
 
 
 def _spelled(text: str) -> str:
-  """The text with one command for each meaning, and none for its looks."""
+  """One command for each meaning, and no commands of looks."""
   text = _UNSEEN.sub(" ", _EMPTY.sub("", text.translate(_CHARACTERS)))
   text = _COMPARISON.sub(lambda m: _COMPARED[m[0]], text)
   text = _NOT_EQUAL.sub(r"\\ne ", text)
@@ -165,7 +161,6 @@ def _as_command(infix: re.Match) -> str:
 
 
 def _without_commas(number: re.Match) -> str:
-  """The digits; a list in brackets keeps its commas, unless it has spaces."""
   brackets = _BRACKET.findall(number.string[: number.start()])
   is_inside = sum(1 if opened else -1 for opened, _ in brackets) > 0
   if is_inside and ", " not in number.string:

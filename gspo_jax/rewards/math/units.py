@@ -93,15 +93,13 @@ LONGEST = 25  # tokens
 
 
 class Unit(NamedTuple):
-  """What stands beside a number."""
-
   scale: Fraction  # by which scale words multiply it
   factor: Fraction  # the unit in units of its dimensions
   dimensions: tuple  # sorted, with powers; words that no table has, too
 
 
 def fit(expected: Unit, result: Unit) -> bool:
-  """Whether both measure the same, or one of them is missing."""
+  """Whether both measure the same dimension, or one unit is missing."""
   sides = [dict(side.dimensions) for side in (expected, result)]
   generic = [set(side) == {"units"} for side in sides]
   if not all(sides) or generic[0] != generic[1]:
@@ -114,7 +112,7 @@ def fit(expected: Unit, result: Unit) -> bool:
 
 
 def ratio(expected: Unit, result: Unit) -> Fraction:
-  """What the expected number is multiplied by to be the result's number."""
+  """The factor from the expected number to the result's number."""
   ratio = expected.scale / result.scale
   if expected.dimensions and result.dimensions:
     ratio *= expected.factor / result.factor
@@ -122,7 +120,6 @@ def ratio(expected: Unit, result: Unit) -> Fraction:
 
 
 def starts(tokens: list[str], i: int) -> bool:
-  """Whether a unit may start at a token that follows a number."""
   token = tokens[i]
   if token == "(":
     return tokens[i + 1 : i + 2] != [] and len(tokens[i + 1].strip('"')) > 2
@@ -139,7 +136,7 @@ def starts(tokens: list[str], i: int) -> bool:
 
 
 def read(tokens: list[str]) -> Unit | None:
-  """The unit that all of some tokens name; None if they are something else."""
+  """The unit that all the tokens name; else None."""
   terms = _terms(tokens)
   if terms is None:
     return None
@@ -161,13 +158,12 @@ def read(tokens: list[str]) -> Unit | None:
 
 
 def _is_noun(word, single) -> bool:
-  """Whether a word may be what is counted, such as apples."""
+  """Whether a word may be something counted, such as apples."""
   is_word = word.isalpha() and word.islower() and len(word) > 2
   return is_word and not ({word, single} & _REFUSED or _PARTS.fullmatch(word))
 
 
 def _terms(tokens) -> list[tuple[str, int]] | None:
-  """The words of a unit and their powers; None for what is no such list."""
   words = [_SIGNS.get(t.strip('"'), t.strip('"')) for t in tokens]
   text = " ".join(words).replace("} {", " / ").replace("per cent", "%")
   words = [w for w in re.sub("[{}]", "", text).split() if w not in _FILLERS]

@@ -1,8 +1,8 @@
 """Values of expressions, and whether two expressions are equal.
 
-Rational numbers are exact, all others floats. Expressions with names are equal
-if they are at all of some values of the names where both are defined. Numbers
-of more bits than those below are refused, so that no step takes long.
+Rational numbers are exact, others are floats. Expressions with names are equal
+if they agree at all of some values of the names where both are defined. Numbers
+with more bits than the limits below are refused, so that no step takes long.
 """
 
 import cmath
@@ -13,11 +13,11 @@ from fractions import Fraction
 
 from gspo_jax.rewards.math.expression import RECIPROCALS, nodes
 
-# Of a number without names, and of a value at one place of several.
+# For a number without names, and for one value of a tree with names.
 MAX_BITS, MAX_BITS_OF_NAMES = 10_000, 2_000
-# Relative tolerance of decimals: 0.333333 equals 1/3. And that of floats.
+# Relative tolerances of decimals (0.333333 equals 1/3) and of floats.
 DECIMAL, FLOAT = 1.01e-6, 1e-10
-# Enough values at which two expressions are equal, the fewest, and the trials.
+# Equal values that are enough, the fewest equal values, and the most trials.
 ENOUGH, FEWEST, TRIALS = 8, 3, 60
 _ARITHMETIC = {
   "negative": operator.neg,
@@ -65,7 +65,6 @@ def proportional(expected: tuple, result: tuple, positive: bool) -> bool:
 
 
 def constant(tree: tuple) -> float | None:
-  """The value of a real tree without names; None for others."""
   if _names(tree):
     return None
   try:
@@ -84,7 +83,6 @@ def _tolerance(*trees) -> float:
 
 
 def _places(tree) -> int:
-  """The decimals of a number with or without a sign; 0 for other trees."""
   tree = tree[1] if tree[0] == "negative" else tree
   return tree[2] if tree[0] == "number" else 0
 
@@ -112,7 +110,7 @@ def _close(a, b, size, tolerance) -> bool:
 
 
 def _common(expected, result) -> list:
-  """Pairs of values and their size, wherever both trees are defined."""
+  """Pairs of values and their size where both trees are defined."""
   trees = expected, result
   names = sorted(_names(expected) | _names(result))
   imaginary = any(
@@ -120,7 +118,7 @@ def _common(expected, result) -> list:
     for tree in trees
     for node in nodes(tree)
   )
-  # Roots and logarithms of what is negative count only if no others are found.
+  # Roots and logarithms of negative values count only if no others are found.
   for is_complex in (True,) if imaginary else (False, True):
     pairs, draw = [], random.Random(0)
     for trial in range(TRIALS if names else 1):
@@ -140,10 +138,7 @@ def _common(expected, result) -> list:
 
 
 def _drawn(draw: random.Random, trial: int) -> Fraction:
-  """A value of a name: below 1, to 4, to 13, or a whole number, in turns.
-
-  Every other trial has only positive values.
-  """
+  """A name's value: to 1, 4, 13, or whole; every other one is positive."""
   ranges = (1, 12, 13), (5, 40, 11), (20, 90, 7), (2, 9, 1)
   low, high, denominator = ranges[trial // 2 % len(ranges)]
   value = Fraction(draw.randint(low, high), denominator)
@@ -151,8 +146,6 @@ def _drawn(draw: random.Random, trial: int) -> Fraction:
 
 
 class _Evaluation:
-  """The values of trees at one place."""
-
   def __init__(self, names, is_complex):
     self.size = 0.0  # absolute value of the largest float in a sum
     self._names = names

@@ -1,7 +1,7 @@
 """A Python tool: programs of the policy run in `workers.sandbox`.
 
-A response whose last fenced code block is a program is a call: the tool replies
-with what the program prints. A response without one is the answer.
+If the last fenced code block of a response is a program, the tool replies with
+its output. A response without a program is the answer.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ _FAILED = "error: the program failed, or it took too long or printed too much"
 
 
 class Python:
-  """Runs programs; the reward is what `gsm8k` gives the answer.
+  """Runs programs; `gsm8k` rewards the answer.
 
-  Each program starts anew, without files, network or the state of an earlier
-  one. It has `seconds` of wall-clock time, fewer than `reward.seconds`, and
-  `memory` MiB of address space; the policy reads `characters` of its output.
+  Each program starts anew, without files, network or earlier state. It has
+  `seconds` of wall-clock time, fewer than `reward.seconds`, and `memory` MiB of
+  address space; the policy reads `characters` of its output.
   """
 
   roles = ("tool",)
@@ -34,7 +34,7 @@ class Python:
   def prepare(
     *, seconds: float = 4.0, memory: int = 512, characters: int = 1000
   ) -> None:
-    """UserError without a sandbox; called once in each worker."""
+    """UserError without a sandbox."""
     for expected, value, kind, minimum in (
       ("seconds above 0", seconds, int | float, 1e-9),
       ("memory of 32 MiB or more", memory, int, 32),
@@ -48,7 +48,6 @@ class Python:
 
   @staticmethod
   def fits(within: float, *, seconds: float = 4.0, **_) -> None:
-    """UserError unless a call has time for a program."""
     if seconds >= within:
       raise UserError(
         f"environment 'python': its {seconds=} of a program must end before "

@@ -1,7 +1,7 @@
-"""Environments of the `verifiers` package, those of its `MultiTurnEnv`.
+"""Environments of the `verifiers` package: subclasses of its `MultiTurnEnv`.
 
-https://github.com/PrimeIntellect-ai/verifiers, release 0.1.14. From
-0.4 on the package has other environments, which call the policy over HTTP.
+https://github.com/PrimeIntellect-ai/verifiers, release 0.1.14. From 0.4 on the
+package has other environments, which call the policy over HTTP.
 """
 
 import asyncio
@@ -12,17 +12,16 @@ from typing import Any
 from gspo_jax.rollout.environment import Message, Question, Step
 from gspo_jax.runtime.errors import UserError, missing_package
 
-# Of a state, what is not pickled: the connection to a model and its bill.
+# Fields of a state that are not pickled: a model's connection and its bill.
 _OF_A_CLIENT = ("client", "usage", "usage_tracker")
 
 
 class Verifiers:
-  """A conversation of an environment that `verifiers.load_environment` finds.
+  """A conversation of an environment from `verifiers.load_environment`.
 
-  The environment's prompt, `env_response`, stop conditions and rubric are used;
-  the reward of a conversation is that of the rubric, on its last response. Its
-  state must be picklable. The problem has a column `row`, a row of the
-  environment's own dataset.
+  Uses the environment's prompt, `env_response`, stop conditions and rubric; the
+  rubric rewards the last response. The state must be picklable. A problem has a
+  column `row`, a row of the environment's dataset.
   """
 
   roles = ("user",)
@@ -42,7 +41,7 @@ class Verifiers:
       )
 
   def reset(self, problem: Question, seed: int) -> Sequence[Message]:
-    """Sets the state up; the environment draws its numbers without the seed."""
+    """Makes the state; the environment ignores the seed."""
     row = problem.columns.get("row")
     if not isinstance(row, Mapping) or not isinstance(row.get("prompt"), list):
       raise ValueError("expected a column `row` with a list `prompt`")
@@ -67,7 +66,6 @@ class Verifiers:
 
 @functools.cache
 def _load(name: str):
-  """The environment, once in a worker process."""
   try:
     import verifiers
   except ImportError as error:
@@ -80,7 +78,6 @@ def _load(name: str):
 
 
 async def _begin(env, row):
-  """The state of a new conversation."""
   from verifiers.types import ClientConfig
 
   state = await env.init_state(row, ClientConfig(), "policy", {})
@@ -90,7 +87,7 @@ async def _begin(env, row):
 
 
 def _turn(prompt, response, state) -> dict[str, Any]:
-  """A `TrajectoryStep` without what a model's server would add."""
+  """A `TrajectoryStep` without the fields that a model's server adds."""
   absent = dict.fromkeys(("response", "tokens", "reward", "advantage"))
   return absent | {
     "prompt": prompt,
@@ -102,14 +99,13 @@ def _turn(prompt, response, state) -> dict[str, Any]:
 
 
 def _messages(messages) -> list:
-  """Messages as the package's own objects, which environments expect."""
+  """Messages as objects of the package, which environments expect."""
   from verifiers.utils.message_utils import maybe_normalize_messages
 
   return maybe_normalize_messages(messages)
 
 
 def _text(message) -> Message:
-  """The role and the text; ValueError if the content is not text."""
   if not isinstance(message.content, str):
     raise ValueError(f"expected a message of text, got {str(message)[:80]}")
   return message.role, message.content

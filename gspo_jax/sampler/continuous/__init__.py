@@ -3,7 +3,7 @@
 `sampler` is the host's loop, `scheduler` assigns slots and pages, `jit`
 compiles the functions of `paged_decode`, `config` has the sizes.
 
-Dimension letters here, beside those of docs/architecture.md: B = P * G
+Dimension letters, in addition to docs/architecture.md: B = P * G
 responses, M slots, m of them that a segment computes, W pages of a slot, Q
 prefixes of one prefill or call, T tokens of a prefix, C its pages.
 """

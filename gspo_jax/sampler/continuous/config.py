@@ -20,18 +20,13 @@ class ShardSizes:
 
   @property
   def pages_per_slot(self) -> int:
-    """W, pages of the longest prompt and response; the last token is not fed.
-
-    A prompt may hold one more, a partial one.
-    """
+    """W, pages of the longest prompt and response without its last token."""
     tokens = self.max_prompt_length - 1 + self.max_new_tokens
     return -(-tokens // self.page_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class ContinuousBatchingConfig:
-  """Sizes of continuous batching on all devices together."""
-
   slots: int = key(
     0,
     "responses that decode together; 0: the static sampler, all of a batch",
@@ -60,16 +55,13 @@ class ContinuousBatchingConfig:
       )
 
   def with_slots_for(self, responses: int) -> "ContinuousBatchingConfig":
-    """No more slots than responses: an idle slot costs as much as another."""
+    """Limits `slots` to `responses`, because idle slots cost, too."""
     return dataclasses.replace(self, slots=min(self.slots, responses))
 
   def shard_sizes(
     self, sampler: SamplerConfig, max_prompt_length: int, shards: int
   ) -> ShardSizes:
-    """The sizes of each of `shards` equal shards.
-
-    UserError if slots or pages do not divide by the shards, or are too few.
-    """
+    """The sizes of one of `shards` shards; UserError if they do not fit."""
     for name in ("slots", "num_pages"):
       if (value := getattr(self, name)) % shards:
         raise UserError(
@@ -96,10 +88,10 @@ class ContinuousBatchingConfig:
     return sizes
 
   def buckets(self, longest: int) -> tuple[int, ...]:
-    """The padded lengths T of prefills, for prompts of `longest` tokens.
+    """The padded lengths T of prefills, for prompts of up to `longest` tokens.
 
-    They double from `prefill_chunk` on. A prefill leaves out the last token of
-    a prompt, which the first decode step feeds.
+    They double from `prefill_chunk` on. The last token of a prompt is not
+    prefilled; the first decode step feeds it.
     """
     chunk = self.prefill_chunk
     last = max(-(-(longest - 1) // chunk), 1) * chunk

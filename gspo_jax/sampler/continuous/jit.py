@@ -27,7 +27,7 @@ from gspo_jax.sampler.samples import (
 
 @dataclasses.dataclass(frozen=True)
 class JittedSampler:
-  """The jitted functions of a `ContinuousSampler`, described in `jit_sampler`.
+  """The jitted functions of a `ContinuousSampler`; see `jit_sampler`.
 
   All arguments are positional; `begin`, `prefill`, `write_prompt_routing`,
   `decode` and `append_tokens` donate states and samples.
@@ -54,7 +54,6 @@ def jit_sampler(
   mesh: jax.sharding.Mesh,
   sampler_mesh: jax.sharding.Mesh,
 ) -> JittedSampler:
-  """Jits the functions; arguments as of `build_continuous_sampler`."""
   batch = sharding.batch_sharding(sampler_mesh)
   pages = paged_cache.shardings(cfg, sampler_mesh)
   state = DecodeState(pages, *[batch] * 5)
@@ -69,10 +68,7 @@ def jit_sampler(
     return model.unstack_layers(decode_params(params, cfg), cfg)
 
   def begin(samples, state):
-    """A state without responses, of an earlier call's or None, and samples.
-
-    Both on the decoding mesh.
-    """
+    """Moves samples to the decoding mesh; creates the state if it is None."""
     if state is None:
       state = paged_decode.empty(
         cfg,
@@ -87,7 +83,7 @@ def jit_sampler(
   def prefill(params, state, tokens, lengths, pages, num_cached):
     """Stores keys and values in `pages` [Q, C]; see `paged_decode.prefill`.
 
-    The pages hold those of the first `num_cached` [Q] tokens, if it is given;
+    If `num_cached` [Q] is given, the pages already hold that many first tokens;
     full pages of these tokens are not written.
     """
     cached = None
@@ -111,11 +107,11 @@ def jit_sampler(
     return dataclasses.replace(state, pages=stored), experts
 
   def decode(params, state, samples, plan, compute_slots, min_active, key):
-    """A segment of the slots `compute_slots` [m], or of all.
+    """Decodes a segment of the slots `compute_slots` [m], or of all.
 
-    They are equally many of each shard, all active ones among them, none new.
-    Behind state and samples are the results, whole on every device: the tokens
-    [M] of the response in each slot, and whether it goes on, [M] bool.
+    `compute_slots` has all active slots, no new slot, and equally many of each
+    shard. Every device gets the results: the tokens [M] of the response in each
+    slot, and [M] bool, whether it goes on.
     """
     everything = compute_slots is None
     state = paged_decode.apply_plan(state, plan, copy_pages=everything)
@@ -134,7 +130,7 @@ def jit_sampler(
     return computed, samples, (computed.num_tokens, computed.pages.active)
 
   def finalize(samples):
-    """The samples on the training mesh, with `pad_id` and 0 after each end."""
+    """Moves samples to the training mesh; pads the end of each response."""
     # A response that was preempted may have left more tokens than it now has.
     column = jnp.arange(sampler.max_new_tokens)
     real = column < samples.lengths[:, None]

@@ -1,9 +1,8 @@
 """The devices' half of continuous batching: prefill and a segment of decoding.
 
-Functions over explicit state; `jit` compiles them. The host decides between
-segments what each slot does (`scheduler`, SegmentPlan).
-
-Dimension letters as in `continuous/__init__`.
+Functions over explicit state; `jit` compiles them. Between segments the host
+decides what each slot does (`scheduler`, SegmentPlan). Dimension letters as in
+`continuous/__init__`.
 """
 
 import dataclasses
@@ -45,14 +44,14 @@ class DecodeState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SegmentPlan:
-  """What each slot does in the next segment; made by the host.
+  """The host's plan for each slot in the next segment.
 
-  The arrays behind `new` are [M] int32, and hold only for new slots.
+  The arrays after `new` are [M] int32, valid only for new slots.
   """
 
   table: jax.Array  # [M, W] int32, as in `Pages`
-  # [M] bool, slots that decode, unless their response has finished. What an
-  # inactive slot held is dropped.
+  # [M] bool, slots that decode unless their response has finished. The content
+  # of an inactive slot is dropped.
   active: jax.Array
   new: jax.Array  # [M] bool, active slots that start a response
   response: jax.Array  # which of the B responses
@@ -61,12 +60,12 @@ class SegmentPlan:
   stop_state: jax.Array  # of `StopStrings` after the tokens that it has
   num_cached: jax.Array  # tokens of its prefix that are in the pages
   last_token: jax.Array  # of its prefix, to be fed first
-  copy_source: jax.Array  # the page to copy ...
-  copy_target: jax.Array  # ... to this page; beyond the pool: none is copied
+  copy_source: jax.Array  # the page to copy
+  copy_target: jax.Array  # where to copy it; beyond the pool: nothing is copied
 
 
 def empty(cfg: model.ModelConfig, **sizes: int) -> DecodeState:
-  """A state without responses; the sizes are those of `paged_cache.empty`."""
+  """A state without responses; sizes as of `paged_cache.empty`."""
   pages = paged_cache.empty(cfg, **sizes)
   zeros = jnp.zeros_like(pages.lengths)
   return DecodeState(pages, zeros, zeros, zeros, zeros, zeros)
@@ -82,20 +81,18 @@ def prefill(
   record_routing: bool = False,
   cached: tuple[tuple, tuple, jax.Array] | None = None,
 ) -> tuple[kv.Cache, jax.Array | None]:
-  """Keys and values of prefixes, computed `chunk` tokens at a time.
+  """Computes keys and values of prefixes, `chunk` tokens at a time.
 
   The cost follows the longest prefix, not T, and the shortest cached part.
 
   Args:
-    params: those of `decode_params`, unstacked.
-    cfg: static.
+    params: of `decode_params`, unstacked.
     tokens: [Q, T] int32, padded on the RIGHT; T is a multiple of `chunk`.
     lengths: [Q] int32, real tokens; 0 for a row of padding.
-    chunk: tokens of one forward pass; static.
-    record_routing: whether to return the experts; static.
-    cached: keys and values of the first tokens, [Q, K, T, H] per layer, and
-      the number of these tokens, [Q] int32. Chunks that lie in them for all
-      rows are not computed; their experts are 0.
+    cached: keys and values [Q, K, T, H] per layer of the first tokens, and the
+      number of these tokens, [Q] int32. Chunks that all rows have cached are
+      not computed; their experts are 0.
+    cfg, chunk, record_routing: static.
 
   Returns:
     The cache of T slots, and the experts [Q, L, T, k] of the tokens, or None.
@@ -142,13 +139,13 @@ def write_prompt_routing(
   *,
   group_size: int,
 ) -> Samples:
-  """Writes the experts of prompts' tokens into all G responses to each.
+  """Writes the experts of a prompt's tokens into all G responses to it.
 
-  Each row of `samples` is on the device of its prompt's prefill, which gave
-  `experts` [Q, L, T, k] for all tokens of a prompt but the last. The first
-  response to the prompt is -1 for a row of padding.
+  Each row of `samples` is on the device that prefilled its prompt. `experts`
+  [Q, L, T, k] are of all tokens of a prompt but the last. `first_response` [Q]
+  is the first one to the prompt, -1 for a row of padding.
   """
-  # The column of a prompt's last token; it is fed by the first decode step.
+  # The column of a prompt's last token, which the first decode step feeds.
   last = samples.experts.shape[2] - samples.tokens.shape[1] - 1
 
   def local(old, experts, lengths, first_Q):
@@ -171,11 +168,7 @@ def write_prompt_routing(
 def apply_plan(
   state: DecodeState, plan: SegmentPlan, *, copy_pages: bool
 ) -> DecodeState:
-  """The state at the start of a segment.
-
-  Without `copy_pages`, static, no partial page of a prefix is copied: that
-  spares the work if no slot is new.
-  """
+  """Applies the plan; without new slots `copy_pages` (static) may be False."""
   pages = state.pages
   if copy_pages:
     pages = paged_cache.copy(pages, plan.copy_source, plan.copy_target)
@@ -208,21 +201,17 @@ def decode(
   steps: int,
   min_active: jax.Array,
 ) -> tuple[DecodeState, Samples]:
-  """A segment: one token for each active slot, up to `steps` times.
+  """Decodes a segment: up to `steps` tokens for each active slot.
 
-  Token t of response a is sampled with a key made of (key, a, t), whatever its
-  slot and its neighbours are.
+  The key of token t of response b is made of (key, b, t), whatever the slot.
 
   Args:
-    params: those of `decode_params`, unstacked.
-    cfg: static.
-    state: of all slots or of a subset.
+    params: of `decode_params`, unstacked.
+    state: all slots or a subset.
     samples: B responses; the tokens are written there.
-    key: the same for all responses.
-    sampler: static.
-    steps: most decode steps; static.
-    min_active: [] int32; the segment also ends when no more slots than these
+    min_active: [] int32; the segment also ends when at most that many slots
       decode.
+    cfg, sampler, steps: static.
   """
   response_key = functools.partial(jax.random.fold_in, key)
 
@@ -277,7 +266,7 @@ def decode(
 
 
 def select_slots(state: DecodeState, slots: jax.Array) -> DecodeState:
-  """The state of the slots [m], equally many of each shard."""
+  """The state of `slots` [m], equally many of each shard."""
 
   def local(arrays, slot_m):
     return jax.tree.map(lambda x: x[slot_m % len(x)], arrays)
@@ -290,7 +279,7 @@ def select_slots(state: DecodeState, slots: jax.Array) -> DecodeState:
 def scatter_slots(
   state: DecodeState, subset: DecodeState, slots: jax.Array
 ) -> DecodeState:
-  """The state of all slots after a segment of a subset; see `select_slots`."""
+  """Writes the state of a subset of slots back; see `select_slots`."""
 
   def local(arrays, new, slot_m):
     write = lambda old, new: old.at[slot_m % len(old)].set(new)
@@ -303,7 +292,7 @@ def scatter_slots(
 
 
 def read_tokens(samples: Samples, responses: jax.Array) -> jax.Array:
-  """The tokens [Q, R] of `responses` [Q], on their devices; -1 for any."""
+  """Tokens [Q, R] of `responses` [Q], on their devices; -1 reads any row."""
 
   def local(tokens, response_Q):
     return tokens[response_Q % len(tokens)]
@@ -320,10 +309,7 @@ def _with_keys_and_values(state: DecodeState, k, v) -> DecodeState:
 def _write_token(
   state: DecodeState, samples: Samples, token, logp, finish, experts
 ) -> Samples:
-  """Writes the token of each active slot into its response.
-
-  `experts` [L, M, k] are those of the token before, which was fed; or None.
-  """
+  """Writes each active slot's token; `experts` [L, M, k] are the fed one's."""
   new = {
     "tokens": token,
     "logps": logp,
@@ -340,7 +326,7 @@ def _write_token(
 
     def write(old, value_M):
       index = (row_M, column_M)[: old.ndim]
-      # Routing has the prompt's columns first, and the token before is meant.
+      # Routing begins with the prompt's columns; the fed token is one earlier.
       if old.ndim == 4:
         index = row_M, slice(None), old.shape[2] - R - 1 + column_M
       return old.at[index].set(value_M, mode="drop")

@@ -1,14 +1,12 @@
 """The host's loop of continuous batching.
 
-The host assigns slots and pages (`scheduler`), the devices decode a segment of
-a few dozen steps (`paged_decode`), and so on until all responses have finished
-or reached the length at which they pause.
+The host assigns slots and pages (`scheduler`) and the devices decode a segment
+of a few dozen steps (`paged_decode`), until all responses have finished or
+paused. While no response waits for a slot, the host starts the next segment
+before it reads the results of the last one, so the devices need not wait.
 
-While no response waits for a slot, the next segment is planned and started
-before the results of the last one are read; so the devices need not wait.
-
-Dimension letters as in `continuous/__init__`. A shard is a part of the devices
-that has rows of its own.
+Dimension letters as in `continuous/__init__`. A shard is a part of the devices;
+no two shards share rows.
 """
 
 import dataclasses
@@ -52,13 +50,12 @@ _MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
 
 @dataclasses.dataclass
 class PrefixCache:
-  """Keys and values that calls of a sampler leave to the next one.
+  """Keys, values and weights that a call leaves to the next one.
 
-  A call with the cache of an earlier one prefills only the new tokens of the
-  responses that it continues, and prepares no weights. All calls have the same
-  weights, prompts and key. The devices hold the weights of `decode_params` and
-  the pages of `ContinuousBatchingConfig.num_pages` as long as this object
-  lives; what does not fit is prefilled again.
+  The next call prefills only the new tokens of the responses that it continues,
+  and does not prepare weights. All calls have the same weights, prompts and
+  key. This object keeps the weights of `decode_params` and all pages in device
+  memory; what does not fit is prefilled again.
   """
 
   state: DecodeState | None = None
@@ -68,7 +65,7 @@ class PrefixCache:
 
 @dataclasses.dataclass(frozen=True)
 class ContinuousSampler:
-  """A sampler as StaticSampler is; it can also continue responses."""
+  """A `Sampler` that can also continue responses."""
 
   cfg: model.ModelConfig
   config: SamplerConfig
@@ -97,25 +94,21 @@ class ContinuousSampler:
   ) -> Samples:
     """Generates all G responses to each of P prompts.
 
-    Token t of response b is sampled with a key made of (key, b, t), whatever
-    happened before: a response that is paused and resumed with the same key
-    and weights is the one that would have been generated without a pause.
+    The key of token t of response b is made of (key, b, t). So a response that
+    pauses and resumes with the same key and weights equals one without a pause.
 
     Args:
       params: as `model.init` returns them.
-      prompts: P of them, a multiple of the shards.
+      prompts: P is a multiple of the shards.
       key: a typed PRNG key.
       resume_from: samples whose UNFINISHED responses are continued; donated.
-        Without them, all responses start from their first token.
-      stop_at: [B] int, tokens at which a response pauses and stays UNFINISHED;
-        without it no response pauses.
-      turn_start: [B] int, where the newest turn of each response begins; stop
-        strings are found from there on. Without it at its first token.
-      prefix_cache: of the earlier calls for these responses, if any; it gets
-        what this call leaves.
-      on_finished: called with the responses that finished in an earlier
-        segment while a later one decodes.
-      progress: counts the responses that finish or pause.
+      stop_at: [B] int, tokens at which a response pauses and stays UNFINISHED.
+      turn_start: [B] int, the first token of each response's newest turn, 0 by
+        default; stop strings are found from there on.
+      prefix_cache: left by earlier calls for these responses; updated.
+      on_finished: called with responses of an earlier segment while a later one
+        decodes.
+      progress: counts responses that finish or pause.
 
     Raises:
       UserError: the prompts have another shape, or routing is recorded over
@@ -207,21 +200,20 @@ class ContinuousSampler:
     counts: np.ndarray,
     finish: np.ndarray,
   ) -> Samples:
-    """`samples.append_tokens` to the samples of an earlier call, donated."""
+    """Appends tokens to the samples of an earlier call; donates them."""
     arrays = multihost.to_global(
       (tokens, counts, finish), samples.tokens.sharding
     )
     return self.jitted.append_tokens(samples, *arrays)
 
   def buckets(self, *, continues: bool = True) -> tuple[int, ...]:
-    """The padded lengths T that prefills can be compiled for."""
     longest = self.sizes.max_prompt_length
     if continues:
       longest += self.sizes.max_new_tokens
     return self.batching.buckets(longest)
 
   def prefill_batch(self, T: int) -> int:
-    """Prefixes of T tokens in one prefill on each shard; 1 is also compiled.
+    """Prefixes of T tokens in a shard's prefill; a size of 1 also compiles.
 
     Their temporary cache takes at most an eighth of the memory of all pages.
     """
@@ -237,9 +229,9 @@ class ContinuousSampler:
     continues: bool = False,
     compute_slots: jax.ShapeDtypeStruct | None = None,
   ) -> dict[str, jax.stages.Lowered]:
-    """A prefill of the longest prompts, and a segment; see `Sampler`.
+    """Lowers a prefill of the longest prompts, and a segment; see `Sampler`.
 
-    With `compute_slots`, int32 [m], a segment computes only those slots.
+    With `compute_slots`, int32 [m], the segment computes only these slots.
     """
     shape, jitted = jax.ShapeDtypeStruct, self.jitted
     whole = lambda *dims: shape(dims, np.int32, sharding=self.batch_sharding)
@@ -276,7 +268,7 @@ class ContinuousSampler:
     once = "decode_params", "read_tokens", "finalize", "append_tokens"
     prefills = 4 * len(self.buckets())
     limits = dict.fromkeys(once, 1) | {
-      "begin": 2,  # with an empty cache, and with that of the last turn
+      "begin": 2,  # with an empty cache, and with the last turn's cache
       "decode": len(self._compute_sizes),
       "prefill": prefills,
       "write_prompt_routing": prefills,
@@ -298,16 +290,12 @@ class ContinuousSampler:
   def _shard_requests(
     self, prompts, prompt_lengths, samples: Samples, so_far, stop_at
   ) -> list[Requests]:
-    """The responses that each shard has to generate.
-
-    `so_far` are the lengths and the finish of the samples, on the host; the
-    samples are on the decoding mesh.
-    """
+    """Each shard's responses; `so_far` is (lengths, finish) on the host."""
     B, R = samples.tokens.shape
     stop_at = np.full(B, R) if stop_at is None else np.minimum(stop_at, R)
     tokens = np.zeros((B, R), np.int32)
     if so_far[0].any():
-      # A host needs only the tokens that its own devices prefill.
+      # A host needs only the tokens that its devices prefill.
       for row, values in multihost.addressable_rows(samples.tokens).items():
         tokens[row] = values
     whole = prompts, prompt_lengths, tokens, *so_far, stop_at
@@ -319,8 +307,8 @@ class ContinuousSampler:
   ) -> Iterator[tuple[np.ndarray, ...]]:
     """The prefills of all shards' admissions, in few different shapes.
 
-    As many rows for each shard. A row of padding has the length 0 and the first
-    response -1. A shard counts responses from its first one.
+    Each shard has equally many rows, and counts responses from its first one.
+    Padding has the length 0 and the first response -1.
     """
     queues = {T: [[] for _ in requests] for T in self.buckets()}
     for shard, (admission, request) in enumerate(
@@ -333,7 +321,7 @@ class ContinuousSampler:
         queues[T][shard].append((num_cached, tokens, pages, response))
     for T, by_shard in queues.items():
       for queue in by_shard:
-        # A batch computes what its row with the fewest cached tokens needs.
+        # The row with the fewest cached tokens decides what a batch computes.
         queue.sort(key=lambda row: row[0])
       while longest := max(map(len, by_shard)):
         # Padding costs as much as a prefix, so a few are prefilled one by one.
@@ -373,7 +361,7 @@ class ContinuousSampler:
   def _segment_plan(
     self, schedulers, admissions: list[Admission], fields
   ) -> SegmentPlan:
-    """The plan of the next segment, for all shards; allocates its pages."""
+    """Allocates the next segment's pages; returns its plan for all shards."""
     segments = [scheduler.allocate_pages() for scheduler in schedulers]
     join = lambda parts, name: np.concatenate([getattr(p, name) for p in parts])
     active = join(segments, "active")
@@ -394,7 +382,6 @@ class ContinuousSampler:
     )
 
   def _min_active(self, schedulers, plan: SegmentPlan) -> np.int32:
-    """The number of active slots at which the segment ends early."""
     count = plan.active.sum()
     if any(scheduler.num_waiting for scheduler in schedulers):
       return np.int32(count - max(1, count // _IDLE))
@@ -411,8 +398,7 @@ class ContinuousSampler:
     """The slots to compute, equally many of each shard; None for all.
 
     Most responses finish long before the longest one, so few slots may be
-    active at the end. None also if a slot is new, because its prefix's partial
-    page must be copied.
+    active at the end. A new slot needs all, to copy its prefix's partial page.
     """
     active = plan.active.reshape(self.shards, -1)
     slots = active.shape[1]
@@ -426,10 +412,7 @@ class ContinuousSampler:
   def _apply_results(
     self, schedulers, requests, results
   ) -> list[list[tuple[int, int]]]:
-    """Reads what a segment did, and applies it to the schedulers.
-
-    Returns for each shard the responses that left their slots: number, tokens.
-    """
+    """Applies a segment's results; (number, tokens) of responses that left."""
     num_tokens, active = (
       np.split(x, self.shards) for x in jax.device_get(results)
     )
@@ -448,11 +431,7 @@ class ContinuousSampler:
     return left
 
   def _finished(self, left, samples) -> Iterator[tuple]:
-    """The responses that left their slots, Q at a time, with padding.
-
-    Their numbers [Q], -1 for padding; their lengths [Q]; and their tokens
-    [Q, R] on the devices.
-    """
+    """Yields numbers [Q] (-1: padding), lengths [Q] and tokens [Q, R]."""
     count = max(1, self.sizes.slots // _IDLE)  # rows of a shard
     while any(left):
       responses = np.full((self.shards, count), -1, np.int32)
@@ -468,7 +447,6 @@ class ContinuousSampler:
   def _read_finished(
     self, finished: list[tuple]
   ) -> dict[int, FinishedResponse]:
-    """The responses on this host, without those that paused."""
     responses, config = {}, self.config
     for numbers, lengths, tokens_on_devices in finished:
       for i, tokens in multihost.local_rows(tokens_on_devices).items():
@@ -515,13 +493,10 @@ def build_continuous_sampler(
   mesh: jax.sharding.Mesh,
   sampler_mesh: jax.sharding.Mesh,
 ) -> ContinuousSampler:
-  """Builds a ContinuousSampler; compiles nothing yet.
+  """Builds a ContinuousSampler; UserError if the sizes do not fit.
 
   Weights, keys and samples are on `mesh`; `sampler_mesh` has the same devices,
-  as they decode. `max_prompt_length` is the width of the prompts.
-
-  Raises:
-    UserError: the sizes do not fit.
+  arranged for decoding. `max_prompt_length` is the width of the prompts.
   """
   shards = sharding.batch_shards(sampler_mesh)
   sampler.require_stops()

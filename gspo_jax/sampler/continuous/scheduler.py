@@ -1,21 +1,19 @@
-"""The host's half of continuous batching: which response has which slot, pages.
+"""Assigns slots and pages: the host's half of continuous batching.
 
 A prefix is the tokens that a response continues: a prompt, shared by all new
 responses to it, or a prompt and the beginning of one response. All tokens of a
 prefix but the last are prefilled; the first decode step feeds the last one.
 Dimension letters as in `continuous/__init__`.
 
-Each round calls `admit`, `allocate_pages`, then decodes a segment on the
-devices, then calls `apply_results`. While `can_look_ahead`, the next round may
-begin before the results of the last one are applied. The full pages of a prefix
-are shared by the slots of its responses; each slot gets a copy of its partial
-last page. A prefix stays in the pool until all its responses have finished.
-When pages run out, first what no slot reads is evicted (and prefilled again
-later), then the newest responses are preempted.
+A round is `admit`, `allocate_pages`, a segment on the devices, `apply_results`.
+While `can_look_ahead`, a round may begin before the last one's results are
+applied. The slots of a prefix share its full pages; each gets a copy of its
+partial last page. A prefix stays in the pool until all its responses have
+finished. When pages run out, tokens that no slot reads are evicted (and later
+prefilled again), then the newest responses are preempted.
 
-The tokens of a response can stay in the pool until a later call continues it:
-a scheduler that is given `cached` keeps them, and `cached` of the next one is
-what it kept.
+A scheduler with `cached` keeps the tokens of finished responses in the pool;
+its `kept` is the `cached` of the next scheduler.
 """
 
 import collections
@@ -31,7 +29,7 @@ from gspo_jax.sampler.samples import UNFINISHED
 
 
 class CachedTokens(NamedTuple):
-  """The first tokens of a sequence that are in the pool, and their pages."""
+  """The first tokens of a sequence, in the pool, and their pages."""
 
   pages: list[int]
   num_tokens: int
@@ -41,12 +39,12 @@ class CachedTokens(NamedTuple):
 class Admission:
   """Responses that got a slot: prefill, then copy pages, then allocate pages.
 
-  The arrays behind `new` are [M] int32.
+  The arrays after `new` are [M] int32.
   """
 
-  # Prefixes of more than one token to store first, the pages for all but their
-  # last tokens, and how many of these the pages hold already. Full pages of
-  # these may have other readers, and must not be written.
+  # (prefix, pages, count): a prefix of more than one token to store first, the
+  # pages of all its tokens but the last, and how many of these the pages hold
+  # already. Other slots may read full pages of these: do not write them.
   prefill: list[tuple[int, list[int], int]]
   new: np.ndarray  # [M] bool, slots that got a response
   response: np.ndarray  # its number; 0 where no response is new
@@ -57,16 +55,14 @@ class Admission:
 
 @dataclasses.dataclass(frozen=True)
 class SegmentPages:
-  """The pages and the slots of the next segment."""
-
   table: np.ndarray  # [M, W] int32, pages in order; 0 where a slot has none
-  # [M] bool, slots to decode. A preempted slot is not active; a later admission
-  # starts its response again.
+  # [M] bool, slots to decode. The slot of a preempted response is not active;
+  # a later admission starts the response again.
   active: np.ndarray
 
 
 class Scheduler:
-  """Assigns the slots and pages of one shard; numbers count from its first."""
+  """Assigns one shard's slots and pages; its first response is number 0."""
 
   def __init__(
     self,
@@ -76,7 +72,7 @@ class Scheduler:
     max_tokens: Sequence[int],
     cached: Mapping[int, CachedTokens] | None = None,
   ):
-    """All responses wait, in order.
+    """Queues all responses in order; UserError if a prefix is empty.
 
     Args:
       sizes: of the shard.
@@ -84,12 +80,9 @@ class Scheduler:
       prefix_index: [B], the prefix of each response; sorted.
       max_tokens: [B], most tokens to generate for each; 0 to leave it out. With
         its prefix they are at most `max_prompt_length + max_new_tokens`.
-      cached: by response with a prefix of its own, the first tokens of the
-        prefix that are in the pool: `kept` of the last scheduler. All other
-        pages are free. None: keep nothing.
-
-    Raises:
-      UserError: a prefix is empty.
+      cached: by response, the first tokens of its prefix that are in the pool:
+        `kept` of the last scheduler. No other response has this prefix, and all
+        other pages are free. None: keep nothing.
     """
     self._sizes = sizes
     self.num_sampled = 0  # tokens so far, also of preempted responses
@@ -129,22 +122,18 @@ class Scheduler:
 
   @property
   def num_waiting(self) -> int:
-    """Unfinished responses without a slot."""
     return len(self._queue)
 
   @property
   def num_active(self) -> int:
-    """Slots with a response."""
     return int((self._response_M >= 0).sum())
 
   @property
   def num_free_pages(self) -> int:
-    """Pages that hold nothing."""
     return len(self._free_pages)
 
   @property
   def done(self) -> bool:
-    """Whether all responses have finished."""
     return not self.num_waiting and not self.num_active
 
   @property
@@ -156,16 +145,15 @@ class Scheduler:
   def can_look_ahead(self) -> bool:
     """Whether to plan a segment before the results of the last one are known.
 
-    Not while responses wait: the slots of responses that just finished would
-    stay empty for a segment. And not if pages might run out, so that responses
-    are preempted that need not be.
+    Not while responses wait: slots that just became idle would stay empty for a
+    segment. Not if pages might run out: responses would be preempted too early.
     """
     fits = self._missing_pages().sum() <= self.num_free_pages
     return not self._queue and bool(fits)
 
   @property
   def may_go_on(self) -> bool:
-    """Whether some response can have tokens left after all planned segments."""
+    """Whether a response can have tokens left after all planned segments."""
     active = self._response_M >= 0
     planned = self._unknown_segments * self._sizes.segment_steps
     most_M = self._most_tokens()
@@ -174,9 +162,9 @@ class Scheduler:
   def admit(self) -> Admission:
     """Gives idle slots to waiting responses, as far as pages go.
 
-    A response is admitted if its first segment fits in the pool beside the
-    next segment of all active ones; so it is not preempted in the same round.
-    For that, tokens of finished and later responses are evicted.
+    A response is admitted if the pool has room for its first segment and for
+    the next segment of all active responses; so this round does not preempt it.
+    Tokens of finished and later responses are evicted to make room.
     """
     M, n = self._sizes.slots, self._sizes.num_pages
     full = lambda value: np.full(M, value, np.int32)
@@ -191,10 +179,10 @@ class Scheduler:
   def allocate_pages(self) -> SegmentPages:
     """Gives each slot the pages that the next segment can fill.
 
-    A slot can fill min(segment_steps, the tokens it may still generate) more
-    positions, of each segment whose results are unknown. If pages run out, the
-    newest responses are preempted: they give all their pages back and wait at
-    the front of the queue. The oldest one is never preempted.
+    A segment fills at most min(segment_steps, remaining tokens) positions;
+    earlier segments without results count, too. If pages run out, the newest
+    responses are preempted: they return all pages and wait at the front of the
+    queue. The oldest response is never preempted.
     """
     while (missing_M := self._missing_pages()).sum() > self.num_free_pages:
       slot = int(self._response_M.argmax())  # of the newest response
@@ -214,11 +202,10 @@ class Scheduler:
   def apply_results(
     self, num_generated: np.ndarray, active: np.ndarray
   ) -> list[int]:
-    """Frees slots and pages after a segment: the oldest one without results.
+    """Applies the oldest segment without results; returns finished responses.
 
-    `num_generated` [M] are the tokens of each response that its prefix does not
-    hold, `active` [M] is false where a response has finished. Returns the
-    responses that finished.
+    `num_generated` [M] counts a response's tokens after its prefix; `active`
+    [M] is false where a response has finished.
     """
     self._unknown_segments -= 1
     new_M = np.asarray(num_generated) - self._num_generated_M
@@ -237,10 +224,9 @@ class Scheduler:
     return responses
 
   def _make_room(self, response):
-    """Whether the pool gets room for the first segment of a waiting response.
+    """Evicts until a response's first segment fits; False if it cannot fit.
 
-    It does whenever no slot is active: then all that stays in the pool is this
-    response's own prefix.
+    It fits whenever no slot is active: then only this response's prefix stays.
     """
     prefix, page_size = self._prefix_B[response], self._sizes.page_size
     cached = self._num_cached_Q[prefix]
@@ -257,14 +243,13 @@ class Scheduler:
     return self._prefix_pages.get(prefix, CachedTokens([], 0))
 
   def _keep(self, slot) -> CachedTokens:
-    """The tokens of a finished response; its newest one was not fed."""
+    """Keeps a finished response's tokens but the last, which was not fed."""
     count = int(self._num_cached_M[slot] + self._num_generated_M[slot])
     pages = self._table[slot, : -(-count // self._sizes.page_size)].tolist()
     self._readers[pages] += 1
     return CachedTokens(pages, count)
 
   def _start(self, slot, response, admission):
-    """Puts a response into a slot, and records that in `admission`."""
     prefix, page_size = int(self._prefix_B[response]), self._sizes.page_size
     cached = int(self._num_cached_Q[prefix])
     stored, num_stored = self._cached(prefix)
@@ -287,13 +272,11 @@ class Scheduler:
     self._table[slot, : len(pages)] = pages
 
   def _pages_after_segment(self, num_cached, num_generated, max_tokens):
-    """Pages that a slot needs until the end of the next segment."""
     steps = self._sizes.segment_steps * (self._unknown_segments + 1)
     tokens = num_cached + np.minimum(num_generated + steps, max_tokens)
     return -(-tokens // self._sizes.page_size)
 
   def _missing_pages(self):
-    """[M] pages that the slots lack for the next segment."""
     pages_M = self._pages_after_segment(
       self._num_cached_M, self._num_generated_M, self._most_tokens()
     )
@@ -302,7 +285,7 @@ class Scheduler:
     return np.where(self._response_M >= 0, missing_M, 0)
 
   def _most_tokens(self):
-    """[M] most tokens to generate in each slot; any without a response."""
+    """[M] most tokens to generate; any value without a response."""
     if not self._max_tokens_B.size:
       return np.zeros_like(self._response_M)
     return self._max_tokens_B[self._response_M]
@@ -315,14 +298,14 @@ class Scheduler:
     return pages
 
   def _release_pages(self, pages):
-    """Takes one reader from each of these pages; frees those without any."""
+    """Removes a reader from each page; frees pages without readers."""
     self._readers[pages] -= 1
     self._free_pages += [p for p in pages if not self._readers[p]]
 
   def _evict(self, *, after) -> bool:
-    """Evicts tokens that no slot reads: a finished response's, or a prefix.
+    """Evicts tokens that no slot reads; False if there are none.
 
-    Prefixes up to `after` stay. Returns whether there were any to evict.
+    Prefixes up to `after` stay.
     """
     if self.kept:
       _, tokens = self.kept.popitem()
@@ -340,8 +323,6 @@ class Scheduler:
 
 
 class Requests(NamedTuple):
-  """The responses that one shard has to generate."""
-
   prefixes: Sequence[np.ndarray]  # Q of int32, their tokens without padding
   prefix_index: np.ndarray  # [B] int, what each response continues; sorted
   num_tokens: np.ndarray  # [B] int32, of the response, in its prefix
@@ -360,18 +341,13 @@ def pending_requests(
 ) -> Requests:
   """The unfinished responses of samples, with the prefix of each.
 
-  Neighbours that have the same prompt and no token yet share one prefix, the
-  prompt. Every other response has a prefix of its own, its prompt and its
-  tokens; its prompt is prefilled and stored again.
+  Neighbours with the same prompt and no token share one prefix, the prompt. Any
+  other response has a separate prefix: its prompt, stored again, and its
+  tokens.
 
-  Args:
-    prompts: [P, S] int32, padded on the left.
-    prompt_lengths: [P] int.
-    tokens: [B, R] int32, of the responses so far; where another host has the
-      response, only the number of its tokens counts.
-    lengths: [B] int32, their number.
-    finish: [B] int8, as in Samples.
-    stop_at: [B] int, tokens at which a response pauses.
+  `prompts` [P, S] are padded on the left; `tokens` [B, R] may be wrong for
+  responses on other hosts; `finish` [B] is as in Samples; a response pauses at
+  `stop_at` [B] tokens.
   """
   group_size = len(lengths) // max(len(prompts), 1)
   pending = (finish == UNFINISHED) & (lengths < stop_at)
