@@ -7,7 +7,7 @@ Other wings take these modules:
   pipeline      batches of prompts and demonstrations; `take` for evaluation
   prompt_batch  PromptBatch and DemonstrationBatch; PromptConfig
   sources       `load` and `mix` problems; `fingerprint` of a source
-  problem       Problem, the type that all of this is about
+  problem       Problem
   readers       records of files and data sets
   tokenizers    `load` a tokenizer
 Commands: prepare_tfds, tokenizers.train.

@@ -1,9 +1,8 @@
-"""Which problems come when: stages of data, and solved problems left out.
+"""Which problems come when: stages of data, without solved problems.
 
 The two data recipes of SRPO (Zhang et al. 2025, arXiv 2504.14286). Stages: for
-example mathematics first, then code too. History resampling: a problem whose G
-responses were all correct is left out of the epochs that follow. Problems with
-some or no correct responses stay: the policy may still learn from them.
+example mathematics first, then code too. History resampling: later epochs leave
+out a problem whose G responses were all correct.
 """
 
 import base64
@@ -24,13 +23,13 @@ from gspo_jax.runtime.errors import UserError
 class Curriculum:
   """Batches of prompts: a function of stages, seed and recorded rewards.
 
-  Every epoch of a source has each of its problems once; with `drop_solved`
-  solved ones are passed over. When fewer than a batch of unsolved problems are
-  left in a stage, all problems of the stage count as unsolved again.
+  Every epoch of a source has each problem once, but no solved problem with
+  `drop_solved`. If a stage has fewer unsolved problems than a batch, all its
+  problems count as unsolved again. A problem solved in one stage stays solved
+  in the next. `batch` is in prompts.
 
-  The first stage begins at iteration 1, each other one later than the one
-  before. A problem solved in one stage stays solved in the next. `batch` is in
-  prompts. UserError for other stages, and as in `pipeline.prompts`.
+  UserError unless the first stage begins at iteration 1, and each other stage
+  later than the one before; and where `pipeline.prompts` raises it.
   """
 
   def __init__(
@@ -72,11 +71,11 @@ class Curriculum:
           source, cfg, batch=batch, seed=seed, solved=self._solved[-1]
         )
       )
-      # Every source has a seed of its own, in every stage.
+      # Every source of every stage has a different seed.
       seed += len(pipeline.parts(source))
 
   def next_batch(self, iteration: int, count: int | None = None) -> PromptBatch:
-    """The next `count` prompts, by default a batch, for an iteration from 1."""
+    """The next `count` prompts (default: a batch) for an iteration from 1."""
     self._stage = bisect.bisect_right(self._begins, iteration) - 1
     count = self._batch if count is None else count
     unsolved = self._num_fitting[self._stage] - self.num_solved
@@ -94,7 +93,7 @@ class Curriculum:
     return batch
 
   def prompts_at(self, positions: Sequence[Sequence[int]]) -> PromptBatch:
-    """The prompts at these positions, [P, 3] integers as in PromptBatch."""
+    """The prompts at [P, 3] positions, as in `PromptBatch`."""
     return pipeline.at_positions(self._sources, self._cfg, positions)
 
   def record(self, batch: PromptBatch, correct: np.ndarray) -> None:
@@ -109,12 +108,12 @@ class Curriculum:
 
   @property
   def num_solved(self) -> int:
-    """Solved problems of the present stage; 0 without `drop_solved`."""
+    """Solved problems of the current stage; 0 without `drop_solved`."""
     return sum(int(solved.sum()) for solved in self._solved[self._stage])
 
   @property
   def epochs(self) -> float:
-    """Passes over the source of the present stage; see `pipeline.epochs`."""
+    """Passes over the current stage's source; see `pipeline.epochs`."""
     state = self._streams[self._stage].get_state()
     return pipeline.epochs(self._sources[self._stage], state)
 
@@ -129,11 +128,7 @@ class Curriculum:
     return state
 
   def set_state(self, state: dict) -> None:
-    """Returns to a state of `get_state`.
-
-    Sources that the state lacks become unsolved: all of them if the run had no
-    `drop_solved`.
-    """
+    """Returns to a state; problems of sources that it lacks become unsolved."""
     self._stage = state["stage"]
     for stream, position in zip(self._streams, state["positions"], strict=True):
       stream.set_state(position)

@@ -1,4 +1,4 @@
-"""The problems of a run: to learn from, to be evaluated on, to imitate."""
+"""The problems of a run: for training, evaluation and imitation."""
 
 import dataclasses
 import functools
@@ -24,8 +24,6 @@ class Stage(NamedTuple):
 
 
 class Datasets(NamedTuple):
-  """Problems to learn from, to be evaluated on, and to imitate."""
-
   stages: Sequence[Stage]
   held_out: Sequence[Problem]
   demonstrations: Sequence[Problem]
@@ -74,7 +72,6 @@ def _built_in(source: str, seed: int) -> Datasets:
 
 
 def _notes(stages, evaluated) -> tuple[str, ...]:
-  """Lines about columns that were found, and about problems that are equal."""
   sources = {s.spec: s for stage in (*stages, evaluated) for s in stage}
   lines = [source.note for source in sources.values()]
   # A later stage may name a source again, but a stage names it once.

@@ -1,8 +1,7 @@
 """The Grain pipeline: problems of a source become batches of tokens.
 
 Batch n is a function of (source, seed, n), with any number of processes. The
-state of an iterator is a position in the order of its problems: a run resumed
-there repeats the uninterrupted one.
+state is a position: a run resumed there repeats the uninterrupted one.
 """
 
 import functools
@@ -31,9 +30,8 @@ class Batches(Iterator[PromptBatch]):
   Args:
     prompts: batches of one prompt, in order; they may be read ahead.
     batch: prompts in a batch.
-    solved: for each source of a mixture, [its length] bool: the problems to
-      pass over. Read here, not by the threads that read ahead, because the
-      caller changes it between batches.
+    solved: for each source, [its length] bool: the problems to pass over. The
+      threads that read ahead must not read it: it changes between batches.
   """
 
   def __init__(
@@ -48,7 +46,6 @@ class Batches(Iterator[PromptBatch]):
     return self.take(self._batch)
 
   def take(self, count: int) -> PromptBatch:
-    """The next `count` prompts, 1 or more."""
     unsolved = filter(self._is_unsolved, self._prompts)
     return join(list(itertools.islice(unsolved, count)))
 
@@ -57,11 +54,9 @@ class Batches(Iterator[PromptBatch]):
     return not (self._solved and self._solved[part][index])
 
   def get_state(self) -> dict:
-    """The position after the last batch, for a checkpoint."""
     return self._prompts.get_state()
 
   def set_state(self, state: dict) -> None:
-    """Returns to a state of `get_state`."""
     self._prompts.set_state(state)
 
 
@@ -75,10 +70,8 @@ def prompts(
 ) -> Batches:
   """Endless batches of prompts, shuffled anew each epoch; see `Batches`.
 
-  Raises:
-    UserError: fewer problems that fit than a batch, or a problem that is too
-      long. The embedded task raises for a long problem when it comes, any other
-      source now.
+  UserError: fewer problems fit than a batch, or a problem is too long. The
+  embedded task raises for a long problem when it comes, any other source now.
   """
   make = functools.partial(_prompt, cfg=cfg)
   _check(source, make, cfg, batch)
@@ -94,10 +87,9 @@ def demonstrations(
   seed: int,
   conversations: bool = False,
 ) -> Batches:
-  """Endless batches of prompts with demonstrated responses.
+  """As `prompts`, but DemonstrationBatch with responses [batch, width].
 
-  As `prompts`, of DemonstrationBatch with responses [batch, width]. With
-  `conversations` a response has all `Problem.turns`.
+  With `conversations` a response includes all `Problem.turns`.
   """
   make = functools.partial(
     _demonstration, cfg=cfg, width=width, conversations=conversations
@@ -107,12 +99,12 @@ def demonstrations(
 
 
 def parts(source: Source) -> tuple[Sequence[Problem], ...]:
-  """The sources of a mixture; of any other source, itself alone."""
+  """The sources of a mixture, or the one source."""
   return source.sources if isinstance(source, Mixture) else (source,)
 
 
 def num_fitting(part: Sequence[Problem], cfg: PromptConfig) -> int:
-  """How many problems of a source are not dropped."""
+  """The number of problems that are not dropped."""
   if cfg.too_long == "error":
     return len(part)
   make = functools.partial(_prompt, cfg=cfg)
@@ -122,7 +114,7 @@ def num_fitting(part: Sequence[Problem], cfg: PromptConfig) -> int:
 def take(source: Source, cfg: PromptConfig, count: int) -> PromptBatch:
   """The first `count` problems that fit, as one batch, in order.
 
-  Of a mixture, one problem of each source in turn, whatever the weights.
+  Of a mixture it takes one problem of each source in turn, without weights.
   """
   columns = [
     map(part.__getitem__, range(len(part))) for part in _with_positions(source)
@@ -142,7 +134,7 @@ def take(source: Source, cfg: PromptConfig, count: int) -> PromptBatch:
 def at_positions(
   sources: Sequence[Source], cfg: PromptConfig, positions: Sequence
 ) -> PromptBatch:
-  """The prompts at positions [P, 3]; `sources` has one for each stage."""
+  """The prompts at positions [P, 3]; `sources` are by stage."""
   return join(
     [
       _prompt(parts(sources[stage])[part][index], (stage, part, index), cfg)
@@ -152,7 +144,7 @@ def at_positions(
 
 
 def epochs(source: Source, state: dict) -> float:
-  """Passes over the source at a state of `Batches`, dropped problems included.
+  """Passes over the source, dropped problems included.
 
   Of a mixture, passes over the source that it repeats most.
   """
@@ -167,7 +159,7 @@ def epochs(source: Source, state: dict) -> float:
 def _prompt(
   problem: Problem, position: Sequence[int], cfg: PromptConfig
 ) -> PromptBatch | None:
-  """A batch of one prompt; None if it is dropped, which Grain passes over."""
+  """A batch of one prompt; None if it is dropped, which Grain skips."""
   ids = cfg.tokens_of(problem)
   name = f"problem {problem.text[:40]!r}"
   if not cfg.fits(ids, cfg.width, name, "data.max_prompt_length"):
@@ -243,7 +235,6 @@ def _with_positions(source: Source) -> list[_Positioned]:
 
 
 def _stream(source, make: Callable, seed: int) -> grain.DatasetIterator:
-  """Endless batches of one prompt, without those that `make` drops."""
   seeds = itertools.count(seed)
 
   def shuffled(part):
@@ -255,7 +246,7 @@ def _stream(source, make: Callable, seed: int) -> grain.DatasetIterator:
   else:
     (dataset,) = each
   # Threads read ahead; the order does not depend on their number. Batches are
-  # cut after them, where the dropped prompts are gone.
+  # cut later, when the dropped prompts are gone.
   options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
   return iter(dataset.map(lambda item: make(*item)).to_iter_dataset(options))
 
@@ -269,7 +260,7 @@ def _check(source, make: Callable, cfg: PromptConfig, batch: int) -> None:
       f"{batch} (data.prompts or cold_start.batch)"
     )
   if cfg.too_long == "error":
-    # Raises for a problem that is too long now, not at step 500.
+    # Raises now for a problem that is too long, not at step 500.
     for part in parts(source):
       if isinstance(part, ProblemSource):
         for problem in part:
@@ -285,6 +276,6 @@ def _check(source, make: Callable, cfg: PromptConfig, batch: int) -> None:
 
 
 def _count(part: _Positioned, make: Callable, limit: int) -> int:
-  """How many problems of a source are not dropped, up to `limit`."""
+  """The number of problems that are not dropped, up to `limit`."""
   kept = (i for i in range(len(part)) if make(*part[i]) is not None)
   return sum(1 for _ in itertools.islice(kept, limit))

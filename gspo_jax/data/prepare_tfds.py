@@ -3,11 +3,11 @@
   python -m gspo_jax.data.prepare_tfds --name=gsm8k --train=train.jsonl \\
     --test=test.jsonl --data_dir=runs/tfds
 
-Then `data.source=tfds:gsm8k` with TFDS_DATA_DIR=runs/tfds reads the set, and
-so does `tfds.data_source("gsm8k", data_dir=...)` in any program. In place of a
-file of JSON lines, parquet:FILE and other sources will do. gsm8k has the
-features that TFDS gives it. A set of any other name has the fields of its first
-record: text stays text, every other value is written as JSON.
+Then `data.source=tfds:gsm8k` with TFDS_DATA_DIR=runs/tfds reads the set, and so
+does `tfds.data_source("gsm8k", data_dir=...)` in any program. An input is a
+file of JSON lines, or parquet:FILE or another source. gsm8k gets the features
+that TFDS gives it. Any other set gets the fields of its first record: text
+stays text, every other value is written as JSON.
 
 Exit codes: 0 done; 2 a mistake of the user, in one line.
 """
@@ -30,7 +30,6 @@ _DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder of TFDS sets.")
 
 
 def main() -> None:
-  """Entry point of the command."""
   command.run(
     _main,
     required=(_NAME, _TRAIN, _DATA_DIR),
@@ -49,10 +48,7 @@ def _main() -> None:
 
 
 def prepare(name: str, files: dict[str, str], data_dir: str) -> dict[str, int]:
-  """Writes the set; returns the number of records of each split.
-
-  `files` are by split, as in `readers.lines`.
-  """
+  """Writes the set; `files` and the numbers that it returns are by split."""
   if not (name.isidentifier() and name.islower() and name.isascii()):
     raise UserError(f"--name={name}: expected letters a-z, digits and _")
   if (Path(data_dir).expanduser() / name).exists():
@@ -91,10 +87,7 @@ def _as_text(line: json_lines.Line, fields: tuple[str, ...]) -> dict[str, str]:
 
 
 def _builder_class(name: str, records: dict[str, list[dict]]) -> type:
-  """A TFDS builder of these records, by split and in order.
-
-  Not `store_as_tfds_dataset` of TFDS, which needs TensorFlow.
-  """
+  """A TFDS builder of these records; TFDS's own function needs TensorFlow."""
   try:
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core import registered

@@ -11,10 +11,11 @@ class Problem(NamedTuple):
   text: str  # before the instruction and the chat template
   reference: str  # the target, with which the reward compares the response
   demonstration: str  # a response to imitate in the cold start; "" for none
-  columns: Mapping[str, Any] = {}  # the others of the record, as JSON has them
+  columns: Mapping[str, Any] = {}  # the record's other columns, as JSON
   # The messages before `text`; the first one may have the role "system".
   history: tuple[tuple[str, str], ...] = ()
-  # Of the demonstration, behind its first response; the assistant has the last.
+  # Messages of the demonstration after its first response; the last one is of
+  # the assistant.
   turns: tuple[tuple[str, str], ...] = ()
 
 

@@ -31,7 +31,6 @@ class PromptBatch:
     return self.tokens[p, self.tokens.shape[1] - self.lengths[p] :].tolist()
 
   def pick(self, index: np.ndarray) -> Self:
-    """The prompts with these indices, in this order."""
     arrays = {k: x for k, x in vars(self).items() if isinstance(x, np.ndarray)}
     return dataclasses.replace(
       self,
@@ -55,8 +54,6 @@ Batch = TypeVar("Batch", bound=PromptBatch)
 
 
 def join(batches: Sequence[Batch]) -> Batch:
-  """Concatenates batches of one type."""
-
   def concatenate(columns):
     if columns[0] is None:
       return None
@@ -81,7 +78,6 @@ class PromptConfig:
   too_long: str = "error"
 
   def tokens_of(self, problem: Problem) -> list[int]:
-    """The ids of the prompt of a problem, of any length."""
     history, system = list(problem.history), self.system
     if history and history[0][0] == "system":
       _, system = history.pop(0)
@@ -92,7 +88,7 @@ class PromptConfig:
   def fits(self, ids: Sequence[int], width: int, name: str, key: str) -> bool:
     """Whether ids fit; if not and `too_long` is "error", raises UserError.
 
-    The error has `name`, whose ids they are, and `key`, which sets the width.
+    `name` says what the ids are; `key` is the config key of `width`.
     """
     if len(ids) > width and self.too_long == "error":
       raise UserError(

@@ -36,17 +36,12 @@ _FORMATS = ("arrow", "csv", "json", "parquet", "text")
 
 
 class Records(NamedTuple):
-  """The records of a source; pickled, they are read again where they lie."""
-
   rows: Sequence  # of dicts, or what a factory of the user returns
   place: Callable[[int], str]  # the name of a record by its index, for errors
 
 
 def read(spec: str) -> Records:
-  """The records that a spec names.
-
-  It is one of `SPECS`, but not `chain`; see the functions below.
-  """
+  """The records of one of `SPECS`, but not `chain`."""
   kind, _, rest = spec.partition(":")
   if kind == "jsonl":
     lines = list(json_lines(rest))
@@ -64,10 +59,7 @@ def read(spec: str) -> Records:
 
 
 def spec_of(file: str | Path) -> str:
-  """The spec of a file by the end of its name, JSON lines if that says nothing.
-
-  A spec such as parquet:FILE stays as it is.
-  """
+  """The spec of a file, by its extension, else jsonl; a spec is unchanged."""
   file = str(file)
   if re.match(r"\w+:(?!//)", file):
     return file
@@ -75,8 +67,8 @@ def spec_of(file: str | Path) -> str:
 
 
 def _by_name(spec: str) -> str:
-  """The spec of a file by the end of its name; "" if that says nothing."""
-  file = re.sub(r"^\w+:(?!//)", "", spec)  # another one's word for the kind
+  """The spec of a file by its extension; "" if that says nothing."""
+  file = re.sub(r"^\w+:(?!//)", "", spec)  # without a kind
   end = _FILE.search(file)
   if not end:
     return ""
@@ -86,7 +78,7 @@ def _by_name(spec: str) -> str:
 
 
 def path_of(spec: str) -> str:
-  """The file or folder that a spec names; "" if it names other things."""
+  """The file or folder that a spec names; "" if it names no file."""
   kind, _, rest = spec.partition(":")
   if kind == "hf":
     return _HF.fullmatch(rest)[1] if _HF.fullmatch(rest) else ""
@@ -101,7 +93,7 @@ def lines(file: str | Path) -> Iterator[json_lines_file.Line]:
 
 
 def content(spec: str) -> str:
-  """A hash of the files that a spec names; "" if it names other things."""
+  """A hash of the files that a spec names; "" if it names no file."""
   kind, _, path = spec.partition(":")
   files = [epath.Path(path)] if kind == "jsonl" else []
   if kind == "parquet" and in_bucket(path):
@@ -131,7 +123,6 @@ def json_lines(path: str) -> Iterator[json_lines_file.Line]:
 
 
 def sha256(path: epath.PathLike) -> str:
-  """The SHA-256 of a file in a folder or bucket, in hexadecimal."""
   with epath.Path(path).open("rb") as file:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -139,8 +130,8 @@ def sha256(path: epath.PathLike) -> str:
 def field(record: Mapping, name: str, place: str, key: str = ""):
   """The value of a column; `a.b` is the value of b in the column a.
 
-  UserError without such a column, with `place`, the name of the record, and
-  `key`, the config key that sets `name`, if one does.
+  UserError without such a column. It names `place`, which is the record, and
+  `key`, the config key that sets `name`.
   """
   if isinstance(record, Mapping) and name in record:
     return record[name]
@@ -167,16 +158,15 @@ def fields(record: Mapping, place: str) -> dict:
 
 
 def text(value) -> str:
-  """The text of a value that JSON has, as rewards read a reference.
+  """The text of a JSON value, as rewards read a reference.
 
-  A number has neither an exponent nor zeros behind its last decimal: tables
-  store the integer 7 as 7.0 where another row has no value. A list of texts
-  and numbers is joined with commas. An object and any other list stay JSON.
+  A number has no exponent and no zeros after its last decimal: tables store 7
+  as 7.0 if another row has no value. A list of texts and numbers is joined with
+  commas. An object and any other list stay JSON.
 
   Returns:
-    "" where the value is missing: null, NaN, infinite, a list that is empty or
-    has such an item, or an object that has nothing else. An object or a list of
-    lists that holds NaN is missing, too, for JSON has none.
+    "" for a missing value: null, NaN, infinity, an empty list, a list with such
+    an item, an object with nothing else, or an object or list with NaN inside.
   """
   if isinstance(value, list) and not any(
     isinstance(item, list | dict) for item in value
@@ -227,10 +217,7 @@ def plain(value, place: str):
 
 
 def plain_columns(record: Mapping, without: Sequence[str]) -> dict:
-  """The columns of a record as JSON would give them, `without` some.
-
-  A column that JSON cannot hold, such as an image, is left out, too.
-  """
+  """The columns that JSON can hold, as JSON values, `without` some."""
   columns = {}
   for name in record:
     if name not in without:
@@ -242,10 +229,7 @@ def plain_columns(record: Mapping, without: Sequence[str]) -> dict:
 
 
 def parquet(path: str) -> Sequence:
-  """The rows of a Parquet file, memory-mapped from a copy of `datasets`.
-
-  The path may be a pattern such as `data/train-*.parquet`.
-  """
+  """The rows of a Parquet file or a pattern as `data/train-*.parquet`."""
   if not path:
     raise UserError("parquet: expected parquet:FILE")
   file = path if in_bucket(path) else str(Path(path).expanduser())
@@ -258,11 +242,9 @@ def parquet(path: str) -> Sequence:
 def hugging_face(spec: str) -> Sequence:
   """A split of a data set that the package `datasets` reads, memory-mapped.
 
-  Args:
-    spec: `NAME[:SPLIT]`, by default "train", also a slice `train[:1000]`. NAME
-      is `ORGANISATION/NAME[/CONFIG]` on the Hugging Face Hub, or a folder or
-      file in a format of `datasets` (parquet, csv, json, ..., or what
-      `save_to_disk` wrote).
+  `spec` is `NAME[:SPLIT]`, by default "train", or a slice as `train[:1000]`.
+  NAME is `ORGANISATION/NAME[/CONFIG]` on the Hugging Face Hub, or a folder or
+  file in a format of `datasets` (parquet, csv, json, ..., `save_to_disk`).
   """
   parts = _HF.fullmatch(spec)
   if not parts:
@@ -303,7 +285,6 @@ def _slice(datasets, splits: Mapping, split: str):
 
 @contextlib.contextmanager
 def _datasets(spec: str):
-  """Gives the package `datasets`; its errors become a UserError."""
   try:
     import datasets  # takes a second, and few runs need it
   except ImportError as error:
@@ -327,11 +308,7 @@ def _datasets(spec: str):
 
 
 def _of_text(dataset):
-  """The rows as texts and numbers.
-
-  Columns of images, sound and video are left out: they need more packages.
-  Floats of less than 64 bits keep their own digits.
-  """
+  """The rows, without media columns; float32 keeps its shortest decimals."""
   is_media = lambda feature: hasattr(
     getattr(feature, "feature", feature), "embed_storage"
   )
@@ -362,9 +339,9 @@ def _short(value, dtype: str):
 
 
 def tfds(spec: str) -> Sequence:
-  """A split of a TFDS set that is prepared in `TFDS_DATA_DIR`.
+  """A split (default "train") of a TFDS set prepared in `TFDS_DATA_DIR`.
 
-  `spec` is `NAME[/CONFIG][:VERSION][:SPLIT]`, the split by default "train".
+  `spec` is `NAME[/CONFIG][:VERSION][:SPLIT]`.
   """
   parts = re.fullmatch(r"([\w/.+-]+(?::\d+\.\d+\.\d+)?)(?::(.+))?", spec)
   if not parts:
@@ -395,7 +372,6 @@ def tfds(spec: str) -> Sequence:
 
 
 def from_factory(spec: str) -> Sequence:
-  """What `package.module.factory` returns, called without arguments."""
   parts = re.fullmatch(r"([\w.]+)[.:](\w+)", spec)
   file = _by_name(spec)
   hint = f"did you mean {file!r}? " if file else ""
@@ -406,7 +382,7 @@ def from_factory(spec: str) -> Sequence:
     module = importlib.import_module(path)
   except ModuleNotFoundError as error:
     if error.name and not f"{path}.".startswith(f"{error.name}."):
-      raise  # the module exists, and one of its own imports does not
+      raise  # the module exists, but one of its imports does not
     raise UserError(
       f"data source {spec!r}: no module {error.name!r}; expected {SPECS}"
     ) from error

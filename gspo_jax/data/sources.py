@@ -1,7 +1,6 @@
 """Sources of problems: files, data sets, or any factory by dotted name.
 
-A source is a random-access sequence of `Problem`. `tasks.chain.Chain`, the
-embedded task, is one too.
+A source is a sequence of `Problem` with random access.
 """
 
 import dataclasses
@@ -30,26 +29,26 @@ _PREFIX = "#### "
 class Fields(NamedTuple):
   """The names of the columns of a record; `a.b` is b in the column a."""
 
-  # A text or a conversation. Of its messages the last one of the user is the
-  # problem, those before it are the history, and one of the assistant after it
-  # is the demonstration. "" for the first of `_PROBLEM` that the record has.
+  # A text or a conversation. In a conversation the user's last message is the
+  # problem, the messages before it are the history, and the assistant's message
+  # after it is the demonstration. "": the first of `_PROBLEM` in the record.
   problem: str = ""
-  # The reference is the text after the last `####` (as in GSM8K), or all of it;
-  # of a value that is not text, `readers.text`. "" for the first of
-  # `_REFERENCE`, else the demonstration of the conversation.
+  # The reference is the text after the last `####` (as in GSM8K), or the whole
+  # text, or `readers.text` of another value. "": the first of `_REFERENCE`, or
+  # the conversation's demonstration.
   reference: str = ""
-  # "" for that of the conversation; without one, the solution if the reference
-  # is in another column, else the text of the reference if that holds `####`,
-  # else `#### ` and the reference; none if the reference is JSON.
+  # "": the conversation's demonstration; else the solution, if the reference is
+  # in another column; else the column of the reference, if it has `####`; else
+  # `#### ` and the reference, or nothing if the reference is JSON.
   demonstration: str = ""
 
   def found_in(self, record, place: str) -> "Fields":
-    """These names, with the columns of a record for those that are ""."""
-    if isinstance(record, Problem):  # has none; a fingerprint holds these names
+    """These names; where one is "", a column that this record has."""
+    if isinstance(record, Problem):  # without columns; a fingerprint has these
       return _GSM8K._replace(**{k: v for k, v in self._asdict().items() if v})
     columns = readers.fields(record, place)
     by_name = {name.lower(): name for name in columns}
-    by_name |= {name: name for name in columns}  # the exact one goes first
+    by_name |= {name: name for name in columns}  # exact names win
     first = lambda names: next(filter(None, map(by_name.get, names)), "")
 
     def require(use, names, column):
@@ -66,7 +65,7 @@ class Fields(NamedTuple):
     answer = reference or _asked(record, problem, place)[2]
     require("reference", _REFERENCE, answer)
     demonstration = self.demonstration
-    # Of MATH: the answer is the reference, and the solution leads to it.
+    # In MATH the answer is the reference, and the solution leads to it.
     texts = (columns.get(name) for name in (problem, "solution"))
     worked = reference != "solution" and all(isinstance(x, str) for x in texts)
     if worked and not demonstration:
@@ -100,21 +99,21 @@ class ProblemSource(Sequence):
 
   records: Sequence  # dicts with `fields`, or problems; random access
   place: Callable[[int], str]  # the name of a record by its index, for errors
-  # Problem and reference may not be "" here, but that of the reference in a
-  # conversation (`load` has filled them in).
+  # The columns; only the reference may be "", if it is the response of a
+  # conversation.
   fields: Fields = _GSM8K
   # True for the held-out problems only, False for the others, None for all.
   evaluation: bool | None = None
   content: str = ""  # a hash of all records; "" if unknown
   spec: str = ""  # the argument of `load`
-  # A number for each problem that `load` read, on both sides; equal problems,
-  # white space aside, have equal ones.
+  # A hash of each problem that `load` read, on both sides of the split; it does
+  # not depend on white space.
   asked: tuple[int, ...] = ()
   note: str = ""  # a line that says which columns `load` found; "" for none
 
   @functools.cached_property
   def _indices(self) -> Sequence[int]:
-    """Indices of the records on this side of the split; reads all once."""
+    """The records on this side of the split; reads all records once."""
     indices = range(len(self.records))
     if self.evaluation is None:
       return indices
@@ -136,7 +135,6 @@ class ProblemSource(Sequence):
     return self.problem(self.records[i], self.place(i))
 
   def problem(self, record, place: str) -> Problem:
-    """The problem of a record."""
     if isinstance(record, Problem):
       return record
     names = self.fields
@@ -162,7 +160,6 @@ class ProblemSource(Sequence):
 
 
 def _demonstration(solution) -> str:
-  """What is imitated if there is a reference alone."""
   if isinstance(solution, str) and "####" in solution:
     return solution
   items = solution if isinstance(solution, list) else [solution]
@@ -197,13 +194,13 @@ def load(
       (split "train" if not given), or `package.module.factory`. The factory is
       called without arguments and returns anything with a length and records by
       index, each a dict or a `Problem`.
-    fields: names in a dict; those that are "" are found in the first record.
+    fields: column names; those that are "" are found in the first record.
     evaluation: the side of the split, None for both.
 
   Raises:
-    UserError: there is no such source, it is empty, or a record of it is bad.
-      Checked now are all JSON lines, the first 100,000 records of tables, and
-      none of a factory, which may make problems without end.
+    UserError: there is no such source, it is empty, or a record is bad. It
+      checks all JSON lines, the first 100,000 records of a table, and no
+      records of a factory.
   """
   records, place = readers.read(spec)
   if not len(records):
@@ -235,10 +232,7 @@ def load(
 def mix(
   sources: Sequence[Sequence[Problem]], weights: Sequence[float] = ()
 ) -> Sequence[Problem] | Mixture:
-  """A mixture of sources, or the source if there is only one.
-
-  `weights` has a number above 0 for each source; () for equal weights.
-  """
+  """A mixture of sources, or the only source; equal weights by default."""
   weights = tuple(weights) or (1.0,) * len(sources)
   if len(weights) != len(sources):
     raise UserError(
@@ -253,7 +247,7 @@ def mix(
 def fingerprint(source) -> str:
   """A hash of the content and options of a source, wherever it is stored.
 
-  A checkpoint holds it, so that a run does not resume on other data. It covers
+  A checkpoint has it, so that a run does not resume on other data. It covers
   all bytes of JSON lines and Parquet; of other sources the length, and up to
   1000 problems without the columns that only rewards read.
   """
@@ -271,7 +265,7 @@ def fingerprint(source) -> str:
 
 
 def _sample(source: Sequence[Problem]) -> list:
-  """Its length, and up to 1000 problems in even steps, first and last too."""
+  """The length, and up to 1000 problems in even steps, with first and last."""
   last = len(source) - 1
   steps = min(_FINGERPRINTED - 1, last)
   indices = [i * last // steps for i in range(steps + 1)] if last > 0 else [0]

@@ -1,11 +1,6 @@
 """The policy: a Qwen3 decoder as functions over a plain dict of arrays.
 
-Other wings use the names in `__all__`, and these modules: `cache` and
-`paged_cache` (the two KV caches), `paged_attention` (the layout of pages), `hf`
-(Hugging Face checkpoints), `lora` (low-rank adapters), `rounding` (the compiler
-options of every program that runs a policy), `experts.SLACK` (rows of the
-experts' products over their mean load) and `moe.number_type` (the integer type
-of recorded experts).
+Other wings use the names in `__all__`, `experts.SLACK` and `moe.number_type`.
 """
 
 from gspo_jax.model.config import (

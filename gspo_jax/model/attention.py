@@ -14,8 +14,8 @@ from gspo_jax.runtime import sharding
 
 _BLOCK = 512  # queries and keys of a tile of scores in VMEM
 # Most bytes of the parts of the fused backward pass: 32,768 tokens of 32 heads
-# of width 128. Above it the gradient of the queries has a kernel of its own,
-# which computes the scores once more.
+# of width 128. Above it a separate kernel computes the gradient of the queries,
+# and the scores once more.
 _PARTS_BYTES = 4 * 2**30
 _CPU_BLOCK = 64  # queries of a block on a CPU
 _CACHED_SCORES = 2**18  # float32 scores that stay in the cache of a core
@@ -27,11 +27,10 @@ def attend(q_BTNH, k_BTKH, v_BTKH, segments_BT):
   """Each token attends to itself and to the earlier tokens of its segment.
 
   Query head i uses key-value head i // (N / K); padding is a segment, too. The
-  output [B, T, N, H] has the dtype of the queries.
-
-  By splash attention on a TPU if H is a multiple of 128, by cuDNN on a GPU for
-  16-bit numbers if H is a multiple of 8, else `in_blocks`. None holds scores of
-  [B, N, T, T]; cuDNN takes the segments as a mask of [B, 1, T, T].
+  output [B, T, N, H] has the dtype of the queries. By splash attention on a TPU
+  if H is a multiple of 128; by cuDNN on a GPU for 16-bit numbers if H is a
+  multiple of 8, with a mask [B, 1, T, T]; else `in_blocks`. No scores
+  [B, N, T, T] are stored.
   """
   platform, (T, H) = sharding.platform(), q_BTNH.shape[1::2]
   if platform == "tpu" and H % _LANES == 0:
@@ -50,11 +49,10 @@ def attend(q_BTNH, k_BTKH, v_BTKH, segments_BT):
 def in_blocks(q_BTNH, k_BTKH, v_BTKH, segments_BT):
   """`attend` in XLA's operations, over blocks of queries.
 
-  A block reads the keys up to its last query, which leaves out most of the
-  masked scores. On a CPU a loop takes a few rows at a time, so that the scores
-  stay in the cache of a core. The backward pass computes the scores again
-  (arXiv 2205.14135, algorithm 4). Scores and softmax are float32 and the output
-  is rounded once, as in the caches of the sampler.
+  A block reads the keys up to its last query, which leaves out most masked
+  scores. A CPU takes few rows at a time, whose scores fit in a core's cache.
+  The backward pass computes the scores again (arXiv 2205.14135, algorithm 4).
+  The output is rounded once from float32, as in the sampler's caches.
   """
   return _forward(q_BTNH, k_BTKH, v_BTKH, segments_BT)[0]
 
@@ -62,8 +60,7 @@ def in_blocks(q_BTNH, k_BTKH, v_BTKH, segments_BT):
 def _forward(q_BTNH, k_BTKH, v_BTKH, segments_BT):
   operands = q_BTNH, k_BTKH, v_BTKH, _biases(segments_BT)
   out_BTNH, lse_BTN = _map_rows(_forward_rows, operands)
-  # Both, so that a rematerialised block does not compute the scores a third
-  # time.
+  # A rematerialised block that keeps both computes the scores only twice.
   out_BTNH = checkpoint_name(out_BTNH, "attention")
   lse_BTN = checkpoint_name(lse_BTN, "attention")
   return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, lse_BTN)
@@ -81,7 +78,7 @@ in_blocks.defvjp(_forward, _backward)
 
 
 def _map_rows(function, operands):
-  """`function` of the operands, on a CPU of a few rows at a time."""
+  """`function(*operands)`; on a CPU a few rows at a time."""
   B, T, N, _ = operands[0].shape
   if sharding.platform() != "cpu":
     return function(*operands)
@@ -95,7 +92,7 @@ def _map_rows(function, operands):
 
 
 def _blocks(T):
-  """The first query of each block, and the first one after it."""
+  """(first query, first query of the next block) of each block."""
   size = _CPU_BLOCK if sharding.platform() == "cpu" else _BLOCK
   return [(start, min(start + size, T)) for start in range(0, T, size)]
 
@@ -200,8 +197,8 @@ def _backward_rows(
 def weigh(subscripts: str, weights, values):
   """An einsum of float32 weights with values of any dtype, summed in float32.
 
-  A CPU multiplies in float32. Other platforms round the weights to the values'
-  dtype anyway; the explicit cast avoids a float32 copy of the values.
+  Except on a CPU the weights are rounded anyway; the explicit cast avoids a
+  float32 copy of the values.
   """
   if sharding.platform() != "cpu":
     weights = weights.astype(values.dtype)
@@ -249,11 +246,7 @@ def _splash_kernel(heads: int, tokens: int, query_bytes: int, interpret: bool):
 
 
 def _fused_block(tokens: int, wide_block: int, query_bytes: int) -> int:
-  """Keys of a block of the fused backward pass; 0 if its parts are too large.
-
-  Where blocks of 2,048 keys make too many parts, a tpu7x has blocks of 4,096.
-  They do not fit in the VMEM of a v5p.
-  """
+  """Keys of a block of the fused backward pass; 0 if it has too many parts."""
   blocks = [wide_block]
   if wide_block == 2048 and sharding.device_kind() == "TPU7x":
     blocks += [4096] * (tokens % 4096 == 0)
@@ -262,12 +255,11 @@ def _fused_block(tokens: int, wide_block: int, query_bytes: int) -> int:
 
 
 def splash_blocks(tokens: int) -> tuple[int, int]:
-  """Queries of a block of splash, and keys of one in its backward pass.
+  """Queries of a block of splash, and keys of a block of its backward pass.
 
-  The fused backward pass writes the gradient of all queries once for each block
-  of keys, and then adds these parts. Long blocks make few parts; but a block
-  that the diagonal crosses is computed whole, so that one has an eighth of the
-  keys at most. `tokens` of a row are a multiple of 128.
+  The fused backward pass writes one gradient of all queries for each block of
+  keys: long blocks write less. But blocks on the diagonal are computed whole,
+  so a block has at most 1/8 of the keys. `tokens` is a multiple of 128.
   """
   largest = lambda limit: max(
     b for b in (128, 256, 512, 1024, 2048) if b <= limit and tokens % b == 0

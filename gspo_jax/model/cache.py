@@ -3,8 +3,8 @@
 Dimension key: B rows, P prompts, G responses a prompt (B = P * G), T new
 tokens, S slots, N query heads, K key-value heads, U = N / K, H head width.
 
-Each layer's keys and values are [B, K, S, H], which decodes in place on a TPU,
-where [layers, B, S, K, H] copies the cache.
+Each layer has an array [B, K, S, H]: a TPU decodes in place in it, and would
+copy the whole cache if it were [layers, B, S, K, H].
 """
 
 import dataclasses
@@ -80,13 +80,12 @@ class Cache:
     return out_BTNH, (k_BKSH, v_BKSH)
 
   def append(self, k, v, mask_BT: jax.Array) -> "Cache":
-    """The cache after a forward pass over T tokens that returned `k`, `v`."""
     length = self.length + mask_BT.shape[1]
     return dataclasses.replace(self, k=k, v=v, length=length)
 
 
 def empty(cfg: ModelConfig, batch: int, slots: int) -> Cache:
-  """A cache of `batch` rows with `slots` slots for values in `cfg.dtype`."""
+  """A cache for values in `cfg.dtype`."""
   shape = (batch, cfg.num_kv_heads, slots, cfg.head_dim)
   zeros = lambda: tuple(
     constrain(jnp.zeros(shape, stored(cfg.dtype)), BATCH_AXES, "tensor")
@@ -97,7 +96,7 @@ def empty(cfg: ModelConfig, batch: int, slots: int) -> Cache:
 
 
 def from_prefill(k: jax.Array, v: jax.Array, mask_BT: jax.Array) -> Cache:
-  """The full cache of keys and values stacked over layers, [L, B, K, T, H]."""
+  """A full cache of keys and values stacked over layers, [L, B, K, T, H]."""
   valid = mask_BT.astype(bool)
   return Cache(tuple(k), tuple(v), valid, jnp.int32(valid.shape[1]))
 
@@ -146,7 +145,7 @@ def _scores(q_BKUTH, k_BKSH, visible_BTS):
 def _combine(parts, B, T):
   """One softmax over the keys of all parts: [B, K, U, T, H] float32.
 
-  `parts` are pairs of scores and values, P rows of the prefix, B of responses.
+  A part is (scores, values): of the P prefixes, or of the B responses.
   """
   to_rows = lambda x: _split_groups(x, B, T)
   maxima = [to_rows(scores.max(-1, keepdims=True)) for scores, _ in parts]

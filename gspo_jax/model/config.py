@@ -33,10 +33,10 @@ TARGETS = ("attention", "mlp", "all-linear")
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-  """Which weights have adapters, and of which size.
+  """Which weights have adapters, and their size.
 
-  An expert has an A and a B of its own. Its gate and up share A, because they
-  are one matrix here.
+  Each expert has an A and a B. Gate and up of an expert are one matrix here, so
+  they share A.
   """
 
   rank: int = key(
@@ -155,7 +155,7 @@ class ModelConfig:
 
   @property
   def kept(self) -> tuple[str, ...] | None:
-    """The values that `remat` stores; None: all, nothing is computed again."""
+    """The values that `remat` stores; None: all values."""
     if self.remat in ("none", "full"):
       return None if self.remat == "none" else ()
     return tuple(name.strip() for name in self.remat.split(","))
@@ -163,10 +163,7 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyConfig:
-  """Which policy a run trains, and how it computes.
-
-  `sizes` are other fields of `ModelConfig` that a config file sets.
-  """
+  """The policy that a run trains; `sizes` overrides fields of `ModelConfig`."""
 
   checkpoint: str = key(
     "",

@@ -1,8 +1,8 @@
 """The experts of one device, in chunks: dropless, exact, in bounded memory.
 
-A device's number of rows depends on the router. A buffer for the worst case
-would be many times too large, and one for the mean would drop tokens. So the
-rows are processed in chunks of 1.25 times the mean: one if the load is even.
+The router decides how many rows a device gets. A buffer for the worst case
+would be many times too large, and a buffer for the mean would drop tokens. So a
+device processes chunks of 1.25 times the mean: one if the load is even.
 
 Dimension key: M tokens, D model width, e experts of this device, k experts a
 token, F hidden width of one expert, A rows of a chunk; a row is a pair of a
@@ -44,9 +44,9 @@ def _project_down(h_AF, weights_A, down, sizes_e):
 def apply(x_MD, weights_Mk, experts_Mk, gate_up, down, *, num_shards: int):
   """The weighted sum [M, D] over this device's experts; the rows processed.
 
-  `experts_Mk` count from this device's first expert; numbers outside 0..e-1 are
-  on other devices. `num_shards` devices share the experts. The weights have the
-  dtype of `x_MD`; `gate_up` is [e, D, 2F] and `down` [e, F, D].
+  `experts_Mk` counts from this device's first expert; numbers outside 0..e-1
+  are experts of other devices. `num_shards` devices share all experts. Weights
+  have the dtype of `x_MD`; `gate_up` is [e, D, 2F], `down` is [e, F, D].
   """
   (M, k), e = experts_Mk.shape, len(gate_up.weight)
   max_rows = M * min(k, e)
@@ -91,14 +91,14 @@ def _add(x, i, rows):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _chunks(operands: _Operands, k, A):
-  """As many chunks as there are rows for: the output of `apply`.
+  """Processes all rows, chunk by chunk; the output of `apply`.
 
-  Reverse mode cannot differentiate a loop of unknown length, so the gradient is
-  again a loop over chunks, each differentiated by JAX. This also keeps a
-  kernel's undefined rows out of all sums, and can keep the first hidden rows.
+  JAX cannot differentiate a loop of unknown length in reverse mode. So the
+  gradient is another loop, in which JAX differentiates each chunk. This also
+  keeps a kernel's undefined rows out of all sums.
   """
   body, state = _steps(operands, k, A)
-  # Without a gradient no chunk is kept, so one loop compiles all of them.
+  # Without a gradient nothing of a chunk is kept: one loop runs all chunks.
   step = lambda state: body(state, _widen(operands, state[0], k, A))
   more = lambda state: state[0] < operands.ends_e[-1]
   return jax.lax.while_loop(more, step, state)[1:]
@@ -132,11 +132,7 @@ def _forward(operands: _Operands, k, A):
 
 
 def _run(body, state, h_AF, operands: _Operands, k):
-  """The first chunk, whose hidden rows are given, and the others if any.
-
-  The first chunk is outside the loop, and the loop is in a branch: with an even
-  load nothing is copied into a loop's state.
-  """
+  """The first chunk from its hidden rows, then the other chunks, if any."""
   A, state = len(h_AF), body(state, h_AF)
   if operands.order.size <= A:
     return state

@@ -1,4 +1,4 @@
-"""Grouped matmul, in the form that is fast on the platform.
+"""Grouped matmul, by the fastest method for the platform.
 
 Dimension key: A rows, such as the M * k pairs of a token and an expert, M
 tokens, k experts a token, e groups, D and F widths, n blocks, b rows of a
@@ -22,13 +22,12 @@ _MAX_TILE = 2048 * 768  # bfloat16 numbers of a tile that fits in VMEM
 
 
 def matmul(x_AD, weights_eDF, sizes_e):
-  """Multiplies each row by the matrix of its group.
+  """Multiplies each row by the matrix of its group: [A, F].
 
-  The rows are sorted by group; group e has `sizes_e[e]` rows. Rows of the
-  result [A, F] beyond the sum of the sizes are undefined.
-
-  `in_blocks` on a CPU, where XLA's ragged_dot multiplies every row by every
-  matrix; `in_tiles` on TPU v5e and v5p; ragged_dot elsewhere.
+  Rows are sorted by group; group e has `sizes_e[e]` rows. Rows beyond the sum
+  of the sizes are undefined. A CPU uses `in_blocks`, since ragged_dot
+  multiplies every row by every matrix there; a TPU v5 `in_tiles`; others
+  ragged_dot.
   """
   if sharding.platform() == "cpu":
     return in_blocks(x_AD, weights_eDF, sizes_e)
@@ -37,8 +36,8 @@ def matmul(x_AD, weights_eDF, sizes_e):
   return jax.lax.ragged_dot(x_AD, weights_eDF, sizes_e)
 
 
-# Of the rows [A, D], with matrices [e, D, F]; of [A, F], with the same; and the
-# gradient of the matrices.
+# Rows [A, D] times matrices [e, D, F]; rows [A, F] times their transposes; and
+# the gradient of the matrices.
 _PRODUCT, _OF_ROWS, _OF_WEIGHTS = (
   jax.lax.RaggedDotDimensionNumbers((axes, ((), ())), (0,), groups)
   for axes, groups in (
@@ -51,10 +50,10 @@ _PRODUCT, _OF_ROWS, _OF_WEIGHTS = (
 
 @jax.custom_vjp
 def in_tiles(x_AD, weights_eDF, sizes_e):
-  """`matmul` by ragged_dot, in tiles that divide the widths.
+  """`matmul` by ragged_dot, in tiles that divide the widths of the matrices.
 
-  libtpu's own tiles on v5e and v5p need not divide them: it multiplies 768
-  columns in two tiles of 640. It takes others from the operation's attribute.
+  libtpu may choose others: on v5e and v5p it multiplies 768 columns in two
+  tiles of 640.
   """
   return _tiled(x_AD, weights_eDF, sizes_e, _PRODUCT)
 
@@ -88,17 +87,16 @@ def _tiled(left, right, sizes_e, axes):
 
 
 def _divisor(width, limit):
-  """The longest tile that divides a width, a multiple of 128; 0 if none."""
+  """The largest multiple of 128, up to `limit`, that divides `width`; or 0."""
   tiles = range(_LANES, min(width, limit) + 1, _LANES)
   return max((tile for tile in tiles if width % tile == 0), default=0)
 
 
 @jax.custom_vjp
 def in_blocks(x_AD, weights_eDF, sizes_e):
-  """`matmul` in a loop over blocks, each with rows of one group.
+  """`matmul` in a loop over blocks; all rows of a block are of one group.
 
-  Each group is padded with zeros to whole blocks. One batched product of all
-  blocks would copy a matrix for each block, and is slower.
+  One batched product of all blocks would copy a matrix for each block.
   """
   return _forward(x_AD, weights_eDF, sizes_e)[0]
 
@@ -141,14 +139,12 @@ in_blocks.defvjp(_forward, _backward)
 
 @jax.custom_vjp
 def swiglu_in_blocks(x_MD, weights_Mk, experts_Mk, gate_up, down):
-  """The experts of each token on one CPU: `w * down(silu(gate x) * up x)`.
+  """The experts on one CPU: `w * down(silu(gate x) * up x)`.
 
-  A loop over blocks of one expert's tokens runs both products while they are in
-  the cache. All data moves by gathers, in the backward pass, too.
-
-  An expert of number e means none; `gate_up` is [e, D, 2F], `down` [e, F, D].
-  Returns the weighted sum [M, D] over the experts of each token, and the number
-  of pairs of a token and an expert.
+  Each step runs both products on one expert's tokens, while they are in the
+  cache. Data moves by gathers, also in the backward pass. Expert number e means
+  no expert; `gate_up` is [e, D, 2F], `down` [e, F, D]. Returns the weighted sum
+  [M, D], and the number of (token, expert) pairs.
   """
   return _experts(x_MD, weights_Mk, experts_Mk, gate_up, down)[:2]
 
@@ -239,8 +235,6 @@ swiglu_in_blocks.defvjp(_experts_forward, _experts_backward)
 
 
 class _Places(NamedTuple):
-  """The assignment of pairs of a token and an expert to blocks."""
-
   pair_nb: jax.Array  # the pair m * k + j at each place; M * k for none
   slot_Mk: jax.Array  # each pair's place; n * b or more if it has no expert
   group_n: jax.Array  # the expert of each block
@@ -266,13 +260,11 @@ def _places(experts_Mk, num_experts) -> _Places:
 
 
 def _weights(weights_Mk, places, dtype):
-  """Routing weights by place, rounded as activations; 0 where none is."""
+  """Routing weights by place, rounded as activations; 0 at an empty place."""
   return wide(_take(weights_Mk.reshape(-1).astype(dtype), places.pair_nb))
 
 
 class _Blocks(NamedTuple):
-  """The assignment of rows to blocks."""
-
   slot_A: jax.Array  # each row's place; n * b or more beyond the groups
   count: jax.Array  # [] the number of blocks in use
   group_n: jax.Array  # the group of each block
@@ -294,7 +286,7 @@ def _blocks(A, sizes_e, limit=_MAX_BLOCK) -> _Blocks:
 
 
 def _to_blocks(x_AD, slot_A, n, b):
-  """Puts rows into their blocks, [n, b, D]; zeros elsewhere."""
+  """The rows in their blocks, [n, b, D]; zeros elsewhere."""
   A = len(x_AD)
   rows = jnp.full(n * b, A).at[slot_A].set(jnp.arange(A), mode="drop")
   return _take(x_AD, rows).reshape(n, b, -1)

@@ -46,10 +46,7 @@ def _normed(x, mean_square, scale, eps):
 
 
 def rms_norm_over_heads(x_BTNH, scale, eps, heads):
-  """`rms_norm` of all heads together.
-
-  Inside a `shard_map`, `x` and `scale` may be of a device's part of the heads.
-  """
+  """`rms_norm` over all heads; `x` and `scale` may have this device's heads."""
   split = ("tensor",) if x_BTNH.shape[2] < heads else ()
   squares_BT11 = sharding.psum(_sum_of_squares(x_BTNH), *split)
   mean_square_BT11 = squares_BT11 / (heads * x_BTNH.shape[3])
@@ -71,7 +68,7 @@ def add(x_BTD, y_BTD):
 
 
 def project(x, weights, name, axes: int = 1):
-  """`matmul` by the weight of this name, with its adapter's product added."""
+  """The product with the weight `name`, plus the adapter's product, if any."""
   cast = lambda end: weights[name + end].astype(x.dtype)
   y = matmul(x, cast(""), axes)
   if name + lora.A not in weights:
@@ -80,7 +77,6 @@ def project(x, weights, name, axes: int = 1):
 
 
 def _gathered(weights, specs, dtype):
-  """A device's weights, cast and joined along `WEIGHT_AXES`."""
   axes, whole = sharding.WEIGHT_AXES, {}
   for name, x in weights.items():
     whole[name] = x.astype(dtype)
@@ -91,8 +87,6 @@ def _gathered(weights, specs, dtype):
 
 
 class Attention(nn.Module):
-  """Grouped-query attention; norms and biases as `ModelConfig` says."""
-
   cfg: ModelConfig
 
   @nn.compact
@@ -108,8 +102,6 @@ class Attention(nn.Module):
 
 
 def _project(x_BTD, weights, angles, cfg):
-  """Queries, keys and values; queries and keys are normed and rotated."""
-
   def heads(name):
     y_BTNH = project(x_BTD, weights, name)
     if cfg.attention_bias:
@@ -133,8 +125,8 @@ def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
   """Attention among the T tokens, in a shard_map over rows, tokens and heads.
 
   A device exchanges all heads of its tokens for all tokens of its heads, and
-  after attention back, so that the devices along `context` have equal shares of
-  the causal scores (arXiv 2309.14509, sec. 3).
+  back after attention. So all devices along `context` compute equally many
+  scores (arXiv 2309.14509, sec. 3).
   """
   tokens = sharding.TOKENS
   heads_first = PartitionSpec(sharding.ROW_AXES, "tensor", "context")
@@ -165,7 +157,7 @@ def _attend_to_all_tokens(q_BTNH, k_BTKH, v_BTKH, segments_BT):
   """`attention.attend`, with the tokens split over `context`."""
   C, K = sharding.size("context"), k_BTKH.shape[2]
   split_heads = lambda x: sharding.all_to_all(x, "context", split=2, join=1)
-  # Fewer key heads than devices: some devices have the same one.
+  # With fewer key heads than devices, several devices get the same head.
   repeat = lambda x: jnp.repeat(x, math.lcm(K, C) // K, axis=2)
   out_BTNH = attention.attend(
     split_heads(q_BTNH),
@@ -178,7 +170,6 @@ def _attend_to_all_tokens(q_BTNH, k_BTKH, v_BTKH, segments_BT):
 
 @recomputed
 def swiglu(gate, up):
-  """`silu(gate) * up`, rounded once."""
   return rounded(nn.silu(wide(gate)) * wide(up), gate.dtype)
 
 

@@ -1,9 +1,8 @@
-"""Low-rank adapters: LoRA (Hu et al. 2021, arXiv 2106.09685), of PEFT's form.
+"""Low-rank adapters: LoRA (Hu et al. 2021, arXiv 2106.09685), as in PEFT.
 
-A frozen weight `W` acts as `W + alpha / rank * A B`. The weights are the base.
-The adapters are a small tree of their own, with `q_lora_a` and `q_lora_b` for a
-weight `q`. `join` puts both into one tree for `forward`. Given the base alone,
-`forward` runs it without adapters.
+A frozen weight `W` acts as `W + alpha / rank * A B`. The frozen weights are the
+base. The adapters are a second tree: `q_lora_a` and `q_lora_b` for a weight
+`q`. `join` makes one tree of both, for `forward`.
 
 Dimension key: L layers, E experts, r rank, A rows.
 """
@@ -26,10 +25,7 @@ def is_adapter(path: str) -> bool:
 
 
 def init(key: jax.Array, cfg: ModelConfig) -> dict:
-  """Adapters that change nothing yet: B is 0, A is random; both float32.
-
-  A is uniform within 1 / sqrt(inputs), as in PEFT.
-  """
+  """New float32 adapters: B is 0; A is uniform within 1 / sqrt(inputs)."""
   leaves = {}
   for i, row in enumerate(parameters.adapted(cfg)):
     a, b = row.adapters
@@ -46,7 +42,7 @@ def init(key: jax.Array, cfg: ModelConfig) -> dict:
 
 
 def join(base: dict, adapters: dict) -> dict:
-  """One tree for `forward`; no array is copied."""
+  """Base and adapters as one tree for `forward`; no array is copied."""
   joined = dict(base)
   for name, x in adapters.items():
     joined[name] = join(base[name], x) if name in base else x
@@ -54,7 +50,7 @@ def join(base: dict, adapters: dict) -> dict:
 
 
 def split(params: dict) -> tuple[dict, dict]:
-  """The base and the adapters: the inverse of `join`."""
+  """The inverse of `join`."""
   leaves = sharding.leaves_by_path(params)
   parts = {path: x for path, x in leaves.items() if is_adapter(path)}
   base = {path: x for path, x in leaves.items() if path not in parts}
@@ -62,12 +58,11 @@ def split(params: dict) -> tuple[dict, dict]:
 
 
 def merge(params: dict, lora: LoraConfig | None, dtype=None) -> dict:
-  """The weights `W + alpha / rank * A B`, without adapters.
+  """The weights `W + alpha / rank * A B`, summed in float32, without adapters.
 
-  `params` have stacked layers; without adapters they are returned as they are.
-  The sum is in float32 and is rounded once, to `dtype` or the dtype of the
-  base. In bfloat16 this loses what is smaller than half a unit in the last
-  place of W, 0.2 to 0.4 % of W.
+  Layers must be stacked. The sum is rounded once, to `dtype` or the base's
+  dtype. bfloat16 loses changes below half a unit in the last place: 0.2 to
+  0.4 % of W. If there are no adapters, it returns `params`.
   """
   base, adapters = split(params)
   if not adapters:
@@ -104,7 +99,6 @@ class Experts(NamedTuple):
 
 
 def grouped_product(x_AD, experts: Experts, sizes_e):
-  """`grouped_matmul.matmul` with the adapters of each group added."""
   cast = lambda w: w.astype(x_AD.dtype)
   y = grouped_matmul.matmul(x_AD, cast(experts.weight), sizes_e)
   if experts.a is None:

@@ -34,7 +34,7 @@ class Routing(NamedTuple):
 
 
 class Routes(NamedTuple):
-  """Experts of an earlier pass, and their use in this one; see `MoE`."""
+  """Experts of an earlier pass, and how this pass uses them; see `MoE`."""
 
   experts: jax.Array | None = None  # [L, B, T, k], or [B, T, k] in one layer
   replay: bool = False  # bool, static
@@ -61,8 +61,8 @@ class MoE(nn.Module):
     """The output [B, T, D], 0 at padding, and the routing.
 
     `real_BT` is false at padding. With `replay` the tokens go to `routes_BTk`,
-    by the weights of the current router, so that it has a gradient. Without,
-    the routes only decide where `Routing.logps` are taken. `use_own_experts`
+    by the weights of the current router, which thus has a gradient. Otherwise
+    routes only decide where `Routing.logps` are taken. `use_own_experts`
     replaces the routes by the top k experts.
     """
     cfg = self.cfg
@@ -80,7 +80,6 @@ class MoE(nn.Module):
 def _local(
   x_BTD, real_BT, routes_BTk, weights, use_own_experts, *, cfg, replay
 ):
-  """The layer on one device: its tokens, and its shard of the experts."""
   E, k = cfg.num_experts, cfg.experts_per_token
   x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
   routes_Mk = None if routes_BTk is None else routes_BTk.reshape(-1, k)
@@ -117,10 +116,7 @@ def _local(
 
 
 def _run_experts(x_MD, weights_Mk, experts_Mk, gate_up, down):
-  """The weighted sum over all experts, and the number of rows processed.
-
-  This number has to be summed over the batch axes.
-  """
+  """The weighted sum over all experts; rows processed (sum over batch axes)."""
   ranks = ("expert", "tensor")
   if sharding.size(*ranks) == 1:
     operands = x_MD, weights_Mk, experts_Mk
@@ -142,7 +138,7 @@ def _run_experts(x_MD, weights_Mk, experts_Mk, gate_up, down):
 
 
 def route(logits_ME, cfg: ModelConfig, routes_Mk=None):
-  """Float32 weights and the experts, [M, k] each: `routes_Mk`, or the top k."""
+  """Float32 weights [M, k], and their experts: `routes_Mk`, or the top k."""
   if routes_Mk is not None:
     experts_Mk = routes_Mk.astype(jnp.int32)
     if cfg.norm_topk_prob:  # unlikely routes would divide 0 by 0
@@ -156,10 +152,7 @@ def route(logits_ME, cfg: ModelConfig, routes_Mk=None):
 
 
 def _at(x_ME, experts_Mk):
-  """`x` at these experts, [M, k], by an exact masked sum.
-
-  A TPU would gather, and in the backward pass scatter, one number at a time.
-  """
+  """`x` at these experts, [M, k]; a TPU would gather one number at a time."""
   is_expert_MkE = experts_Mk[..., None] == jnp.arange(x_ME.shape[-1])
   return jnp.where(is_expert_MkE, x_ME[:, None], 0).sum(-1)
 
@@ -170,7 +163,6 @@ def number_type(experts: int):
 
 
 def _routing_records(logits_ME, experts_Mk, routes_Mk):
-  """The first three fields of `Routing`, for M tokens."""
   logps_ME = jax.nn.log_softmax(jax.lax.stop_gradient(logits_ME))
   entropy_M = -(jnp.exp(logps_ME) * logps_ME).sum(-1)
   at_Mk = experts_Mk if routes_Mk is None else routes_Mk
@@ -179,9 +171,9 @@ def _routing_records(logits_ME, experts_Mk, routes_Mk):
 
 
 def dispatch(x_MD, weights_Mk, experts_Mk, gate_up, down):
-  """Sends every token through its experts: sort, two grouped matmuls, unsort.
+  """Sends tokens through their experts: sort, two grouped matmuls, unsort.
 
-  The index E means no expert, for padding.
+  Expert number E means no expert, for padding.
   """
   M, k = experts_Mk.shape
   order = jnp.argsort(experts_Mk.reshape(-1), stable=True)

@@ -2,7 +2,7 @@
 
 Dimension key: B rows, N query heads, K key-value heads, U = N / K, H head
 width, n pages, t tokens a page, W maximum pages a row, M (row, page) pairs of a
-block. A page may hold j narrow heads side by side, as one of width j * H.
+block. A page may hold j narrow heads side by side, as one head of width j * H.
 """
 
 import jax
@@ -20,9 +20,8 @@ _BLOCK_BYTES = {"cpu": 2**18}  # of the keys of a block; elsewhere 2**25
 def side_by_side(heads: int, width: int) -> int:
   """j, the number of key-value heads that lie side by side in a page.
 
-  On a TPU as many as fill its 128 lanes, if j divides the heads of a device. A
-  narrow head alone would be padded to 128 lanes, for which XLA copies a layer's
-  cache in each step. `heads` is K over all devices.
+  On a TPU they fill its 128 lanes, if j divides the heads of a device: XLA pads
+  a narrow head, and copies a layer's cache in each step. `heads` is K in total.
   """
   j = _LANES // width if width < _LANES and _LANES % width == 0 else 1
   divisible = heads % (j * sharding.size("tensor")) == 0
@@ -30,23 +29,17 @@ def side_by_side(heads: int, width: int) -> int:
 
 
 def every_head(K):
-  """An explicit index of all heads, in place of the slice `:`.
-
-  With a slice XLA lays out heads next to H, unlike the kernel: that would be
-  two copies of all pages in every layer of every step.
-  """
+  """An explicit index of all heads: with `:` XLA would copy all pages twice."""
   return jnp.arange(K)[:, None]
 
 
 def read(q_BNH, k_KntH, v_KntH, table_BW, lengths_B):
   """Attention of one query per row and head to the tokens in its pages.
 
-  On a TPU with JAX's kernel, which needs pages whose width is a multiple of 128
-  and rounds keys and values to bfloat16. In all other cases by `by_blocks`.
-
-  Query head i uses key-value head i // (N / K). Keys and values may also be
-  [K / j, n, t, j * H]. `lengths_B` are the tokens to attend to; for 0 the
-  output [B, N, H] is finite, but meaningless.
+  By JAX's kernel on a TPU for bfloat16 queries and pages whose width is a
+  multiple of 128; else `by_blocks`. Query head i uses key-value head
+  i // (N / K). Keys and values may also be [K / j, n, t, j * H]. A row attends
+  to `lengths_B` tokens; if 0, its output [B, N, H] is finite, but meaningless.
   """
   (B, N, H), (K, _, _, width) = q_BNH.shape, k_KntH.shape
   supported = width % _LANES == 0 and q_BNH.dtype == jnp.bfloat16
@@ -85,11 +78,7 @@ def by_kernel(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
 
 
 def by_blocks(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
-  """Plain operations whose cost is proportional to the tokens in use.
-
-  A loop processes M (row, page) pairs at a time, row after row; it rescales the
-  sums of a row's softmax whenever the row's maximum grows.
-  """
+  """XLA operations, M (row, page) pairs a step, only for the tokens in use."""
   B, K = q_BKUH.shape[:2]
   t, W = k_KntH.shape[2], table_BW.shape[1]
   M = _block_pairs(B, W, k_KntH)
@@ -116,10 +105,9 @@ def by_blocks(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
 def _block_pairs(B, W, k_KntH):
   """M, the number of pairs whose keys take `_BLOCK_BYTES`.
 
-  With 1/4 MiB, which fits in its caches, a CPU was at most 13 % slower than
-  with the best M, in ten shapes tried by hand. A GPU starts a dozen kernels in
-  each iteration, about 50 us, in which it reads about 64 MiB of keys and
-  values; this is estimated, not measured.
+  1/4 MiB fits in a CPU's caches: at most 13 % slower than the best M in ten
+  shapes. A GPU starts the dozen kernels of a step in 50 us, in which it reads
+  about 64 MiB (estimated, not measured).
   """
   K, _, t, H = k_KntH.shape
   block_bytes = _BLOCK_BYTES.get(sharding.platform(), 2**25)
@@ -127,7 +115,7 @@ def _block_pairs(B, W, k_KntH):
 
 
 def _look_up(pair_M, ends_B, table_BW, lengths_B, t):
-  """Each pair's row, page and remaining tokens; none after the last pair."""
+  """Each pair's row, page and remaining tokens (none after the last pair)."""
   B, W = table_BW.shape
   row_M = jnp.searchsorted(ends_B, pair_M, "right", method="compare_all")
   row_M = jnp.minimum(row_M, B - 1)

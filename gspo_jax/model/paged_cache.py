@@ -4,8 +4,8 @@ Dimension key: B rows, P prompts, C pages a prompt, T tokens, N query heads, K
 key-value heads, H head width, n pages, t tokens a page, W maximum pages a row.
 
 Each layer's keys and values are [K, n, t, H], as JAX's TPU kernel takes them.
-On a TPU j narrow heads lie side by side: [K / j, n, t, j * H]. On a mesh, a
-device's rows use only its own pages, whose numbers count from its first page.
+On a TPU j narrow heads lie side by side: [K / j, n, t, j * H]. On a mesh, the
+rows of a device use only pages of this device, numbered from its first page.
 """
 
 import dataclasses
@@ -44,7 +44,6 @@ class Pages:
     return dataclasses.replace(self, active=mask_BT[:, 0].astype(bool))
 
   def append(self, k, v, mask_BT: jax.Array) -> "Pages":
-    """The cache after a forward pass of one token that returned `k`, `v`."""
     lengths = self.lengths + mask_BT[:, 0].astype(jnp.int32)
     return dataclasses.replace(self, k=k, v=v, lengths=lengths)
 
@@ -75,7 +74,7 @@ def empty(
 ) -> Pages:
   """An empty cache for values in `cfg.dtype`; no row is active.
 
-  There are `num_slots` rows B and `num_pages` pages n over all devices.
+  `num_slots` (B) and `num_pages` (n) are totals over all devices.
   """
   K, H = cfg.num_kv_heads, cfg.head_dim
   j = paged_attention.side_by_side(K, H)
@@ -91,7 +90,6 @@ def empty(
 
 
 def shardings(cfg: ModelConfig, mesh: jax.sharding.Mesh) -> Pages:
-  """The sharding of each array of a cache."""
   pages = (NamedSharding(mesh, _PAGES),) * cfg.num_layers
   rows = NamedSharding(mesh, _ROWS)
   return Pages(pages, pages, rows, rows, rows)
@@ -100,8 +98,8 @@ def shardings(cfg: ModelConfig, mesh: jax.sharding.Mesh) -> Pages:
 def store(pages: Pages, k, v, numbers: jax.Array) -> Pages:
   """Writes prefilled prompts into pages; in place if `pages` is donated.
 
-  k and v are [P, K, C * t, H] per layer. `numbers` [P, C] int32 has the page of
-  each t tokens; n or more: not written.
+  k and v are [P, K, C * t, H] per layer. `numbers` [P, C] int32 are the pages
+  of each t tokens; n or more: not written.
   """
 
   def local(old, new, numbers_PC):
@@ -121,10 +119,7 @@ def store(pages: Pages, k, v, numbers: jax.Array) -> Pages:
 
 
 def load(pages: Pages, numbers: jax.Array, head_dim: int):
-  """Reads the k and v that `store` wrote at these `numbers`.
-
-  Where a number is n or more, any values.
-  """
+  """The k and v that `store` wrote; undefined where a number is n or more."""
 
   def local(old, numbers_PC):
     def read(old_KntH):
@@ -142,10 +137,9 @@ def load(pages: Pages, numbers: jax.Array, head_dim: int):
 
 
 def copy(pages: Pages, source: jax.Array, target: jax.Array) -> Pages:
-  """Copies page `source` to page `target`; in place if `pages` is donated.
+  """Copies page `source` to page `target`, both [B] int32; in place if donated.
 
-  Both are [B] int32. No source may be a target; a target of n or more: not
-  copied.
+  No source may be a target. A page whose target is n or more is not copied.
   """
 
   def local(old, source_B, target_B):

@@ -1,14 +1,12 @@
-"""Every parameter of the policy, declared once.
+"""Every parameter of the policy, declared once. All are float32.
 
-Dimensions are written as a map: "D -> N H" sums over D, "E | D -> 2F" has such
-a matrix for each expert, and "H" is a vector, a bias or the scale of a norm.
-
-Paths begin with "layers/" for the parameters of a block: in the tree they are
-stacked, with one more axis in front. All parameters are float32.
+Dimensions are written as a map: "D -> N H" sums over D, "E | D -> 2F" is one
+matrix for each expert, and "H" is a vector: a bias or the scale of a norm. A
+path that begins with "layers/" has one more axis in front: the layers.
 
 Dimension key: V vocabulary, D model width, N query heads, K key-value heads, H
-head width, F hidden width, E experts, r rank of an adapter; q and k, the width
-of a norm of queries and of keys.
+head width, F hidden width, E experts, r rank of an adapter, q and k widths of
+the norms of queries and keys.
 """
 
 import dataclasses
@@ -57,17 +55,16 @@ class Parameter:
 
   @property
   def stacked(self) -> bool:
-    """Whether it has an axis of layers."""
     return self.path.startswith("layers/")
 
   @property
   def end(self) -> str:
-    """The end of the paths of its arrays: of a layer, of a moment."""
+    """The path within a layer; paths of moments also end in it."""
     return self.path.removeprefix("layers/")
 
   @property
   def decays(self) -> bool:
-    """Whether it is a matrix, the only kind that weight decay is for."""
+    """Weight decay is for matrices only."""
     return "->" in self.dims
 
   @property
@@ -86,12 +83,11 @@ class Parameter:
 
   @property
   def logical_axes(self) -> tuple[str, ...]:
-    """The logical axes of the array, the layers included."""
     return ("layers",) * self.stacked + tuple(self.axes.split())
 
   @property
   def adapters(self) -> tuple["Parameter", "Parameter"]:
-    """A and B of its adapter; their rank is not sharded."""
+    """A and B of its adapter; the rank is not sharded."""
     experts, inputs, outputs = (" ".join(names) for names in self.names)
     e, i, o = ([self.axes.split()[a] for a in axes] for axes in self.groups)
     a = f"{experts}|{inputs} -> r", " ".join([*e, *i, "whole"])
@@ -104,11 +100,9 @@ class Parameter:
     return tuple(sizes[name] for names in self.names for name in names)
 
   def stack_shape(self, cfg: ModelConfig) -> tuple[int, ...]:
-    """The shape of the array in the tree of parameters."""
     return (cfg.num_layers,) * self.stacked + self.shape(cfg)
 
   def initial(self, key: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """Initial values of one layer's array."""
     experts, inputs, outputs = self.groups
     initializer = {
       "inputs": initializers.lecun_normal(inputs, outputs, experts),
@@ -192,17 +186,16 @@ AXES = {end: row.logical_axes for end, row in _ROWS.items()}
 
 
 def find(path: str) -> Parameter:
-  """The row of a parameter, of an adapter, or of a moment of either."""
+  """The row of a parameter or an adapter; `path` may also be of a moment."""
   return sharding.rule(path, _ROWS)
 
 
 def rows(cfg: ModelConfig) -> list[Parameter]:
-  """The parameters of a model, without adapters."""
   return [row for row in TABLE if row.exists(cfg)]
 
 
 def adapted(cfg: ModelConfig) -> list[Parameter]:
-  """The parameters that `cfg.lora` adapts, in the order of their tree."""
+  """The parameters that `cfg.lora` adapts, sorted by path."""
   if not cfg.lora:
     return []
   targets = {cfg.lora.targets} - {"all-linear"} or {"attention", "mlp"}
@@ -211,7 +204,7 @@ def adapted(cfg: ModelConfig) -> list[Parameter]:
 
 
 def shapes(cfg: ModelConfig) -> dict:
-  """The tree of `init`, with the adapters of `cfg.lora`, as abstract arrays."""
+  """Abstract arrays of all parameters and of the adapters of `cfg.lora`."""
   adapters = [x for row in adapted(cfg) for x in row.adapters]
   leaves = {
     row.path: jax.ShapeDtypeStruct(row.stack_shape(cfg), jnp.float32)
@@ -231,7 +224,6 @@ def partition_spec(end: str) -> jax.sharding.PartitionSpec:
 
 
 def partition_specs(part: str, names: Iterable[str]) -> dict:
-  """`partition_spec` of the arrays of a module, by name."""
   return {name: partition_spec(f"{part}/{name}") for name in names}
 
 
@@ -244,10 +236,9 @@ class _Nested(nn.Module):
 
 
 def declare(module: nn.Module, part: str, cfg: ModelConfig) -> dict:
-  """The parameters of a Flax module by name, with the adapters that it has.
+  """The parameters of a Flax module by name, with its adapters.
 
-  B is rounded to `cfg.dtype`, as in the weights for decoding, and multiplied by
-  alpha / rank, so that what follows needs no factor.
+  B is rounded to `cfg.dtype`, as for decoding, and multiplied by alpha / rank.
   """
   weights = {}
   for row in rows(cfg):

@@ -1,7 +1,7 @@
 """Rotary position embeddings, and the ways to stretch them to longer texts.
 
-Dimension key: B rows, T tokens, N heads, H head width. Of the H / 2 frequencies
-the first is 1 and each is smaller than the one before.
+Dimension key: B rows, T tokens, N heads, H head width. The first of the H / 2
+frequencies is 1; they decrease.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ class Llama3Scaling:
   """Llama 3.1's frequencies (arXiv 2407.21783), by their periods in a text.
 
   Frequencies with fewer than `low` periods in `length` tokens are divided by
-  `factor`, those with more than `high` periods are unchanged, and those between
-  are interpolated.
+  `factor`; frequencies with more than `high` periods are unchanged; frequencies
+  between are interpolated.
   """
 
   factor: float  # at least 1
@@ -38,7 +38,6 @@ class Llama3Scaling:
       )
 
   def scale(self, frequency_H, theta: float):
-    """The frequencies of `theta`, scaled."""
     del theta
     periods_H = self.length * frequency_H / (2 * jnp.pi)
     unscaled_H = (periods_H - self.low) / (self.high - self.low)
@@ -50,8 +49,8 @@ class YarnScaling:
   """YaRN (arXiv 2309.00071, sec. 3), as transformers 5 computes it.
 
   Frequencies with fewer than `beta_slow` periods in `length` tokens are divided
-  by `factor`, those with more than `beta_fast` periods are unchanged. Between,
-  the share of the unchanged frequency is linear in the INDEX of the frequency.
+  by `factor`; frequencies with more than `beta_fast` periods are unchanged.
+  Between them, the weight of the unchanged frequency is linear in its INDEX.
   """
 
   factor: float  # at least 1
@@ -83,7 +82,6 @@ class YarnScaling:
     return self.attention_factor
 
   def scale(self, frequency_H, theta: float):
-    """The frequencies of `theta`, scaled."""
     half = frequency_H.shape[0]
 
     def index(periods):  # of the frequency with these periods in `length`

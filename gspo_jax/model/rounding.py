@@ -1,16 +1,14 @@
 """Products and rounding of 16-bit activations, the same in every program.
 
-By default XLA keeps more bits at other places in each program. The log-probs of
-sampler and trainer then differ by more than GSPO's clip range of 3e-4.
-`OPTIONS` turns that off. `rounded` is still needed between two elementwise
-operations, where LLVM drops a rounding (jaxlib 0.10.2 on x86-64).
+By default XLA keeps extra bits, at different places in different programs. Then
+the log-probs of sampler and trainer differ by more than GSPO's clip range of
+3e-4. `OPTIONS` turns this off. `rounded` is still needed between two
+elementwise operations, where LLVM drops a rounding (jaxlib 0.10.2 on x86-64).
 
-XLA's library for CPUs multiplies bfloat16 matrices with the instructions that a
-CPU has for them (AMX or AVX512-BF16) only if the result is float32, the first
-matrix has rows and the second has columns to be summed, and both are stored row
-by row. Otherwise it multiplies in float32. `matmul` and its gradients have that
-form (jaxlib 0.10.2). How an array is stored is prescribed on one device and in
-a `shard_map` only: elsewhere XLA would gather the array on every device first.
+On a CPU, XLA uses AMX or AVX512-BF16 only for `x @ w` of two matrices stored
+row by row, with a float32 result (jaxlib 0.10.2). `matmul` and its gradients
+have this form. They set the layout of local arrays only: XLA would gather
+others.
 """
 
 import functools
@@ -27,10 +25,10 @@ OPTIONS = {"xla_allow_excess_precision": False}
 
 
 def recomputed(function):
-  """`function`, whose backward pass starts from its arguments alone.
+  """`function`, with a backward pass that starts from its arguments alone.
 
-  Computing elementwise results again takes less time than storing and reading
-  them. Unlike `jax.checkpoint` it leaves no trace in a rematerialised block.
+  Computing elementwise results again is faster than storing and reading them.
+  Unlike `jax.checkpoint` it leaves no trace in a rematerialised block.
   """
 
   @jax.custom_vjp
@@ -53,9 +51,9 @@ def rounded(x: jax.Array, dtype) -> jax.Array:
 
 
 def stored(dtype):
-  """The dtype of arrays of `dtype` values that are written slice by slice.
+  """The dtype in which `dtype` values are stored if they are written by slices.
 
-  On a CPU float32: XLA would convert a 16-bit array as a whole for each slice.
+  On a CPU float32: for each slice XLA would convert a whole 16-bit array.
   """
   return jnp.dtype("float32" if sharding.platform() == "cpu" else dtype)
 
@@ -68,10 +66,9 @@ def wide(x: jax.Array) -> jax.Array:
 def matmul(x, weights, axes: int = 1):
   """Sums over the last `axes` axes of `x` and the first ones of `weights`.
 
-  A CPU multiplies matrices. With more dimensions, the gradient of the weights
-  would copy and transpose its operands: a fifth of a dense model's update.
-  There 16-bit products have a gradient (`jax.grad`, `jax.vjp`), but not the
-  derivative of forward mode (`jax.jvp`).
+  On a CPU the operands become matrices: with more axes, the gradient of the
+  weights would copy them, a fifth of a dense model's update. There 16-bit
+  products support `jax.grad` and `jax.vjp`, but not `jax.jvp`.
   """
   if sharding.platform() != "cpu":
     return jnp.tensordot(x, weights, axes)
@@ -88,9 +85,8 @@ def matmul(x, weights, axes: int = 1):
 def matmul_float32(x, weights):
   """`x @ weights`, not rounded: float32 [..., N] of [..., K] and [K, N].
 
-  The gradient of a 16-bit product is rounded to that dtype before it is
-  multiplied, as a TPU does by default. As with `matmul`, there is no `jax.jvp`
-  of it on a CPU.
+  The gradient of a 16-bit product is rounded to 16 bits before it is
+  multiplied, as a TPU does by default. On a CPU it has no `jax.jvp`.
   """
   if sharding.platform() == "cpu" and x.dtype != jnp.float32:
     y_MN = _product(x.reshape(-1, x.shape[-1]), weights)
@@ -100,7 +96,6 @@ def matmul_float32(x, weights):
 
 @jax.custom_vjp
 def _product(x_MK, w_KN):
-  """The float32 product of 16-bit matrices."""
   if sharding.is_local():
     by_rows = Layout(major_to_minor=(0, 1))
     x_MK, w_KN = (with_layout_constraint(a, by_rows) for a in (x_MK, w_KN))

@@ -1,7 +1,7 @@
 """The decoder: functions over a plain dict of float32 arrays.
 
-Flax Linen is used in this folder only, to name and initialise parameters. Other
-wings call `forward(params, ...)` with any weights: policy, old or reference.
+Only this folder uses Flax Linen, to name and initialise parameters. Other wings
+call `forward(params, ...)` with the weights of any policy.
 
 Dimension key: B rows, T tokens, L layers, D model width, N query heads, K
 key-value heads, H head width, V vocabulary, k experts a token.
@@ -29,8 +29,6 @@ _SMALL_DEPTH = 8  # layers that a CPU compiles unrolled
 
 
 class HiddenStates(NamedTuple):
-  """The output of the blocks."""
-
   hidden: jax.Array  # [B, T, D], after the last norm, for `unembed`
   routing: Routing | None  # with a leading axis L; None for a dense model
   cache: kv.Cache | None  # with the T tokens added; None if none was given
@@ -48,7 +46,7 @@ class Output(NamedTuple):
 def init(key: jax.Array, cfg: ModelConfig) -> Params:
   """Random float32 parameters; the blocks are stacked on axis 0."""
   k_embed, k_layers, k_head = jax.random.split(key, 3)
-  # The least that can be sharded.
+  # The smallest shape that can be sharded.
   B, T = sharding.size(*sharding.ROW_AXES), sharding.size("context")
   stream = jnp.zeros((B, T, cfg.embed_dim))
   angles = (jnp.zeros((B, T, cfg.head_dim // 2)),) * 2
@@ -91,18 +89,17 @@ def hidden_states(
 
   Args:
     params: from `init`. With a cache, call `unstack_layers` once beforehand.
-    cfg: the model; static.
+    cfg: static.
     tokens: [B, T] int32.
-    positions: [B, T] int32, for the rotary embedding.
+    positions: [B, T] int32.
     mask: [B, T], 0 at padding. Without a cache a token attends to earlier
-      tokens of the same non-zero value: integers pack several sequences in a
-      row.
+      tokens with the same number, so a row may pack several sequences.
     cache: a `cache.Cache` or `paged_cache.Pages`, to append to.
     routes: [L, B, T, k], experts at which the routers' log-probs are taken; not
-      with a cache. A dense model does not use them.
-    replay: whether to send the tokens to `routes`, not to the top k; static.
-    use_own_experts: [] bool; if true the top k experts replace `routes`, so
-      that one program serves before and after routes are recorded. None: false.
+      with a cache. A dense model ignores them.
+    replay: send tokens to `routes`, not to the top k; static.
+    use_own_experts: [] bool, replace `routes` by the top k experts. So one
+      program serves before and after routes are recorded. None: false.
 
   Returns:
     `HiddenStates`; finite, but meaningless at padding.
@@ -131,13 +128,12 @@ def prefill(
   positions: jax.Array,
   mask: jax.Array,
 ) -> HiddenStates:
-  """`hidden_states` without a cache; its result has one of the T tokens."""
+  """`hidden_states` without a cache, which returns a cache of the T tokens."""
   run = functools.partial(_scan_layers, store=True)
   return _run_blocks(run, params, cfg, tokens, positions, mask)
 
 
 def _run_blocks(run, params, cfg, tokens, positions, mask) -> HiddenStates:
-  """Embedding, then `run` for the layers, then the last norm."""
   x_BTD = _embed(params["embed"], tokens, cfg)
   angles = rotary.angles(
     positions, cfg.head_dim, cfg.rope_theta, cfg.rope_scaling
@@ -149,10 +145,7 @@ def _run_blocks(run, params, cfg, tokens, positions, mask) -> HiddenStates:
 
 
 def _embed(table_VD, tokens_BT, cfg):
-  """The embedding of each token; the table is sharded by its columns, too.
-
-  A device looks up its columns for all tokens, and exchanges them for its own.
-  """
+  """Each device looks up its columns for all tokens, then exchanges columns."""
   axes = sharding.RULES["table"]
 
   def local(table, tokens_BT):
@@ -171,7 +164,7 @@ def _embed(table_VD, tokens_BT, cfg):
 
 
 def _precision(cfg):
-  """Exact float32 products, for which a TPU uses bfloat16 by default."""
+  """Exact float32 products: by default a TPU multiplies in bfloat16."""
   if cfg.dtype == "float32":
     return jax.default_matmul_precision("highest")
   return contextlib.nullcontext()
@@ -180,7 +173,7 @@ def _precision(cfg):
 def _scan_layers(
   params, cfg, x_BTD, angles, mask_BT, store=False, routes=NO_ROUTES
 ):
-  """A scan over the layers: stream, routing and, if `store`, the cache."""
+  """Returns the residual stream, the routing and, if `store`, the cache."""
   segments_BT = mask_BT.astype(jnp.int32)
   dtype = stored(cfg.dtype)  # of the streams that the backward pass stacks
 
@@ -268,8 +261,7 @@ def forward(
 ) -> Output:
   """`hidden_states`, then logits [B, T, V] float32; the same arguments.
 
-  For small vocabularies and tests: `logprobs.token_logprobs` never holds all of
-  [B, T, V].
+  For small vocabularies: `logprobs.token_logprobs` never holds all logits.
   """
   out = hidden_states(params, cfg, tokens, positions, mask, cache)
   experts = out.routing.experts if out.routing else None

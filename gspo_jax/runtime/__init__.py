@@ -4,7 +4,7 @@ Other wings take these modules:
   errors         UserError, and the hint to the nearest valid choice
   command        flags and exit codes of the small commands
   key            a key of a config: default, meaning and range
-  spec           a name with arguments, as `overlong:buffer=8`
+  spec           a name with arguments, such as `overlong:buffer=8`
   multihost      one program on many processes: start, gather, agree, barrier
   sharding       the device mesh, and the table of parameter shardings
   preemption     Preemption: SIGTERM as a flag that all processes agree on

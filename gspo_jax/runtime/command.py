@@ -13,10 +13,7 @@ def run(
 ) -> None:
   """Runs a command; exits with code 2 and one line on a mistake of the user.
 
-  Args:
-    work: the command; it reads the flags.
-    required: flags that must be given.
-    start: an example of them, for the error.
+  `work` reads the flags; `required` must be given; `start` is an example.
   """
 
   def parse(argv):

@@ -22,30 +22,21 @@ def complain(error: Exception) -> int:
 
 
 def install(extra: str) -> str:
-  """The command that installs an extra of setup.cfg.
-
-  gspo_jax is in no package registry: it is installed from a checkout.
-  """
+  """How to install an extra: from a checkout, for no registry has gspo_jax."""
   return f"pip install -e '.[{extra}]', in a checkout of gspo_jax"
 
 
 def missing_package(
   error: ImportError, extra: str, name: str = "this"
 ) -> UserError:
-  """The error to raise where a package of an `extra` cannot be imported.
-
-  `name` is what needs it, as the user typed it: "reward 'math'".
-  """
+  """The error for a missing package; `name` needs it, as in "reward 'math'"."""
   return UserError(
     f"{name} needs a package that is not installed ({error}): {install(extra)}"
   )
 
 
 def how_to_download(folder: str) -> str:
-  """The end of the error for a missing folder, if it looks like OWNER/NAME.
-
-  That is the id of a model on the Hugging Face Hub.
-  """
+  """The end of an error for a missing folder that looks like an OWNER/NAME."""
   model = re.fullmatch(r"[A-Za-z0-9][\w.-]*/([A-Za-z0-9][\w.-]*)", str(folder))
   if not model:
     return ""
@@ -59,8 +50,8 @@ def how_to_download(folder: str) -> str:
 def with_reason(subject: str) -> Iterator[None]:
   """Raises the error of a folder or bucket as UserError "SUBJECT: reason".
 
-  An outage is raised as it is, with `subject` as a note. It ends a command with
-  1, after which the schedulers of launch/ start the command again, unlike 2.
+  An outage is raised unchanged, with `subject` as a note. So the command ends
+  with exit code 1, and the schedulers of launch/ start it again.
   """
   try:
     yield
@@ -81,8 +72,8 @@ def with_reason(subject: str) -> Iterator[None]:
 def content_of(subject: str) -> Iterator[None]:
   """Raises what the content of a file causes as UserError "SUBJECT: reason".
 
-  For code that interprets what others wrote, such as a chat template: it raises
-  the same error after every restart. Those of a disk are raised as they are.
+  For code that interprets a user's file, such as a chat template: it would
+  raise the same error after every restart. An OSError is raised unchanged.
   """
   try:
     yield
@@ -100,7 +91,7 @@ _ERRNOS_OF_CALLERS = {
 
 
 def _is_callers(error: Exception) -> bool:
-  """Whether only the caller can mend it: the same access would fail again."""
+  """Whether the same access would fail again, until the caller mends it."""
   if isinstance(error, OSError):
     missing = FileNotFoundError, FileExistsError, PermissionError
     wrong_kind = NotADirectoryError, IsADirectoryError
@@ -111,7 +102,7 @@ def _is_callers(error: Exception) -> bool:
     )
   if isinstance(error, ImportError):
     return True
-  if isinstance(error, KeyError):  # of epath, for the scheme of an address
+  if isinstance(error, KeyError):  # epath raises it for an unknown scheme
     return "://" in str(error)
   if str(error).startswith("Bad Request"):  # ValueError of gcsfs
     return True
@@ -124,7 +115,6 @@ def _is_callers(error: Exception) -> bool:
 
 
 def _classes(error: BaseException) -> set[str]:
-  """Those of an error and of its causes, by name."""
   names = {cls.__name__ for cls in type(error).__mro__}
   return names | (_classes(error.__cause__) if error.__cause__ else set())
 
@@ -144,12 +134,11 @@ def either(names: Iterable[str]) -> str:
 
 
 def mistyped(name: str, choices: Iterable[str]) -> list[str]:
-  """The choices that differ from `name` by one typo, or two if it is long.
+  """The choices with the fewest typos: one at most, or two in a long name.
 
   A typo is an added, missing or wrong letter, or two adjacent letters swapped.
-  A name of 1 or 2 letters may have no typo, one of 3 to 5 letters one. Case is
-  ignored. Digits must agree: qwen3-14b is not a typo of qwen3-4b. Only those
-  with the fewest typos are returned.
+  A name of 1 or 2 letters may have none, a name of 3 to 5 letters one. Case is
+  ignored. Digits must agree: qwen3-14b is not a typo of qwen3-4b.
   """
   distances = {}
   for choice in choices:

@@ -9,8 +9,8 @@ A section of the config is a frozen dataclass of the wing that reads it:
     def __post_init__(self):
       key.check(self, "optim")
 
-configs/common.py, `--help` and docs/config.md are made from these fields. A
-field without `key` is none of the config: the program fills it in.
+configs/common.py, `--help` and docs/config.md are made from these fields. The
+program fills in fields without `key`.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ UNDER_1 = Range("0 or more, under 1", lambda x: 0 <= x < 1)
 
 
 def key(default, meaning: str, rule: Range | Choice | None = None) -> Any:
-  """The field of a section for one key; `check` holds it to the `rule`."""
+  """The field of a section for one key; `check` applies the `rule`."""
   metadata = {"meaning": meaning, "rule": rule}
   return dataclasses.field(default=default, metadata=metadata)
 
@@ -65,7 +65,7 @@ def keys(section) -> dict[str, dataclasses.Field]:
 
 
 def as_dict(section) -> dict[str, Any]:
-  """The keys of a section with their values; a section in it is a dict."""
+  """The keys of a section with their values; inner sections are dicts."""
   values = {name: getattr(section, name) for name in keys(section)}
   return {
     name: as_dict(value) if dataclasses.is_dataclass(value) else value

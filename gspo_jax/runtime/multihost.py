@@ -2,8 +2,7 @@
 
 Every process runs the same program on its local devices. A process must not
 raise, wait or branch on a value that only it has: the other processes would
-wait for it in the next collective. With one process the functions here do
-nothing, or copy an array.
+wait for it in the next collective.
 """
 
 import contextlib
@@ -56,15 +55,12 @@ def start(
   num_processes: int | None = None,
   process_id: int | None = None,
 ) -> None:
-  """Joins the other processes of the job. Call it before any use of a device.
+  """Joins the other processes of the job; call it before any use of a device.
 
   Without arguments it joins the hosts of a Cloud TPU slice, and does nothing on
   a single machine. `coordinator` is the HOST:PORT at which process 0 listens.
-
-  Raises:
-    UserError: process 0 cannot listen at that address, or the hosts of a slice
-      do not find one another. If the coordinator does not answer within five
-      minutes, JAX itself ends the process.
+  UserError: it cannot listen there, or the hosts do not find one another. If
+  the coordinator is silent for five minutes, JAX ends the process.
   """
   if not _expects_tpu():
     for name, value in NO_TPU.items():
@@ -94,10 +90,9 @@ def start(
 
 
 def _beat() -> None:
-  """Shows that this process lives; process 0 prints which one is silent.
+  """Shows that this process is alive; process 0 prints which one is silent.
 
-  JAX ends all processes for one that died, with a page of C++ that no Python
-  can come after; where process 0 dies, at once.
+  If one process dies, JAX ends all with a page of C++, and no Python runs.
   """
   try:
     from jax._src.distributed import global_state
@@ -122,8 +117,6 @@ def _beat() -> None:
 
 
 class _Beats:
-  """When a count of each process was last a new one."""
-
   def __init__(self):
     self._heard: dict[str, tuple[str, float]] = {}
 
@@ -141,10 +134,9 @@ class _Beats:
 
 
 def end_job(error: Exception) -> None:
-  """Ends this process with 1 after an error, if there are others.
+  """Ends this process with 1 after an error, if there are other processes.
 
-  JAX's own end waits until all processes come to theirs. If one has died it
-  waits for half a minute, and then prints a page of C++.
+  JAX would wait until all processes end, or half a minute if one is dead.
   """
   if jax.process_count() == 1:
     return
@@ -157,7 +149,7 @@ def end_job(error: Exception) -> None:
   )
   traceback.print_exception(error)
   if is_primary():
-    time.sleep(_LAST_SECONDS)  # the others would end with it, by that page
+    time.sleep(_LAST_SECONDS)  # else JAX ends the others before they print
   sys.stdout.flush()
   os._exit(1)
 
@@ -175,9 +167,8 @@ def require_joined() -> None:
 def tpu_hosts() -> int:
   """The number of hosts of this Cloud TPU slice; 1 on any other machine.
 
-  0 if only `jax.distributed.initialize` can find it. It repeats the detection
-  of that function, which on a notebook's TPU would wait five minutes for a
-  coordinator named "local".
+  0 if only `jax.distributed.initialize` can find it. On a notebook's TPU that
+  function would wait five minutes for a coordinator named "local".
   """
   if not _expects_tpu():
     return 1
@@ -206,18 +197,15 @@ def is_primary() -> bool:
 
 
 def print_once(*text) -> None:
-  """Prints on process 0 only."""
   if is_primary():
     print(*text, flush=True)
 
 
 def barrier() -> None:
-  """Waits until every process has called it."""
   multihost_utils.sync_global_devices("barrier")
 
 
 def any_process(flag: bool) -> bool:
-  """Whether `flag` is true on any process."""
   if jax.process_count() == 1:
     return flag
   return bool(_allgather(np.bool_(flag)).any())
@@ -248,9 +236,9 @@ def run_on_all(work: Callable[[], T]) -> T:
 
   Raises:
     AgreedError: `work` raised a UserError on some process.
-    Exception: `work` raised something else on some process: that exception
-      there, and RuntimeError elsewhere. It goes before any UserError, so that
-      all processes end with the exit code of a fault.
+    Exception: `work` raised another exception. It is raised on that process,
+      and RuntimeError elsewhere. It goes before any UserError, so that all
+      processes end with the exit code of a fault.
   """
   result, fault = None, None
   try:
@@ -289,10 +277,7 @@ def require_same(settings: Mapping[str, Any]) -> None:
 
 
 def require_shared(workdir: epath.Path) -> None:
-  """AgreedError unless all processes can write to `workdir`, and share it.
-
-  Each process writes a probe file and removes it again.
-  """
+  """AgreedError unless all processes share `workdir` and can write to it."""
   probe = lambda process: workdir / f".writable.{process}"
   local_probe = probe(jax.process_index())
 
@@ -327,17 +312,16 @@ def to_global(tree, sharding: jax.sharding.Sharding):
 
 
 def local_rows(array: jax.Array) -> dict[int, np.ndarray]:
-  """The rows of a global [B, ...] array that this process owns.
+  """The rows of a global [B, ...] array that this process owns, by row number.
 
-  Along the `tensor` axis several devices, perhaps of several hosts, hold the
-  same row. Exactly one process owns it: the one with its first replica. Rows
-  are by their number in [0, B), in ascending order.
+  Several devices along `tensor`, perhaps of several processes, hold the same
+  row. The process with its first replica owns it.
   """
   return _rows([s for s in array.addressable_shards if s.replica_id == 0])
 
 
 def addressable_rows(array: jax.Array) -> dict[int, np.ndarray]:
-  """Those on devices of this process; several processes may have a row."""
+  """The rows on this process's devices; other processes may have them, too."""
   return _rows(array.addressable_shards)
 
 
@@ -351,11 +335,7 @@ def _rows(shards) -> dict[int, np.ndarray]:
 
 
 def allgather_rows(values: Mapping[int, float], like: jax.Array) -> np.ndarray:
-  """Joins one value for each row of `local_rows(like)` from all processes.
-
-  Returns:
-    [B] float32, the same on every process.
-  """
+  """Joins the values of `local_rows(like)` from all processes: [B] float32."""
   local = np.zeros(like.shape[0], np.float32)
   for i, value in values.items():
     local[i] = value
@@ -365,16 +345,15 @@ def allgather_rows(values: Mapping[int, float], like: jax.Array) -> np.ndarray:
 
 
 def sum_of_all(local: np.ndarray) -> np.ndarray:
-  """The sum of the arrays of all processes, which have one shape."""
   return _allgather(local).sum(0)
 
 
 def _allgather(local) -> np.ndarray:
-  """[processes, ...], the arrays of all processes, which have one shape.
+  """The arrays of all processes, which have one shape: [processes, ...].
 
-  It runs on a device of each process, of the mesh of the context if there is
-  one. So two threads whose meshes have no device in common can both call it:
-  JAX has no order between the collectives of two threads.
+  It runs on one device of each process, of the context's mesh if any. So two
+  threads can call it at once if their meshes have no device in common: JAX does
+  not order the collectives of two threads.
   """
   local = np.asarray(local)
   if jax.process_count() == 1:
@@ -401,7 +380,7 @@ def _identity(x):
 
 
 def to_host(tree):
-  """Global arrays as whole numpy arrays, on every process of their mesh."""
+  """Whole numpy arrays on every process of the arrays' mesh."""
 
   def whole(x):
     if not isinstance(x, jax.Array) or x.is_fully_addressable:

@@ -9,14 +9,12 @@ from gspo_jax.runtime import multihost
 class Preemption:
   """A context manager that turns SIGTERM into a flag for the training loop.
 
-  At the end of the context the previous handler is restored. Python allows
-  signal handlers in the main thread only: in any other thread this process
-  ignores its own SIGTERM. SIGINT is left to the caller: in a notebook it raises
-  KeyboardInterrupt, and `gspo_jax.main` turns it into a SIGTERM.
+  At its end it restores the previous handler. Outside the main thread it does
+  nothing: Python allows no handlers there. It leaves SIGINT to the caller.
 
   JAX's preemption service is not used. It compares step numbers, and Orbax
-  queries it at each save: where the two count steps differently (a cold start
-  followed by RL, a resumed run), it loses a SIGTERM.
+  queries it at each save. If both count steps differently (in a resumed run, or
+  after a cold start), it loses a SIGTERM.
   """
 
   requested: bool = False
@@ -35,7 +33,7 @@ class Preemption:
       signal.signal(signal.SIGTERM, self._previous)
 
   def reached(self) -> bool:
-    """Whether any process got a SIGTERM. Every process must call this together.
+    """Whether any process got a SIGTERM; every process must call this together.
 
     A SIGTERM that arrives during the call counts at the next call. After the
     first True the result stays True.

@@ -1,10 +1,10 @@
 """The device mesh, and how arrays are sharded over it.
 
 `RULES` maps each logical axis of an array to mesh axes. Samples are sharded by
-rows over all axes but `tensor`; the rows of an update over `data`, `fsdp` and
-`expert`, and within the model their tokens over `context`. The mesh axes have
-type Auto: XLA partitions most of the program. What it partitions badly
-(experts, attention kernels, the vocabulary) is a `shard_map`.
+rows over all axes but `tensor`. Rows of an update are sharded over `data`,
+`fsdp` and `expert`; inside the model, tokens over `context`. XLA partitions
+most of the program (axes of type Auto). What it partitions badly (experts,
+attention kernels, the vocabulary) is a `shard_map`.
 """
 
 import dataclasses
@@ -80,12 +80,11 @@ class SamplerMeshConfig:
 
 
 def make_mesh(devices=None, **sizes: int) -> Mesh:
-  """A mesh of all devices, or of these, with the axes `AXES`.
+  """A mesh of all devices, or of `devices`, with the axes `AXES`.
 
-  TPU devices are ordered so that neighbours in the mesh are neighbours in the
-  torus. With several slices, each slice holds a contiguous part of `data`.
-  `sizes` are 1 where absent. One axis may be -1: it takes the devices that the
-  other axes leave.
+  A size is 1 if absent; one axis may be -1, which takes the remaining devices.
+  Neighbours in a TPU's mesh are neighbours in its torus. With several slices,
+  each has a contiguous part of `data`.
   """
   devices = jax.devices() if devices is None else devices
   shape = [sizes.get(axis, 1) for axis in AXES]
@@ -106,8 +105,8 @@ def make_mesh(devices=None, **sizes: int) -> Mesh:
 def split_devices(sampler: int, devices=None) -> tuple[list, list]:
   """Splits devices into the trainer's and `sampler` devices of the sampler.
 
-  One process gives the sampler its last devices. Of several processes each
-  gives the last half of its devices: every process runs both programs, and
+  A single process gives the sampler its last devices. Each of several processes
+  gives the last half of its devices: so every process runs both programs, and
   weights move between two devices of one process.
   """
   devices = list(jax.devices() if devices is None else devices)
@@ -128,7 +127,6 @@ def split_devices(sampler: int, devices=None) -> tuple[list, list]:
 
 
 def _by_process(devices) -> list[list]:
-  """The devices of each process, by their ids."""
   processes = {}
   for device in sorted(devices, key=lambda d: d.id):
     processes.setdefault(device.process_index, []).append(device)
@@ -201,10 +199,7 @@ class _Placed:
 
 
 def _without_gaps(devices) -> list[_Placed]:
-  """The devices with coordinates that leave out empty rows of the torus.
-
-  A part of each host's chips leaves such gaps, and JAX arranges whole boxes.
-  """
+  """Gives devices coordinates without empty rows: JAX arranges whole boxes."""
   coords = np.array([d.coords for d in devices])
   for axis in coords.T:
     axis[:] = np.unique(axis, return_inverse=True)[1]
@@ -212,10 +207,7 @@ def _without_gaps(devices) -> list[_Placed]:
 
 
 def reshape_mesh(mesh: Mesh, *, expert: int, tensor: int) -> Mesh:
-  """The same devices in the same order, over `data`, `expert` and `tensor`.
-
-  For decoding, which gathers no weight and splits no row.
-  """
+  """The same devices over `data`, `expert` and `tensor`, for decoding."""
   if mesh.size % (expert * tensor):
     raise UserError(
       f"sampler_mesh: {expert=} times {tensor=} does not divide the "
@@ -238,8 +230,7 @@ def rule(path: str, rules: Mapping[str, Any]) -> Any:
   return next(iter(matching.values()))
 
 
-# End of a path -> logical axes. If they begin with "layers", the array of one
-# layer has the others.
+# End of a path -> logical axes; an array of one layer lacks the axis "layers".
 LogicalAxes = Mapping[str, Sequence[str]]
 
 
@@ -248,8 +239,8 @@ def spec(
 ) -> PartitionSpec:
   """The PartitionSpec of one array of the training state; scalars are whole.
 
-  ValueError unless one rule, with as many dimensions, matches the path;
-  UserError if a dimension is not divisible by the size of its mesh axes.
+  ValueError unless exactly one rule matches, with as many dimensions; UserError
+  if the mesh axes do not divide a dimension.
   """
   if not shape:
     return PartitionSpec()
@@ -281,8 +272,6 @@ def partition_spec(names: Sequence[str]) -> PartitionSpec:
 
 
 def state_shardings(shapes, mesh: Mesh, axes: LogicalAxes):
-  """The shardings of a tree of shapes."""
-
   def place(keys, x):
     return NamedSharding(mesh, spec(path_name(keys), x.shape, mesh, axes))
 
@@ -290,7 +279,6 @@ def state_shardings(shapes, mesh: Mesh, axes: LogicalAxes):
 
 
 def path_name(keys) -> str:
-  """The slash-joined path of a leaf, from JAX's key path."""
   return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
@@ -312,12 +300,11 @@ def tree_of_paths(leaves: dict[str, Any]) -> dict:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """The sharding of samples: the first axis over `BATCH_AXES`."""
   return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def batch_shards(mesh: Mesh) -> int:
-  """D, the number of parts into which `batch_sharding` splits a batch."""
+  """The number of parts into which `batch_sharding` splits a batch."""
   return mesh.size // mesh.shape["tensor"]
 
 
@@ -331,10 +318,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def key_beside(rows: NamedSharding, key: jax.Array) -> jax.Array:
-  """Copies a key of every process to the devices of `rows`, for one `jax.jit`.
-
-  An uncommitted key, which `jax.jit` moves itself, stays as it is.
-  """
+  """Copies every process's key to the devices of `rows`, for one `jax.jit`."""
   if not key.committed and key.sharding.device_set <= rows.device_set:
     return key
   copy = key.addressable_data(0)
@@ -356,10 +340,7 @@ def ambient():
 
 
 def platform() -> str:
-  """The platform of the mesh's devices, else of the default backend.
-
-  The mesh may be of devices that are compiled for but not present.
-  """
+  """The platform of the mesh's devices, present or not; else the default."""
   device = _abstract_device()
   return device.platform if device else jax.default_backend()
 
@@ -400,7 +381,7 @@ def constrain_batch(tree, axis: int):
 
 
 def constrain_state(tree, axes: LogicalAxes):
-  """Constrains a tree to the specs that `axes` gives it."""
+  """Constrains each leaf to its `spec`."""
   mesh = ambient()
   if not mesh:
     return tree
@@ -459,9 +440,9 @@ def scatter(x, *axes: str, dim: int):
 def _uses_gloo() -> bool:
   """Whether Gloo runs the collectives: jax.distributed on CPUs.
 
-  Its reduce-scatter, also the transpose of an all-gather, now and then gives
-  process 0 wrong numbers (github.com/jax-ml/jax/issues/40830; seen in jaxlib
-  0.10.2). A sum of whole arrays sends more, and is right.
+  Its reduce-scatter, also as the gradient of an all-gather, sometimes gives
+  process 0 wrong numbers (github.com/jax-ml/jax/issues/40830; jaxlib 0.10.2). A
+  sum of whole arrays is right, but sends more.
   """
   return platform() == "cpu" and jax.distributed.is_initialized()
 
@@ -494,8 +475,6 @@ def _larger_than_one(axes):
 
 @dataclasses.dataclass(frozen=True)
 class MeshJit:
-  """A jitted function that is traced and called in the context of a mesh."""
-
   jitted: Callable  # a function made by `jax.jit`
   mesh: Mesh
 
@@ -504,13 +483,12 @@ class MeshJit:
       return self.jitted(*args)
 
   def lower(self, *args):
-    """Lowers for ahead-of-time compilation; arguments may be shapes."""
+    """Ahead-of-time; arguments may be shapes."""
     with jax.set_mesh(self.mesh):
       return self.jitted.lower(*args)
 
 
 def mesh_jit(function: Callable, mesh: Mesh, **options) -> MeshJit:
-  """`jax.jit` with these options, in the context of a mesh."""
   # jax.jit shares its cache between uses of one function; a new partial gets a
-  # cache of its own, so that `_cache_size` counts the programs of this one.
+  # new cache, so that `_cache_size` counts the programs of this function only.
   return MeshJit(jax.jit(functools.partial(function), **options), mesh)

@@ -56,7 +56,7 @@ def imported(
 def arguments(
   name: str, function: Callable[..., Any], text: str, kind: str = "reward"
 ) -> dict[str, Any]:
-  """The arguments of a spec, for a function or class; see `values`."""
+  """A spec's arguments, for a function or class; see `values`."""
   return values(name, keywords(function), text, kind)
 
 
@@ -65,7 +65,7 @@ def values(
 ) -> dict[str, Any]:
   """`key=value,key=value` as a dict; each value is a Python literal or text.
 
-  `name` is in front of the colon of a spec, `text` behind it.
+  `name` is the part of a spec before the colon, `text` the part after it.
   """
   found = {}
   for part in text.split(","):
@@ -85,7 +85,6 @@ def values(
 
 
 def keywords(function: Callable[..., float]) -> dict[str, inspect.Parameter]:
-  """The keyword-only arguments of a function."""
   parameters = inspect.signature(function).parameters.items()
   return {n: p for n, p in parameters if p.kind is p.KEYWORD_ONLY}
 
@@ -93,10 +92,10 @@ def keywords(function: Callable[..., float]) -> dict[str, inspect.Parameter]:
 def chosen(
   key: str, spec: str, table: Mapping[str, Callable[..., Any]]
 ) -> functools.partial:
-  """The function of a table that a `key` names, with the numbers of its spec.
+  """The function of `table` that `spec` names, with the spec's numbers bound.
 
-  `spec` is `name` or `name:argument=value,argument=value`; these are
-  keyword-only arguments, which have numbers as defaults.
+  `spec` is `name` or `name:argument=number,...`, for keyword-only arguments;
+  errors name the config `key`.
   """
   name, colon, text = spec.partition(":")
   if name not in table:

@@ -1,8 +1,4 @@
-"""Text to token ids and back: bytes, SentencePiece, or a transformers folder.
-
-Other modules take `load` and the protocol `Tokenizer` from here. `train` is a
-command.
-"""
+"""Text to token ids and back: bytes, SentencePiece, or transformers."""
 
 from etils import epath
 
@@ -21,10 +17,9 @@ __all__ = ("Tokenizer", "load", "train")
 def load(spec: str, template_args: str = "") -> Tokenizer:
   """The tokenizer that a config names.
 
-  Args:
-    spec: "bytes", a SentencePiece file that ends in ".model", or a folder with
-      a fast tokenizer of transformers; on this machine or in a bucket.
-    template_args: of the chat template; see `hf.HFTokenizer`.
+  `spec` is "bytes", a SentencePiece file that ends in ".model", or a folder
+  with a fast tokenizer of transformers, on this machine or in a bucket. For
+  `template_args` see `hf.HFTokenizer`.
   """
   path = epath.Path(spec).expanduser()
   if spec == "bytes" or path.suffix == ".model":

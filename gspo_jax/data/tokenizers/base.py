@@ -1,4 +1,4 @@
-"""What all tokenizers are, and functions that they share.
+"""The interface of a tokenizer, and functions that tokenizers share.
 
 The text of a problem never becomes a control token, even if it spells one:
 control tokens come only from a chat template and from `stop_ids`.
@@ -18,7 +18,7 @@ Turn = tuple[str, str]  # the role and the content of a message
 
 
 class Tokenizer:
-  """A tokenizer; `prompt`, `turn` and `check_turns` for no chat template."""
+  """The interface; `prompt` and `turn` are for use without a chat template."""
 
   vocab_size: int  # one more than the largest id
   pad_id: int  # may be a stop id
@@ -34,10 +34,10 @@ class Tokenizer:
     raise NotImplementedError
 
   def token_bytes(self) -> list[bytes]:
-    """What each of the `vocab_size` ids adds to a text.
+    """The bytes that each of the `vocab_size` ids adds to a text.
 
-    Joined, they are the bytes of `decode`, but for a space before the text that
-    some tokenizers leave out. UserError if a token's bytes depend on its
+    Joined, they are the bytes of `decode`, except for a space before the text
+    that some tokenizers leave out. UserError if a token's bytes depend on its
     neighbours, so that there is no table.
     """
     raise NotImplementedError
@@ -47,12 +47,9 @@ class Tokenizer:
   ) -> list[int]:
     """The ids of a prompt, up to the first token of the response.
 
-    They are those of the chat template. Without one a blank line stands between
-    messages, but a message of the assistant follows that of the user at once,
-    as the response follows the prompt.
-
-    `user` is the last message of the user, `history` the messages between it
-    and the system prompt.
+    Without a chat template a blank line separates messages, but nothing
+    separates a user's message from the assistant's answer. `user` is the last
+    message, `history` the messages between the system prompt and it.
     """
     text = before = ""
     for role, content in [("system", system), *history, ("user", user)]:
@@ -62,25 +59,23 @@ class Tokenizer:
     return self.encode(text)
 
   def turn(self, messages: Sequence[Turn], *, stopped: bool) -> list[int]:
-    """The ids behind a response, up to the first token of the next response.
+    """The ids between a response and the first token of the next response.
 
-    The ids of a conversation are those of `prompt`, of the first response, of
-    this function, of the next response, and so on: what the policy wrote is
-    never decoded and encoded again. If `check_turns` accepts the roles, and
-    each response has the ids that the tokenizer gives its text, they are those
-    of the chat template applied to the whole conversation.
+    `messages` follow the response; none is of the assistant. `stopped`: the
+    response ended with a stop token.
 
-    Args:
-      messages: follow the response; none is of the assistant.
-      stopped: whether the response ended with a stop token.
+    So a conversation is `prompt`, a response, `turn`, a response, and so on,
+    and responses are never decoded and encoded again. The ids equal those of
+    the chat template for the whole conversation, if `check_turns` accepts the
+    roles and the responses have the ids that the tokenizer gives their text.
     """
     return self.encode("".join("\n\n" + content for _, content in messages))
 
   def check_turns(self, roles: Sequence[str]) -> None:
-    """Checks that the chat template can be applied turn by turn.
+    """UserError if the chat template cannot be applied turn by turn.
 
-    UserError if it writes earlier turns differently once another one follows,
-    or leaves out messages of these roles between two responses.
+    It may write earlier turns differently once another turn follows, or leave
+    out messages of these roles.
     """
 
   def save(self, folder: str | Path) -> None:
@@ -94,13 +89,9 @@ def decode_runs(
   control: Callable[[int], str | None],
   size: int,
 ) -> str:
-  """Decodes ids, some of which may be control tokens or no tokens at all.
+  """Decodes ids; an id outside 0..size-1 becomes U+FFFD.
 
-  Args:
-    ids: any; one outside 0..size-1 becomes U+FFFD.
-    decode: the text of consecutive ids that are text.
-    control: the visible form of an id; None if the id is text.
-    size: of the vocabulary.
+  `control` gives the visible form of a control token, None for other ids.
   """
   visible = lambda i: control(i) if 0 <= i < size else UNKNOWN
   runs = itertools.groupby(map(int, ids), key=visible)
@@ -111,7 +102,6 @@ def decode_runs(
 
 
 def digest(parts: Iterable[bytes]) -> str:
-  """A hash of several byte strings and of their lengths."""
   sizes = ((len(part).to_bytes(8), part) for part in parts)
   whole = b"".join(itertools.chain.from_iterable(sizes))
   return hashlib.sha256(whole).hexdigest()[:16]

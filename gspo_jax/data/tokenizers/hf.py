@@ -1,8 +1,8 @@
 """A tokenizer folder of transformers: its ids, chat template and stop ids.
 
-With `apply_chat_template` a message that contains `<|im_end|>` ends its turn.
-Here control tokens come from the template alone. A message without such strings
-gets exactly the ids of `apply_chat_template`.
+In `apply_chat_template` a message that contains `<|im_end|>` ends its turn.
+Here only the template makes control tokens. A message without such strings gets
+exactly the ids of `apply_chat_template`.
 """
 
 import ast
@@ -43,8 +43,8 @@ _OF_EVERY_TEMPLATE = {
   *("add_generation_prompt", "bos_token", "eos_token", "messages"),
   *("pad_token", "raise_exception", "strftime_now", "unk_token"),
 }
-# Of a chat template, which is a program that somebody else wrote: its limits,
-# and the conversations that it is tried with.
+# A chat template is somebody else's program: its limits, and the conversations
+# with which it is tried.
 _SECONDS, _MAX_CHARACTERS = 10.0, 1 << 24
 _TRIED_ROLES = ("user",), ("system", "user"), ("user", "assistant", "user")
 # Where stop tokens are, in the order in which transformers looks for them.
@@ -62,12 +62,10 @@ _SETTINGS = (
 
 
 class HFTokenizer(Tokenizer):
-  """A fast tokenizer of transformers; see `tokenizers.base.Tokenizer`.
+  """A fast tokenizer of transformers, from a folder here or in a bucket.
 
-  Args:
-    path: a folder; one in a bucket is copied.
-    template_args: `data.template_args`, "NAME=VALUE,NAME=VALUE", each value a
-      literal of Python or JSON, or a word.
+  `template_args` is "NAME=VALUE,NAME=VALUE"; each value is a literal of Python
+  or JSON, or a word.
   """
 
   def __init__(self, path: epath.Path, template_args: str = ""):
@@ -87,7 +85,7 @@ class HFTokenizer(Tokenizer):
       self._read(stops)
 
   def _read(self, stops: list[int]) -> None:
-    """Sets what follows from the files; any error is theirs."""
+    """Sets what follows from the files; any error is the fault of a file."""
     # Two copies: whether control strings are parsed is a mutable option, and
     # the threads of the pipeline share the tokenizer.
     self._parsing = self._library.backend_tokenizer
@@ -118,10 +116,10 @@ class HFTokenizer(Tokenizer):
       for file in _files(self._path)
       for part in (file.name.encode(), file.read_bytes())
     ]
-    if self._stop_file == "config.json":  # whose other keys decide no ids
+    if self._stop_file == "config.json":  # its other keys do not change ids
       parts.append(str(self.stop_ids).encode())
     self.fingerprint = digest(parts)
-    # Of a class that does not fit the files, rare letters raise an error.
+    # If the class does not fit the files, rare letters raise an error.
     self.encode("1 \u9f98 \U0001fae0")
     self._require_an_end()
 
@@ -129,8 +127,8 @@ class HFTokenizer(Tokenizer):
     ids = self._plain.encode(text, add_special_tokens=False).ids
     if self._forbidden.isdisjoint(ids):
       return ids
-    # A vocabulary with control tokens among its pieces still finds them in a
-    # text; letter by letter it cannot.
+    # If control tokens are pieces of the vocabulary, `encode` can still find
+    # them in a text. It cannot find them letter by letter.
     return [
       i
       for letter in text
@@ -150,7 +148,6 @@ class HFTokenizer(Tokenizer):
     return [UNKNOWN.encode() if p is None else of_piece(p) for p in pieces]
 
   def _bytes_of_pieces(self) -> Callable[[str], bytes]:
-    """piece -> its bytes in a text, as the decoder of the tokenizer has it."""
     decoder = self._parsing.decoder
     whole = json.loads(decoder.__getstate__()) if decoder else {"type": "none"}
     steps = whole.get("decoders", [whole])
@@ -164,7 +161,7 @@ class HFTokenizer(Tokenizer):
       )
     spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     if kinds == ("Metaspace",) or (
-      # The last one strips the text, not each piece.
+      # Strip acts on the whole text, not on each piece.
       steps[0] == spaces
       and kinds[1:] in (("ByteFallback", "Fuse"), _LLAMA_STEPS)
     ):
@@ -199,8 +196,8 @@ class HFTokenizer(Tokenizer):
     messages = [(role, text.replace(sign, UNKNOWN)) for role, text in messages]
 
     def behind(text):
-      # With the stop token in front the text behind it has the ids that it has
-      # in the middle of a conversation.
+      # The stop token stays in front, so that the text behind it has the same
+      # ids as in the middle of a conversation.
       return text.rpartition(sign)[2]
 
     ids = self._ids([("user", "x"), ("assistant", sign), *messages], behind)
@@ -251,7 +248,6 @@ class HFTokenizer(Tokenizer):
   def _ids(
     self, turns: Sequence[Turn], part: Callable[[str], str]
   ) -> list[int]:
-    """The ids of a part of a rendered text, behind its first message."""
     roles, texts = zip(*turns, strict=True)
     guarded, restore = self._guard(texts)
     # Control strings are at odd places.
@@ -278,10 +274,10 @@ class HFTokenizer(Tokenizer):
   def _guard(self, texts: Sequence[str]) -> tuple[list[str], dict[int, str]]:
     """Replaces control strings by characters that occur nowhere else.
 
-    Returns the texts, and the table with which `str.translate` restores them.
-    Another such character goes to both ends of each text, so that no control
-    string forms together with the text of the template beside it; white space
-    stays outside, where a template can trim it.
+    Returns the texts, and the table for `str.translate` that restores them.
+    Such a character is also at both ends of a text, so that it forms no control
+    string with the template's text. White space stays outside: templates may
+    trim it.
     """
     used = {*"".join(texts), *str(self._library.chat_template)}
     free = (chr(i) for i in _PRIVATE if chr(i) not in used)
@@ -323,7 +319,6 @@ class HFTokenizer(Tokenizer):
     return text
 
   def _require_an_end(self) -> None:
-    """UserError if the chat template does not end within `_SECONDS`."""
     if not self._library.chat_template:
       return
     for roles in _TRIED_ROLES:
@@ -372,7 +367,7 @@ def _parse_template_args(text: str) -> dict[str, Any]:
 
 
 def _stops_of_file(folder: epath.Path) -> tuple[str, list[int]]:
-  """The first of `_STOP_FILES` that has stop tokens, and these; or "", []."""
+  """The first of `_STOP_FILES` that has stop tokens, and its tokens."""
   for name in _STOP_FILES:
     path = folder / name
     eos = json_file.read(path).get("eos_token_id") if is_file(path) else None
@@ -404,7 +399,7 @@ def _ends(function: Callable[[], object]) -> bool:
 
 
 def _template_variables(template: str) -> set[str] | None:
-  """What a chat template reads of its arguments; None if it does not say."""
+  """The arguments that a chat template reads; None if they cannot be found."""
   try:
     syntax = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     names = jinja2.meta.find_undeclared_variables(syntax.parse(template))

@@ -59,11 +59,7 @@ class Bytes(Tokenizer):
 
 
 def byte_letters() -> list[str]:
-  """The letter of each byte in byte-level vocabularies, as in GPT-2.
-
-  Visible Latin-1 characters are their own letters; the other bytes get the
-  letters from U+0100 on.
-  """
+  """The letter of each byte in byte-level vocabularies, as in GPT-2."""
   visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
   rest = itertools.count(256)
   return [chr(i if i in visible else next(rest)) for i in range(256)]

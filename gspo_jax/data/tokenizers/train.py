@@ -5,11 +5,11 @@
 
 An input may also be a source such as parquet:train.parquet or hf:NAME.
 
-Byte-pair encoding without normalisation and without a prefix space, so that
-decoding restores every text, but for U+2581, which SentencePiece uses for a
-space. Each digit is a token; a newline and rare characters are bytes. The same
-text gives the same file. If `--output` does not end in .model, it becomes a
-folder that AutoTokenizer of transformers loads.
+The tokenizer is a byte-pair encoding without normalisation and prefix space:
+decoding restores every text, except U+2581, SentencePiece's sign for a space.
+Each digit is a token; a newline and rare characters are bytes. The same text
+gives the same file. If `--output` does not end in .model, it becomes a folder
+for AutoTokenizer of transformers.
 
 Exit codes: 0 done; 2 a mistake of the user, in one line.
 """
@@ -40,7 +40,6 @@ _MAX_LINE = 1 << 20  # bytes; SentencePiece ignores longer lines
 
 
 def main() -> None:
-  """Entry point of the command."""
   command.run(
     _main,
     required=(_INPUT, _FIELDS, _OUTPUT),
@@ -55,7 +54,6 @@ def _main() -> None:
 
 
 def read_texts(files: Sequence[str], fields: Sequence[str]) -> Iterator[str]:
-  """The text of these fields, for every record of every file."""
   for file in files:
     for place, record in readers.lines(file):
       for field in fields:

@@ -1,7 +1,4 @@
-"""Hugging Face checkpoints, their config.json, and adapters of PEFT.
-
-Other wings use the names in `__all__`.
-"""
+"""Hugging Face checkpoints, their config.json, and adapters of PEFT."""
 
 from gspo_jax.model.hf.checkpoint import load_hf, save_hf
 from gspo_jax.model.hf.config import config_from_hf, context_length

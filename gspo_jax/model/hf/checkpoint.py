@@ -1,8 +1,7 @@
 """Loads and saves Hugging Face checkpoints, one layer at a time.
 
-The host holds one layer of the file, or the embedding, never the whole model.
-Each process reads only the parts of a file that its own devices need; of one in
-a bucket, the rows.
+The host holds one layer or the embedding, never the whole model. Each process
+reads only what its devices need: parts of tensors, or whole rows from a bucket.
 """
 
 import functools
@@ -46,16 +45,14 @@ _COPIED_FILES = (
 def load_hf(
   folder: epath.PathLike, cfg: ModelConfig, *, shardings=None
 ) -> Params:
-  """Loads the float32 parameters of the checkpoint in `folder`.
-
-  With several processes, all of them call this.
+  """Loads the float32 parameters of a checkpoint; all processes call this.
 
   Args:
     folder: on this machine or in a bucket, with safetensors files in bfloat16,
       float16 or float32.
     cfg: from `config_from_hf`.
-    shardings: from `model.shardings`. None, for use outside of `jax.set_mesh`:
-      all on the first device.
+    shardings: from `model.shardings`. None, only outside of `jax.set_mesh`: all
+      on the first device.
 
   Raises:
     UserError: no such files, or their tensors are not exactly the model's, or
@@ -96,7 +93,7 @@ def load_hf(
 
 
 def _require_finite(source: HFCheckpoint, layer: int, checked: dict) -> None:
-  """UserError with their names; `checked` has arrays in HF order, and flags."""
+  """UserError that names tensors; `checked`: arrays in HF order, and flags."""
   flags = {tensor: finite for tensor, (_, finite) in checked.items()}
   names = [
     name
@@ -153,7 +150,6 @@ def _in_hf_order(tensor: TensorMap, sharding):
 
 
 def _spans(index, shape) -> Spans:
-  """The (start, end) of slices along each axis."""
   axes = zip(index, shape, strict=True)
   return tuple(part.indices(size)[:2] for part, size in axes)
 
@@ -162,10 +158,7 @@ def _spans(index, shape) -> Spans:
   jax.jit, static_argnames=("tensor", "sharding"), donate_argnames="stack"
 )
 def _from_hf(array, stack=None, i=0, *, tensor: TensorMap, sharding):
-  """A parameter in float32 from its HF order, and whether it is finite.
-
-  With a stack: the stack with layer i, in place.
-  """
+  """A float32 parameter, or `stack` with its layer i; whether it is finite."""
   x = array.astype(jnp.float32).transpose(np.argsort(tensor.order))
   if stack is not None:
     x = jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
@@ -182,21 +175,20 @@ def save_hf(
   like: epath.PathLike | None = None,
   beside: Callable[[Path], None] | None = None,
 ) -> None:
-  """Writes a checkpoint that transformers loads.
+  """Writes a checkpoint that transformers loads; all processes call this.
 
-  Each layer has a file, the other parameters have one more. `folder` appears
-  when it is complete; in a bucket, its index does. With several processes, all
-  of them call this with global arrays; the primary one writes.
+  There is a file for each layer and one for the other parameters. `folder` (in
+  a bucket, its index) appears when all is written.
 
   Args:
-    params: as `load_hf` returns them.
+    params: global arrays, as `load_hf` returns them.
     cfg: the model.
     folder: must not exist, or be empty.
     dtype: of the tensors, one of `config.DTYPES`.
-    like: a checkpoint of the same model, whose config.json is copied with
-      `dtype` changed, and whose tokenizer and generation config are copied.
-    beside: writes the other files into a local folder; none are copied from
-      `like`.
+    like: a checkpoint of the same model. Its tokenizer and generation config
+      are copied, and its config.json, with `dtype` changed.
+    beside: writes tokenizer and generation config into a local folder, in place
+      of `like`'s.
 
   Raises:
     UserError: the folder is not empty or cannot be written, or `like` is
@@ -232,7 +224,7 @@ def _to_hf(x, i, *, tensor: TensorMap, dtype: str):
 
 
 def _split(tensor: TensorMap, array: np.ndarray, layer: int) -> dict:
-  """The HF tensors of one layer of a parameter, as views by name."""
+  """Views of one layer's HF tensors, by name."""
   shape = (tensor.experts or 1, len(tensor.names), *tensor.tensor_shape)
   grid = np.ascontiguousarray(array).reshape(shape)
   return {name: grid[index] for name, index in tensor.tensors(layer)}

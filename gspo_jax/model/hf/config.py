@@ -1,9 +1,7 @@
 """config.json of a Hugging Face checkpoint: to a ModelConfig, and back.
 
-Some keys have changed their names: `num_local_experts` and `num_experts`,
-`rope_theta` with `rope_scaling` and `rope_parameters`, `torch_dtype` and
-`dtype`. All of them are read. The older ones are written, because releases 4
-and 5 of transformers both load them.
+Some keys have two names, such as `torch_dtype` and `dtype`. Both are read; the
+older one is written, because releases 4 and 5 of transformers load it.
 """
 
 import dataclasses
@@ -110,8 +108,8 @@ def config_from_hf(folder: epath.PathLike, **changes) -> ModelConfig:
 def context_length(folder: epath.PathLike) -> int | None:
   """The maximum tokens of a text, from the config.json in `folder`.
 
-  It is max_position_embeddings or, if more, the length to which a scaling of
-  the rotary embeddings stretches texts. None: config.json has neither.
+  The larger of max_position_embeddings and the length to which a rotary scaling
+  stretches texts; None: config.json has neither.
   """
   key, path = "max_position_embeddings", epath.Path(folder) / "config.json"
   raw, scaling = read(path), config_from_hf(folder).rope_scaling
@@ -170,7 +168,7 @@ def read(path: epath.Path) -> dict:
 
 
 def _unsupported(path, key, value, supported) -> UserError:
-  """Without a nearest choice: another architecture is no typing mistake."""
+  """No nearest choice: another architecture is not a typing mistake."""
   return UserError(
     f"{path}: {key}={value!r}: not supported; supported are: "
     f"{', '.join(supported)}"
@@ -212,7 +210,6 @@ def _number(path, raw, names, *, default=None, kind=int):
 
 
 def _rope(path, raw, family):
-  """(rope_theta, rope_scaling) of a ModelConfig."""
   rope = dict(raw.get("rope_scaling") or {})
   rope |= raw.get("rope_parameters") or {}
   if kinds := [name for name, x in rope.items() if isinstance(x, dict)]:
@@ -228,7 +225,7 @@ def _rope(path, raw, family):
     return float(theta), None
   if kind not in _SCALINGS:
     raise _unsupported(path, "rope_type", kind, ("default", *_SCALINGS))
-  # Of several places transformers takes the first.
+  # Transformers takes the first of these places.
   max_length = raw.get("max_position_embeddings")
   lengths = raw.get(_LENGTH), rope.get(_LENGTH), max_length
   rope[_LENGTH] = next((n for n in lengths if n is not None), None)
@@ -242,7 +239,6 @@ def _rope(path, raw, family):
 
 
 def _llama3(get, rope, max_length):
-  """The arguments of Llama3Scaling."""
   del rope, max_length
   keys = "factor", "low_freq_factor", "high_freq_factor"
   length = int(get(_LENGTH, kind=float))
@@ -250,7 +246,6 @@ def _llama3(get, rope, max_length):
 
 
 def _yarn(get, rope, max_length):
-  """The arguments of YarnScaling."""
   length = int(get(_LENGTH, kind=float))
   number = lambda key, default=None: get(key, kind=float, default=default)
   factor = number("factor", max_length and max_length / length)
@@ -291,8 +286,8 @@ def config_to_hf(
 ) -> dict:
   """The config.json of a checkpoint of `cfg` whose tensors are `dtype`.
 
-  It is copied from the folder `like`, if given, with `dtype` changed. UserError
-  if that is another model, or no family of transformers has this architecture.
+  With `like`, a copy of that folder's config.json with `dtype` changed.
+  UserError if `like` is another model, or transformers lacks this architecture.
   """
   if like is None:
     return _new_config(cfg) | {"torch_dtype": dtype}
@@ -328,14 +323,14 @@ def _new_config(cfg):
     "rope_scaling": None,
     "rms_norm_eps": cfg.norm_eps,
     "tie_word_embeddings": cfg.tie_embeddings,
-    # The defaults of some families, which may be any tokens here.
+    # Some families have default ids, which may be any tokens here.
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
   }
   if scaling := cfg.rope_scaling:
     raw["rope_scaling"] = _scaling_to_hf(scaling)
-    # Some releases 4 of transformers take their ratio for YaRN's factor.
+    # Some 4.x releases of transformers take this ratio for YaRN's factor.
     raw["max_position_embeddings"] = int(scaling.factor * scaling.length)
   if family.experts:
     number, width = family.experts
@@ -352,7 +347,6 @@ def _new_config(cfg):
 
 
 def _family_name(cfg) -> str:
-  """The model_type with these fields; UserError if there is none."""
   plain = {"attention_bias": False, "qk_norm": True}
   plain |= {"qk_norm_over_heads": False}
   has = lambda fields: all(getattr(cfg, k) == v for k, v in fields.items())

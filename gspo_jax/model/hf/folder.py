@@ -1,8 +1,8 @@
-"""Writes a checkpoint's folder whole: on this machine or in a bucket.
+"""Writes a checkpoint's folder as a whole: on this machine or in a bucket.
 
-On this machine the files are written to FOLDER.partial, which is renamed at the
-end. A bucket cannot rename a folder: the file that a reader needs first, such
-as the index of the weights, is written last.
+On this machine the files go to FOLDER.partial, which is renamed at the end. A
+bucket cannot rename a folder: there the file that readers open first, such as
+the index of the weights, is written last.
 """
 
 import shutil
@@ -40,7 +40,7 @@ def require_new(folder: epath.PathLike, dtype: str) -> None:
 
 
 def begin(folder: epath.PathLike) -> epath.Path:
-  """The folder to write into, empty; `finish` makes it `folder`."""
+  """The empty folder to write into; `finish` renames it to `folder`."""
   path = epath.Path(folder)
   if not in_bucket(path):
     path = path.absolute()
@@ -66,5 +66,5 @@ def write_files(write: Callable[[Path], None], folder: epath.Path) -> None:
 
 
 def writing(folder: epath.PathLike):
-  """A context that raises what a folder or bucket raises as UserError."""
+  """A context: errors of the folder or bucket become UserError."""
   return with_reason(f"{str(folder)!r} cannot be written")

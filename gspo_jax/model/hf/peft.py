@@ -1,9 +1,8 @@
 """Low-rank adapters in the format of Hugging Face PEFT (0.18 and later).
 
-A folder has `adapter_config.json` and `adapter_model.safetensors`. A linear
-layer has the tensors `lora_A` [rank, inputs] and `lora_B` [outputs, rank]. The
-experts of transformers 5 are two parameters, all gate_up_proj and all
-down_proj, which PEFT adapts by `target_parameters`: one `lora_A`
+A linear layer has the tensors `lora_A` [rank, inputs] and `lora_B`
+[outputs, rank]. In transformers 5 all experts are two parameters, gate_up_proj
+and down_proj. PEFT adapts them by `target_parameters`: one `lora_A`
 [experts * rank, inputs] and one `lora_B` [outputs, rank * experts].
 """
 
@@ -38,7 +37,7 @@ _EXPERT_PARAMETERS = {
   "moe/gate_up": ("gate_up_proj", "mlp.experts.base_layer"),
   "moe/down": ("down_proj", "mlp.experts"),
 }
-# Of adapter_config.json: other values have another meaning for the tensors.
+# Values of adapter_config.json; with others the tensors mean something else.
 _SUPPORTED = {
   "peft_type": ("LORA",),
   "bias": ("none",),
@@ -58,8 +57,6 @@ _SUPPORTED = {
 
 
 class _Matrix(NamedTuple):
-  """A or B of one adapter."""
-
   path: str  # in the tree of adapters
   name: str  # what the config calls its weight: a module, or a parameter
   is_parameter: bool  # whether PEFT adapts a parameter, of all experts
@@ -110,10 +107,10 @@ def _matrices(cfg: ModelConfig) -> list[_Matrix]:
 def save_peft(
   adapters: dict, cfg: ModelConfig, folder: epath.PathLike, *, base: str
 ) -> None:
-  """Writes a folder that PEFT loads; with several processes all call this.
+  """Writes a folder that PEFT loads; all processes call this.
 
-  The folder must be new or empty. `base` is the folder of the weights or their
-  name on the Hugging Face Hub; "" if unknown.
+  The folder must be new or empty. `base` is the folder or the Hub's name of the
+  weights; "" if unknown.
   """
   on_primary = lambda write: multihost.run_on_all(
     lambda: multihost.is_primary() and write()
@@ -155,11 +152,10 @@ def _write(folder, config, arrays):
 
 
 def load_peft(folder: epath.PathLike, cfg: ModelConfig, shardings=None) -> dict:
-  """Reads the float32 adapters in `folder`.
+  """Reads the float32 adapters in `folder`; all processes call this.
 
-  With several processes, all of them call this, and each reads all adapters.
-  Without shardings, all adapters are on the first device. UserError if `cfg`
-  has another rank, alpha or targets, or they are of another kind than LoRA.
+  Without shardings they are on the first device. UserError if `cfg` has another
+  rank, alpha or targets, or the folder has a variant of LoRA.
   """
   arrays = multihost.run_on_all(lambda: _read(epath.Path(folder), cfg))
   by_path = shardings and sharding.leaves_by_path(shardings)
@@ -192,7 +188,6 @@ def _read(folder: epath.Path, cfg) -> dict[str, np.ndarray]:
 
 
 def _stored(path: epath.Path) -> dict[str, dict]:
-  """Dtype, shape and data of all tensors of a file."""
   safetensors = import_safetensors()
   with with_reason(str(path)), content_of(f"{path}: damaged"):
     if not is_file(path):

