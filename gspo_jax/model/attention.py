@@ -249,6 +249,7 @@ def _fused_block(tokens: int, wide_block: int, query_bytes: int) -> int:
   """Keys of a block of the fused backward pass; 0 if it has too many parts."""
   blocks = [wide_block]
   if wide_block == 2048 and sharding.device_kind() == "TPU7x":
+    # They do not fit in the VMEM of a v5p.
     blocks += [4096] * (tokens % 4096 == 0)
   fits = lambda block: tokens // block * query_bytes <= _PARTS_BYTES
   return next(filter(fits, blocks), 0)
