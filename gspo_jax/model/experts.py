@@ -136,6 +136,7 @@ def _run(body, state, h_AF, operands: _Operands, k):
   A, state = len(h_AF), body(state, h_AF)
   if operands.order.size <= A:
     return state
+  # In a branch: with an even load nothing is copied into a loop's state.
   more = lambda state: state[0] < operands.ends_e[-1]
   step = lambda state: body(state, _widen(operands, state[0], k, A))
   loop = lambda state: jax.lax.while_loop(more, step, state)
