@@ -102,17 +102,17 @@ def launch(environment, tmp_path_factory):
   """Starts `gspo_jax.main` as `count` processes; kills them at the end.
 
   `only` has flags for single processes, `cold_start` is the folder of another
-  run. Other keywords are overrides of config keys,
-  with __ for a dot.
+  run. Other keywords are overrides of config keys, with __ for a dot.
   """
   with contextlib.ExitStack() as stack:
 
     def launch(
       count, workdir, *, devices=1, only=None, cold_start=None, **overrides
     ):
-      if cold_start and not (workdir / "cold_start").exists():
+      link = workdir / "cold_start"
+      if cold_start not in (None, link) and not link.exists():
         workdir.mkdir(exist_ok=True)
-        (workdir / "cold_start").symlink_to(cold_start)
+        link.symlink_to(cold_start)
       port, commands = free_port(), []
       shared = [
         f"--config.{k.replace('__', '.')}={v}" for k, v in overrides.items()
