@@ -242,15 +242,14 @@ class Checkpoints:
 
 
 def _open_folder(directory: str | os.PathLike, creates: bool) -> None:
-  folder, reason = epath.Path(directory), "no such folder"
+  folder = epath.Path(directory)
   try:
-    if creates:
+    if creates:  # an empty folder of a bucket does not exist even then
       folder.mkdir(parents=True, exist_ok=True)
-    if folder.is_dir():
-      return
+    elif not folder.is_dir():
+      raise UserError(f"checkpoints in {str(directory)!r}: no such folder")
   except OSError as error:
-    reason = error
-  raise UserError(f"checkpoints in {str(directory)!r}: {reason}")
+    raise UserError(f"checkpoints in {str(directory)!r}: {error}") from error
 
 
 def _require_checksums(step: int, state: Any, saved: dict[str, int]) -> bool:
