@@ -584,7 +584,7 @@ def test_a_sampler_on_its_own_device_is_the_same_run(
   assert sampler.mesh.devices.tolist() == [[[[[jax.devices()[-1]]]]]]
   _, out = run(tmp_path / "split", **SPLIT, **cold)
   assert out.startswith("1 x cpu; 1 more to sample\n")
-  assert "cold start" not in out  # it has that of the reference
+  assert "cold start" not in out  # the reference run's is linked
   assert_same_run(tmp_path / "split", reference[0], **SPLIT)
   # Its checkpoint has no batches ahead: all devices can go on from there.
   resume(run, tmp_path / "split", tmp_path / "turns", **cold)

@@ -154,7 +154,7 @@ _NO_PARTS = ("TPU v5 lite", "TPU v6 lite")
 
 
 def beside(mesh: Mesh, devices) -> Mesh:
-  """The same mesh on other devices: each replaces one of its own process."""
+  """The same mesh, each device replaced by another of its process."""
   processes = _by_process(mesh.devices.flat), _by_process(devices)
   pairs = {}
   for old, new in zip(*processes, strict=True):

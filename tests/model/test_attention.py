@@ -57,7 +57,7 @@ def test_each_kernel_equals_the_formula(name, expected):
 
 @pytest.mark.parametrize("blocks", ["default", "wide", "apart"])
 def test_gradients_of_splash_equal_those_in_blocks(blocks, monkeypatch):
-  """With longer blocks of keys, or a kernel of its own for the queries."""
+  """With longer blocks of keys, or a separate kernel for the queries."""
   if blocks == "wide":
     monkeypatch.setattr(attention, "splash_blocks", lambda tokens: (128, 256))
   elif blocks == "apart":

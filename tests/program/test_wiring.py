@@ -424,7 +424,7 @@ def test_a_first_minibatch_is_on_policy_or_has_the_samplers_logps(
   slope = slope_of("grpo", *expect(config, params, rows), first)
   change = params["logps"] - new.params["logps"]
   assert_close(change[first], slope[first])
-  # Known before the update, they are compared with those of its own pass.
+  # Known before the update, they are compared with the update's pass.
   known = old_logps == "sampler" or minibatches == 2
   assert (metrics["ratio/first_minibatch_std"].value() > 0) == known
 

@@ -157,7 +157,7 @@ def test_a_failing_group_affects_no_other(pool, text, reason):
 
 
 def test_a_response_of_a_group_fails_alone(pool):
-  """By its number in the group's list, or by a reward of its own."""
+  """By its number in the group's list, or by a second reward."""
   rewards, parts = rewards_of(pool, "x", "nan", "raises", "x")
   np.testing.assert_array_equal(rewards.failed, [False, True, True, False])
   np.testing.assert_array_equal(parts["ranks"], [0, 0, 2, 3])
