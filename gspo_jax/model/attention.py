@@ -23,7 +23,7 @@ _LANES = 128
 MASKED = -1e30  # finite: a query without any key gives a finite output
 
 
-def attend(q_BTNH, k_BTKH, v_BTKH, segments_BT):
+def attend(q_BTNH, k_BTKH, v_BTKH, segments_BT, *, window=None, sinks_N=None):
   """Each token attends to itself and to the earlier tokens of its segment.
 
   Query head i uses key-value head i // (N / K); padding is a segment, too. The

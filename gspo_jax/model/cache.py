@@ -48,7 +48,9 @@ class Cache:
     )
     return dataclasses.replace(self, valid=valid)
 
-  def attend(self, layer: int, q_BTNH, k_BTKH, v_BTKH):
+  def attend(
+    self, layer: int, q_BTNH, k_BTKH, v_BTKH, *, window=None, sinks_N=None
+  ):
     """Writes one layer's keys and values, then attends to all tokens so far.
 
     Returns the attention output [B, T, N, H] and the layer's new (k, v).

@@ -47,7 +47,9 @@ class Pages:
     lengths = self.lengths + mask_BT[:, 0].astype(jnp.int32)
     return dataclasses.replace(self, k=k, v=v, lengths=lengths)
 
-  def attend(self, layer: int, q_BTNH, k_BTKH, v_BTKH):
+  def attend(
+    self, layer: int, q_BTNH, k_BTKH, v_BTKH, *, window=None, sinks_N=None
+  ):
     """Writes each row's new key and value, then attends to the whole row.
 
     Returns the attention output [B, T, N, H] and the layer's new (k, v).
