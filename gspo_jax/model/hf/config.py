@@ -10,6 +10,7 @@ from typing import NamedTuple
 from etils import epath
 
 from gspo_jax.model.config import ModelConfig, changed
+from gspo_jax.model.hf import quantised
 from gspo_jax.model.rotary import Llama3Scaling, YarnScaling, yarn_mscale
 from gspo_jax.record import json_file
 from gspo_jax.runtime.errors import (
@@ -83,7 +84,6 @@ _SUPPORTED = {
   "n_shared_experts": (0,),
   "num_shared_experts": (0,),
   "partial_rotary_factor": (1,),
-  "quantization_config": (),
   "shared_expert_intermediate_size": (0,),
   "use_sliding_window": (False,),
 }
@@ -186,6 +186,7 @@ def _require_family(path, model_type) -> _Family:
 
 
 def _require_supported(path, raw, family):
+  quantised.require_supported(path, raw.get("quantization_config"))
   for key, values in (_SUPPORTED | (family.supported or {})).items():
     if raw.get(key) is not None and raw[key] not in values:
       expected = f"expected {values[0]!r}" if values else "not supported"
@@ -286,8 +287,9 @@ def config_to_hf(
 ) -> dict:
   """The config.json of a checkpoint of `cfg` whose tensors are `dtype`.
 
-  With `like`, a copy of that folder's config.json with `dtype` changed.
-  UserError if `like` is another model, or transformers lacks this architecture.
+  With `like`, a copy of that folder's config.json with `dtype` changed and
+  without `quantization_config`. UserError if `like` is another model, or
+  transformers lacks this architecture.
   """
   if like is None:
     return _new_config(cfg) | {"torch_dtype": dtype}
@@ -299,6 +301,7 @@ def config_to_hf(
         f"like={str(like)!r} has {field.name}={a}, the model to save has {b}"
       )
   raw = read(epath.Path(like) / "config.json")
+  raw.pop("quantization_config", None)
   key = "dtype" if "dtype" in raw else "torch_dtype"
   return raw | {key: dtype}
 
