@@ -61,19 +61,18 @@ class Float8(NamedTuple):
 
   def __getitem__(self, slices: tuple[slice, slice]) -> np.ndarray:
     x = _FLOAT8.take(self.codes[slices])
-    inside, counts = [], []
+    inside, borders = [], []  # slices of the scales, and where they end in x
     for part, length, size in zip(slices, self.shape, self.block, strict=True):
       start, end, _ = part.indices(length)
       first, last = start // size, -(-end // size)
       inside.append(slice(first, last))
-      borders = np.arange(first, last + 1) * size
-      counts.append(np.diff(borders.clip(start, end)))
+      edges = np.arange(first, last + 1) * size
+      borders.append(edges.clip(start, end) - start)
+    rows, columns = borders
     scale = self.scale[tuple(inside)].astype(np.float32)
-    scale = scale.repeat(counts[1], axis=1)
-    for rows, row in zip(
-      np.split(x, counts[0].cumsum()[:-1]), scale, strict=True
-    ):
-      rows *= row
+    scale = scale.repeat(np.diff(columns), axis=1)
+    for start, end, row in zip(rows[:-1], rows[1:], scale, strict=True):
+      x[start:end] *= row
     return x
 
 
@@ -146,7 +145,7 @@ def require_supported(path, config: Mapping | None) -> None:
 
   Which modules are quantised is not read: the tensors say it.
   """
-  for key, value, supported in _settings(config) if config else ():
+  for key, value, supported in () if config is None else _settings(config):
     if value not in supported:
       raise UserError(
         f"{path}: quantization_config.{key}={repr(value)[:80]}: expected "

@@ -38,8 +38,10 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32}
 # Quantised tensors are read as their codes.
 _DTYPES = FLOATS | {"F8_E4M3": np.uint8, "U8": np.uint8}
-# Simultaneous requests to a bucket, and the maximum bytes of one request.
+# Simultaneous requests to a bucket, the maximum bytes of one request, and
+# threads that read and dequantise files on this machine.
 _REQUESTS, _BLOCK_BYTES = 32, 8 << 20
+_CPU_THREADS = min(32, os.cpu_count())
 # How tensorstore's errors begin where the same request may succeed later.
 _OUTAGE = re.compile(
   "ABORTED|DEADLINE_EXCEEDED|INTERNAL|RESOURCE_EXHAUSTED|UNAVAILABLE|UNKNOWN"
@@ -167,7 +169,7 @@ class HFCheckpoint:
 
   def __init__(self, folder: epath.PathLike, cfg: ModelConfig):
     self.folder = epath.Path(folder)
-    self._threads = _REQUESTS if in_bucket(folder) else os.cpu_count()
+    self._threads = _REQUESTS if in_bucket(folder) else _CPU_THREADS
     with with_reason(str(folder)):
       files = _files(self.folder)
     stored = {}
