@@ -11,6 +11,7 @@ from typing import NamedTuple
 from etils import epath
 
 from gspo_jax.model.config import Layer, ModelConfig, changed
+from gspo_jax.model.hf import quantised
 from gspo_jax.model.rotary import Llama3Scaling, YarnScaling, yarn_mscale
 from gspo_jax.record import json_file
 from gspo_jax.runtime.errors import (
@@ -258,7 +259,6 @@ _SUPPORTED = {
   "mlp_bias": (False,),
   "n_shared_experts": (0,),
   "num_shared_experts": (0,),
-  "quantization_config": (),
   "shared_expert_intermediate_size": (0,),
   "use_sliding_window": (False,),
 }
@@ -363,6 +363,7 @@ def _require_family(path, model_type) -> _Family:
 
 
 def _require_supported(path, raw, family):
+  quantised.require_supported(path, raw.get("quantization_config"))
   supported = _SUPPORTED | (family.supported or {})
   for key, values in supported.items():
     if values is None or raw.get(key) is None or raw[key] in values:
@@ -479,8 +480,9 @@ def config_to_hf(
 ) -> dict:
   """The config.json of a checkpoint of `cfg` whose tensors are `dtype`.
 
-  With `like`, a copy of that folder's config.json with `dtype` changed.
-  UserError if `like` is another model, or transformers lacks this architecture.
+  With `like`, a copy of that folder's config.json with `dtype` changed and
+  without `quantization_config`. UserError if `like` is another model, or
+  transformers lacks this architecture.
   """
   if like is None:
     return _new_config(cfg) | {"torch_dtype": dtype}
@@ -492,6 +494,7 @@ def config_to_hf(
         f"like={str(like)!r} has {field.name}={a}, the model to save has {b}"
       )
   raw = read(epath.Path(like) / "config.json")
+  raw.pop("quantization_config", None)
   key = "dtype" if "dtype" in raw else "torch_dtype"
   return raw | {key: dtype}
 
