@@ -93,6 +93,9 @@ class ModelConfig:
   experts_per_token: int = 0  # experts that each token is routed to
   # Divide the routing weights of these experts by their sum.
   norm_topk_prob: bool = True
+  expert_bias: bool = False  # both projections of an expert have a bias
+  # Experts use the clamped activation of gpt-oss, with this limit.
+  swiglu_limit: float | None = None
   rope_theta: float = 1e6  # base of the rotary frequencies
   # A `rotary.Llama3Scaling`, a `rotary.YarnScaling`, or None.
   rope_scaling: RopeScaling | None = None

@@ -119,6 +119,7 @@ _QK_NORM = {"exists": lambda cfg: cfg.qk_norm, "init": "ones"}
 _ATTENTION = {"target": "attention"}
 _MLP = {"target": "mlp", "exists": lambda cfg: not cfg.num_experts}
 _MOE = {"target": "mlp", "exists": lambda cfg: cfg.num_experts}
+_EXPERT_BIAS = {"exists": lambda cfg: cfg.expert_bias, "init": "zeros"}
 
 # The order within a module is the order of the random keys.
 # fmt: off
@@ -167,6 +168,9 @@ TABLE = (
   Parameter("layers/moe/down", "E | F -> D", "experts whole whole",
             ("mlp.experts.{e}.down_proj.weight",), **_MOE,
             mixtral=("block_sparse_moe.experts.{e}.w2.weight",)),
+  Parameter("layers/moe/gate_up_bias", "E | 2F", "experts whole",
+            **_EXPERT_BIAS),
+  Parameter("layers/moe/down_bias", "E | D", "experts whole", **_EXPERT_BIAS),
   Parameter("final_norm/scale", "D", "whole", ("model.norm.weight",), **_NORM),
   Parameter("head", "D -> V", "table vocab", ("lm_head.weight",), init="width",
             exists=lambda cfg: not cfg.tie_embeddings),
