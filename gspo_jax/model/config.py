@@ -547,9 +547,7 @@ VARIANTS = {
     **_TINY_SIZES,
   ),
   "tiny-minimax-m2": _minimax(2, 64, 4, 2, 64, rotary_dim=8, **_TINY_SIZES),
-  "tiny-gpt-oss": _gpt_oss(
-    *(2, 64, 4, 2, 64), window=8, rope_scaling=None, **_TINY_SIZES
-  ),
+  "tiny-gpt-oss": _gpt_oss(*(2, 64, 4, 2, 64), window=8, **_TINY_SIZES),
 }
 
 
