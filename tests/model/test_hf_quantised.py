@@ -405,6 +405,17 @@ def test_a_wrong_scale_of_4_bit_experts_is_named():
   )
 
 
+def test_a_shape_that_is_not_that_of_its_bytes_is_damage(plain, tmp_path):
+  folder = tmp_path / "quantised"
+  make(folder, plain)
+  path = folder / "model.safetensors"
+  data = path.read_bytes()
+  path.write_bytes(data.replace(b'"shape": [200]', b'"shape": [201]', 1))
+  message = error_message(lambda: hf.load_hf(folder, CFG))
+  assert f"{path}: damaged or truncated: ValueError: model." in message
+  assert message.endswith("shape takes 804 bytes, the file has 800")
+
+
 @pytest.mark.parametrize(
   ("config", "words"),
   [
