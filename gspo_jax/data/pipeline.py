@@ -89,8 +89,10 @@ def demonstrations(
 ) -> Batches:
   """As `prompts`, but DemonstrationBatch with responses [batch, width].
 
-  With `conversations` a response includes all `Problem.turns`.
+  With `conversations` a response includes all `Problem.turns`. UserError as
+  well if the chat template has no place for plain text as a response.
   """
+  cfg.tokenizer.check_demonstrations()
   make = functools.partial(
     _demonstration, cfg=cfg, width=width, conversations=conversations
   )

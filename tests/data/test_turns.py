@@ -1,5 +1,6 @@
 """Conversations: what a turn adds is what the whole chat template gives."""
 
+import contextlib
 import json
 
 import pytest
@@ -62,6 +63,17 @@ MIXTRAL = (
   "{% if m.role == 'user' %}{{ ' [INST] ' + m.content + ' [/INST]' }}"
   "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
 )
+HARMONY = (  # gpt-oss: a response begins with its channel; a date
+  "<|start|>system<|message|>Today is {{ strftime_now('%d %B') }}.\n"
+  "Reasoning: {{ reasoning_effort | default('medium') }}<|end|>"
+  "{% for m in messages %}{% if m.role == 'tool' %}"
+  "{{ raise_exception('no call before this tool message') }}{% endif %}"
+  "<|start|>{{ 'developer' if m.role == 'system' else m.role }}"
+  "{% if m.role == 'assistant' %}<|channel|>final{% endif %}"
+  "<|message|>{{ m.content }}{% if m.role == 'assistant' and loop.last "
+  "and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}"
+  "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
 # Name: template, stop token, text that goes before a response, good roles.
 FAMILIES = {
   "chatml": (CHATML, "<|im_end|>", "", ("user", "tool")),
@@ -70,6 +82,7 @@ FAMILIES = {
   "llama3": (LLAMA3, "<|eot_id|>", "", ("user", "tool")),
   "olmoe": (OLMOE, "<|endoftext|>", "", ("user",)),
   "mixtral": (MIXTRAL, "</s>", " ", ("user",)),
+  "harmony": (HARMONY, "<|return|>", "", ()),
 }
 LINES = ["How many clips altogether? 48/2 = 24 of them, it is", "I think"] * 9
 RESPONSES = (
@@ -99,7 +112,8 @@ def family(tmp_path_factory):
     )
     fast.train_from_iterator([*LINES, *RESPONSES, *MESSAGES], trainer)
     control = [stop, "<pad>", "<s>", "<|im_start|>", "<|start_header_id|>"]
-    fast.add_special_tokens([*control, "<|end_header_id|>"])
+    control += ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
+    fast.add_special_tokens([*control, "<|call|>", "<|end_header_id|>"])
     folder = tmp_path_factory.mktemp("family")
     names = {"eos_token": stop, "pad_token": "<pad>", "bos_token": "<s>"}
     library = transformers.PreTrainedTokenizerFast(
@@ -170,7 +184,7 @@ def test_a_demonstration_is_what_the_policy_would_read(family):
   assert [(turns == n).sum() for n in (2, 3)] == [len(c), len(de)]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [n for n, f in FAMILIES.items() if f[3]])
 def test_a_response_without_its_stop_token_gets_it(family, name):
   """A stop string ended it: the template still closes the turn."""
   tokenizer, role = family(name), FAMILIES[name][3][0]
@@ -185,6 +199,8 @@ def test_a_response_without_its_stop_token_gets_it(family, name):
     ("qwen3", "user", "<think>.*becomes .*assistant"),
     ("olmoe", "tool", "leaves them out"),
     ("mixtral", "tool", "roles must alternate"),
+    ("harmony", "user", r"becomes .*assistant<\|channel\|>final"),
+    ("harmony", "tool", "template raised: .*no call before this tool"),
   ],
 )
 def test_a_template_that_changes_earlier_turns_is_refused(
@@ -192,6 +208,40 @@ def test_a_template_that_changes_earlier_turns_is_refused(
 ):
   with pytest.raises(UserError, match=reason):
     family(name).check_turns([role])
+
+
+def test_a_prompt_of_gpt_oss_has_one_response(family):
+  """As generation_config.json of gpt-oss names three stop tokens."""
+  folder = family("harmony")._path
+  one = tokenizers.load(str(folder))
+  stops = [one._control[x] for x in ("<|return|>", "<pad>", "<|call|>")]
+  generation = folder / "generation_config.json"
+  generation.write_text(json.dumps({"eos_token_id": stops}))
+  tokenizer = tokenizers.load(str(folder), "reasoning_effort=high")
+  assert tokenizer.stop_ids == tuple(stops)
+  history = [("user", "q"), ("assistant", "a")]
+  ids = tokenizer.prompt("4 <|end|>", "Be brief.", history)
+  text = tokenizer.decode(ids)
+  assert "Reasoning: high<|end|><|start|>developer<|message|>Be brief." in text
+  assert "<|start|>assistant<|channel|>final<|message|>a<|end|>" in text
+  assert text.endswith("<|message|>4 <|end|><|end|><|start|>assistant")
+  plain = tokenizer.prompt("4 !", "Be brief.", history)
+  count = lambda ids: sum(i in tokenizer._forbidden for i in ids)
+  assert count(ids) == count(plain)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_demonstrations_need_a_place_for_plain_text(family, name):
+  """What follows gpt-oss' generation prompt is a channel, no text."""
+  config = prompt_batch.PromptConfig(family(name), 400)
+  problems = [Problem("x", "ref", "a")]
+  refused = (
+    pytest.raises(UserError, match=r"puts '<\|channel\|>final<.* no cold start")
+    if name == "harmony"
+    else contextlib.nullcontext()
+  )
+  with refused:
+    pipeline.demonstrations(problems, config, batch=1, width=9, seed=0)
 
 
 def test_a_generation_prompt_that_history_lacks_is_refused(family):

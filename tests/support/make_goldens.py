@@ -4,7 +4,8 @@
 
 A folder a model: a tiny random checkpoint as `save_pretrained` writes it, in
 bfloat16; `gradients`, another, of `loss` on the rows padded on the left; and
-golden.npz, the rest of what transformers computes from it in float32.
+golden.npz, the rest of what transformers computes from it in float32, and its
+logits of the rows padded on the left in bfloat16.
 """
 
 import shutil
@@ -59,6 +60,38 @@ YARN = {
   "beta_slow": 0.1,
   "original_max_position_embeddings": 32,
 }
+HALF_ROTARY = SIZES["rope_parameters"] | {"partial_rotary_factor": 0.5}
+GLM = SIZES | {
+  "rope_parameters": HALF_ROTARY,
+  "attention_bias": True,
+  "first_k_dense_replace": 1,
+  "n_shared_experts": 1,
+  "n_routed_experts": 5,
+  "num_experts_per_tok": 2,
+  "moe_intermediate_size": 12,
+  "routed_scaling_factor": 1.5,
+}
+# The published betas: a frequency is unchanged, two are mixtures.
+GPT_OSS_YARN = {
+  "rope_type": "yarn",
+  "rope_theta": 1000.0,
+  "factor": 32.0,
+  "beta_fast": 32.0,
+  "beta_slow": 1.0,
+  "truncate": False,
+  "original_max_position_embeddings": 300,
+}
+# Window and limit are so small that they change the logits.
+GPT_OSS = SIZES | {
+  "num_hidden_layers": 4,
+  "intermediate_size": 12,
+  "num_local_experts": 5,
+  "num_experts_per_tok": 2,
+  "max_position_embeddings": 32 * 300,
+  "rope_parameters": GPT_OSS_YARN,
+  "sliding_window": 4,
+  "swiglu_limit": 1.0,
+}
 SMALL_HEADS = SIZES | {
   "head_dim": 4,  # of OLMoE always the width by the number of heads
   "intermediate_size": 12,
@@ -73,11 +106,22 @@ MODELS = {
   "yarn": hf.Qwen3Config(**SIZES | {"rope_parameters": YARN}),
   "olmoe": hf.OlmoeConfig(**SMALL_HEADS, num_experts=5),
   "mixtral": hf.MixtralConfig(**SMALL_HEADS, num_local_experts=5),
+  "qwen2_moe": hf.Qwen2MoeConfig(**MOE, shared_expert_intermediate_size=20),
+  "glm4_moe": hf.Glm4MoeConfig(
+    **GLM | {"num_hidden_layers": 4}, use_qk_norm=True
+  ),
+  "glm4_moe_air": hf.Glm4MoeConfig(**GLM | {"num_hidden_layers": 3}),
+  "minimax_m2": hf.MiniMaxM2Config(
+    **SIZES | {"intermediate_size": 12, "rope_parameters": HALF_ROTARY},
+    num_local_experts=5,
+    num_experts_per_tok=2,
+  ),
+  "gpt_oss": hf.GptOssConfig(**GPT_OSS),
 }
 
 
 def checkpoint(folder, config, seed):
-  """A random model, written, and read again in float32."""
+  """Writes a random model."""
   torch.manual_seed(seed)
   model = hf.AutoModelForCausalLM.from_config(config)
   with torch.no_grad():
@@ -86,9 +130,20 @@ def checkpoint(folder, config, seed):
       x.copy_(mean + std * torch.randn_like(x))
   # The mixture in shards, as large ones are.
   size = "4KB" if "qwen3_moe" in folder.name else "1GB"
-  model.to(torch.bfloat16).save_pretrained(folder, max_shard_size=size)
+  model.to(torch.bfloat16)
+  # The published files of these families hold this buffer in float32.
+  for name, x in model.named_buffers():
+    if name.endswith("e_score_correction_bias"):
+      x.data = 0.2 * torch.randn(x.shape)
+  model.save_pretrained(folder, max_shard_size=size)
+
+
+def load(folder, dtype):
   return hf.AutoModelForCausalLM.from_pretrained(
-    folder, dtype=torch.float32, attn_implementation="eager"
+    folder,
+    dtype=dtype,
+    attn_implementation="eager",
+    experts_implementation="eager",  # grouped_mm refuses widths such as 12
   ).eval()
 
 
@@ -148,7 +203,8 @@ def make(name, config):
   folder = GOLDENS / name
   for seed in range(100):
     shutil.rmtree(folder, ignore_errors=True)
-    model = checkpoint(folder, config, seed)
+    checkpoint(folder, config, seed)
+    model = load(folder, torch.float32)
     answers, gap = greedy(model, tokens, masks["left"])
     if gap > GAP and min(len(set(a)) for a in answers.tolist()) > 6:
       break
@@ -156,6 +212,8 @@ def make(name, config):
     sys.exit(f"{name}: no seed without a near tie")
   with torch.no_grad():
     logits = {k: run(model, tokens, m).numpy() for k, m in masks.items()}
+    half = load(folder, torch.bfloat16)
+    logits["bfloat16"] = run(half, tokens, masks["left"]).float().numpy()
   value = gradients(folder / "gradients", config, model, tokens, masks["left"])
   np.savez_compressed(
     folder / "golden.npz",

@@ -78,6 +78,12 @@ class Tokenizer:
     out messages of these roles.
     """
 
+  def check_demonstrations(self) -> None:
+    """UserError if the chat template puts control tokens before a response.
+
+    A demonstration, plain text right behind the prompt, would lack them.
+    """
+
   def save(self, folder: str | Path) -> None:
     """Writes a folder that AutoTokenizer of transformers loads."""
     raise NotImplementedError

@@ -242,6 +242,23 @@ class HFTokenizer(Tokenizer):
         )
       before = text
 
+  def check_demonstrations(self) -> None:
+    if not self._library.chat_template:
+      return
+    (response, _), roles = _RESPONSES, ("user", "assistant", "user")
+    before = self._render(roles[:1], ["x"])
+    try:
+      text = self._render(roles, ["x", response, "x"])
+    except UserError:  # a template of single prompts
+      return
+    between = text.removeprefix(before).partition(response)[0]
+    if text.startswith(before) and self._any_control.search(between):
+      raise UserError(
+        f"tokenizer {self._name!r}: the chat template puts {between!r} before "
+        "a response, which demonstrations would lack, since they are plain "
+        "text: expected no cold start"
+      )
+
   def _stop_texts(self) -> list[str]:
     return [text for text, i in self._control.items() if i in self.stop_ids]
 

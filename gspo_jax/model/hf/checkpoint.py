@@ -17,6 +17,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from gspo_jax.model import parameters
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.hf import folder as folders
 from gspo_jax.model.hf.config import config_to_hf
@@ -76,7 +77,7 @@ def load_hf(
   }
   for tensor, sharding in shardings.items():
     if tensor.stacked:
-      shape = (cfg.num_layers, *tensor.shape)
+      shape = (len(tensor.layers), *tensor.shape)
       zeros = jax.jit(jnp.zeros, static_argnums=0, out_shardings=sharding)
       params[tensor.path] = zeros(shape)
       continue
@@ -90,11 +91,13 @@ def load_hf(
   with Progress(f"loading {folder}", cfg.num_layers, "layers") as progress:
     for i in range(cfg.num_layers):
       checked = {}
-      for tensor, array in _read(source, i, stacked).items():
+      here = {t: s for t, s in stacked.items() if i in t.layers}
+      for tensor, array in _read(source, i, here).items():
         place = functools.partial(
           _from_hf, tensor=tensor, sharding=stacked[tensor]
         )
-        params[tensor.path], finite = place(array, params[tensor.path], i)
+        at = tensor.layers.index(i)
+        params[tensor.path], finite = place(array, params[tensor.path], at)
         checked[tensor] = array, finite
       # It waits: otherwise the host would read all layers ahead of the copies.
       _require_finite(source, i, checked)
@@ -170,6 +173,8 @@ def _spans(index, shape) -> Spans:
 def _from_hf(array, stack=None, i=0, *, tensor: TensorMap, sharding):
   """A float32 parameter, or `stack` with its layer i; whether it is finite."""
   x = array.astype(jnp.float32).transpose(np.argsort(tensor.order))
+  if tensor.interleaved:
+    x = _swap_last(x, (-1, 2))
   if stack is not None:
     x = jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
   x = jax.lax.with_sharding_constraint(x, sharding)
@@ -214,7 +219,7 @@ def save_hf(
   # Only the primary process has and writes them.
   carried = on_primary(lambda: _carried(cfg, dtype, like)) or {}
   partial = on_primary(lambda: _create(folder, config, like, beside))
-  parameters, leaves = tensor_maps(cfg), leaves_by_path(params)
+  tensors, leaves = tensor_maps(cfg), leaves_by_path(params)
   index, total = {}, 0
   layers = [*range(cfg.num_layers), None]
   count = len(layers) + bool(carried)
@@ -222,9 +227,10 @@ def save_hf(
   with Progress(f"writing {folder}", count, "files") as progress:
     for number, i in enumerate(layers, start=1):
       file, arrays = file_name(number, count), {}
-      for tensor in parameters:
-        if tensor.stacked == (i is not None):
-          x = _to_hf(leaves[tensor.path], i or 0, tensor=tensor, dtype=dtype)
+      for tensor in tensors:
+        if tensor.stacked == (i is not None) and (i or 0) in tensor.layers:
+          at = tensor.layers.index(i or 0)
+          x = _to_hf(leaves[tensor.path], at, tensor=tensor, dtype=dtype)
           arrays |= _split(tensor, multihost.to_host(x), i or 0)
       index |= dict.fromkeys(arrays, file)
       total += sum(x.nbytes for x in arrays.values())
@@ -241,7 +247,17 @@ def save_hf(
 @functools.partial(jax.jit, static_argnames=("tensor", "dtype"))
 def _to_hf(x, i, *, tensor: TensorMap, dtype: str):
   layer = x[i] if tensor.stacked else x
-  return layer.astype(dtype).transpose(tensor.order)
+  if tensor.interleaved:
+    layer = _swap_last(layer, (2, -1))
+  if not parameters.find(tensor.path).frozen:
+    layer = layer.astype(dtype)
+  return layer.transpose(tensor.order)
+
+
+def _swap_last(x, shape):
+  """The last axis as a matrix of this shape, transposed."""
+  grid = x.reshape(*x.shape[:-1], *shape)
+  return grid.swapaxes(-1, -2).reshape(x.shape)
 
 
 def _split(tensor: TensorMap, array: np.ndarray, layer: int) -> dict:

@@ -24,6 +24,7 @@ from etils import epath
 from gspo_jax.model import parameters
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.hf import quantised
+from gspo_jax.model.hf.config import FAMILIES, family_name
 from gspo_jax.record import json_file
 from gspo_jax.record.run_files import in_bucket, is_file
 from gspo_jax.runtime.errors import (
@@ -59,8 +60,12 @@ class TensorMap(NamedTuple):
   path: str  # slash-joined, in the tree of parameters
   shape: tuple[int, ...]  # of the parameter, without the axis of layers
   names: tuple[str, ...]  # of the tensors, for `.format(i=layer, e=expert)`
-  # Axes of the parameter that are a tensor's rows, and its columns.
+  # Axes of the parameter that are a tensor's rows, and its columns. A tensor of
+  # all experts has three groups: experts, rows and columns.
   axes: tuple[tuple[int, ...], ...]
+  layers: tuple[int, ...]  # the numbers of the layers that have it
+  # The columns of gates and ups take turns in the file.
+  interleaved: bool = False
 
   @property
   def stacked(self) -> bool:
@@ -98,19 +103,26 @@ class TensorMap(NamedTuple):
 
 def tensor_maps(cfg: ModelConfig) -> list[TensorMap]:
   """All parameters of a model, in the order of its tree."""
-  is_mixtral = cfg.num_experts and not cfg.qk_norm
+  family = FAMILIES.get(family_name(cfg))
   maps = []
   for row in sorted(parameters.rows(cfg), key=lambda row: row.path.split("/")):
     prefix = "model.layers.{i}." if row.stacked else ""
-    names = (is_mixtral and row.mixtral) or row.tensors
-    _, inputs, outputs = row.groups
+    names = row.tensors
+    if family:
+      names = row.other_names.get(family.names, names)
+    experts, inputs, outputs = row.groups
     axes = (outputs, inputs) if row.transposed else (inputs, outputs)
+    fused = bool(experts) and "{e}" not in names[0]
+    if fused:  # gpt-oss' order
+      axes = experts, inputs, outputs
     maps.append(
       TensorMap(
         row.path,
         row.shape(cfg),
         tuple(prefix + name for name in names),
         tuple(filter(None, axes)),  # a vector has no inputs
+        row.layers(cfg),
+        fused and "2F" in row.dims,
       )
     )
   return maps
@@ -121,7 +133,7 @@ def expected(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
   return {
     name: tensor.tensor_shape
     for tensor in tensor_maps(cfg)
-    for layer in range(cfg.num_layers if tensor.stacked else 1)
+    for layer in tensor.layers
     for name, _ in tensor.tensors(layer)
   }
 
@@ -198,9 +210,7 @@ class HFCheckpoint:
   def _require_count(self, cfg):
     layers, experts = cfg.num_layers, cfg.num_experts
     count = sum(
-      (layers if tensor.stacked else 1)
-      * (tensor.experts or 1)
-      * len(tensor.names)
+      len(tensor.layers) * (tensor.experts or 1) * len(tensor.names)
       for tensor in tensor_maps(cfg)
     )
     if count > _MAX_TENSORS:
