@@ -296,6 +296,23 @@ def test_a_gpu_uses_cudnn(monkeypatch):
   assert "cudnn" not in jaxpr("gpu", monkeypatch, sinks_N=SINKS)
 
 
+def test_cudnn_gets_the_mask_of_the_window(monkeypatch):
+  """XLA stands in for it."""
+  attend = jax.nn.dot_product_attention
+
+  def stand_in(*args, implementation, **options):
+    assert implementation == "cudnn"
+    return attend(*args, **options)
+
+  monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+  monkeypatch.setattr(sharding, "platform", lambda: "gpu")
+  *qkv, segments = random_inputs(T=100, H=8)
+  low = [jnp.bfloat16(x) for x in qkv]
+  out = attention.attend(*low, segments, window=30)
+  exact = plain(*map(np.float32, low), segments, 30)
+  np.testing.assert_allclose(np.float32(out), exact, atol=0.03)
+
+
 def test_the_platform_is_that_of_the_mesh():
   tpu = jax.sharding.AbstractDevice("TPU v5", 1, "tpu")
   mesh = jax.sharding.AbstractMesh((2,), ("data",), abstract_device=tpu)
