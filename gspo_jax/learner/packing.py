@@ -319,7 +319,7 @@ def train_batch_from_samples(
   rows = batch.rows
   lead, T = rows.tokens.shape[:-1], rows.tokens.shape[-1]
   zeros = jnp.zeros_like(rows.old_logps)
-  L, k = cfg.num_layers, cfg.experts_per_token
+  L, k = cfg.num_moe_layers, cfg.experts_per_token
   experts, router_logps = rows.experts, None
   if experts is None and objective.reads_old_experts(cfg, instruments):
     experts = jnp.zeros((*lead, L, T, k), number_type(cfg.num_experts))

@@ -2,8 +2,10 @@
 
 Dimension key: B rows, T tokens, N query heads, K key-value heads, U = N / K
 query heads of one key-value head, H head width; in a block of queries, Q
-queries and the S keys up to the last of them.
+queries and the S keys from the first that one of them attends to, to the last.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,69 +22,96 @@ _PARTS_BYTES = 4 * 2**30
 _CPU_BLOCK = 64  # queries of a block on a CPU
 _CACHED_SCORES = 2**18  # float32 scores that stay in the cache of a core
 _LANES = 128
+_SPLASH_WIDTH = 64  # of heads that splash takes, or a multiple
 MASKED = -1e30  # finite: a query without any key gives a finite output
 
 
-def attend(q_BTNH, k_BTKH, v_BTKH, segments_BT):
+def attend(
+  q_BTNH,
+  k_BTKH,
+  v_BTKH,
+  segments_BT,
+  *,
+  window: int | None = None,
+  sinks_N=None,
+):
   """Each token attends to itself and to the earlier tokens of its segment.
+
+  With a window only to the last `window` of them, itself included. A sink is a
+  score of each query head to a key without a value: it adds to the sum of the
+  softmax, p_s = exp(score_s) / (exp(sink) + sum_s exp(score_s)).
 
   Query head i uses key-value head i // (N / K); padding is a segment, too. The
   output [B, T, N, H] has the dtype of the queries. By splash attention on a TPU
-  if H is a multiple of 128; by cuDNN on a GPU for 16-bit numbers if H is a
-  multiple of 8, with a mask [B, 1, T, T]; else `in_blocks`. No scores
+  if H is a multiple of 64; by cuDNN on a GPU for 16-bit numbers without sinks
+  if H is a multiple of 8, with a mask [B, 1, T, T]; else `in_blocks`. No scores
   [B, N, T, T] are stored.
   """
   platform, (T, H) = sharding.platform(), q_BTNH.shape[1::2]
-  if platform == "tpu" and H % _LANES == 0:
-    return splash(q_BTNH, k_BTKH, v_BTKH, segments_BT)
+  operands = q_BTNH, k_BTKH, v_BTKH, segments_BT
+  if platform == "tpu" and H % _SPLASH_WIDTH == 0:
+    return splash(*operands, window=window, sinks_N=sinks_N)
   cudnn = platform in ("gpu", "cuda") and q_BTNH.dtype != jnp.float32
-  if cudnn and H % 8 == 0:
-    visible_BTS = _visible(segments_BT, 0, T)
+  # Sinks need the softmax's sum, and JAX has no gradient of cuDNN's.
+  if cudnn and H % 8 == 0 and sinks_N is None:
+    visible_BTS = _visible(segments_BT, (0, 0, T), window)
     out_BTNH = jax.nn.dot_product_attention(
       q_BTNH, k_BTKH, v_BTKH, mask=visible_BTS[:, None], implementation="cudnn"
     )
     return checkpoint_name(out_BTNH, "attention")
-  return in_blocks(q_BTNH, k_BTKH, v_BTKH, segments_BT)
+  return in_blocks(*operands, window, sinks_N)
 
 
-@jax.custom_vjp
-def in_blocks(q_BTNH, k_BTKH, v_BTKH, segments_BT):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def in_blocks(q_BTNH, k_BTKH, v_BTKH, segments_BT, window=None, sinks_N=None):
   """`attend` in XLA's operations, over blocks of queries.
 
-  A block reads the keys up to its last query, which leaves out most masked
-  scores. A CPU takes few rows at a time, whose scores fit in a core's cache.
-  The backward pass computes the scores again (arXiv 2205.14135, algorithm 4).
-  The output is rounded once from float32, as in the sampler's caches.
+  A block reads the keys from the window of its first query up to its last
+  query, which leaves out most masked scores. A CPU takes few rows at a time,
+  whose scores fit in a core's cache. The backward pass computes the scores
+  again (arXiv 2205.14135, algorithm 4). The output is rounded once from
+  float32, as in the sampler's caches.
   """
-  return _forward(q_BTNH, k_BTKH, v_BTKH, segments_BT)[0]
+  return _forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, window, sinks_N)[0]
 
 
-def _forward(q_BTNH, k_BTKH, v_BTKH, segments_BT):
-  operands = q_BTNH, k_BTKH, v_BTKH, _biases(segments_BT)
-  out_BTNH, lse_BTN = _map_rows(_forward_rows, operands)
+def _forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, window, sinks_N):
+  def rows(*operands):
+    return _forward_rows(*operands, window=window, sinks_N=sinks_N)
+
+  operands = q_BTNH, k_BTKH, v_BTKH, _biases(segments_BT, window)
+  out_BTNH, lse_BTN = _map_rows(rows, operands)
   # A rematerialised block that keeps both computes the scores only twice.
   out_BTNH = checkpoint_name(out_BTNH, "attention")
   lse_BTN = checkpoint_name(lse_BTN, "attention")
-  return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, lse_BTN)
+  inputs = q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N
+  return out_BTNH, (*inputs, out_BTNH, lse_BTN)
 
 
-def _backward(residuals, dout_BTNH):
-  q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, lse_BTN = residuals
+def _backward(window, residuals, dout_BTNH):
+  q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N, out_BTNH, lse_BTN = residuals
   # sum_s w_s dw_s = sum_s w_s (v_s . dout) = out . dout
   delta_BTN = (wide(out_BTNH) * wide(dout_BTNH)).sum(-1)
   operands = q_BTNH, k_BTKH, v_BTKH, lse_BTN, delta_BTN, dout_BTNH
-  return *_map_rows(_backward_rows, (*operands, _biases(segments_BT))), None
+  operands = *operands, _biases(segments_BT, window)
+  rows = functools.partial(_backward_rows, window=window)
+  dsinks_N = None
+  if sinks_N is not None:
+    weights_BTN = jnp.exp(wide(sinks_N) - lse_BTN)
+    dsinks_N = -(weights_BTN * delta_BTN).sum((0, 1)).astype(sinks_N.dtype)
+  return *_map_rows(rows, operands), None, dsinks_N
 
 
 in_blocks.defvjp(_forward, _backward)
 
 
 def _map_rows(function, operands):
-  """`function(*operands)`; on a CPU a few rows at a time."""
+  """`function(*operands)`, the last the biases; on a CPU few rows at a time."""
   B, T, N, _ = operands[0].shape
   if sharding.platform() != "cpu":
     return function(*operands)
-  limit = max(1, _CACHED_SCORES // (N * min(T, _CPU_BLOCK) * T))
+  keys = max(bias_BQS.shape[2] for bias_BQS in operands[-1])
+  limit = max(1, _CACHED_SCORES // (N * min(T, _CPU_BLOCK) * keys))
   rows = max(n for n in range(1, min(limit, B) + 1) if B % n == 0)
   if rows == B:
     return function(*operands)
@@ -91,25 +120,33 @@ def _map_rows(function, operands):
   return jax.tree.map(lambda x: x.reshape(B, *x.shape[2:]), outs)
 
 
-def _blocks(T):
-  """(first query, first query of the next block) of each block."""
+def _blocks(T, window):
+  """(first key, first query, first query of the next block) of each block."""
   size = _CPU_BLOCK if sharding.platform() == "cpu" else _BLOCK
-  return [(start, min(start + size, T)) for start in range(0, T, size)]
-
-
-def _biases(segments_BT):
-  """For each block [B, Q, S] float32, 0 at the keys that a query attends to."""
+  reach = T if window is None else window
   return [
-    jnp.where(_visible(segments_BT, *block), 0.0, MASKED)
-    for block in _blocks(segments_BT.shape[1])
+    (max(0, start - reach + 1), start, min(start + size, T))
+    for start in range(0, T, size)
   ]
 
 
-def _visible(segments_BT, start, end):
-  """Whether the queries start..end attend to the keys 0..end, [B, Q, S]."""
-  q_BQ, k_BS = segments_BT[:, start:end], segments_BT[:, :end]
-  causal_QS = jnp.arange(start, end)[:, None] >= jnp.arange(end)
-  return (q_BQ[:, :, None] == k_BS[:, None]) & causal_QS
+def _biases(segments_BT, window):
+  """For each block [B, Q, S] float32, 0 at the keys that a query attends to."""
+  return [
+    jnp.where(_visible(segments_BT, block, window), 0.0, MASKED)
+    for block in _blocks(segments_BT.shape[1], window)
+  ]
+
+
+def _visible(segments_BT, block, window):
+  """Whether the queries of a block attend to its keys, [B, Q, S]."""
+  first, start, end = block
+  q_BQ, k_BS = segments_BT[:, start:end], segments_BT[:, first:end]
+  query_Q1, key_S = jnp.arange(start, end)[:, None], jnp.arange(first, end)
+  visible_QS = query_Q1 >= key_S
+  if window is not None:
+    visible_QS &= query_Q1 - key_S < window
+  return (q_BQ[:, :, None] == k_BS[:, None]) & visible_QS
 
 
 def _by_kv_head(x_BTN, K):
@@ -136,19 +173,25 @@ def _scores(q_BKQUH, k_BKSH, bias_BQS):
   return scores_BKQUS + bias_BQS[:, None, :, None]
 
 
-def _forward_rows(q_BTNH, k_BTKH, v_BTKH, biases):
+def _forward_rows(q_BTNH, k_BTKH, v_BTKH, biases, *, window, sinks_N):
   """The output [B, T, N, H] and the log-sum-exp of the scores [B, T, N]."""
-  q_BKTUH = _by_kv_head(q_BTNH, k_BTKH.shape[2])
+  T, K = q_BTNH.shape[1], k_BTKH.shape[2]
+  q_BKTUH = _by_kv_head(q_BTNH, K)
   k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
   outs, lses = [], []
-  for (start, end), bias in zip(_blocks(q_BTNH.shape[1]), biases, strict=True):
+  for (first, start, end), bias in zip(_blocks(T, window), biases, strict=True):
     q_BKQUH = q_BKTUH[:, :, start:end]
-    scores_BKQUS = _scores(q_BKQUH, k_BKTH[:, :, :end], bias)
+    scores_BKQUS = _scores(q_BKQUH, k_BKTH[:, :, first:end], bias)
     maximum = scores_BKQUS.max(-1, keepdims=True)
+    if sinks_N is not None:
+      sinks = wide(sinks_N).reshape(K, 1, -1, 1)
+      maximum = jnp.maximum(maximum, sinks)
     weights_BKQUS = jnp.exp(scores_BKQUS - maximum)
     total = weights_BKQUS.sum(-1, keepdims=True)
+    if sinks_N is not None:
+      total += jnp.exp(sinks - maximum)
     weights = _merge(weights_BKQUS)
-    out = weigh("bkqs,bksh->bkqh", weights, v_BKTH[:, :, :end])
+    out = weigh("bkqs,bksh->bkqh", weights, v_BKTH[:, :, first:end])
     out_BKQUH = rounded(out.reshape(q_BKQUH.shape) / total, q_BTNH.dtype)
     outs.append(_by_token(out_BKQUH))
     lses.append(_by_token((maximum + jnp.log(total))[..., 0]))
@@ -162,7 +205,7 @@ def _merge(x_BKQUX):
 
 
 def _backward_rows(
-  q_BTNH, k_BTKH, v_BTKH, lse_BTN, delta_BTN, dout_BTNH, biases
+  q_BTNH, k_BTKH, v_BTKH, lse_BTN, delta_BTN, dout_BTNH, biases, *, window
 ):
   """The gradients of queries, keys and values, in their dtypes."""
   (B, T, _, H), K = q_BTNH.shape, k_BTKH.shape[2]
@@ -172,9 +215,9 @@ def _backward_rows(
   dq_blocks = []
   # Keys last: the scores are then not transposed to sum over the queries.
   dk_BKHT = dv_BKHT = jnp.zeros((B, K, H, T))
-  for (start, end), bias in zip(_blocks(T), biases, strict=True):
+  for (first, start, end), bias in zip(_blocks(T, window), biases, strict=True):
     q, lse, delta, dout = (x[:, :, start:end] for x in queries)
-    k_BKSH, v_BKSH = k_BKTH[:, :, :end], v_BKTH[:, :, :end]
+    k_BKSH, v_BKSH = k_BKTH[:, :, first:end], v_BKTH[:, :, first:end]
     weights = jnp.exp(_scores(q, k_BKSH, bias) - lse[..., None])
     q_BKHQ, dout_BKHQ = (_merge(x).swapaxes(2, 3) for x in (q, dout))
     dweights = weigh("bkqh,bksh->bkqs", _merge(dout), v_BKSH)
@@ -182,7 +225,7 @@ def _backward_rows(
     dscores = _merge(weights * (dweights - delta[..., None]) * H**-0.5)
     dq = weigh("bkqs,bksh->bkqh", dscores, k_BKSH).reshape(q.shape)
     dq_blocks.append(_by_token(dq))
-    add = lambda total, x: total.at[..., :end].add(x)  # noqa: B023
+    add = lambda total, x: total.at[..., first:end].add(x)  # noqa: B023
     dk_BKHT = add(dk_BKHT, weigh("bkqs,bkhq->bkhs", dscores, q_BKHQ))
     dv_BKHT = add(dv_BKHT, weigh("bkqs,bkhq->bkhs", _merge(weights), dout_BKHQ))
   tokens_first = lambda x_BKHT: jnp.moveaxis(x_BKHT, 3, 1)
@@ -208,7 +251,16 @@ def weigh(subscripts: str, weights, values):
   )
 
 
-def splash(q_BTNH, k_BTKH, v_BTKH, segments_BT, *, interpret: bool = False):
+def splash(
+  q_BTNH,
+  k_BTKH,
+  v_BTKH,
+  segments_BT,
+  *,
+  window: int | None = None,
+  sinks_N=None,
+  interpret: bool = False,
+):
   """JAX's TPU kernel; `interpret` runs it on any platform, slowly."""
   from jax.experimental.pallas.ops.tpu import splash_attention as sa
 
@@ -216,19 +268,45 @@ def splash(q_BTNH, k_BTKH, v_BTKH, segments_BT, *, interpret: bool = False):
   padding = -T % _LANES  # at the end: no earlier token attends to it
   pad = lambda x: jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
   query_bytes = B * (T + padding) * N * H * q_BTNH.dtype.itemsize
-  kernel = _splash_kernel(N, T + padding, query_bytes, interpret)
+  kernel = _splash_kernel(N, T + padding, query_bytes, window, interpret)
   qkv = (pad(x).swapaxes(1, 2) for x in (q_BTNH * H**-0.5, k_BTKH, v_BTKH))
-  out_BNTH = jax.vmap(
-    lambda q, k, v, s: kernel(q, k, v, segment_ids=sa.SegmentIds(q=s, kv=s))
-  )(*qkv, pad(segments_BT))
+  if sinks_N is not None:
+    sinks_N = _cast_gradient(sinks_N)
+
+  def row(q_NTH, k_KTH, v_KTH, segments_T):
+    ids = sa.SegmentIds(q=segments_T, kv=segments_T)
+    return kernel(q_NTH, k_KTH, v_KTH, segment_ids=ids, sinks=sinks_N)
+
+  out_BNTH = jax.vmap(row)(*qkv, pad(segments_BT))
   return out_BNTH.swapaxes(1, 2)[:, :T]
 
 
-def _splash_kernel(heads: int, tokens: int, query_bytes: int, interpret: bool):
+@jax.custom_vjp
+def _cast_gradient(x):
+  """`x`; its gradient is cast, since splash gives sinks' in another dtype."""
+  return x
+
+
+_cast_gradient.defvjp(lambda x: (x, x), lambda x, dx: (dx.astype(x.dtype),))
+
+
+def _splash_kernel(
+  heads: int,
+  tokens: int,
+  query_bytes: int,
+  window: int | None,
+  interpret: bool,
+):
   from jax.experimental.pallas.ops.tpu import splash_attention as sa
 
   block, wide_block = splash_blocks(tokens)
-  fused_block = _fused_block(tokens, wide_block, query_bytes)
+  if window is None or window >= tokens:
+    mask = sa.CausalMask((tokens, tokens))
+    fused_block = _fused_block(tokens, wide_block, query_bytes)
+  else:
+    mask = sa.LocalMask((tokens, tokens), (window - 1, 0), 0)
+    # The fused backward pass would visit every pair of blocks.
+    fused_block = 0
   names = "q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute"
   if not fused_block:
     names += "q_dq", "kv_dq"
@@ -236,7 +314,7 @@ def _splash_kernel(heads: int, tokens: int, query_bytes: int, interpret: bool):
   if fused_block:
     blocks["block_kv_dkv"] = fused_block
   return sa.make_splash_mha(
-    sa.MultiHeadMask([sa.CausalMask((tokens, tokens))] * heads),
+    sa.MultiHeadMask([mask] * heads),
     head_shards=1,
     q_seq_shards=1,
     block_sizes=sa.BlockSizes(**blocks, use_fused_bwd_kernel=fused_block > 0),

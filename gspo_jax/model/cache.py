@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from gspo_jax.model import attention
 from gspo_jax.model.config import ModelConfig
-from gspo_jax.model.rounding import rounded, stored
+from gspo_jax.model.rounding import rounded, stored, wide
 from gspo_jax.runtime.sharding import BATCH_AXES, constrain
 
 
@@ -27,6 +27,12 @@ class Prefix:
   k: tuple[jax.Array, ...]  # per layer, [P, K, S, H]
   v: tuple[jax.Array, ...]  # as k
   valid: jax.Array  # [P, S] bool, false at padding
+
+  def slots(self):
+    """[P, S], counted from the responses' first slot: the last token has -1."""
+    slot_S = jnp.arange(self.valid.shape[1])
+    last_P1 = jnp.where(self.valid, slot_S, 0).max(1, keepdims=True)
+    return slot_S - last_P1 - 1
 
 
 @jax.tree_util.register_dataclass
@@ -48,10 +54,22 @@ class Cache:
     )
     return dataclasses.replace(self, valid=valid)
 
-  def attend(self, layer: int, q_BTNH, k_BTKH, v_BTKH):
+  def attend(
+    self,
+    layer: int,
+    q_BTNH,
+    k_BTKH,
+    v_BTKH,
+    *,
+    window: int | None = None,
+    sinks_N=None,
+  ):
     """Writes one layer's keys and values, then attends to all tokens so far.
 
-    Returns the attention output [B, T, N, H] and the layer's new (k, v).
+    Windows and sinks as in `attention.attend`. With a window, padding must not
+    separate the tokens of a row; a prompt in the prefix may have it on the left
+    or on the right, but not the responses on the left. Returns the attention
+    output [B, T, N, H] and the layer's new (k, v).
     """
     start = (0, 0, self.length, 0)
     write = lambda old, new_BTKH: jax.lax.dynamic_update_slice(
@@ -64,8 +82,11 @@ class Cache:
     q_BKUTH = q_BKUTH.astype(k_BKSH.dtype)
 
     slot_S = jnp.arange(k_BKSH.shape[2])
-    causal_TS = slot_S <= self.length + jnp.arange(T)[:, None]
-    visible_BTS = causal_TS & self.valid[:, None, :]
+    query_T1 = self.length + jnp.arange(T)[:, None]  # slots
+    visible_TS = slot_S <= query_T1
+    if window is not None:
+      visible_TS &= query_T1 - slot_S < window
+    visible_BTS = visible_TS & self.valid[:, None, :]
     parts = [(_scores(q_BKUTH, k_BKSH, visible_BTS), v_BKSH)]
     if self.prefix is not None:
       prefix = self.prefix
@@ -73,9 +94,12 @@ class Cache:
       # The G rows of a prompt become G * T queries of its one copy.
       q_PKUTH = _join_groups(q_BKUTH, P)
       visible_PTS = prefix.valid[:, None, :]
+      if window is not None:
+        near_PTS = query_T1 - prefix.slots()[:, None] < window
+        visible_PTS &= jnp.tile(near_PTS, (1, B // P, 1))
       scores = _scores(q_PKUTH, prefix.k[layer], visible_PTS)
       parts.insert(0, (scores, prefix.v[layer]))
-    out_BKUTH = rounded(_combine(parts, B, T), q_BTNH.dtype)
+    out_BKUTH = rounded(_combine(parts, B, T, sinks_N), q_BTNH.dtype)
     out_BTNH = out_BKUTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
     return out_BTNH, (k_BKSH, v_BKSH)
 
@@ -142,7 +166,7 @@ def _scores(q_BKUTH, k_BKSH, visible_BTS):
   return jnp.where(visible_BTS[:, None, None], scores, attention.MASKED)
 
 
-def _combine(parts, B, T):
+def _combine(parts, B, T, sinks_N):
   """One softmax over the keys of all parts: [B, K, U, T, H] float32.
 
   A part is (scores, values): of the P prefixes, or of the B responses.
@@ -151,6 +175,10 @@ def _combine(parts, B, T):
   maxima = [to_rows(scores.max(-1, keepdims=True)) for scores, _ in parts]
   maximum = functools.reduce(jnp.maximum, maxima)
   total, out = 0.0, 0.0
+  if sinks_N is not None:
+    sinks = wide(sinks_N).reshape(*maximum.shape[1:3], 1, 1)
+    maximum = jnp.maximum(maximum, sinks)
+    total = jnp.exp(sinks - maximum)
   for scores, v_BKSH in parts:
     rows = scores.shape[0]
     shift = maximum if rows == B else _join_groups(maximum, rows)

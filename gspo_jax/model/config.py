@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from gspo_jax.model.rotary import Llama3Scaling, RopeScaling
+from gspo_jax.model.rotary import Llama3Scaling, RopeScaling, YarnScaling
 from gspo_jax.runtime.errors import UserError, nearest
 from gspo_jax.runtime.key import (
   POSITIVE,
@@ -13,6 +13,8 @@ from gspo_jax.runtime.key import (
 )
 
 DTYPES = ("float32", "bfloat16")
+SCORES = ("softmax", "sigmoid")
+_MAX_LAYERS = 4096  # of a model; the largest published ones have 126
 
 # Values that a rematerialised block may keep; each one kept saves a part of the
 # second forward pass. The bytes are per token and layer, at 16 bits, with D
@@ -74,12 +76,22 @@ class LoraConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
-  """A Qwen3 decoder, dense or Mixture-of-Experts (arXiv 2505.09388, sec. 2).
+class Layer:
+  """What may differ between the layers of a model."""
 
-  With `attention_bias` and without `qk_norm` it is Qwen2 (arXiv 2412.15115),
-  with neither it is Llama 3 (arXiv 2407.21783), or with experts Mixtral (arXiv
-  2401.04088). With `qk_norm_over_heads` it is OLMoE (arXiv 2409.02060).
+  # A token attends to itself and the `window - 1` tokens before; None: to all.
+  window: int | None = None
+  experts: bool = True  # or an MLP
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """A decoder, dense or Mixture-of-Experts; the defaults are Qwen3's.
+
+  Qwen3 is arXiv 2505.09388, sec. 2. `VARIANTS` has the fields of the other
+  families: Qwen2 (arXiv 2412.15115), Llama 3 (2407.21783), Mixtral
+  (2401.04088), OLMoE (2409.02060), GLM-4.5 (2508.06471), gpt-oss (2508.10925)
+  and MiniMax-M2.
   """
 
   vocab_size: int  # rows of the embedding
@@ -89,18 +101,47 @@ class ModelConfig:
   num_kv_heads: int  # key and value heads; divides `num_heads`
   head_dim: int  # width of one head; even, for the rotary halves
   mlp_dim: int  # hidden width of the SwiGLU MLP, or of one expert
-  num_experts: int = 0  # experts of every block; 0 for a dense model
+  # The layers are `first`, then `pattern` repeated. Without a pattern all
+  # layers are alike: full attention, and experts if the model has any.
+  first: tuple[Layer, ...] = ()
+  pattern: tuple[Layer, ...] = ()
+  dense_mlp_dim: int = 0  # hidden width of the MLP in layers without experts
+  num_experts: int = 0  # 0 for a dense model
   experts_per_token: int = 0  # experts that each token is routed to
-  # Divide the routing weights of these experts by their sum.
+  shared_dim: int = 0  # hidden width of the expert of all tokens; 0: none
+  shared_gate: bool = False  # a sigmoid weighs the output of this expert
+  # An expert's score of a token: a softmax over all experts, or a sigmoid.
+  scoring_func: str = "softmax"
+  # Divide the scores of the chosen experts by their sum.
   norm_topk_prob: bool = True
+  routed_scaling_factor: float = 1.0  # multiplies the routing weights
+  # The experts are in `n_group` groups, and a token's experts are all in
+  # `topk_group` of them (arXiv 2412.19437, sec. 2.1.2).
+  n_group: int = 1
+  topk_group: int = 1
+  # A number for each expert is added to its score for the choice alone, not for
+  # the weight. It balances loads in pre-training; RL leaves it as it is.
+  choice_bias: bool = False
+  router_bias: bool = False  # the router's logits have a bias
+  expert_bias: bool = False  # both products of an expert have a bias
+  # gpt-oss' experts: `(u + 1) g sigmoid(1.702 g)` of a gate `g`, at most this,
+  # and an up `u` within plus and minus this. None: SwiGLU.
+  swiglu_limit: float | None = None
   rope_theta: float = 1e6  # base of the rotary frequencies
+  rotary_dim: int | None = None  # rotated columns of a head; None: all
   # A `rotary.Llama3Scaling`, a `rotary.YarnScaling`, or None.
   rope_scaling: RopeScaling | None = None
   attention_bias: bool = False  # queries, keys and values have a bias
+  output_bias: bool = False  # the output of attention has a bias
+  # Each head has a learned logit that takes part in the softmax over the keys
+  # and has no value (arXiv 2309.17453).
+  sinks: bool = False
   qk_norm: bool = True  # queries and keys have an RMSNorm
   # This norm is over all heads together, not per head.
   qk_norm_over_heads: bool = False
   norm_eps: float = 1e-6  # epsilon of every RMSNorm
+  # An RMSNorm multiplies by its scale before it rounds to `dtype`, not after.
+  norm_rounds_last: bool = False
   tie_embeddings: bool = False  # the embedding is also the output matrix
   # Of activations and matrix products; parameters, softmaxes and vocabulary
   # logits are always float32.
@@ -128,6 +169,11 @@ class ModelConfig:
         f"model.head_dim={self.head_dim}: expected an even number, because"
         " rotary embeddings split it in halves"
       )
+    if not 0 < self.rotary_width <= self.head_dim or self.rotary_width % 2:
+      raise UserError(
+        f"model.rotary_dim={self.rotary_dim}: expected an even number up to"
+        f" model.head_dim={self.head_dim}"
+      )
     scaling = self.rope_scaling
     if scaling is not None and not isinstance(scaling, RopeScaling):
       raise UserError(
@@ -142,6 +188,8 @@ class ModelConfig:
       raise UserError(
         f"model.experts_per_token={k}: expected 1 to model.num_experts={E}"
       )
+    self._check_layers()
+    self._check_router()
     if self.dtype not in DTYPES:
       raise UserError(
         f"model.dtype={self.dtype!r}: {nearest(self.dtype, DTYPES)}"
@@ -152,6 +200,89 @@ class ModelConfig:
       if name not in KEPT:
         hint = nearest(name, ("none", "full", *KEPT))
         raise UserError(f"model.remat={name!r}: {hint}")
+
+  def _check_layers(self):
+    if self.num_layers > _MAX_LAYERS:
+      raise UserError(
+        f"model.num_layers={self.num_layers}: expected at most {_MAX_LAYERS}"
+      )
+    pattern, first = len(self.pattern) or 1, len(self.first)
+    if first > self.num_layers or (self.num_layers - first) % pattern:
+      raise UserError(
+        f"model.num_layers={self.num_layers}: expected {first} +"
+        f" a multiple of {pattern}, for the layers are model.first and then"
+        " model.pattern repeated"
+      )
+    has_experts = any(layer.experts for layer in self.layers)
+    if has_experts != bool(self.num_experts):
+      raise UserError(
+        f"model.num_experts={self.num_experts}: expected"
+        f" {'a number above 0' if has_experts else '0'}, for"
+        f" {'some' if has_experts else 'none'} of the {self.num_layers} layers"
+        " have experts"
+      )
+    for layer in self.layers:
+      if layer.window is not None and layer.window < 1:
+        raise UserError(
+          f"window={layer.window} of a layer: expected at least 1"
+        )
+
+  def _check_router(self):
+    E, n = self.num_experts, self.n_group
+    if self.scoring_func not in SCORES:
+      hint = nearest(self.scoring_func, SCORES)
+      raise UserError(f"model.scoring_func={self.scoring_func!r}: {hint}")
+    if n < 1 or E % n or (n > 1 and E // n < 2):
+      raise UserError(
+        f"model.n_group={n}: expected a divisor of model.num_experts={E}, with"
+        " at least 2 experts a group"
+      )
+    if not 1 <= self.topk_group <= n or (
+      E and self.experts_per_token > self.topk_group * (E // n)
+    ):
+      raise UserError(
+        f"model.topk_group={self.topk_group}: expected 1 to model.n_group={n},"
+        f" and room for model.experts_per_token={self.experts_per_token}"
+      )
+
+  @property
+  def layers(self) -> tuple[Layer, ...]:
+    return self.first + self.period * self.num_periods
+
+  @property
+  def period(self) -> tuple[Layer, ...]:
+    """The layers that are repeated after `first`."""
+    return self.pattern or (Layer(experts=self.num_experts > 0),)
+
+  @property
+  def num_periods(self) -> int:
+    return (self.num_layers - len(self.first)) // len(self.period)
+
+  def layers_with(self, module: str) -> tuple[int, ...]:
+    """The numbers of the layers that have a module, such as "moe"."""
+    return tuple(
+      i for i, layer in enumerate(self.layers) if self.has(layer, module)
+    )
+
+  def has(self, layer: Layer, module: str) -> bool:
+    if module == "shared":
+      return layer.experts and self.shared_dim > 0
+    if module in ("moe", "mlp"):
+      return layer.experts == (module == "moe")
+    return True  # norms and attention
+
+  @property
+  def num_moe_layers(self) -> int:
+    return len(self.layers_with("moe"))
+
+  @property
+  def dense_dim(self) -> int:
+    """The hidden width of the MLP in layers without experts."""
+    return self.dense_mlp_dim or self.mlp_dim
+
+  @property
+  def rotary_width(self) -> int:
+    return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
   @property
   def kept(self) -> tuple[str, ...] | None:
@@ -269,6 +400,45 @@ _QWEN3_235B = _qwen3(
   94, 4096, 64, 4, 1536, num_experts=128, experts_per_token=8
 )
 
+
+def _glm(*sizes, first, **changes) -> ModelConfig:
+  return _qwen3(
+    *sizes,
+    vocab_size=151_552,
+    first=(Layer(experts=False),) * first,
+    pattern=(Layer(),),
+    experts_per_token=8,
+    scoring_func="sigmoid",
+    choice_bias=True,
+    attention_bias=True,
+    rotary_dim=64,
+    norm_eps=1e-5,
+    **changes,
+  )
+
+
+def _gpt_oss(layers, num_experts) -> ModelConfig:
+  return _qwen3(
+    *(layers, 2880, 64, 8, 2880),
+    vocab_size=201_088,
+    head_dim=64,
+    pattern=(Layer(window=128), Layer()),
+    num_experts=num_experts,
+    experts_per_token=4,
+    router_bias=True,
+    expert_bias=True,
+    swiglu_limit=7.0,
+    rope_theta=1.5e5,
+    rope_scaling=YarnScaling(32.0, 4096, truncate=False),
+    attention_bias=True,
+    output_bias=True,
+    sinks=True,
+    qk_norm=False,
+    norm_eps=1e-5,
+    norm_rounds_last=True,
+  )
+
+
 # Sizes are from config.json of each published checkpoint. Layers, heads,
 # experts and tying of Qwen3 are also in tables 1 and 2 of arXiv 2505.09388.
 VARIANTS = {
@@ -319,6 +489,44 @@ VARIANTS = {
     num_experts=8,
     experts_per_token=2,
   ),
+  "qwen1.5-moe-a2.7b": _qwen2(
+    *(24, 2048, 16, 16, 1408),
+    num_experts=60,
+    experts_per_token=4,
+    norm_topk_prob=False,
+    shared_dim=5632,
+    shared_gate=True,
+  ),
+  "glm-4.5-air": _glm(
+    *(46, 4096, 96, 8, 1408),
+    first=1,
+    dense_mlp_dim=10_944,
+    num_experts=128,
+    shared_dim=1408,
+    qk_norm=False,
+  ),
+  # GLM-4.6 and 4.7 have the same sizes.
+  "glm-4.5": _glm(
+    *(92, 5120, 96, 8, 1536),
+    first=3,
+    dense_mlp_dim=12_288,
+    num_experts=160,
+    shared_dim=1536,
+    routed_scaling_factor=2.5,
+  ),
+  "minimax-m2": _qwen3(
+    *(62, 3072, 48, 8, 1536),
+    vocab_size=200_064,
+    num_experts=256,
+    experts_per_token=8,
+    scoring_func="sigmoid",
+    choice_bias=True,
+    qk_norm_over_heads=True,
+    rotary_dim=64,
+    rope_theta=5e6,
+  ),
+  "gpt-oss-20b": _gpt_oss(24, 32),
+  "gpt-oss-120b": _gpt_oss(36, 128),
 }
 
 

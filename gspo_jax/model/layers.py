@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from gspo_jax.model import attention, lora, parameters, rotary
-from gspo_jax.model.config import ModelConfig
+from gspo_jax.model.config import Layer, ModelConfig
 from gspo_jax.model.moe import NO_ROUTES, MoE
 from gspo_jax.model.rounding import matmul, recomputed, rounded, stored, wide
 from gspo_jax.runtime import sharding
@@ -25,18 +25,29 @@ class RMSNorm(nn.Module):
   @nn.compact
   def __call__(self, x):
     weights = parameters.declare(self, self.name, self.cfg)
-    return rms_norm(x, weights["scale"], self.cfg.norm_eps)
+    return rms_norm(x, weights["scale"], self.cfg)
 
 
-def rms_norm(x, scale, eps):
-  """`x / rms(x) * scale`; the float32 quotient is rounded before scaling."""
-  return _rms_norm(x, scale, jnp.float32(eps))
+def rms_norm(x, scale, cfg: ModelConfig):
+  """`x / rms(x) * scale`; the float32 quotient is rounded before scaling.
+
+  With `norm_rounds_last` the product is rounded instead.
+  """
+  norm = _rms_norm_rounded_last if cfg.norm_rounds_last else _rms_norm
+  return norm(x, scale, jnp.float32(cfg.norm_eps))
 
 
 @recomputed
 def _rms_norm(x, scale, eps):
   h = wide(x)
   return _normed(x, jnp.mean(h * h, -1, keepdims=True), scale, eps)
+
+
+@recomputed
+def _rms_norm_rounded_last(x, scale, eps):
+  h = wide(x)
+  h = h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + eps)
+  return rounded(h * wide(scale.astype(x.dtype)), x.dtype)
 
 
 def _normed(x, mean_square, scale, eps):
@@ -88,17 +99,29 @@ def _gathered(weights, specs, dtype):
 
 class Attention(nn.Module):
   cfg: ModelConfig
+  layer: Layer
 
   @nn.compact
-  def __call__(self, x_BTD, angles, segments_BT, cache, layer):
-    """Returns the output [B, T, D] and the layer's new (k, v)."""
-    cfg = self.cfg
+  def __call__(self, x_BTD, angles, segments_BT, cache, i):
+    """Returns the output [B, T, D] and the new (k, v) of layer `i`."""
+    cfg, window = self.cfg, self.layer.window
     weights = parameters.declare(self, "attention", cfg)
     if cache is None:
-      return _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg)
-    q_BTNH, k_BTKH, v_BTKH = _project(x_BTD, weights, angles, cfg)
-    out_BTNH, updated = cache.attend(layer, q_BTNH, k_BTKH, v_BTKH)
-    return project(out_BTNH, weights, "o", axes=2), updated
+      operands = x_BTD, weights, angles, segments_BT
+      y_BTD, updated = _attend_without_cache(*operands, cfg, window)
+    else:
+      qkv = _project(x_BTD, weights, angles, cfg)
+      sinks_N = _sinks(weights, x_BTD.dtype)
+      out_BTNH, updated = cache.attend(i, *qkv, window=window, sinks_N=sinks_N)
+      y_BTD = project(out_BTNH, weights, "o", axes=2)
+    if cfg.output_bias:
+      y_BTD = add(y_BTD, weights["o_bias"].astype(y_BTD.dtype))
+    return y_BTD, updated
+
+
+def _sinks(weights, dtype):
+  """Float32 logits [N] of values that are rounded as activations, or None."""
+  return wide(weights["sinks"].astype(dtype)) if "sinks" in weights else None
 
 
 def _project(x_BTD, weights, angles, cfg):
@@ -114,14 +137,14 @@ def _project(x_BTD, weights, angles, cfg):
       scale = weights[f"{name}_norm"]
       y_BTNH = rms_norm_over_heads(y_BTNH, scale, cfg.norm_eps, number)
     elif cfg.qk_norm:
-      y_BTNH = rms_norm(y_BTNH, weights[f"{name}_norm"], cfg.norm_eps)
+      y_BTNH = rms_norm(y_BTNH, weights[f"{name}_norm"], cfg)
     return rotary.rotate(y_BTNH, *angles)
 
   q_BTNH, k_BTKH = rotated("q", cfg.num_heads), rotated("k", cfg.num_kv_heads)
   return q_BTNH, k_BTKH, heads("v")
 
 
-def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
+def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg, window):
   """Attention among the T tokens, in a shard_map over rows, tokens and heads.
 
   A device exchanges all heads of its tokens for all tokens of its heads, and
@@ -139,7 +162,10 @@ def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
   def local(x_BTD, matrices, norms, angles, segments_BT):
     weights = norms | _gathered(matrices, specs, x_BTD.dtype)
     q_BTNH, k_BTKH, v_BTKH = _project(x_BTD, weights, angles, cfg)
-    out_BTNH = _attend_to_all_tokens(q_BTNH, k_BTKH, v_BTKH, segments_BT)
+    sinks_N = _sinks(weights, x_BTD.dtype)
+    out_BTNH = _attend_to_all_tokens(
+      q_BTNH, k_BTKH, v_BTKH, segments_BT, window, sinks_N
+    )
     y_BTD = project(out_BTNH, weights, "o", axes=2)
     y_BTD = sharding.psum(y_BTD, "tensor")
     to_cache = lambda x: x.swapaxes(1, 2).astype(stored(x.dtype))
@@ -153,17 +179,23 @@ def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
   return attend(x_BTD, matrices, norms, angles, segments_BT)
 
 
-def _attend_to_all_tokens(q_BTNH, k_BTKH, v_BTKH, segments_BT):
+def _attend_to_all_tokens(q_BTNH, k_BTKH, v_BTKH, segments_BT, window, sinks_N):
   """`attention.attend`, with the tokens split over `context`."""
   C, K = sharding.size("context"), k_BTKH.shape[2]
   split_heads = lambda x: sharding.all_to_all(x, "context", split=2, join=1)
   # With fewer key heads than devices, several devices get the same head.
   repeat = lambda x: jnp.repeat(x, math.lcm(K, C) // K, axis=2)
+  if sinks_N is not None:
+    n = len(sinks_N) // C
+    start = sharding.index("context") * n
+    sinks_N = jax.lax.dynamic_slice_in_dim(sinks_N, start, n)
   out_BTNH = attention.attend(
     split_heads(q_BTNH),
     split_heads(repeat(k_BTKH)),
     split_heads(repeat(v_BTKH)),
     sharding.gather(segments_BT, "context", dim=1),
+    window=window,
+    sinks_N=sinks_N,
   )
   return sharding.all_to_all(out_BTNH, "context", split=1, join=2)
 
@@ -174,43 +206,57 @@ def swiglu(gate, up):
 
 
 class MLP(nn.Module):
-  """SwiGLU: `down(silu(gate x) * up x)`."""
+  """SwiGLU: `down(silu(gate x) * up x)`; "shared" may weigh it by a sigmoid."""
 
   cfg: ModelConfig
 
   @nn.compact
   def __call__(self, x_BTD):
-    weights = parameters.declare(self, "mlp", self.cfg)
-    specs = parameters.partition_specs("mlp", weights)
+    weights = parameters.declare(self, self.name, self.cfg)
+    specs = parameters.partition_specs(self.name, weights)
 
     def local(x_BTD, weights):
       weights = _gathered(weights, specs, x_BTD.dtype)
       gate, up = (project(x_BTD, weights, name) for name in ("gate", "up"))
-      return sharding.psum(project(swiglu(gate, up), weights, "down"), "tensor")
+      y_BTD = project(swiglu(gate, up), weights, "down")
+      y_BTD = sharding.psum(y_BTD, "tensor")
+      if "expert_gate" in weights:
+        y_BTD = _weighed(y_BTD, project(x_BTD, weights, "expert_gate"))
+      return y_BTD
 
     tokens = sharding.TOKENS
     mlp = sharding.shard_map(local, in_specs=(tokens, specs), out_specs=tokens)
     return mlp(x_BTD, weights)
 
 
+@recomputed
+def _weighed(y_BTD, logit_BT1):
+  return rounded(wide(y_BTD) * nn.sigmoid(wide(logit_BT1)), y_BTD.dtype)
+
+
 class Block(nn.Module):
   """One decoder block: attention, then the MLP or the experts."""
 
   cfg: ModelConfig
+  layer: Layer
 
   @nn.compact
   def __call__(
-    self, x_BTD, angles, segments_BT, cache=None, layer=0, routes=NO_ROUTES
+    self, x_BTD, angles, segments_BT, cache=None, i=0, routes=NO_ROUTES
   ):
-    """Returns the stream [B, T, D], the routing or None, the new (k, v)."""
+    """Returns the stream [B, T, D], the routing or None, the new (k, v).
+
+    `i` is the number of the layer in the cache.
+    """
     cfg = self.cfg
     h = RMSNorm(cfg, name="attention_norm")(x_BTD)
-    attend = Attention(cfg, name="attention")
-    h, updated = attend(h, angles, segments_BT, cache, layer)
+    attend = Attention(cfg, self.layer, name="attention")
+    h, updated = attend(h, angles, segments_BT, cache, i)
     x_BTD = checkpoint_name(add(x_BTD, h), "stream")
     h = RMSNorm(cfg, name="mlp_norm")(x_BTD)
-    if cfg.num_experts:
-      h, routing = MoE(cfg, name="moe")(h, segments_BT != 0, *routes)
-    else:
-      h, routing = MLP(cfg, name="mlp")(h), None
-    return add(x_BTD, h), routing, updated
+    if not self.layer.experts:
+      return add(x_BTD, MLP(cfg, name="mlp")(h)), None, updated
+    y_BTD, routing = MoE(cfg, name="moe")(h, segments_BT != 0, *routes)
+    if cfg.shared_dim:
+      y_BTD = add(y_BTD, MLP(cfg, name="shared")(h))
+    return add(x_BTD, y_BTD), routing, updated

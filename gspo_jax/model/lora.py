@@ -77,8 +77,8 @@ def merge(params: dict, lora: LoraConfig | None, dtype=None) -> dict:
     return sharding.tree_of_paths(weights)
 
   # One layer at a time: the float32 sum of all layers would be large.
-  whole = base | {"layers": jax.lax.map(merged, params["layers"])}
-  return jax.tree.map(lambda x: x.astype(dtype or x.dtype), whole)
+  whole = base | {"layers": parameters.map_layers(merged, params["layers"])}
+  return parameters.cast(whole, dtype) if dtype else whole
 
 
 def _merge_one(path, leaves, scale, dtype):

@@ -24,10 +24,10 @@ class Routing(NamedTuple):
   """The router's output in one layer, without gradient."""
 
   experts: jax.Array  # [B, T, k] unsigned int, where each token was sent
-  # [B, T, k] float32, the log-softmax over ALL experts, at `routes` if they
-  # were given, else at `experts`.
+  # [B, T, k] float32, the log-probs of a choice among ALL experts in proportion
+  # to their scores, at `routes` if they were given, else at `experts`.
   logps: jax.Array
-  entropy: jax.Array  # [B, T] float32, nats, of that softmax
+  entropy: jax.Array  # [B, T] float32, nats, of that choice
   # [] int32, pairs of a real token and an expert that no device processed;
   # always 0, but counted.
   dropped: jax.Array
@@ -45,11 +45,10 @@ NO_ROUTES = Routes()
 
 
 class MoE(nn.Module):
-  """Qwen3's sparse MLP: `sum_e w_e * down_e(silu(gate_e x) * up_e x)`.
+  """The sparse MLP: `sum_e w_e * down_e(silu(gate_e x) * up_e x)`.
 
-  The weights are the float32 softmax over ALL experts at the top k; they are
-  divided by their sum only if `norm_topk_prob`. There is no capacity limit and
-  no dropped token.
+  `route` says which k experts and weights. There is no capacity limit and no
+  dropped token.
   """
 
   cfg: ModelConfig
@@ -98,11 +97,16 @@ def _local(
   logits_ME = jnp.matmul(
     x_MD, gather("router"), preferred_element_type=jnp.float32
   )
+  if "router_bias" in weights:
+    logits_ME += weights["router_bias"].astype(x_MD.dtype)
+  choice_bias_E = weights.get("choice_bias")
   if use_own_experts is not None:
-    _, top_Mk = jax.lax.top_k(jax.nn.softmax(logits_ME), k)
+    _, top_Mk = route(logits_ME, cfg, choice_bias_E)
     top_Mk = top_Mk.astype(routes_Mk.dtype)
     routes_Mk = jnp.where(use_own_experts, top_Mk, routes_Mk)
-  weights_Mk, experts_Mk = route(logits_ME, cfg, routes_Mk if replay else None)
+  weights_Mk, experts_Mk = route(
+    logits_ME, cfg, choice_bias_E, routes_Mk if replay else None
+  )
   # Padding tokens are all alike, and would overload the same k experts.
   real_experts_Mk = jnp.where(real_BT.reshape(-1, 1), experts_Mk, E)
   y_MD, num_rows = _run_experts(
@@ -110,7 +114,7 @@ def _local(
   )
   expected_rows = jnp.sum(real_BT, dtype=jnp.int32) * k
   dropped = sharding.psum(expected_rows - num_rows, *sharding.BATCH_AXES)
-  records = _routing_records(logits_ME, experts_Mk, routes_Mk)
+  records = _routing_records(logits_ME, cfg, experts_Mk, routes_Mk)
   records = (x.reshape(*x_BTD.shape[:2], *x.shape[1:]) for x in records)
   return y_MD.reshape(x_BTD.shape), Routing(*records, dropped)
 
@@ -137,18 +141,63 @@ def _run_experts(x_MD, weights_Mk, experts_Mk, gate_up, down):
   return sharding.psum(y_MD, "tensor"), sharding.psum(num_rows, "tensor")
 
 
-def route(logits_ME, cfg: ModelConfig, routes_Mk=None):
-  """Float32 weights [M, k], and their experts: `routes_Mk`, or the top k."""
+def route(
+  logits_ME, cfg: ModelConfig, choice_bias_E=None, routes_Mk=None
+) -> tuple[jax.Array, jax.Array]:
+  """Float32 weights [M, k], and their experts: `routes_Mk`, or the best k.
+
+  An expert's score is a softmax over ALL experts or a sigmoid. The best experts
+  have the largest score plus `choice_bias_E`, within the best groups. The
+  weights are the scores, divided by their sum if `norm_topk_prob`, times
+  `routed_scaling_factor` (arXiv 2412.19437, eq. 12 to 16).
+  """
+  score = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
+  scores_ME = score[cfg.scoring_func](logits_ME)
   if routes_Mk is not None:
     experts_Mk = routes_Mk.astype(jnp.int32)
-    if cfg.norm_topk_prob:  # unlikely routes would divide 0 by 0
-      return jax.nn.softmax(_at(logits_ME, experts_Mk)), experts_Mk
-    return _at(jax.nn.softmax(logits_ME), experts_Mk), experts_Mk
-  probs_ME = jax.nn.softmax(logits_ME)
-  weights_Mk, experts_Mk = jax.lax.top_k(probs_ME, cfg.experts_per_token)
-  if cfg.norm_topk_prob:
-    weights_Mk /= weights_Mk.sum(-1, keepdims=True)
-  return weights_Mk, experts_Mk
+  elif cfg.choice_bias or cfg.n_group > 1:
+    experts_Mk = _best_experts(scores_ME, choice_bias_E, cfg)
+  else:
+    weights_Mk, experts_Mk = jax.lax.top_k(scores_ME, cfg.experts_per_token)
+    if cfg.norm_topk_prob:
+      weights_Mk /= weights_Mk.sum(-1, keepdims=True)
+    return _scaled(weights_Mk, cfg), experts_Mk
+  if cfg.norm_topk_prob:  # unlikely experts would divide 0 by 0
+    log_scores_Mk = _at(_log_scores(logits_ME, cfg), experts_Mk)
+    weights_Mk = jax.nn.softmax(log_scores_Mk)
+  else:
+    weights_Mk = _at(scores_ME, experts_Mk)
+  return _scaled(weights_Mk, cfg), experts_Mk
+
+
+def _scaled(weights_Mk, cfg):
+  scale = cfg.routed_scaling_factor
+  return weights_Mk if scale == 1 else scale * weights_Mk
+
+
+def _best_experts(scores_ME, choice_bias_E, cfg):
+  choice_ME = jax.lax.stop_gradient(scores_ME)
+  if cfg.choice_bias:
+    choice_ME += jax.lax.stop_gradient(choice_bias_E)
+  if cfg.n_group > 1:
+    choice_ME = _in_best_groups(choice_ME, cfg)
+  return jax.lax.top_k(choice_ME, cfg.experts_per_token)[1]
+
+
+def _in_best_groups(choice_ME, cfg):
+  """-inf outside of the groups with the largest sums of their two best."""
+  groups_MGe = choice_ME.reshape(len(choice_ME), cfg.n_group, -1)
+  best_two_MG = jax.lax.top_k(groups_MGe, 2)[0].sum(-1)
+  _, best_Mg = jax.lax.top_k(best_two_MG, cfg.topk_group)
+  is_best_MG = (best_Mg[..., None] == jnp.arange(cfg.n_group)).any(1)
+  inside_MGe = jnp.where(is_best_MG[..., None], groups_MGe, -jnp.inf)
+  return inside_MGe.reshape(choice_ME.shape)
+
+
+def _log_scores(logits_ME, cfg):
+  """Logarithms of the scores, for a softmax up to a constant."""
+  is_sigmoid = cfg.scoring_func == "sigmoid"
+  return jax.nn.log_sigmoid(logits_ME) if is_sigmoid else logits_ME
 
 
 def _at(x_ME, experts_Mk):
@@ -162,8 +211,9 @@ def number_type(experts: int):
   return jnp.uint8 if experts <= 256 else jnp.uint16
 
 
-def _routing_records(logits_ME, experts_Mk, routes_Mk):
-  logps_ME = jax.nn.log_softmax(jax.lax.stop_gradient(logits_ME))
+def _routing_records(logits_ME, cfg, experts_Mk, routes_Mk):
+  log_scores_ME = _log_scores(jax.lax.stop_gradient(logits_ME), cfg)
+  logps_ME = jax.nn.log_softmax(log_scores_ME)
   entropy_M = -(jnp.exp(logps_ME) * logps_ME).sum(-1)
   at_Mk = experts_Mk if routes_Mk is None else routes_Mk
   dtype = number_type(logits_ME.shape[-1])

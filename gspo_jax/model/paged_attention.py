@@ -5,11 +5,13 @@ width, n pages, t tokens a page, W maximum pages a row, M (row, page) pairs of a
 block. A page may hold j narrow heads side by side, as one head of width j * H.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from gspo_jax.model import attention
-from gspo_jax.model.rounding import rounded
+from gspo_jax.model.rounding import rounded, wide
 from gspo_jax.runtime import sharding
 
 _LANES = 128
@@ -33,18 +35,32 @@ def every_head(K):
   return jnp.arange(K)[:, None]
 
 
-def read(q_BNH, k_KntH, v_KntH, table_BW, lengths_B):
+def read(
+  q_BNH,
+  k_KntH,
+  v_KntH,
+  table_BW,
+  lengths_B,
+  *,
+  window: int | None = None,
+  sinks_N=None,
+):
   """Attention of one query per row and head to the tokens in its pages.
 
   By JAX's kernel on a TPU for bfloat16 queries and pages whose width is a
-  multiple of 128; else `by_blocks`. Query head i uses key-value head
+  multiple of 128; it has neither windows nor sinks (see `attention.attend`), so
+  with one of them, and elsewhere, `by_blocks`. Query head i uses key-value head
   i // (N / K). Keys and values may also be [K / j, n, t, j * H]. A row attends
-  to `lengths_B` tokens; if 0, its output [B, N, H] is finite, but meaningless.
+  to the last `window` of its `lengths_B` tokens, or to all; if it has none, its
+  output [B, N, H] is finite, but meaningless.
   """
   (B, N, H), (K, _, _, width) = q_BNH.shape, k_KntH.shape
   supported = width % _LANES == 0 and q_BNH.dtype == jnp.bfloat16
   use_kernel = sharding.platform() == "tpu" and supported
-  attend = by_kernel if use_kernel else by_blocks
+  if use_kernel and window is None and sinks_N is None:
+    attend = by_kernel
+  else:
+    attend = functools.partial(by_blocks, window=window, sinks_N=sinks_N)
   # A query is padded with zeros at the other j - 1 heads of its page. The
   # output also has the values of these heads, which the einsum drops.
   j = width // H
@@ -77,24 +93,42 @@ def by_kernel(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
   return out_BNH.reshape(q_BKUH.shape).astype(q_BKUH.dtype)
 
 
-def by_blocks(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
+def by_blocks(
+  q_BKUH,
+  k_KntH,
+  v_KntH,
+  table_BW,
+  lengths_B,
+  scale,
+  *,
+  window: int | None = None,
+  sinks_N=None,
+):
   """XLA operations, M (row, page) pairs a step, only for the tokens in use."""
   B, K = q_BKUH.shape[:2]
-  t, W = k_KntH.shape[2], table_BW.shape[1]
-  M = _block_pairs(B, W, k_KntH)
+  t = k_KntH.shape[2]
+  if window is not None:
+    table_BW, lengths_B = _last_pages(table_BW, lengths_B, t, window)
+  M = _block_pairs(B, table_BW.shape[1], k_KntH)
   ends_B = jnp.cumsum(-(-lengths_B // t))
 
   def body(i, state):
     pair_M = i * M + jnp.arange(M)
     row_M, page_M, tokens_M = _look_up(pair_M, ends_B, table_BW, lengths_B, t)
     index = every_head(K), page_M
-    scores_KMUt = _scores(q_KBUH[:, row_M], k_KntH[index], tokens_M, scale)
+    visible_Mt = jnp.arange(t) < tokens_M[:, None]
+    if window is not None:
+      visible_Mt &= jnp.arange(t) >= tokens_M[:, None] - window
+    scores_KMUt = _scores(q_KBUH[:, row_M], k_KntH[index], visible_Mt, scale)
     return _update_softmax(state, row_M, scores_KMUt, v_KntH[index])
 
   # Heads first, as in the pages: else each iteration would transpose them.
   q_KBUH = q_BKUH.swapaxes(0, 1)
   zeros_KBU = jnp.zeros(q_KBUH.shape[:-1])
   state = zeros_KBU + attention.MASKED, zeros_KBU, jnp.zeros(q_KBUH.shape)
+  if sinks_N is not None:
+    sinks_KBU = zeros_KBU + wide(sinks_N).reshape(K, 1, -1)
+    state = sinks_KBU, zeros_KBU + 1, state[2]
   num_blocks = -(-ends_B[-1] // M)
   _, total_KBU, out_KBUH = jax.lax.fori_loop(0, num_blocks, body, state)
   # The largest score adds 1 to its total: only rows without tokens have less.
@@ -125,11 +159,21 @@ def _look_up(pair_M, ends_B, table_BW, lengths_B, t):
   return row_M, page_M, lengths_B[row_M] - page_index_M * t
 
 
-def _scores(q_KMUH, k_KMtH, tokens_M, scale):
+def _last_pages(table_BW, lengths_B, t, window):
+  """The table and lengths without the pages before the window of each row."""
+  W = table_BW.shape[1]
+  skipped_B = jnp.maximum(lengths_B - window, 0) // t
+  # `window` tokens lie in at most so many pages.
+  index_W = jnp.arange(min(W, -(-(window - 1) // t) + 1))
+  index_BW = jnp.minimum(skipped_B[:, None] + index_W, W - 1)
+  table_BW = jnp.take_along_axis(table_BW, index_BW, axis=1)
+  return table_BW, lengths_B - skipped_B * t
+
+
+def _scores(q_KMUH, k_KMtH, visible_Mt, scale):
   scores_KMUt = jnp.einsum(
     "kmuh,kmth->kmut", q_KMUH, k_KMtH, preferred_element_type=jnp.float32
   )
-  visible_Mt = jnp.arange(k_KMtH.shape[2]) < tokens_M[:, None]
   return jnp.where(visible_Mt[:, None], scores_KMUt * scale, attention.MASKED)
 
 

@@ -9,6 +9,7 @@ rows of a device use only pages of this device, numbered from its first page.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from gspo_jax.runtime.sharding import BATCH_AXES, constrain
 _ROWS = PartitionSpec(BATCH_AXES)
 _HEADS = PartitionSpec(BATCH_AXES, None, "tensor")  # [B, T, heads, H]
 _PAGES = PartitionSpec("tensor", BATCH_AXES)  # [K, n, t, H]
+_SINKS = PartitionSpec("tensor")  # [N]
 
 
 @jax.tree_util.register_dataclass
@@ -47,20 +49,31 @@ class Pages:
     lengths = self.lengths + mask_BT[:, 0].astype(jnp.int32)
     return dataclasses.replace(self, k=k, v=v, lengths=lengths)
 
-  def attend(self, layer: int, q_BTNH, k_BTKH, v_BTKH):
+  def attend(
+    self,
+    layer: int,
+    q_BTNH,
+    k_BTKH,
+    v_BTKH,
+    *,
+    window: int | None = None,
+    sinks_N=None,
+  ):
     """Writes each row's new key and value, then attends to the whole row.
 
-    Returns the attention output [B, T, N, H] and the layer's new (k, v).
+    Windows and sinks as in `attention.attend`. Returns the attention output
+    [B, T, N, H] and the layer's new (k, v).
     """
     attend = sharding.shard_map(
-      _attend,
-      in_specs=((_HEADS,) * 3, (_PAGES,) * 2, (_ROWS,) * 3),
+      functools.partial(_attend, window=window),
+      in_specs=((_HEADS,) * 3, (_PAGES,) * 2, (_ROWS,) * 3, _SINKS),
       out_specs=(_HEADS, (_PAGES,) * 2),
     )
     return attend(
       (q_BTNH, k_BTKH, v_BTKH),
       (self.k[layer], self.v[layer]),
       (self.table, self.lengths, self.active),
+      sinks_N,
     )
 
 
@@ -156,7 +169,7 @@ def _write(old, index, new):
   return old.at[index].set(new.astype(old.dtype), mode="drop")
 
 
-def _attend(heads, pages, rows):
+def _attend(heads, pages, rows, sinks_N, *, window):
   """`Pages.attend` on one device; the arguments are grouped by sharding."""
   q_BTNH, *new = heads
   table_BW, lengths_B, active_B = rows
@@ -171,6 +184,12 @@ def _attend(heads, pages, rows):
   )
   visible_B = jnp.where(active_B, lengths_B + 1, 0)
   out_BNH = paged_attention.read(
-    q_BTNH[:, 0], k_KntH, v_KntH, table_BW, visible_B
+    q_BTNH[:, 0],
+    k_KntH,
+    v_KntH,
+    table_BW,
+    visible_B,
+    window=window,
+    sinks_N=sinks_N,
   )
   return out_BNH[:, None], (k_KntH, v_KntH)

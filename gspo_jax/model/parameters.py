@@ -2,22 +2,24 @@
 
 Dimensions are written as a map: "D -> N H" sums over D, "E | D -> 2F" is one
 matrix for each expert, and "H" is a vector: a bias or the scale of a norm. A
-path that begins with "layers/" has one more axis in front: the layers.
+path that begins with "layers/" has one more axis in front: the layers that have
+its module, such as "moe".
 
 Dimension key: V vocabulary, D model width, N query heads, K key-value heads, H
-head width, F hidden width, E experts, r rank of an adapter, q and k widths of
-the norms of queries and keys.
+head width, F hidden width of an expert, Fd of a dense layer's MLP, Fs of the
+shared expert, E experts, r rank of an adapter, q and k widths of the norms of
+queries and keys.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.nn import initializers
 
-from gspo_jax.model.config import ModelConfig
+from gspo_jax.model.config import Layer, ModelConfig
 from gspo_jax.model.rounding import rounded, wide
 from gspo_jax.runtime import sharding
 
@@ -30,6 +32,7 @@ def _sizes(cfg: ModelConfig) -> dict[str, int]:
   q, k = (N * H, K * H) if cfg.qk_norm_over_heads else (H, H)
   sizes = {"V": cfg.vocab_size, "D": cfg.embed_dim, "E": cfg.num_experts}
   sizes |= {"N": N, "K": K, "H": H, "q": q, "k": k, "F": F, "2F": 2 * F}
+  sizes |= {"Fd": cfg.dense_dim, "Fs": cfg.shared_dim, "1": 1}
   return sizes | {"r": cfg.lora.rank if cfg.lora else 0}
 
 
@@ -51,7 +54,12 @@ class Parameter:
   init: str = "inputs"
   # The tensors are [outputs, inputs], as in linear layers.
   transposed: bool = True
-  mixtral: tuple[str, ...] = ()  # other names that Mixtral has for the tensors
+  # Names of the tensors in a family that has others, by its `Family.names`.
+  other_names: dict[str, tuple[str, ...]] = dataclasses.field(
+    default_factory=dict
+  )
+  # State of pre-training: it has no gradient, and is never rounded.
+  frozen: bool = False
 
   @property
   def stacked(self) -> bool:
@@ -61,6 +69,11 @@ class Parameter:
   def end(self) -> str:
     """The path within a layer; paths of moments also end in it."""
     return self.path.removeprefix("layers/")
+
+  @property
+  def module(self) -> str:
+    """The part of a layer that has it."""
+    return self.end.partition("/")[0]
 
   @property
   def decays(self) -> bool:
@@ -100,7 +113,11 @@ class Parameter:
     return tuple(sizes[name] for names in self.names for name in names)
 
   def stack_shape(self, cfg: ModelConfig) -> tuple[int, ...]:
-    return (cfg.num_layers,) * self.stacked + self.shape(cfg)
+    return (len(self.layers(cfg)),) * self.stacked + self.shape(cfg)
+
+  def layers(self, cfg: ModelConfig) -> tuple[int, ...]:
+    """The numbers of the layers that have it; 0 for what is in no layer."""
+    return cfg.layers_with(self.module) if self.stacked else (0,)
 
   def initial(self, key: jax.Array, cfg: ModelConfig) -> jax.Array:
     experts, inputs, outputs = self.groups
@@ -113,12 +130,37 @@ class Parameter:
     return initializer[self.init](key, self.shape(cfg))
 
 
-_BIAS = {"exists": lambda cfg: cfg.attention_bias, "init": "zeros"}
+def _if(field: str, **others) -> dict:
+  return {"exists": lambda cfg: getattr(cfg, field), **others}
+
+
+def _in(module: str, *fields: str, **others) -> dict:
+  """A parameter of a module that has all of these fields of ModelConfig."""
+  return {
+    "exists": lambda cfg: (
+      bool(cfg.layers_with(module))
+      and all(getattr(cfg, field) for field in fields)
+    ),
+    **others,
+  }
+
+
+_BIAS = _if("attention_bias", init="zeros")
 _NORM = {"init": "ones"}
-_QK_NORM = {"exists": lambda cfg: cfg.qk_norm, "init": "ones"}
+_QK_NORM = _if("qk_norm", init="ones")
 _ATTENTION = {"target": "attention"}
-_MLP = {"target": "mlp", "exists": lambda cfg: not cfg.num_experts}
-_MOE = {"target": "mlp", "exists": lambda cfg: cfg.num_experts}
+_MLP = _in("mlp", target="mlp")
+_MOE = _in("moe", target="mlp")
+_SHARED = _in("shared", target="mlp")
+_EXPERT_BIAS = _in("moe", "expert_bias", init="zeros")
+
+
+def _shared_names(end: str) -> dict:
+  return {
+    "tensors": (f"mlp.shared_experts.{end}.weight",),
+    "other_names": {"qwen2_moe": (f"mlp.shared_expert.{end}.weight",)},
+  }
+
 
 # The order within a module is the order of the random keys.
 # fmt: off
@@ -146,27 +188,55 @@ TABLE = (
             ("self_attn.k_proj.bias",), **_BIAS),
   Parameter("layers/attention/v_bias", "K H", "heads head_dim",
             ("self_attn.v_proj.bias",), **_BIAS),
+  Parameter("layers/attention/o_bias", "D", "whole",
+            ("self_attn.o_proj.bias",), **_if("output_bias", init="zeros")),
+  Parameter("layers/attention/sinks", "N", "heads",
+            ("self_attn.sinks",), **_if("sinks", init="zeros")),
   Parameter("layers/mlp_norm/scale", "D", "whole",
             ("post_attention_layernorm.weight",), **_NORM),
-  Parameter("layers/mlp/gate", "D -> F", "embed mlp",
+  Parameter("layers/mlp/gate", "D -> Fd", "embed mlp",
             ("mlp.gate_proj.weight",), **_MLP),
-  Parameter("layers/mlp/up", "D -> F", "embed mlp",
+  Parameter("layers/mlp/up", "D -> Fd", "embed mlp",
             ("mlp.up_proj.weight",), **_MLP),
-  Parameter("layers/mlp/down", "F -> D", "mlp embed",
+  Parameter("layers/mlp/down", "Fd -> D", "mlp embed",
             ("mlp.down_proj.weight",), **_MLP),
   # Neither LoRA nor Muon takes the router: its output is a choice.
   Parameter("layers/moe/router", "D -> E", "embed whole",
             ("mlp.gate.weight",), **_MOE | {"target": None},
-            mixtral=("block_sparse_moe.gate.weight",)),
+            other_names={"mixtral": ("block_sparse_moe.gate.weight",),
+                         "gpt_oss": ("mlp.router.weight",)}),
+  Parameter("layers/moe/router_bias", "E", "whole", ("mlp.router.bias",),
+            **_in("moe", "router_bias", init="zeros")),
+  Parameter("layers/moe/choice_bias", "E", "whole",
+            ("mlp.gate.e_score_correction_bias",),
+            **_in("moe", "choice_bias", init="zeros"), frozen=True,
+            other_names={
+              "mixtral": ("block_sparse_moe.e_score_correction_bias",)}),
   # Gate and up side by side: one matmul, and no relayout on a TPU.
   Parameter("layers/moe/gate_up", "E | D -> 2F", "experts whole whole",
             ("mlp.experts.{e}.gate_proj.weight",
              "mlp.experts.{e}.up_proj.weight"), **_MOE,
-            mixtral=("block_sparse_moe.experts.{e}.w1.weight",
-                     "block_sparse_moe.experts.{e}.w3.weight")),
+            other_names={
+              "mixtral": ("block_sparse_moe.experts.{e}.w1.weight",
+                          "block_sparse_moe.experts.{e}.w3.weight"),
+              "gpt_oss": ("mlp.experts.gate_up_proj",)}),
   Parameter("layers/moe/down", "E | F -> D", "experts whole whole",
             ("mlp.experts.{e}.down_proj.weight",), **_MOE,
-            mixtral=("block_sparse_moe.experts.{e}.w2.weight",)),
+            other_names={
+              "mixtral": ("block_sparse_moe.experts.{e}.w2.weight",),
+              "gpt_oss": ("mlp.experts.down_proj",)}),
+  Parameter("layers/moe/gate_up_bias", "E | 2F", "experts whole",
+            ("mlp.experts.gate_up_proj_bias",), **_EXPERT_BIAS),
+  Parameter("layers/moe/down_bias", "E | D", "experts whole",
+            ("mlp.experts.down_proj_bias",), **_EXPERT_BIAS),
+  Parameter("layers/shared/gate", "D -> Fs", "embed mlp",
+            **_shared_names("gate_proj"), **_SHARED),
+  Parameter("layers/shared/up", "D -> Fs", "embed mlp",
+            **_shared_names("up_proj"), **_SHARED),
+  Parameter("layers/shared/down", "Fs -> D", "mlp embed",
+            **_shared_names("down_proj"), **_SHARED),
+  Parameter("layers/shared/expert_gate", "D -> 1", "embed whole",
+            ("mlp.shared_expert_gate.weight",), **_in("shared", "shared_gate")),
   Parameter("final_norm/scale", "D", "whole", ("model.norm.weight",), **_NORM),
   Parameter("head", "D -> V", "table vocab", ("lm_head.weight",), init="width",
             exists=lambda cfg: not cfg.tie_embeddings),
@@ -216,6 +286,52 @@ def shapes(cfg: ModelConfig) -> dict:
 def shardings(shapes, mesh: jax.sharding.Mesh):
   """The shardings of parameters or adapters; errors as `sharding.spec`."""
   return sharding.state_shardings(shapes, mesh, AXES)
+
+
+def cast(params, dtype):
+  """The parameters in `dtype`, but those that are frozen as they are."""
+
+  def one(keys, x):
+    return x if find(sharding.path_name(keys)).frozen else x.astype(dtype)
+
+  return jax.tree.map_with_path(one, params)
+
+
+def places(
+  cfg: ModelConfig, layers: Sequence[Layer]
+) -> list[tuple[Layer, dict[str, int]]]:
+  """Each layer with its modules, and its place in the stack of each module."""
+  modules = {row.module for row in rows(cfg) if row.stacked}
+  counts, found = dict.fromkeys(modules, 0), []
+  for layer in layers:
+    own = [module for module in modules if cfg.has(layer, module)]
+    found.append((layer, {module: counts[module] for module in own}))
+    for module in own:
+      counts[module] += 1
+  return found
+
+
+def at(layers: dict, places: dict[str, int]) -> dict:
+  """The parameters of one layer, from the stacks of all modules."""
+  return {
+    module: jax.tree.map(lambda x, i=i: x[i], layers[module])
+    for module, i in places.items()
+  }
+
+
+def map_layers(function: Callable[[dict], dict], layers: dict) -> dict:
+  """`function` of the stacked modules, one layer at a time.
+
+  It gets all modules at once that have equally many layers.
+  """
+  parts = {}
+  for module, tree in layers.items():
+    length = len(jax.tree.leaves(tree)[0])
+    parts.setdefault(length, {})[module] = tree
+  mapped = {}
+  for modules in parts.values():
+    mapped |= jax.lax.map(function, modules)
+  return mapped
 
 
 def partition_spec(end: str) -> jax.sharding.PartitionSpec:

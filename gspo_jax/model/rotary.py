@@ -1,7 +1,7 @@
 """Rotary position embeddings, and the ways to stretch them to longer texts.
 
-Dimension key: B rows, T tokens, N heads, H head width. The first of the H / 2
-frequencies is 1; they decrease.
+Dimension key: B rows, T tokens, N heads, H rotated columns of a head: all, or
+the first ones. The first of the H / 2 frequencies is 1; they decrease.
 """
 
 import dataclasses
@@ -112,14 +112,12 @@ def _interpolate(frequency_H, unscaled_H, factor):
 
 def angles(
   positions_BT: jax.Array,
-  head_dim: int,
+  width: int,
   theta: float,
   scaling: RopeScaling | None,
 ) -> tuple[jax.Array, jax.Array]:
   """Sines and cosines [B, T, H / 2] float32, for `rotate`."""
-  frequency_H = theta ** (
-    -jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-  )
+  frequency_H = theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
   if scaling:
     frequency_H = scaling.scale(frequency_H, theta)
   angle_BTH = positions_BT[..., None].astype(jnp.float32) * frequency_H
@@ -132,7 +130,9 @@ def angles(
 @recomputed
 def rotate(x_BTNH, sin_BTH, cos_BTH):
   """Rotary embedding, half-split (arXiv 2104.09864), in float32."""
-  a, b = jnp.split(wide(x_BTNH), 2, axis=-1)
+  half, width = sin_BTH.shape[-1], x_BTNH.shape[-1]
+  borders = [half] if width == 2 * half else [half, 2 * half]
+  a, b, *others = jnp.split(wide(x_BTNH), borders, axis=-1)
   sin, cos = sin_BTH[:, :, None], cos_BTH[:, :, None]
-  out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-  return rounded(out, x_BTNH.dtype)
+  turned = [a * cos - b * sin, b * cos + a * sin]
+  return rounded(jnp.concatenate(turned + others, -1), x_BTNH.dtype)

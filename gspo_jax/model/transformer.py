@@ -9,7 +9,6 @@ key-value heads, H head width, V vocabulary, k experts a token.
 
 import contextlib
 import functools
-import operator
 from typing import NamedTuple
 
 import jax
@@ -30,7 +29,8 @@ _SMALL_DEPTH = 8  # layers that a CPU compiles unrolled
 
 class HiddenStates(NamedTuple):
   hidden: jax.Array  # [B, T, D], after the last norm, for `unembed`
-  routing: Routing | None  # with a leading axis L; None for a dense model
+  # With a leading axis, the layers with experts; None for a dense model.
+  routing: Routing | None
   cache: kv.Cache | None  # with the T tokens added; None if none was given
 
 
@@ -38,24 +38,18 @@ class Output(NamedTuple):
   """The output of `forward`."""
 
   logits: jax.Array  # [B, T, V] float32
-  # [L, B, T, k], the experts of each token; None for a dense model.
+  # [layers with experts, B, T, k]; None for a dense model.
   experts: jax.Array | None
   cache: kv.Cache | None  # with the T tokens added; None if none was given
 
 
 def init(key: jax.Array, cfg: ModelConfig) -> Params:
-  """Random float32 parameters; the blocks are stacked on axis 0."""
+  """Random float32 parameters; a module's layers are stacked on axis 0."""
   k_embed, k_layers, k_head = jax.random.split(key, 3)
-  # The smallest shape that can be sharded.
-  B, T = sharding.size(*sharding.ROW_AXES), sharding.size("context")
-  stream = jnp.zeros((B, T, cfg.embed_dim))
-  angles = (jnp.zeros((B, T, cfg.head_dim // 2)),) * 2
-  mask = jnp.ones((B, T), jnp.int32)
-  block = lambda k: Block(cfg).init(k, stream, angles, mask)["params"]
   initial = lambda path, k: parameters.find(path).initial(k, cfg)
   params = {
     "embed": initial("embed", k_embed),
-    "layers": jax.vmap(block)(jax.random.split(k_layers, cfg.num_layers)),
+    "layers": _init_layers(jax.random.split(k_layers, cfg.num_layers), cfg),
     "final_norm": {"scale": initial("final_norm/scale", None)},
   }
   if not cfg.tie_embeddings:
@@ -63,14 +57,41 @@ def init(key: jax.Array, cfg: ModelConfig) -> Params:
   return params
 
 
+def _init_layers(keys_L, cfg):
+  # The smallest shape that can be sharded.
+  B, T = sharding.size(*sharding.ROW_AXES), sharding.size("context")
+  stream = jnp.zeros((B, T, cfg.embed_dim))
+  angles = (jnp.zeros((B, T, cfg.rotary_width // 2)),) * 2
+  mask = jnp.ones((B, T), jnp.int32)
+  parts = {}  # of each module, the numbers and the stacks of alike layers
+  for experts in sorted({layer.experts for layer in cfg.layers}):
+    alike = [i for i, x in enumerate(cfg.layers) if x.experts == experts]
+    block = Block(cfg, cfg.layers[alike[0]])
+    init = lambda k, block=block: block.init(k, stream, angles, mask)["params"]
+    for module, stack in jax.vmap(init)(keys_L[jnp.array(alike)]).items():
+      numbers, stacks = parts.setdefault(module, ([], []))
+      numbers += alike
+      stacks.append(stack)
+
+  def in_order(numbers, stacks):
+    order = jnp.argsort(jnp.array(numbers))
+    join = lambda *x: jnp.concatenate(x)[order]
+    return jax.tree.map(join, *stacks)
+
+  return {module: in_order(*found) for module, found in parts.items()}
+
+
 def unstack_layers(params: Params, cfg: ModelConfig) -> Params:
   """The weights for decoding: a tuple of one tree per layer, in `cfg.dtype`.
 
   Slicing a stack inside the decode loop would copy all weights in every step.
   """
-  params = jax.tree.map(lambda x: x.astype(cfg.dtype), params)
-  layer = lambda i: jax.tree.map(lambda x: x[i], params["layers"])
-  return params | {"layers": tuple(map(layer, range(cfg.num_layers)))}
+  params = parameters.cast(params, cfg.dtype)
+  layers = tuple(
+    parameters.at(params["layers"], places)
+    for _, places in parameters.places(cfg, cfg.layers)
+  )
+  return params | {"layers": layers}
 
 
 def hidden_states(
@@ -95,8 +116,8 @@ def hidden_states(
     mask: [B, T], 0 at padding. Without a cache a token attends to earlier
       tokens with the same number, so a row may pack several sequences.
     cache: a `cache.Cache` or `paged_cache.Pages`, to append to.
-    routes: [L, B, T, k], experts at which the routers' log-probs are taken; not
-      with a cache. A dense model ignores them.
+    routes: [layers with experts, B, T, k], experts at which the routers'
+      log-probs are taken; not with a cache. A dense model ignores them.
     replay: send tokens to `routes`, not to the top k; static.
     use_own_experts: [] bool, replace `routes` by the top k experts. So one
       program serves before and after routes are recorded. None: false.
@@ -136,11 +157,11 @@ def prefill(
 def _run_blocks(run, params, cfg, tokens, positions, mask) -> HiddenStates:
   x_BTD = _embed(params["embed"], tokens, cfg)
   angles = rotary.angles(
-    positions, cfg.head_dim, cfg.rope_theta, cfg.rope_scaling
+    positions, cfg.rotary_width, cfg.rope_theta, cfg.rope_scaling
   )
   with _precision(cfg):
     x_BTD, routing, cache = run(params, cfg, x_BTD, angles, mask)
-  hidden = rms_norm(x_BTD, params["final_norm"]["scale"], cfg.norm_eps)
+  hidden = rms_norm(x_BTD, params["final_norm"]["scale"], cfg)
   return HiddenStates(hidden, routing, cache)
 
 
@@ -173,13 +194,22 @@ def _precision(cfg):
 def _scan_layers(
   params, cfg, x_BTD, angles, mask_BT, store=False, routes=NO_ROUTES
 ):
-  """Returns the residual stream, the routing and, if `store`, the cache."""
+  """Returns the residual stream, the routing and, if `store`, the cache.
+
+  By a loop over all layers, or over the first ones and then a scan over the
+  periods of the others.
+  """
   segments_BT = mask_BT.astype(jnp.int32)
   dtype = stored(cfg.dtype)  # of the streams that the backward pass stacks
+  steps = _layers_per_step(cfg)
+  # A scan would stack what the backward pass needs, even if unrolled.
+  scanned = steps < cfg.num_layers
+  # Alone in a loop nothing can be merged with the forward pass anyway.
+  alone = scanned and steps == len(cfg.period) == 1
 
-  def body(x_BTD, layer):
-    layer_params, routes_BTk = layer
-    x_BTD, routing, keys_values = Block(cfg).apply(
+  def run(layer, places, x_BTD, stacks):
+    layer_params, routes_BTk = _at(stacks, places)
+    x_BTD, routing, keys_values = Block(cfg, layer).apply(
       {"params": layer_params},
       x_BTD.astype(cfg.dtype),
       angles,
@@ -188,26 +218,75 @@ def _scan_layers(
     )
     return x_BTD.astype(dtype), (routing, keys_values if store else None)
 
-  steps = _layers_per_step(cfg)
-  if cfg.kept is not None:
-    keep = jax.checkpoint_policies.save_only_these_names(*cfg.kept)
-    # Inside a loop nothing can be merged with the forward pass anyway.
-    body = jax.checkpoint(body, prevent_cse=steps > 1, policy=keep)
-  layers = params["layers"], routes.experts
-  if steps < cfg.num_layers:
-    x_BTD = x_BTD.astype(dtype)
-    x_BTD, stacked = jax.lax.scan(body, x_BTD, layers, unroll=steps)
-  else:
-    # A scan would stack what the backward pass needs, even if unrolled.
+  def run_layers(layers, x_BTD, stacks):
     outs = []
-    for i in range(cfg.num_layers):
-      layer = jax.tree.map(operator.itemgetter(i), layers)
-      x_BTD, out = body(x_BTD, layer)
+    for layer, places in parameters.places(cfg, layers):
+      body = functools.partial(run, layer, places)
+      if cfg.kept is not None:
+        keep = jax.checkpoint_policies.save_only_these_names(*cfg.kept)
+        # The body takes a layer out of the stacks: the backward pass of a scan
+        # would store what it gets, except a part of a stack.
+        body = jax.checkpoint(body, prevent_cse=not alone, policy=keep)
+      x_BTD, out = body(x_BTD, stacks)
       outs.append(out)
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *outs)
-  routing, keys_values = stacked
+    return x_BTD, _stacked(outs)
+
+  stacks = params["layers"], routes.experts
+  first = cfg.first if scanned else cfg.layers
+  x_BTD, out = run_layers(first, x_BTD, stacks)
+  if scanned:
+    x_BTD, rest = jax.lax.scan(
+      functools.partial(run_layers, cfg.period),
+      x_BTD.astype(dtype),
+      _by_period(stacks, cfg),
+      unroll=max(1, steps // len(cfg.period)),
+    )
+    rest = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rest)
+    out = tuple(map(_concatenated, out, rest))
+  routing, keys_values = out
   cache = kv.from_prefill(*keys_values, mask_BT) if store else None
   return x_BTD.astype(cfg.dtype), routing, cache
+
+
+def _at(stacks, places):
+  """The parameters of one layer, and its routes or None."""
+  layers, routes_LBTk = stacks
+  has_routes = routes_LBTk is not None and "moe" in places
+  routes_BTk = routes_LBTk[places["moe"]] if has_routes else None
+  return parameters.at(layers, places), routes_BTk
+
+
+def _by_period(stacks, cfg):
+  """Layers and routes after the first layers, [periods, layers of one, ...]."""
+  layers, routes_LBTk = stacks
+
+  def by_period(module, x):
+    rest = x[sum(cfg.has(layer, module) for layer in cfg.first) :]
+    return rest.reshape(cfg.num_periods, -1, *rest.shape[1:])
+
+  layers = {
+    module: jax.tree.map(functools.partial(by_period, module), tree)
+    for module, tree in layers.items()
+    # Its layers may all be among the first.
+    if any(cfg.has(layer, module) for layer in cfg.period)
+  }
+  if routes_LBTk is not None:
+    routes_LBTk = by_period("moe", routes_LBTk)
+  return layers, routes_LBTk
+
+
+def _stacked(outs):
+  """Routing, and keys and values, each stacked over the layers that have it."""
+  stack = lambda *trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
+  routings = [routing for routing, _ in outs if routing is not None]
+  keys_values = [x for _, x in outs if x is not None]
+  return tuple(stack(*x) if x else None for x in (routings, keys_values))
+
+
+def _concatenated(first, rest):
+  if first is None or rest is None:
+    return rest if first is None else first
+  return jax.tree.map(lambda *x: jnp.concatenate(x), first, rest)
 
 
 def _layers_per_step(cfg):
@@ -220,16 +299,15 @@ def _layers_per_step(cfg):
 def _loop_over_layers(params, cfg, x_BTD, angles, mask_BT, cache):
   cache = cache.mark_valid(mask_BT)
   segments_BT = mask_BT.astype(jnp.int32)
-  routings, ks, vs = [], [], []
-  for i, layer_params in enumerate(params["layers"]):
-    x_BTD, routing, (k, v) = Block(cfg).apply(
-      {"params": layer_params}, x_BTD, angles, segments_BT, cache, i
+  outs = []
+  for i, layer in enumerate(cfg.layers):
+    x_BTD, routing, keys_values = Block(cfg, layer).apply(
+      {"params": params["layers"][i]}, x_BTD, angles, segments_BT, cache, i
     )
-    routings.append(routing)
-    ks.append(k)
-    vs.append(v)
-  cache = cache.append(tuple(ks), tuple(vs), mask_BT)
-  routing = jax.tree.map(lambda *x: jnp.stack(x), *routings)
+    outs.append((routing, keys_values))
+  routings, keys_values = zip(*outs, strict=True)
+  cache = cache.append(*zip(*keys_values, strict=True), mask_BT)
+  routing, _ = _stacked([(x, None) for x in routings])
   return x_BTD, routing, cache
 
 

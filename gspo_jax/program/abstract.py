@@ -49,5 +49,4 @@ def with_adapters(
 ) -> model.Params:
   """Weights in `cfg.dtype` below new adapters."""
   adapters = model.lora.init(jax.random.key(seed), cfg)
-  cast = lambda x: x.astype(cfg.dtype)
-  return model.lora.join(jax.tree.map(cast, params), adapters)
+  return model.lora.join(model.parameters.cast(params, cfg.dtype), adapters)

@@ -21,10 +21,12 @@ def decode_params(params: model.Params, cfg: model.ModelConfig) -> model.Params:
   meshes may be whole on one device.
   """
   # Without the barrier XLA moves the weights before it casts them.
-  cast = lambda x: jax.lax.optimization_barrier(x.astype(cfg.dtype))
+  barrier = jax.lax.optimization_barrier
   constrain = functools.partial(sharding.constrain_state, axes=parameters.AXES)
-  place = lambda tree: constrain(jax.tree.map(cast, tree))
-  layers = {"layers": jax.lax.map(place, params["layers"])}
+  place = lambda tree: constrain(
+    jax.tree.map(barrier, parameters.cast(tree, cfg.dtype))
+  )
+  layers = {"layers": parameters.map_layers(place, params["layers"])}
   rest = place({k: x for k, x in params.items() if k != "layers"})
   # Two steps, because XLA has no direct path from split rows to split columns.
   head = sharding.constrain(model.output_matrix(rest, cfg), None, "tensor")

@@ -177,7 +177,7 @@ def empty_samples(
   if sampler.record_routing and cfg.num_experts:
     dtype = number_type(cfg.num_experts)
     first_k = jnp.arange(cfg.experts_per_token, dtype=dtype)
-    shape = B, cfg.num_layers, prompt_length + R, cfg.experts_per_token
+    shape = B, cfg.num_moe_layers, prompt_length + R, cfg.experts_per_token
     experts = jnp.broadcast_to(first_k, shape)
   return Samples(
     tokens=jnp.full((B, R), sampler.pad_id, jnp.int32),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
+from paged_oracle import attention as attention_of_one_token
 
 from gspo_jax.model import attention
 from gspo_jax.plan import chips
@@ -15,6 +16,7 @@ from gspo_jax.plan import compile as plan_compile
 from gspo_jax.runtime import sharding
 
 B, T, N, K, H = 2, 256, 4, 2, 128
+SINKS = np.float32([-1.0, 0.5, 2.0, 5.0])
 
 
 def random_inputs(T=T, H=H):
@@ -27,20 +29,31 @@ def random_inputs(T=T, H=H):
   return normal(N), normal(K), normal(K), segments
 
 
-def plain(q, k, v, segments):
-  """One token and head at a time, in float64."""
+def plain(q, k, v, segments, window=None, sinks_N=None):
+  """One token at a time, in float64."""
   out = np.zeros(q.shape)
-  for b, t, n in np.ndindex(q.shape[:3]):
+  for b, t in np.ndindex(q.shape[:2]):
     keys = np.flatnonzero(segments[b, : t + 1] == segments[b, t])
-    scores = np.float64(k[b, keys, n // (N // K)]) @ q[b, t, n]
-    weights = np.exp((scores - scores.max()) / np.sqrt(q.shape[-1]))
-    out[b, t, n] = weights @ v[b, keys, n // (N // K)] / weights.sum()
+    out[b, t] = attention_of_one_token(
+      q[b, t], k[b, keys], v[b, keys], window, sinks_N
+    )
   return out
 
 
-@pytest.fixture(scope="module")
-def expected():
-  return plain(*random_inputs())
+def formula(q, k, v, sinks_N, segments, window=None):
+  """One softmax over all scores and the sinks, for `jax.grad`."""
+  k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
+  scores = jnp.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
+  same = segments[:, :, None] == segments[:, None]
+  token_T = np.arange(q.shape[1])
+  age_TT = token_T[:, None] - token_T
+  visible = same & (age_TT >= 0) & (age_TT < (window or len(token_T)))
+  scores = jnp.where(visible[:, None], scores, -1e30)
+  if sinks_N is not None:
+    sinks = jnp.broadcast_to(sinks_N[:, None, None], (*scores.shape[:3], 1))
+    scores = jnp.concatenate([scores, sinks], -1)
+  weights = jax.nn.softmax(scores)[..., : len(token_T)]
+  return jnp.einsum("bnts,bsnh->btnh", weights, v)
 
 
 KERNELS = {
@@ -50,9 +63,22 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_each_kernel_equals_the_formula(name, expected):
-  out = jax.jit(KERNELS[name])(*random_inputs())
-  np.testing.assert_allclose(out, expected, atol=5e-6)
+@pytest.mark.parametrize(
+  ("window", "sinks_N", "H"),
+  [
+    (None, None, 128),
+    (None, SINKS, 64),
+    (70, None, 128),
+    (130, SINKS, 64),
+    (1, SINKS, 64),
+    (T + 1, SINKS, 64),
+  ],
+)
+def test_each_kernel_equals_the_formula(name, window, sinks_N, H):
+  inputs = random_inputs(H=H)
+  attend = functools.partial(KERNELS[name], window=window, sinks_N=sinks_N)
+  expected = plain(*inputs, window, sinks_N)
+  np.testing.assert_allclose(jax.jit(attend)(*inputs), expected, atol=5e-6)
 
 
 @pytest.mark.parametrize("blocks", ["default", "wide", "apart"])
@@ -78,6 +104,70 @@ def test_gradients_of_splash_equal_those_in_blocks(blocks, monkeypatch):
   expected = jax.jit(gradients(attention.in_blocks))(qkv)
   for a, b in zip(actual, expected, strict=True):
     np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def gradients_with_sinks(function, qkv, sinks_N):
+  cotangent = np.random.default_rng(1).normal(size=qkv[0].shape)
+  loss = lambda q, k, v, sinks_N: (function(q, k, v, sinks_N) * cotangent).sum()
+  return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*qkv, sinks_N)
+
+
+def assert_gradients_equal_those_of_the_formula(
+  function, qkv, sinks_N, segments, window
+):
+  """`function` has the arguments (q, k, v, sinks_N)."""
+  actual = gradients_with_sinks(function, qkv, sinks_N)
+  oracle = functools.partial(formula, segments=segments, window=window)
+  wide = [x.astype(jnp.float32) for x in qkv]
+  expected = gradients_with_sinks(oracle, wide, sinks_N)
+  if sinks_N is None:
+    assert actual[3] is None
+    actual, expected = actual[:3], expected[:3]
+  for x, a, b in zip((*qkv, sinks_N), actual, expected, strict=False):
+    assert a.dtype == x.dtype
+    exact = qkv[0].dtype == jnp.float32
+    close = 1e-5 + 1e-6 * np.abs(b).max() if exact else 0.01 * np.abs(b).max()
+    np.testing.assert_allclose(a.astype(jnp.float32), b, atol=close)
+
+
+@pytest.mark.parametrize(
+  ("window", "dtype"),
+  [(None, "float32"), (100, "float32"), (100, "bfloat16")],
+)
+def test_gradients_of_splash_with_sinks_equal_those_of_the_formula(
+  window, dtype
+):
+  *qkv, segments = random_inputs(H=64)
+  qkv = [jnp.asarray(x, dtype) for x in qkv]
+  assert_gradients_equal_those_of_the_formula(
+    lambda q, k, v, sinks_N: attention.splash(
+      q, k, v, segments, window=window, sinks_N=sinks_N, interpret=True
+    ),
+    qkv,
+    SINKS,
+    segments,
+    window,
+  )
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_gradients_end_where_the_window_or_the_segment_does(name):
+  """Elsewhere they are exactly 0."""
+  *qkv, segments = random_inputs(H=64)
+  tokens = {0: 200, 1: T // 2 + 12}  # row -> the only token with a loss
+  first = {0: 200 - 49, 1: T // 2}  # by the window, and by the segment
+  attend = functools.partial(KERNELS[name], window=50, sinks_N=SINKS)
+
+  def loss(q, k, v):
+    out = attend(q, k, v, segments)
+    return sum((out[b, t] ** 2).sum() for b, t in tokens.items())
+
+  dq, dk, dv = jax.jit(jax.grad(loss, (0, 1, 2)))(*qkv)
+  for b, t in tokens.items():
+    nonzero = lambda x: np.flatnonzero(np.any(x[b], (1, 2)))  # noqa: B023
+    assert nonzero(dq) == [t]
+    for x in (dk, dv):
+      np.testing.assert_array_equal(nonzero(x), np.arange(first[b], t + 1))
 
 
 @pytest.mark.parametrize(
@@ -115,13 +205,13 @@ def test_a_tpu7x_has_longer_blocks_of_keys_where_the_parts_are_many(
   assert attention._fused_block(tokens, wide_block, query_bytes) == block
 
 
-def jaxpr(platform, monkeypatch, T=T, H=H, dtype=jnp.bfloat16):
+def jaxpr(platform, monkeypatch, T=T, H=H, dtype=jnp.bfloat16, **options):
   """The program traced for a platform, as text."""
   monkeypatch.setattr(sharding, "platform", lambda: platform)
   q, k, v, segments = random_inputs(T, H)
   q, k, v = (x.astype(dtype) for x in (q, k, v))
   # A new function each time: JAX caches its traces.
-  attend = lambda *args: attention.attend(*args)
+  attend = lambda *args: attention.attend(*args, **options)
   return str(jax.make_jaxpr(attend)(q, k, v, segments))
 
 
@@ -132,38 +222,47 @@ def test_no_platform_holds_all_scores(monkeypatch):
   traced = jaxpr("cpu", monkeypatch)
   assert f"f32[{B},{K},{64 * N // K},{T}]" in traced
   assert f"f32[{B},{K},{T * N // K},{T}]" not in traced
-  assert "splash" not in jaxpr("tpu", monkeypatch, H=64)  # too narrow
+  assert "splash" in jaxpr("tpu", monkeypatch, H=64)
+  assert "splash" not in jaxpr("tpu", monkeypatch, H=32)  # too narrow
+
+
+def test_a_block_reads_only_the_keys_that_its_window_reaches(monkeypatch):
+  traced = jaxpr("cpu", monkeypatch, window=32, sinks_N=SINKS)
+  rows = 64 * N // K
+  assert f"f32[{B},{K},{rows},{64 + 31}]" in traced
+  assert f",{rows},{T}]" not in traced
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("tokens", "cached"), [(100, 2**18), (200, 1)])
+@pytest.mark.parametrize(
+  ("tokens", "cached", "window", "sinks_N"),
+  [
+    (100, 2**18, None, None),
+    (200, 1, None, None),
+    (100, 2**18, None, SINKS),
+    (200, 1, 70, None),
+    (200, 2**18, 70, SINKS),
+    (200, 1, 130, SINKS),
+    (100, 1, 1, SINKS),
+    (100, 2**18, 101, SINKS),
+  ],
+)
 def test_gradients_in_blocks_equal_those_of_the_formula(
-  tokens, cached, dtype, monkeypatch
+  tokens, cached, window, sinks_N, dtype, monkeypatch
 ):
   """All rows at once, and one at a time; the last block is shorter."""
   monkeypatch.setattr(attention, "_CACHED_SCORES", cached)
   *qkv, segments = random_inputs(T=tokens, H=8)
   qkv = [jnp.asarray(x, dtype) for x in qkv]
-  cotangent = np.random.default_rng(1).normal(size=qkv[0].shape)
-
-  def formula(q, k, v, segments):
-    k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
-    same = segments[:, :, None] == segments[:, None]
-    visible = (same & np.tri(tokens, dtype=bool))[:, None]
-    weights = jax.nn.softmax(jnp.where(visible, scores, -1e30))
-    return jnp.einsum("bnts,bsnh->btnh", weights, v)
-
-  def gradients(function, qkv):
-    loss = lambda qkv: (function(*qkv, segments) * cotangent).sum()
-    return jax.jit(jax.grad(loss))(qkv)
-
-  actual = gradients(lambda *x: attention.in_blocks(*x), qkv)
-  expected = gradients(formula, [x.astype(jnp.float32) for x in qkv])
-  for x, a, b in zip(qkv, actual, expected, strict=True):
-    assert a.dtype == x.dtype
-    close = 1e-5 if dtype == "float32" else 0.01 * np.abs(b).max()
-    np.testing.assert_allclose(a.astype(jnp.float32), b, atol=close)
+  assert_gradients_equal_those_of_the_formula(
+    lambda q, k, v, sinks_N: attention.in_blocks(
+      q, k, v, segments, window, sinks_N
+    ),
+    qkv,
+    sinks_N,
+    segments,
+    window,
+  )
 
 
 def test_a_rematerialised_block_computes_the_scores_twice():
@@ -191,7 +290,10 @@ def test_a_gpu_uses_cudnn(monkeypatch):
   """JAX requires cuDNN while tracing, and it is not installed."""
   with pytest.raises(RuntimeError, match="cuDNN"):
     jaxpr("gpu", monkeypatch)
+  with pytest.raises(RuntimeError, match="cuDNN"):
+    jaxpr("gpu", monkeypatch, window=32)
   assert "cudnn" not in jaxpr("gpu", monkeypatch, dtype=jnp.float32)
+  assert "cudnn" not in jaxpr("gpu", monkeypatch, sinks_N=SINKS)
 
 
 def test_the_platform_is_that_of_the_mesh():
@@ -207,29 +309,42 @@ def test_the_platform_is_that_of_the_mesh():
   importlib.util.find_spec("libtpu") is None, reason="no libtpu"
 )
 @pytest.mark.parametrize(
-  ("tokens", "heads", "gib"),
+  ("tokens", "heads", "options", "gib"),
   [
-    (16384, (32, 4), 1.4),  # 4.33 with blocks of 512 keys
-    (32768, (32, 4), 4.8),  # 16.7 likewise
-    (65536, (32, 4), 2.9),  # 64 likewise: a kernel for the queries' gradient
-    (65536, (8, 1), 4.4),  # a quarter of the heads, as with `mesh.context=4`
-    (131_072, (4, 1), 0.9),  # an eighth, on a device of `mesh.context=8`
+    (16384, (32, 4, 128), {}, 1.4),  # 4.33 with blocks of 512 keys
+    (32768, (32, 4, 128), {}, 4.8),  # 16.7 likewise
+    # 64 likewise: a kernel for the queries' gradient
+    (65536, (32, 4, 128), {}, 2.9),
+    # a quarter of the heads, as with `mesh.context=4`
+    (65536, (8, 1, 128), {}, 4.4),
+    # an eighth, on a device of `mesh.context=8`
+    (131_072, (4, 1, 128), {}, 0.9),
+    (16384, (32, 8, 64), {}, 1.5),  # Llama-3.2-1B; 18.6 in blocks of queries
+    (16384, (64, 8, 64), {"sinks": True}, 2.8),  # gpt-oss; 33.6 in blocks
+    (16384, (64, 8, 64), {"sinks": True, "window": 128}, 1.4),  # 3.1 in blocks
   ],
 )
-def test_temporaries_of_one_layer_on_a_v5p(tokens, heads, gib):
-  """Forward and backward pass of one row of Qwen3-30B-A3B's heads."""
+def test_temporaries_of_one_layer_on_a_v5p(tokens, heads, options, gib):
+  """Forward and backward pass of one row of Qwen3-30B-A3B's heads, or others'.
+
+  `heads` are those of the queries, those of the keys, and their width.
+  """
   plan_compile.prepare()
   device = plan_compile.devices(chips.parse("v5p:2x2x1"), 1)[0]
   shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(
     dims, dtype, sharding=SingleDeviceSharding(device)
   )
-  query, key = (shape(1, tokens, n, 128) for n in heads)
+  *numbers, width = heads
+  query, key = (shape(1, tokens, n, width) for n in numbers)
+  sinks = shape(heads[0], dtype=jnp.float32) if "sinks" in options else None
 
-  def backward(q, k, v, segments, dout):
-    attend = lambda *qkv: attention.splash(*qkv, segments)
-    return jax.vjp(attend, q, k, v)[1](dout)
+  def backward(q, k, v, sinks_N, segments, dout):
+    attend = lambda q, k, v, sinks_N: attention.splash(
+      q, k, v, segments, window=options.get("window"), sinks_N=sinks_N
+    )
+    return jax.vjp(attend, q, k, v, sinks_N)[1](dout)
 
   segments = shape(1, tokens, dtype=jnp.int32)
-  lowered = jax.jit(backward).lower(query, key, key, segments, query)
+  lowered = jax.jit(backward).lower(query, key, key, sinks, segments, query)
   memory = plan_compile.compile_one(lowered).memory
   assert memory.temporaries < gib * 2**30

@@ -1,11 +1,14 @@
 """The cache: tokens in several passes against all tokens in one."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from paged_oracle import attention
 from random_model import weights
 
 from gspo_jax import model
@@ -138,6 +141,79 @@ def test_a_cache_without_a_prefix_in_two_passes():
   full = np.asarray(forward(weights(DENSE), DENSE, *rows()).logits)[::G]
   logits = np.concatenate(parts, 1)
   np.testing.assert_allclose(logits[mask], full[mask], atol=2e-5)
+
+
+def random_heads(mask):
+  """q, k, v [B, T, heads, H], and sinks [N]; at padding they are large."""
+  rng = np.random.default_rng(5)
+  K, N, H = DENSE.num_kv_heads, DENSE.num_heads, DENSE.head_dim
+
+  def normal(heads):
+    x = rng.normal(size=(*mask.shape, heads, H)).astype(np.float32)
+    return np.where(mask[..., None, None], x, 100 * x)
+
+  return [normal(N), normal(K), normal(K)], 2 * np.float32(rng.normal(size=N))
+
+
+def attend_in_passes(cache, qkv, mask, ends, **options):
+  """The output [B, T, N, H] of tokens fed up to each of `ends`."""
+  attend = jax.jit(functools.partial(kv.Cache.attend, layer=0, **options))
+  outs = []
+  for a, b in itertools.pairwise((0, *ends)):
+    cache = cache.mark_valid(mask[:, a:b])
+    q, k, v = (x[:, a:b] for x in qkv)
+    out, (k, v) = attend(cache, q_BTNH=q, k_BTKH=k, v_BTKH=v)
+    outs.append(out)
+    cache = cache.append((k,), (v,), mask[:, a:b])
+  return np.concatenate(outs, 1)
+
+
+def assert_equals_plain_attention(out, qkv, mask, **options):
+  """For the last tokens, of which `out` is the output."""
+  assert np.isfinite(out).all()
+  q, k, v = qkv
+  first = q.shape[1] - out.shape[1]
+  for b, t in np.argwhere(mask[:, first:]):
+    tokens = np.flatnonzero(mask[b, : first + t + 1])
+    expected = attention(q[b, first + t], k[b, tokens], v[b, tokens], **options)
+    np.testing.assert_allclose(out[b, t], expected, atol=5e-6)
+
+
+WINDOWS = pytest.mark.parametrize("window", [None, 1, 3, R + 2, S + R])
+PADDING = pytest.mark.parametrize("padding", ["left", "right"])
+
+
+def prompt_mask(padding):
+  slot, lengths = np.arange(S), PROMPT_LENGTHS[:, None]
+  return slot < lengths if padding == "right" else slot >= S - lengths
+
+
+@WINDOWS
+@PADDING
+def test_a_window_leaves_out_the_padding_of_a_shared_prompt(padding, window):
+  """The tokens of a response come in passes of 1, 1 and 3."""
+  prompts = prompt_mask(padding)
+  mask = np.concatenate([np.repeat(prompts, G, 0), np.ones((B, R), bool)], 1)
+  qkv, sinks_N = random_heads(mask)
+  for x in qkv:
+    x[:, :S] = np.repeat(x[::G, :S], G, axis=0)
+  k, v = (x[None, ::G, :S].swapaxes(2, 3) for x in qkv[1:])
+  cache = kv.share_prefix(kv.from_prefill(k, v, prompts), DENSE, G, R)
+  options = {"window": window, "sinks_N": sinks_N}
+  responses = [x[:, S:] for x in qkv]
+  out = attend_in_passes(cache, responses, mask[:, S:], (1, 2, R), **options)
+  assert_equals_plain_attention(out, qkv, mask, **options)
+
+
+@WINDOWS
+@PADDING
+def test_a_window_over_a_prompt_in_chunks(padding, window):
+  mask = prompt_mask(padding)
+  qkv, sinks_N = random_heads(mask)
+  options = {"window": window, "sinks_N": sinks_N}
+  cache = kv.empty(DENSE, P, S)
+  out = attend_in_passes(cache, qkv, mask, (2, 4, S), **options)
+  assert_equals_plain_attention(out, qkv, mask, **options)
 
 
 def test_share_prefix_keeps_one_copy_of_each_prompt():

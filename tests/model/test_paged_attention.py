@@ -30,7 +30,7 @@ def random_inputs(lengths, heads=2, H=128, max_pages=6, seed=0):
   return q_BKRH, *pages, table, np.array(lengths, np.int32)
 
 
-def expected_output(q_BKRH, k_KnSH, v_KnSH, table, lengths):
+def expected_output(q_BKRH, k_KnSH, v_KnSH, table, lengths, **options):
   """The output of the rows that have tokens."""
   out = []
   for row in np.flatnonzero(lengths):
@@ -39,16 +39,17 @@ def expected_output(q_BKRH, k_KnSH, v_KnSH, table, lengths):
       for x in (k_KnSH, v_KnSH)
     )
     q_NH = q_BKRH[row].reshape(-1, q_BKRH.shape[-1])
-    out_NH = plain_attention(q_NH, k.swapaxes(0, 1), v.swapaxes(0, 1))
+    kv = k.swapaxes(0, 1), v.swapaxes(0, 1)
+    out_NH = plain_attention(q_NH, *kv, **options)
     out.append(out_NH.reshape(q_BKRH.shape[1:]))
   return np.array(out)
 
 
-def assert_equals_plain(out, inputs):
+def assert_equals_plain(out, inputs, **options):
   """Checks `out`, which must be finite in rows without tokens, too."""
   out = np.asarray(out)
   assert np.isfinite(out).all()
-  expected = expected_output(*inputs)
+  expected = expected_output(*inputs, **options)
   np.testing.assert_allclose(out[inputs[-1] > 0], expected, atol=5e-6)
 
 
@@ -57,8 +58,9 @@ def by_kernel(q_BKRH, *rest):
     return attention.by_kernel(q_BKRH, *rest, q_BKRH.shape[-1] ** -0.5)
 
 
-def by_blocks(q_BKRH, *rest):
-  return attention.by_blocks(q_BKRH, *rest, q_BKRH.shape[-1] ** -0.5)
+def by_blocks(q_BKRH, *rest, **options):
+  scale = q_BKRH.shape[-1] ** -0.5
+  return attention.by_blocks(q_BKRH, *rest, scale, **options)
 
 
 FORMS = {"blocks": by_blocks, "kernel": by_kernel}
@@ -87,19 +89,45 @@ def test_the_end_of_the_last_block_adds_nothing(pairs, monkeypatch):
     assert_equals_plain(run(*inputs), inputs)
 
 
+@pytest.mark.parametrize("window", [None, 1, S, S + 1, 3 * S - 1, 6 * S])
+@pytest.mark.parametrize("pairs", [1, 5])
+def test_windows_and_sinks_equal_plain_attention(pairs, window, monkeypatch):
+  """A page before the window is not even read: it is not a number."""
+  monkeypatch.setattr(attention, "_block_pairs", lambda *_: pairs)
+  sinks_N = 2 * np.random.default_rng(1).normal(size=K * 3).astype(np.float32)
+  options = {"window": window, "sinks_N": sinks_N}
+  lengths = 0, 1, 6 * S, 5 * S - 1, 0, 3 * S + 1
+  inputs = random_inputs(lengths, H=8, heads=3)
+  expected = expected_output(*inputs, **options)
+  q, *pages, table, lengths = inputs
+  for row, length in enumerate(lengths):
+    unread = max(0, length - (window or length)) // S
+    for x in pages:
+      x[:, table[row, :unread]] = np.nan
+  run = jax.jit(lambda *inputs: by_blocks(*inputs, **options))
+  out = np.asarray(run(q, *pages, table, lengths))
+  assert np.isfinite(out).all()
+  np.testing.assert_allclose(out[lengths > 0], expected, atol=5e-6)
+
+
+SINKS = np.float32([-1.0, 0.5, 2.0, 3.0, 0.0, 5.0])
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 6, "sinks_N": SINKS}])
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_heads_side_by_side_do_not_mix(platform, monkeypatch):
+def test_heads_side_by_side_do_not_mix(platform, options, monkeypatch):
   monkeypatch.setattr(sharding, "platform", lambda: platform)
   q, k, v, *rows = random_inputs((5, 3 * S, 0), heads=3, H=64)
   dtype = jnp.bfloat16 if platform == "tpu" else jnp.float32
   low = [jnp.asarray(x, dtype) for x in (q.reshape(3, -1, 64), k, v)]
   pages = side_by_side(low[1], 2), side_by_side(low[2], 2)
+  read = jax.jit(lambda *inputs: attention.read(*inputs, **options))
   with pltpu.force_tpu_interpret_mode():
-    out = jax.jit(attention.read)(low[0], *pages, *rows)
+    out = read(low[0], *pages, *rows)
   assert out.dtype == dtype
   out = np.asarray(out, np.float32).reshape(q.shape)
   assert np.isfinite(out).all()
-  exact = expected_output(q, k, v, *rows)
+  exact = expected_output(q, k, v, *rows, **options)
   atol = 2e-2 if platform == "tpu" else 5e-6
   np.testing.assert_allclose(out[rows[-1] > 0], exact, atol=atol)
 
@@ -127,12 +155,12 @@ def test_bfloat16_loses_little_but_the_rounding_of_the_output(form):
   assert error(out) < 1.4 * error(jnp.bfloat16(exact))
 
 
-def traced(platform, monkeypatch, H=128, dtype=jnp.bfloat16):
+def traced(platform, monkeypatch, H=128, dtype=jnp.bfloat16, **options):
   monkeypatch.setattr(sharding, "platform", lambda: platform)
   q, k, v, *rows = random_inputs((5, 1), H=H)
   q, k, v = (x.astype(dtype) for x in (q.reshape(2, -1, H), k, v))
   # A new function each time: JAX caches its traces.
-  read = lambda *inputs: attention.read(*inputs)
+  read = lambda *inputs: attention.read(*inputs, **options)
   return str(jax.make_jaxpr(read)(q, k, v, *rows))
 
 
@@ -142,6 +170,9 @@ def test_the_kernel_is_used_for_wide_bfloat16_heads_on_a_tpu(monkeypatch):
   # The kernel would round them to bfloat16.
   assert "pallas_call" not in traced("tpu", monkeypatch, dtype=jnp.float32)
   assert "pallas_call" not in traced("gpu", monkeypatch)
+  # It has neither.
+  assert "pallas_call" not in traced("tpu", monkeypatch, window=5)
+  assert "pallas_call" not in traced("tpu", monkeypatch, sinks_N=SINKS[:4])
 
 
 @pytest.mark.parametrize(
@@ -169,9 +200,9 @@ def test_work_is_proportional_to_the_tokens(monkeypatch):
   iterations = count_iterations(monkeypatch)
   monkeypatch.setattr(attention, "_block_pairs", lambda *_: 4)
 
-  def count(lengths, max_pages):
+  def count(lengths, max_pages, window=None):
     inputs = random_inputs(lengths, H=4, heads=1, max_pages=max_pages)
-    by_blocks(*inputs)
+    by_blocks(*inputs, window=window)
     return iterations.pop()
 
   short = (1, S, 3, 2, 1, S, S, 1)
@@ -181,6 +212,9 @@ def test_work_is_proportional_to_the_tokens(monkeypatch):
   assert count((40 * S, *short[1:]), 50) <= 6 * count(short, 50)
   assert count((0,) * 8, 50) == 0
   assert count([2 * S] * 9, 50) == -(-9 * 2 // 4)  # the last block is not full
+  # Whole pages, or parts of one page more.
+  assert count([40 * S] * 8, 50, 2 * S) == 8 * 2 // 4
+  assert count([40 * S + 1] * 8, 50, 2 * S) == 8 * 3 // 4
 
 
 @pytest.mark.parametrize(

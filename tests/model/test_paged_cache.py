@@ -34,6 +34,9 @@ CFG = model.variant(
   head_dim=H,
   dtype="float32",
 )
+# The options of each layer's `attend`; the window starts within a page.
+SINKS = np.float32([-1.0, 0.5, 2.0, 3.0, 0.0, 5.0])
+OPTIONS = {}, {"window": 6, "sinks_N": SINKS}
 
 
 class Oracle:
@@ -97,7 +100,7 @@ class Oracle:
         self.append(row, new[row])
         k, v = np.stack(self.rows[row], 2)
         for i in range(L):
-          expected = attention(q[i, row], k[i], v[i])
+          expected = attention(q[i, row], k[i], v[i], **OPTIONS[i])
           np.testing.assert_allclose(out[i, row], expected, atol=5e-6 * scale)
       # Bit for bit: the new tokens are in place, and nothing else changed.
       np.testing.assert_array_equal([pages.k, pages.v], self.expected)
@@ -113,7 +116,7 @@ def step(pages, q, new, mask):
     q_BTNH, k_BTKH, v_BTKH = (
       x[:, None] for x in (q[i], *new[:, :, i].swapaxes(0, 1))
     )
-    out_BTNH, pair = pages.attend(i, q_BTNH, k_BTKH, v_BTKH)
+    out_BTNH, pair = pages.attend(i, q_BTNH, k_BTKH, v_BTKH, **OPTIONS[i])
     outs.append(out_BTNH[:, 0])
     layers.append(pair)
   return jnp.stack(outs), pages.append(

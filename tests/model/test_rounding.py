@@ -16,13 +16,14 @@ from gspo_jax.runtime import sharding
 # Elementwise operations, compiled as one program and one by one.
 COMPARE = """
 import jax, jax.numpy as jnp, numpy as np
+from gspo_jax import model
 from gspo_jax.model import layers, rotary, rounding
 rng = np.random.default_rng(0)
 q = jnp.asarray(rng.standard_normal((64, 128, 4, 16)), jnp.bfloat16)
 angle = jnp.asarray(rng.standard_normal((64, 128, 8)), jnp.float32)
 scale = jnp.asarray(1 + 0.1 * rng.standard_normal(16), jnp.float32)
 def norm_and_rotate(q, angle):
-  normed = layers.rms_norm(q, scale, 1e-6)
+  normed = layers.rms_norm(q, scale, model.variant("tiny"))
   return rotary.rotate(normed, jnp.sin(angle), jnp.cos(angle))
 whole = jax.jit(norm_and_rotate, compiler_options=rounding.OPTIONS)(q, angle)
 apart = norm_and_rotate(q, angle)

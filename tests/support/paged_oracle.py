@@ -12,14 +12,22 @@ def random_bf16(rng, *shape):
   return np.float32(jnp.bfloat16(rng.normal(size=shape)))
 
 
-def attention(q_NH, k_TKH, v_TKH):
-  """Attention of one token, one head at a time."""
+def attention(q_NH, k_TKH, v_TKH, window=None, sinks_N=None):
+  """Attention of the last token to the last `window`, one head at a time.
+
+  A head's sink is the score of one more key, whose value is zero.
+  """
   out = np.zeros(q_NH.shape)
+  first = 0 if window is None else max(0, len(k_TKH) - window)
   for n, q_H in enumerate(q_NH):
     g = n // (len(q_NH) // k_TKH.shape[1])
-    scores = np.float64(k_TKH[:, g]) @ q_H / np.sqrt(len(q_H))
+    scores = np.float64(k_TKH[first:, g]) @ q_H / np.sqrt(len(q_H))
+    values = v_TKH[first:, g]
+    if sinks_N is not None:
+      scores = np.append(scores, sinks_N[n])
+      values = np.append(values, np.zeros((1, len(q_H))), 0)
     weights = np.exp(scores - scores.max())
-    out[n] = weights @ v_TKH[:, g] / weights.sum()
+    out[n] = weights @ values / weights.sum()
   return out
 
 

@@ -6,8 +6,10 @@ reads only what its devices need: parts of tensors, or whole rows from a bucket.
 
 import functools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +17,19 @@ import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from gspo_jax.model import parameters
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.hf import folder as folders
 from gspo_jax.model.hf.config import config_to_hf
 from gspo_jax.model.hf.tensors import (
   EMBEDDING,
+  FLOATS,
   HEAD,
   INDEX,
+  SINGLE,
   HFCheckpoint,
   Spans,
+  StoredTensor,
   TensorMap,
   listed,
   save_tensors,
@@ -49,7 +55,7 @@ def load_hf(
 
   Args:
     folder: on this machine or in a bucket, with safetensors files in bfloat16,
-      float16 or float32.
+      float16 or float32, or in a format of `quantised`.
     cfg: from `config_from_hf`.
     shardings: from `model.shardings`. None, only outside of `jax.set_mesh`: all
       on the first device.
@@ -59,6 +65,11 @@ def load_hf(
       not finite. The error names up to 16 tensors of each kind.
   """
   source = multihost.run_on_all(lambda: HFCheckpoint(folder, cfg))
+  if source.carried:
+    multihost.print_once(
+      f"{folder}: {len(source.carried)} tensors of multi-token prediction are "
+      f"not loaded, from {min(source.carried)} on"
+    )
   by_path, params = leaves_by_path(shardings), {}
   one_device = SingleDeviceSharding(jax.local_devices()[0])
   shardings = {
@@ -66,7 +77,7 @@ def load_hf(
   }
   for tensor, sharding in shardings.items():
     if tensor.stacked:
-      shape = (cfg.num_layers, *tensor.shape)
+      shape = (len(tensor.layers), *tensor.shape)
       zeros = jax.jit(jnp.zeros, static_argnums=0, out_shardings=sharding)
       params[tensor.path] = zeros(shape)
       continue
@@ -80,11 +91,13 @@ def load_hf(
   with Progress(f"loading {folder}", cfg.num_layers, "layers") as progress:
     for i in range(cfg.num_layers):
       checked = {}
-      for tensor, array in _read(source, i, stacked).items():
+      here = {t: s for t, s in stacked.items() if i in t.layers}
+      for tensor, array in _read(source, i, here).items():
         place = functools.partial(
           _from_hf, tensor=tensor, sharding=stacked[tensor]
         )
-        params[tensor.path], finite = place(array, params[tensor.path], i)
+        at = tensor.layers.index(i)
+        params[tensor.path], finite = place(array, params[tensor.path], at)
         checked[tensor] = array, finite
       # It waits: otherwise the host would read all layers ahead of the copies.
       _require_finite(source, i, checked)
@@ -160,6 +173,8 @@ def _spans(index, shape) -> Spans:
 def _from_hf(array, stack=None, i=0, *, tensor: TensorMap, sharding):
   """A float32 parameter, or `stack` with its layer i; whether it is finite."""
   x = array.astype(jnp.float32).transpose(np.argsort(tensor.order))
+  if tensor.interleaved:
+    x = _swap_last(x, (-1, 2))
   if stack is not None:
     x = jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
   x = jax.lax.with_sharding_constraint(x, sharding)
@@ -177,7 +192,8 @@ def save_hf(
 ) -> None:
   """Writes a checkpoint that transformers loads; all processes call this.
 
-  There is a file for each layer and one for the other parameters. `folder` (in
+  There is a file for each layer, one for the other parameters, and one for what
+  `like` has of multi-token prediction, which is copied. `folder` (in
   a bucket, its index) appears when all is written.
 
   Args:
@@ -186,7 +202,8 @@ def save_hf(
     folder: must not exist, or be empty.
     dtype: of the tensors, one of `config.DTYPES`.
     like: a checkpoint of the same model. Its tokenizer and generation config
-      are copied, and its config.json, with `dtype` changed.
+      are copied, and its config.json, with `dtype` changed. Its tensors of
+      multi-token prediction keep their dtype, or get `dtype` if quantised.
     beside: writes tokenizer and generation config into a local folder, in place
       of `like`'s.
 
@@ -198,29 +215,49 @@ def save_hf(
     lambda: folders.writing(folder)(write)() if multihost.is_primary() else None
   )
   on_primary(lambda: folders.require_new(folder, dtype))
-  partial = on_primary(lambda: _create(folder, cfg, dtype, like, beside))
-  parameters, leaves = tensor_maps(cfg), leaves_by_path(params)
+  config = on_primary(lambda: config_to_hf(cfg, dtype, like))
+  # Only the primary process has and writes them.
+  carried = on_primary(lambda: _carried(cfg, dtype, like)) or {}
+  partial = on_primary(lambda: _create(folder, config, like, beside))
+  tensors, leaves = tensor_maps(cfg), leaves_by_path(params)
   index, total = {}, 0
   layers = [*range(cfg.num_layers), None]
-  with Progress(f"writing {folder}", len(layers), "files") as progress:
+  count = len(layers) + bool(carried)
+  file_name = "model-{:05d}-of-{:05d}.safetensors".format
+  with Progress(f"writing {folder}", count, "files") as progress:
     for number, i in enumerate(layers, start=1):
-      file = f"model-{number:05d}-of-{cfg.num_layers + 1:05d}.safetensors"
-      arrays = {}
-      for tensor in parameters:
-        if tensor.stacked == (i is not None):
-          x = _to_hf(leaves[tensor.path], i or 0, tensor=tensor, dtype=dtype)
+      file, arrays = file_name(number, count), {}
+      for tensor in tensors:
+        if tensor.stacked == (i is not None) and (i or 0) in tensor.layers:
+          at = tensor.layers.index(i or 0)
+          x = _to_hf(leaves[tensor.path], at, tensor=tensor, dtype=dtype)
           arrays |= _split(tensor, multihost.to_host(x), i or 0)
       index |= dict.fromkeys(arrays, file)
       total += sum(x.nbytes for x in arrays.values())
       on_primary(lambda file=file, x=arrays: save_tensors(x, partial / file))
       progress.advance()
+    file = file_name(count, count)
+    index |= dict.fromkeys(carried, file)
+    total += sum(x.nbytes for x in carried.values())
+    on_primary(lambda: carried and save_tensors(carried, partial / file))
+    progress.advance(bool(carried))
   on_primary(lambda: _finish(folder, partial, index, total))
 
 
 @functools.partial(jax.jit, static_argnames=("tensor", "dtype"))
 def _to_hf(x, i, *, tensor: TensorMap, dtype: str):
   layer = x[i] if tensor.stacked else x
-  return layer.astype(dtype).transpose(tensor.order)
+  if tensor.interleaved:
+    layer = _swap_last(layer, (2, -1))
+  if not parameters.find(tensor.path).frozen:
+    layer = layer.astype(dtype)
+  return layer.transpose(tensor.order)
+
+
+def _swap_last(x, shape):
+  """The last axis as a matrix of this shape, transposed."""
+  grid = x.reshape(*x.shape[:-1], *shape)
+  return grid.swapaxes(-1, -2).reshape(x.shape)
 
 
 def _split(tensor: TensorMap, array: np.ndarray, layer: int) -> dict:
@@ -230,9 +267,40 @@ def _split(tensor: TensorMap, array: np.ndarray, layer: int) -> dict:
   return {name: grid[index] for name, index in tensor.tensors(layer)}
 
 
-def _create(folder, cfg, dtype, like, beside) -> epath.Path:
+class _Carried(NamedTuple):
+  """A tensor of another folder, which is read when it is written."""
+
+  tensor: Any  # of `HFCheckpoint.carried`
+  dtype: np.dtype
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.tensor.shape
+
+  @property
+  def nbytes(self) -> int:
+    return math.prod(self.shape) * self.dtype.itemsize
+
+  def __array__(self, dtype=None, copy=None) -> np.ndarray:
+    del dtype, copy
+    return self.tensor[(slice(None),) * len(self.shape)].astype(self.dtype)
+
+
+def _carried(cfg, dtype: str, like) -> dict[str, _Carried]:
+  """What an export copies from `like`, which may be without tensors."""
+  names = (SINGLE, INDEX) if like else ()
+  if not any((epath.Path(like) / name).exists() for name in names):
+    return {}
+  carried = {}
+  for name, tensor in HFCheckpoint(like, cfg).carried.items():
+    is_plain = isinstance(tensor, StoredTensor)
+    kept = FLOATS[tensor.dtype] if is_plain else dtype
+    carried[name] = _Carried(tensor, jnp.dtype(kept))
+  return carried
+
+
+def _create(folder, config: dict, like, beside) -> epath.Path:
   """The folder to write into, with all files but the tensors."""
-  config = config_to_hf(cfg, dtype, like)
   partial = folders.begin(folder)
   (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
   if beside:

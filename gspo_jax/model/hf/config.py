@@ -5,11 +5,13 @@ older one is written, because releases 4 and 5 of transformers load it.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 from etils import epath
 
-from gspo_jax.model.config import ModelConfig, changed
+from gspo_jax.model.config import Layer, ModelConfig, changed
+from gspo_jax.model.hf import quantised
 from gspo_jax.model.rotary import Llama3Scaling, YarnScaling, yarn_mscale
 from gspo_jax.record import json_file
 from gspo_jax.runtime.errors import (
@@ -18,6 +20,11 @@ from gspo_jax.runtime.errors import (
   how_to_download,
   with_reason,
 )
+
+_EVERY_LAYER_HAS_EXPERTS = {
+  "decoder_sparse_step": (1,),
+  "mlp_only_layers": ([],),
+}
 
 
 class _Family(NamedTuple):
@@ -29,6 +36,102 @@ class _Family(NamedTuple):
   experts: tuple[str, str] | None = None
   rope_theta: float = 1e4  # where config.json has none
   supported: dict | None = None  # as `_SUPPORTED`, for this family
+  names: str = ""  # of its tensors, see `parameters.Parameter.other_names`
+  # The rotated share of a head where config.json has none; None: always all.
+  partial_rotary_factor: float | None = None
+  # (path, config.json) -> more fields of ModelConfig, and the inverse.
+  read: Callable[[epath.Path, dict], dict] = lambda path, raw: {}
+  write: Callable[[ModelConfig], dict] = lambda cfg: {}
+
+
+def _read_glm(path, raw):
+  width = _number(path, raw, ["moe_intermediate_size"])
+  shared = _number(path, raw, ["n_shared_experts"])
+  first = raw.get("first_k_dense_replace", 1)
+  return {
+    "first": (Layer(experts=False),) * first,
+    "pattern": (Layer(),),
+    "dense_mlp_dim": _number(path, raw, ["intermediate_size"]),
+    "shared_dim": width * shared,
+    "attention_bias": bool(raw.get("attention_bias")),
+    "qk_norm": bool(raw.get("use_qk_norm")),
+  } | _grouped_router(path, raw)
+
+
+def _grouped_router(path, raw):
+  """DeepSeek-V3's router (arXiv 2412.19437, sec. 2.1.2)."""
+  number = lambda key, kind=int: _number(path, raw, [key], default=1, kind=kind)
+  return {
+    "routed_scaling_factor": number("routed_scaling_factor", float),
+    "n_group": number("n_group"),
+    "topk_group": number("topk_group"),
+  }
+
+
+def _write_glm(cfg):
+  return {
+    "intermediate_size": cfg.dense_dim,
+    "n_shared_experts": cfg.shared_dim // cfg.mlp_dim,
+    "first_k_dense_replace": len(cfg.first),
+    "use_qk_norm": cfg.qk_norm,
+    "routed_scaling_factor": cfg.routed_scaling_factor,
+    "n_group": cfg.n_group,
+    "topk_group": cfg.topk_group,
+    "num_nextn_predict_layers": 0,
+    "attention_bias": cfg.attention_bias,
+  }
+
+
+def _read_olmoe(path, raw):
+  heads, width = raw.get("num_attention_heads"), raw.get("hidden_size")
+  if raw.get("head_dim") and raw["head_dim"] * heads != width:
+    raise UserError(
+      f"{path}: head_dim={raw['head_dim']}: expected hidden_size={width} /"
+      f" num_attention_heads={heads}, which is OLMoE's"
+    )
+  return {}
+
+
+def _read_minimax(path, raw):
+  kinds = raw.get("attn_type_list") or [1]
+  if set(kinds) != {1}:
+    raise UserError(
+      f"{path}: attn_type_list: expected 1, full attention, for every layer"
+    )
+  return {}
+
+
+def _read_gpt_oss(path, raw):
+  window = _number(path, raw, ["sliding_window"])
+  layers = _number(path, raw, ["num_hidden_layers"])
+  alternating = ["sliding_attention", "full_attention"] * (layers // 2)
+  if (raw.get("layer_types") or alternating) != alternating:
+    raise UserError(
+      f"{path}: layer_types: expected 'sliding_attention' and 'full_attention' "
+      f"in turns, {layers} of them"
+    )
+  return {
+    "pattern": (Layer(window=window), Layer()),
+    "swiglu_limit": _number(
+      path, raw, ["swiglu_limit"], default=7.0, kind=float
+    ),
+  }
+
+
+def _write_gpt_oss(cfg):
+  windowed, full = cfg.pattern
+  names = {windowed: "sliding_attention", full: "full_attention"}
+  return {
+    "sliding_window": windowed.window,
+    "layer_types": [names[layer] for layer in cfg.layers],
+    "swiglu_limit": cfg.swiglu_limit,
+    "attention_bias": True,
+  }
+
+
+def _read_qwen2_moe(path, raw):
+  key = "shared_expert_intermediate_size"
+  return {"shared_dim": _number(path, raw, [key])}
 
 
 # By model_type.
@@ -38,12 +141,31 @@ FAMILIES = {
     "Qwen3MoeForCausalLM",
     {},
     experts=("num_experts", "moe_intermediate_size"),
-    supported={"decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
+    supported=_EVERY_LAYER_HAS_EXPERTS,
+    write=lambda cfg: {"decoder_sparse_step": 1, "mlp_only_layers": []},
   ),
   "qwen2": _Family(
     "Qwen2ForCausalLM",
     {"attention_bias": True, "qk_norm": False},
     supported={"attention_bias": (False, True)},  # never on the output
+  ),
+  "qwen2_moe": _Family(
+    "Qwen2MoeForCausalLM",
+    {"attention_bias": True, "qk_norm": False, "shared_gate": True},
+    experts=("num_experts", "moe_intermediate_size"),
+    supported=_EVERY_LAYER_HAS_EXPERTS
+    | {
+      "attention_bias": (False, True),
+      "qkv_bias": (True,),
+      "shared_expert_intermediate_size": None,
+    },
+    names="qwen2_moe",
+    read=_read_qwen2_moe,
+    write=lambda cfg: {
+      "shared_expert_intermediate_size": cfg.shared_dim,
+      "decoder_sparse_step": 1,
+      "mlp_only_layers": [],
+    },
   ),
   "llama": _Family("LlamaForCausalLM", {"qk_norm": False}),
   "olmoe": _Family(
@@ -51,6 +173,7 @@ FAMILIES = {
     {"qk_norm_over_heads": True},
     experts=("num_experts", "intermediate_size"),
     supported={"clip_qkv": (), "sliding_window": ()},
+    read=_read_olmoe,
   ),
   "mixtral": _Family(
     "MixtralForCausalLM",
@@ -58,37 +181,89 @@ FAMILIES = {
     experts=("num_local_experts", "intermediate_size"),
     rope_theta=1e6,
     supported={"router_jitter_noise": (0,), "sliding_window": ()},
+    names="mixtral",
+  ),
+  "glm4_moe": _Family(
+    "Glm4MoeForCausalLM",
+    {"scoring_func": "sigmoid", "choice_bias": True},
+    experts=("n_routed_experts", "moe_intermediate_size"),
+    supported={
+      "attention_bias": (False, True),  # never on the output
+      "n_shared_experts": None,
+    },
+    partial_rotary_factor=0.5,
+    read=_read_glm,
+    write=_write_glm,
+  ),
+  "minimax_m2": _Family(
+    "MiniMaxM2ForCausalLM",
+    {
+      "scoring_func": "sigmoid",
+      "choice_bias": True,
+      "qk_norm_over_heads": True,
+      "norm_topk_prob": True,
+    },
+    experts=("num_local_experts", "intermediate_size"),
+    rope_theta=5e6,
+    supported={
+      "router_jitter_noise": (0,),
+      "scoring_func": ("sigmoid",),
+      "use_qk_norm": (True,),
+      "qk_norm_type": ("per_layer",),
+      "use_routing_bias": (True,),
+      "shared_intermediate_size": (0,),
+    },
+    names="mixtral",
+    partial_rotary_factor=1.0,
+    read=_read_minimax,
+    write=lambda cfg: {"rotary_dim": cfg.rotary_width},
+  ),
+  "gpt_oss": _Family(
+    "GptOssForCausalLM",
+    {
+      "attention_bias": True,
+      "output_bias": True,
+      "sinks": True,
+      "qk_norm": False,
+      "norm_topk_prob": True,
+      "router_bias": True,
+      "expert_bias": True,
+      "norm_rounds_last": True,
+    },
+    experts=("num_local_experts", "intermediate_size"),
+    rope_theta=1.5e5,
+    supported={
+      "attention_bias": (True,),
+      "swiglu_alpha": (1.702,),
+      "layer_types": None,
+    },
+    names="gpt_oss",
+    read=_read_gpt_oss,
+    write=_write_gpt_oss,
   ),
 }
 _DELTA_NET = (
-  "gated delta-net layers, an output gate of attention, rotary embeddings of a"
-  " quarter of each head, norms by 1 + weight, and shared experts"
+  "gated delta-net layers, an output gate of attention, and norms by 1 + weight"
 )
 # What ModelConfig lacks, by the start of a model_type.
 _MISSING = {
-  "deepseek_v3": "latent attention, shared experts, and sigmoid routing",
-  "gpt_oss": (
-    "attention sinks, layers with a sliding window, clamped SwiGLU, biases of"
-    " experts and router, and 4-bit experts (MXFP4)"
-  ),
-  "qwen2_moe": "a shared expert beside those that the router chooses",
+  "deepseek_v3": "latent attention",
   "qwen3_5": _DELTA_NET,
   "qwen3_next": _DELTA_NET,
 }
-# By key of any family: the supported values. A key may also be missing.
+# By key of any family: the supported values, or None where `read` checks them.
+# A key may also be missing.
 _SUPPORTED = {
   "attention_bias": (False,),  # on the output projection, too
   "hidden_act": ("silu",),
   "mlp_bias": (False,),
   "n_shared_experts": (0,),
   "num_shared_experts": (0,),
-  "partial_rotary_factor": (1,),
-  "quantization_config": (),
   "shared_expert_intermediate_size": (0,),
   "use_sliding_window": (False,),
 }
 # Fields that a config.json does not have: how we run the model.
-_RUNTIME_FIELDS = ("dtype", "remat", "unroll")
+_RUNTIME_FIELDS = ("dtype", "remat", "unroll", "lora")
 
 
 def config_from_hf(folder: epath.PathLike, **changes) -> ModelConfig:
@@ -127,14 +302,15 @@ def _model_config(path, raw) -> ModelConfig:
   heads, width = get("num_attention_heads"), get("hidden_size")
   # The default of Qwen3's class in transformers is 128 for any width.
   head_dim = 128 if model_type == "qwen3" else width // heads
+  head_dim = get("head_dim", default=head_dim)
   theta, scaling = _rope(path, raw, family)
   dtype = raw.get("torch_dtype") or raw.get("dtype")
-  fields = dict(family.fields)
+  fields = family.fields | family.read(path, raw)
   if family.experts:
-    _, expert_width = family.experts
+    number, expert_width = family.experts
     fields = {
       "mlp_dim": get(expert_width),
-      "num_experts": get("num_experts", "num_local_experts"),
+      "num_experts": get(number, "num_experts", "num_local_experts"),
       "experts_per_token": get("num_experts_per_tok"),
       "norm_topk_prob": bool(raw.get("norm_topk_prob")),
     } | fields
@@ -146,7 +322,8 @@ def _model_config(path, raw) -> ModelConfig:
     embed_dim=width,
     num_heads=heads,
     num_kv_heads=get("num_key_value_heads", default=heads),
-    head_dim=get("head_dim", default=head_dim),
+    head_dim=head_dim,
+    rotary_dim=_rotary_dim(path, raw, family, head_dim),
     rope_theta=theta,
     rope_scaling=scaling,
     norm_eps=get("rms_norm_eps", kind=float),
@@ -186,12 +363,15 @@ def _require_family(path, model_type) -> _Family:
 
 
 def _require_supported(path, raw, family):
-  for key, values in (_SUPPORTED | (family.supported or {})).items():
-    if raw.get(key) is not None and raw[key] not in values:
-      expected = f"expected {values[0]!r}" if values else "not supported"
-      raise UserError(f"{path}: {key}={str(raw[key])[:80]}: {expected}")
+  quantised.require_supported(path, raw.get("quantization_config"))
+  supported = _SUPPORTED | (family.supported or {})
+  for key, values in supported.items():
+    if values is None or raw.get(key) is None or raw[key] in values:
+      continue
+    expected = f"expected {values[0]!r}" if values else "not supported"
+    raise UserError(f"{path}: {key}={str(raw[key])[:80]}: {expected}")
   for kind in raw.get("layer_types") or ():
-    if kind != "full_attention":
+    if kind != "full_attention" and "layer_types" not in supported:
       raise UserError(
         f"{path}: layer_types holds {kind!r}: expected 'full_attention'"
       )
@@ -219,8 +399,6 @@ def _rope(path, raw, family):
     )
   theta = rope.get("rope_theta") or raw.get("rope_theta") or family.rope_theta
   kind = rope.get("rope_type") or rope.get("type") or "default"
-  if rope.get("partial_rotary_factor", 1) != 1:
-    raise UserError(f"{path}: partial_rotary_factor: expected 1")
   if kind == "default":
     return float(theta), None
   if kind not in _SCALINGS:
@@ -236,6 +414,22 @@ def _rope(path, raw, family):
     return float(theta), scaling(*arguments)
   except UserError as error:
     raise UserError(f"{path}: {error}") from None
+
+
+def _rotary_dim(path, raw, family, head_dim) -> int | None:
+  """The rotated columns of a head; None: all."""
+  rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+  given = [x.get("partial_rotary_factor") for x in (rope, raw)]
+  if raw.get("rotary_dim") is not None:
+    given.append(_number(path, raw, ["rotary_dim"]) / head_dim)
+  share = next(
+    (x for x in given if x is not None), family.partial_rotary_factor or 1.0
+  )
+  if share == 1:
+    return None
+  if family.partial_rotary_factor is None:
+    raise UserError(f"{path}: partial_rotary_factor={share}: expected 1")
+  return int(head_dim * share)
 
 
 def _llama3(get, rope, max_length):
@@ -286,8 +480,9 @@ def config_to_hf(
 ) -> dict:
   """The config.json of a checkpoint of `cfg` whose tensors are `dtype`.
 
-  With `like`, a copy of that folder's config.json with `dtype` changed.
-  UserError if `like` is another model, or transformers lacks this architecture.
+  With `like`, a copy of that folder's config.json with `dtype` changed and
+  without `quantization_config`. UserError if `like` is another model, or
+  transformers lacks this architecture.
   """
   if like is None:
     return _new_config(cfg) | {"torch_dtype": dtype}
@@ -299,13 +494,56 @@ def config_to_hf(
         f"like={str(like)!r} has {field.name}={a}, the model to save has {b}"
       )
   raw = read(epath.Path(like) / "config.json")
+  raw.pop("quantization_config", None)
   key = "dtype" if "dtype" in raw else "torch_dtype"
   return raw | {key: dtype}
 
 
-def _new_config(cfg):
+def _new_config(cfg) -> dict:
   """Only the keys that the loading classes need, without special tokens."""
-  name = _family_name(cfg)
+  name = family_name(cfg)
+  if not name:
+    plain = {field.name: field.default for field in dataclasses.fields(cfg)}
+    others = [
+      f"{name}={value}"
+      for name, value in dataclasses.asdict(cfg).items()
+      if name not in _RUNTIME_FIELDS and value != plain[name]
+    ]
+    raise UserError(f"no family of transformers has {', '.join(others)}")
+  return _written(cfg, name)
+
+
+def family_name(cfg: ModelConfig) -> str | None:
+  """The first family whose config.json, written and read, gives `cfg` back."""
+  path = epath.Path("config.json")
+  for name in FAMILIES:
+    try:
+      read = _model_config(path, _written(cfg, name))
+    except (UserError, ValueError):
+      continue
+    if _plain(read) == _plain(cfg):
+      return name
+  return None
+
+
+def _plain(cfg: ModelConfig) -> ModelConfig:
+  """`cfg` without what tensors and outputs do not depend on."""
+  changes = {
+    "dtype": "float32",
+    "remat": "none",
+    "unroll": None,
+    "lora": None,
+    "first": (),
+    "pattern": cfg.layers,
+    "dense_mlp_dim": cfg.dense_dim,
+    "rotary_dim": cfg.rotary_width,
+  }
+  if not cfg.num_experts:
+    changes |= {"experts_per_token": 0, "norm_topk_prob": True}
+  return dataclasses.replace(cfg, **changes)
+
+
+def _written(cfg, name) -> dict:
   family = FAMILIES[name]
   raw = {
     "architectures": [family.loads_with],
@@ -332,6 +570,8 @@ def _new_config(cfg):
     raw["rope_scaling"] = _scaling_to_hf(scaling)
     # Some 4.x releases of transformers take this ratio for YaRN's factor.
     raw["max_position_embeddings"] = int(scaling.factor * scaling.length)
+  if family.partial_rotary_factor:
+    raw["partial_rotary_factor"] = cfg.rotary_width / cfg.head_dim
   if family.experts:
     number, width = family.experts
     raw |= {
@@ -341,31 +581,4 @@ def _new_config(cfg):
     }
     if "norm_topk_prob" not in family.fields:
       raw["norm_topk_prob"] = cfg.norm_topk_prob
-  if name == "qwen3_moe":
-    raw |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
-  return raw
-
-
-def _family_name(cfg) -> str:
-  plain = {"attention_bias": False, "qk_norm": True}
-  plain |= {"qk_norm_over_heads": False}
-  has = lambda fields: all(getattr(cfg, k) == v for k, v in fields.items())
-  names = [
-    name
-    for name, family in FAMILIES.items()
-    if has(plain | family.fields)
-    and bool(cfg.num_experts) == bool(family.experts)
-  ]
-  if not names:
-    raise UserError(
-      f"no family of transformers has {cfg.num_experts=}, "
-      f"{cfg.attention_bias=}, {cfg.qk_norm=}, {cfg.qk_norm_over_heads=} and "
-      f"{cfg.norm_topk_prob=}"
-    )
-  heads, head_dim, width = cfg.num_heads, cfg.head_dim, cfg.embed_dim
-  if cfg.qk_norm_over_heads and heads * head_dim != width:
-    raise UserError(
-      f"OLMoE has cfg.num_heads * cfg.head_dim = cfg.embed_dim, got {heads} * "
-      f"{head_dim} and {width}"
-    )
-  return names[0]
+  return raw | family.write(cfg)

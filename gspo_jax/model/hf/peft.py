@@ -62,6 +62,7 @@ class _Matrix(NamedTuple):
   is_parameter: bool  # whether PEFT adapts a parameter, of all experts
   key: str  # the tensor's name, for `.format(i=layer)`
   is_b: bool
+  layers: tuple[int, ...]  # that have it
   shape: tuple[int, ...]  # of one layer
   sizes: tuple[int, int, int]  # of this shape: experts, rows, columns
 
@@ -99,7 +100,16 @@ def _matrices(cfg: ModelConfig) -> list[_Matrix]:
       key = f"base_model.model.model.layers.{{i}}.{module}.lora_{kind}.weight"
       is_parameter = row.end in _EXPERT_PARAMETERS
       matrices.append(
-        _Matrix(x.path, name, is_parameter, key, kind == "B", shape, sizes)
+        _Matrix(
+          x.path,
+          name,
+          is_parameter,
+          key,
+          kind == "B",
+          row.layers(cfg),
+          shape,
+          sizes,
+        )
       )
   return matrices
 
@@ -120,7 +130,9 @@ def save_peft(
   arrays = {
     matrix.key.format(i=i): matrix.to_peft(layer)
     for matrix in matrices
-    for i, layer in enumerate(multihost.to_host(leaves[matrix.path]))
+    for i, layer in zip(
+      matrix.layers, multihost.to_host(leaves[matrix.path]), strict=True
+    )
   }
   on_primary(lambda: _write(folder, _config(matrices, cfg, base), arrays))
 
@@ -170,8 +182,9 @@ def _read(folder: epath.Path, cfg) -> dict[str, np.ndarray]:
   """All adapters by path, with stacked layers."""
   _require_supported(folder / CONFIG, read(folder / CONFIG), cfg.lora)
   stored, matrices = _stored(folder / WEIGHTS), _matrices(cfg)
-  layers = range(cfg.num_layers)
-  shapes = {x.key.format(i=i): x.tensor_shape for x in matrices for i in layers}
+  shapes = {
+    x.key.format(i=i): x.tensor_shape for x in matrices for i in x.layers
+  }
   kinds = {name: (tuple(t["shape"]), t["dtype"]) for name, t in stored.items()}
   require_tensors(folder, kinds, shapes, _DTYPES, "among model.lora.targets")
   tensors = {
@@ -182,7 +195,9 @@ def _read(folder: epath.Path, cfg) -> dict[str, np.ndarray]:
   if infinite:
     raise UserError(f"{folder}: {listed('NaN or infinite weights', infinite)}")
   return {
-    x.path: np.stack([x.from_peft(tensors[x.key.format(i=i)]) for i in layers])
+    x.path: np.stack(
+      [x.from_peft(tensors[x.key.format(i=i)]) for i in x.layers]
+    )
     for x in matrices
   }
 

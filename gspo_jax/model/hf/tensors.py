@@ -7,9 +7,9 @@ axes of its columns. In HF order an array splits into tensors without transpose.
 """
 
 import difflib
-import functools
 import json
 import math
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +23,8 @@ from etils import epath
 
 from gspo_jax.model import parameters
 from gspo_jax.model.config import ModelConfig
+from gspo_jax.model.hf import quantised
+from gspo_jax.model.hf.config import FAMILIES, family_name
 from gspo_jax.record import json_file
 from gspo_jax.record.run_files import in_bucket, is_file
 from gspo_jax.runtime.errors import (
@@ -35,14 +37,20 @@ from gspo_jax.runtime.errors import (
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32}
-# Simultaneous requests to a bucket, and the maximum bytes of one request.
+# Quantised tensors are read as their codes.
+_DTYPES = FLOATS | {"F8_E4M3": np.uint8, "U8": np.uint8}
+# Simultaneous requests to a bucket, the maximum bytes of one request, and
+# threads that read and dequantise files on this machine.
 _REQUESTS, _BLOCK_BYTES = 32, 8 << 20
+_CPU_THREADS = min(32, os.cpu_count())
 # How tensorstore's errors begin where the same request may succeed later.
 _OUTAGE = re.compile(
   "ABORTED|DEADLINE_EXCEEDED|INTERNAL|RESOURCE_EXHAUSTED|UNAVAILABLE|UNKNOWN"
 )
 _MAX_TENSORS = 1 << 20  # of a model; the largest published ones have 70,000
 _MAX_NAMES = 16  # in one error; a wrong folder has thousands
+# Tensors that predict further tokens (multi-token prediction).
+_MTP = re.compile(r"mtp\..+|(model\.layers\.(\d+))\..+")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -52,8 +60,12 @@ class TensorMap(NamedTuple):
   path: str  # slash-joined, in the tree of parameters
   shape: tuple[int, ...]  # of the parameter, without the axis of layers
   names: tuple[str, ...]  # of the tensors, for `.format(i=layer, e=expert)`
-  # Axes of the parameter that are a tensor's rows, and its columns.
+  # Axes of the parameter that are a tensor's rows, and its columns. A tensor of
+  # all experts has three groups: experts, rows and columns.
   axes: tuple[tuple[int, ...], ...]
+  layers: tuple[int, ...]  # the numbers of the layers that have it
+  # The columns of gates and ups take turns in the file.
+  interleaved: bool = False
 
   @property
   def stacked(self) -> bool:
@@ -91,19 +103,26 @@ class TensorMap(NamedTuple):
 
 def tensor_maps(cfg: ModelConfig) -> list[TensorMap]:
   """All parameters of a model, in the order of its tree."""
-  is_mixtral = cfg.num_experts and not cfg.qk_norm
+  family = FAMILIES.get(family_name(cfg))
   maps = []
   for row in sorted(parameters.rows(cfg), key=lambda row: row.path.split("/")):
     prefix = "model.layers.{i}." if row.stacked else ""
-    names = (is_mixtral and row.mixtral) or row.tensors
-    _, inputs, outputs = row.groups
+    names = row.tensors
+    if family:
+      names = row.other_names.get(family.names, names)
+    experts, inputs, outputs = row.groups
     axes = (outputs, inputs) if row.transposed else (inputs, outputs)
+    fused = bool(experts) and "{e}" not in names[0]
+    if fused:  # gpt-oss' order
+      axes = experts, inputs, outputs
     maps.append(
       TensorMap(
         row.path,
         row.shape(cfg),
         tuple(prefix + name for name in names),
         tuple(filter(None, axes)),  # a vector has no inputs
+        row.layers(cfg),
+        fused and "2F" in row.dims,
       )
     )
   return maps
@@ -114,7 +133,7 @@ def expected(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
   return {
     name: tensor.tensor_shape
     for tensor in tensor_maps(cfg)
-    for layer in range(cfg.num_layers if tensor.stacked else 1)
+    for layer in tensor.layers
     for name, _ in tensor.tensors(layer)
   }
 
@@ -152,44 +171,36 @@ def import_safetensors():
 Spans = tuple[tuple[int, int], ...]
 
 
-class _Stored(NamedTuple):
-  file: epath.Path
-  shape: tuple[int, ...]
-  dtype: str  # as safetensors names it
-
-
 class HFCheckpoint:
   """Reads parts of the tensors in a folder of safetensors files.
 
   UserError if there are no such files, a file is damaged, or the tensors are
-  not exactly the model's.
+  not exactly the model's. Those of multi-token prediction may also be there:
+  `carried` has them by name.
   """
 
   def __init__(self, folder: epath.PathLike, cfg: ModelConfig):
     self.folder = epath.Path(folder)
-    self._tensors: dict[str, _Stored] = {}
-    # On this machine only the last file stays open: layers are read in the
-    # order of files.
-    self._open = functools.lru_cache(None if in_bucket(folder) else 1)(_open)
-    self._threads = _REQUESTS if in_bucket(folder) else 1
+    self._threads = _REQUESTS if in_bucket(folder) else _CPU_THREADS
     with with_reason(str(folder)):
       files = _files(self.folder)
+    stored = {}
     for path in files:
-      file = self._open(path)
-      for name in file.keys():  # noqa: SIM118, not a dict
-        part = file.get_slice(name)
-        shape = tuple(part.get_shape())
-        self._tensors[name] = _Stored(path, shape, part.get_dtype())
-    self._require_count(cfg)
-    shapes = expected(cfg)
-    if self.has_second_head(cfg):
-      shapes[HEAD] = shapes[EMBEDDING]
-    kinds = {
-      name: (tensor.shape, tensor.dtype)
-      for name, tensor in self._tensors.items()
+      stored |= _open(path).tensors
+    tensors = {
+      name: tensor
+      for name, tensor in quantised.as_floats(self.folder, stored).items()
       # Frequency tables of rotary embeddings are computed.
       if not name.endswith("rotary_emb.inv_freq")
     }
+    self._tensors = tensors
+    self._require_count(cfg)
+    self.carried = _multi_token_prediction(tensors, cfg.num_layers)
+    shapes = expected(cfg)
+    if self.has_second_head(cfg):
+      shapes[HEAD] = shapes[EMBEDDING]
+    shapes |= {name: tensor.shape for name, tensor in self.carried.items()}
+    kinds = {name: (x.shape, x.dtype) for name, x in tensors.items()}
     require_tensors(self.folder, kinds, shapes, FLOATS, "of this model")
 
   def has_second_head(self, cfg: ModelConfig) -> bool:
@@ -199,9 +210,7 @@ class HFCheckpoint:
   def _require_count(self, cfg):
     layers, experts = cfg.num_layers, cfg.num_experts
     count = sum(
-      (layers if tensor.stacked else 1)
-      * (tensor.experts or 1)
-      * len(tensor.names)
+      len(tensor.layers) * (tensor.experts or 1) * len(tensor.names)
       for tensor in tensor_maps(cfg)
     )
     if count > _MAX_TENSORS:
@@ -273,8 +282,7 @@ class HFCheckpoint:
       in_file.append(slice(first * stride, last * stride))
       shape += [last - first, *sizes[1:]]
       shifts += [first] + [0] * (len(sizes) - 1)
-    file = self._open(self._tensors[name].file)
-    block = file.get_slice(name)[tuple(in_file)].reshape(shape)
+    block = self._tensors[name][tuple(in_file)].reshape(shape)
     for spans, array in parts.items():
       inner = zip(spans[axis + 1 :], shifts, strict=True)
       cut = [slice(a - shift, b - shift) for (a, b), shift in inner]
@@ -284,8 +292,10 @@ class HFCheckpoint:
 
 
 def save_tensors(arrays: Mapping[str, np.ndarray], path: epath.Path) -> None:
-  """Writes contiguous arrays, of one dtype in `FLOATS`, to a safetensors file.
+  """Writes arrays to a safetensors file, each of a dtype in `FLOATS`.
 
+  An array may be anything with dtype, shape, nbytes and `__array__`, which is
+  called when its turn comes, so that one at a time is in memory.
   safetensors' own function copies all tensors in memory for a bucket, and lets
   only the owner read the file.
   """
@@ -300,73 +310,87 @@ def save_tensors(arrays: Mapping[str, np.ndarray], path: epath.Path) -> None:
   with path.open("wb") as file:
     file.write(len(text).to_bytes(8, "little") + text)
     for _, x in sorted(arrays.items()):
-      data = memoryview(x.reshape(-1).view(np.uint8))
+      data = np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
       # A bucket's file holds written data in memory until they are sent.
       for start in range(0, len(data), _BLOCK_BYTES):
         file.write(data[start : start + _BLOCK_BYTES])
 
 
-class BucketFile:
-  """A safetensors file in a bucket, with the methods of `safe_open`.
+class TensorFile:
+  """A safetensors file, on this machine or in a bucket.
 
   The file has the header's size (8 bytes, little endian), the header in JSON,
   and the tensors (github.com/huggingface/safetensors, "Format"). ValueError:
-  the file is missing or damaged. ConnectionError: the bucket does not answer.
+  the file is damaged, or missing in the bucket. ConnectionError: the bucket
+  does not answer.
   """
 
-  def __init__(self, path: str):
-    folder, _, self._name = path.rpartition("/")
-    self._store = tensorstore.KvStore.open(f"{folder}/").result()
-    size = int.from_bytes(self.read(0, 8), "little")
-    header = json.loads(self.read(8, 8 + size))
+  def __init__(self, path: epath.PathLike):
+    folder, _, self._name = str(path).rpartition("/")
+    if in_bucket(path):
+      self._store = tensorstore.KvStore.open(f"{folder}/").result()
+    else:
+      self._store = None
+      self._bytes = np.asarray(np.memmap(path, np.uint8, "r"))
+    size = int.from_bytes(self.read(0, 8).tobytes(), "little")
+    header = json.loads(self.read(8, 8 + size).tobytes())
     header.pop("__metadata__", None)
-    self._tensors = {
-      name: _BucketTensor(
-        self, t["dtype"], tuple(t["shape"]), 8 + size + t["data_offsets"][0]
-      )
-      for name, t in header.items()
-    }
-    ends = [t["data_offsets"][1] for t in header.values()]
-    end = 8 + size + max(ends, default=0)
-    self.read(end - 1, end)  # an error if the file is truncated
+    self.tensors, last = {}, 8 + size
+    for name, t in header.items():
+      start, end = (8 + size + offset for offset in t["data_offsets"])
+      tensor = StoredTensor(self, t["dtype"], tuple(t["shape"]), start)
+      if tensor.dtype in _DTYPES and tensor.nbytes != end - start:
+        raise ValueError(f"{name}: {tensor.nbytes=}, in the file {end - start}")
+      self.tensors[name], last = tensor, max(last, end)
+    self.read(last - 1, last)  # an error if the file is truncated
 
-  def keys(self):
-    return self._tensors.keys()
-
-  def get_slice(self, name: str) -> "_BucketTensor":
-    return self._tensors[name]
-
-  def read(self, start: int, end: int) -> bytes:
+  def read(self, start: int, end: int) -> np.ndarray:
+    if self._store is None:
+      if end > len(self._bytes):
+        raise ValueError(f"{len(self._bytes):,} bytes, expected {end:,}")
+      return self._bytes[start:end]
     span = slice(start, end)
     try:
-      return self._store.read(self._name, byte_range=span).result().value
+      data = self._store.read(self._name, byte_range=span).result().value
     except ValueError as error:
       if _OUTAGE.match(str(error)):
         raise ConnectionError(f"{self._name}: {error}") from error
       raise
+    return np.frombuffer(data, np.uint8)
 
 
-class _BucketTensor(NamedTuple):
-  """A tensor in a `BucketFile`; `start` is its first byte."""
+class StoredTensor(NamedTuple):
+  """A tensor in a `TensorFile`; `start` is its first byte."""
 
-  file: BucketFile
-  dtype: str
+  file: TensorFile
+  dtype: str  # as safetensors names it
   shape: tuple[int, ...]
   start: int
 
-  def get_shape(self) -> tuple[int, ...]:
-    return self.shape
-
-  def get_dtype(self) -> str:
-    return self.dtype
+  @property
+  def nbytes(self) -> int:
+    return math.prod(self.shape) * np.dtype(_DTYPES[self.dtype]).itemsize
 
   def __getitem__(self, slices: tuple[slice, ...]) -> np.ndarray:
+    """A bucket sends whole rows."""
     first, end, _ = slices[0].indices(self.shape[0])
-    dtype = np.dtype(FLOATS[self.dtype])
+    dtype = np.dtype(_DTYPES[self.dtype])
     row = math.prod(self.shape[1:]) * dtype.itemsize
     data = self.file.read(self.start + first * row, self.start + end * row)
-    rows = np.frombuffer(data, dtype).reshape(end - first, *self.shape[1:])
+    rows = data.view(dtype).reshape(end - first, *self.shape[1:])
     return rows[(slice(None), *slices[1:])]
+
+
+def _multi_token_prediction(tensors: Mapping, num_layers: int) -> dict:
+  """The tensors of `mtp.*`, or of layers after the model's with `eh_proj`."""
+  found = {}
+  for name, tensor in tensors.items():
+    if match := _MTP.fullmatch(name):
+      layer, number = match.groups()
+      is_after = number and int(number) >= num_layers
+      if not number or (is_after and f"{layer}.eh_proj.weight" in tensors):
+        found[name] = tensor
+  return found
 
 
 def _files(folder: epath.Path) -> list[epath.Path]:
@@ -399,12 +423,9 @@ def _indexed(path: epath.Path) -> set[str]:
   return names
 
 
-def _open(path: epath.Path):
-  safetensors = import_safetensors()
+def _open(path: epath.Path) -> TensorFile:
   with with_reason(str(path)), content_of(f"{path}: damaged or truncated"):
-    if in_bucket(path):
-      return BucketFile(str(path))
-    return safetensors.safe_open(path, framework="np")
+    return TensorFile(path)
 
 
 def listed(problem: str, names: list[str], choices=()) -> str:

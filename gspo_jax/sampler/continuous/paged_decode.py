@@ -101,7 +101,7 @@ def prefill(
   real_QT = jnp.arange(T) < lengths[:, None]
   experts = None
   if record_routing:
-    shape = cfg.num_layers, Q, T, cfg.experts_per_token
+    shape = cfg.num_moe_layers, Q, T, cfg.experts_per_token
     experts = jnp.zeros(shape, number_type(cfg.num_experts))
     experts = sharding.constrain(experts, None, sharding.BATCH_AXES)
 
