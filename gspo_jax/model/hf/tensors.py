@@ -276,7 +276,7 @@ class HFCheckpoint:
     in_file = [slice((start - offset) * stride, (end - offset) * stride)]
     shape, shifts = [end - start, *rows[1:]], [0] * (len(rows) - 1)
     for sizes in columns:
-      of_parts = [spans[axis + len(rows)] for spans in parts]
+      of_parts = [spans[axis + 1 + len(shifts)] for spans in parts]
       first, last = min(a for a, _ in of_parts), max(b for _, b in of_parts)
       stride = math.prod(sizes[1:])
       in_file.append(slice(first * stride, last * stride))
