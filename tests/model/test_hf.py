@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save, save_file
 
 from gspo_jax import model, sampler
-from gspo_jax.model import hf
+from gspo_jax.model import hf, layers, parameters, rounding
 from gspo_jax.model.hf import checkpoint as hf_checkpoint
 from gspo_jax.model.hf import folder as hf_folder
 from gspo_jax.model.hf import tensors as hf_tensors
@@ -35,7 +35,8 @@ from gspo_jax.sampler.samples import Prompts, SamplerConfig
 GOLDENS = ROOT / "tests/support/goldens"
 NAMES = (
   *("qwen3", "qwen3_moe", "qwen3_moe_raw", "qwen2", "llama3"),
-  *("yarn", "olmoe", "mixtral"),
+  *("yarn", "olmoe", "mixtral", "qwen2_moe", "glm4_moe", "glm4_moe_air"),
+  *("minimax_m2", "gpt_oss"),
 )
 every_model = pytest.mark.parametrize("name", NAMES)
 MOE = {"vocab_size": 48, "num_layers": 3, "mlp_dim": 16}
@@ -99,6 +100,43 @@ def test_logits_are_those_of_transformers(name):
     theirs = golden(name)[f"logits_{padding}"]
     assert np.abs(logits - theirs)[real].max() < 5e-5, padding
     assert np.abs(theirs).max() > 3  # not all close to 0
+
+
+def in_bfloat16(name):
+  return dataclasses.replace(config(name), dtype="bfloat16")
+
+
+@every_model
+def test_a_norm_is_rounded_where_transformers_rounds_it(name):
+  """Bit for bit, but for means that fall on either side of a step."""
+  tokens, params = golden(name)["tokens"], loaded(name)
+  x_BTD = params["embed"][tokens].astype(jnp.bfloat16)
+  scale = params["layers"]["attention_norm"]["scale"][0]
+  norm = jax.jit(
+    functools.partial(layers.rms_norm, cfg=in_bfloat16(name)),
+    compiler_options=rounding.OPTIONS,
+  )
+  equal = norm(x_BTD, scale) == golden(name)["norm_bfloat16"]
+  assert equal.mean() > 0.995
+
+
+@every_model
+def test_bfloat16_logits_are_as_near_as_those_of_transformers(name):
+  """To float32, which cannot show a rounding in the wrong place."""
+  cfg = in_bfloat16(name)
+  mask = golden(name)["mask_left"]
+  positions = np.maximum(mask.cumsum(1) - 1, 0)
+  logits = jax.jit(
+    lambda *args: model.forward(args[0], cfg, *args[1:]).logits,
+    compiler_options=rounding.OPTIONS,
+  )(loaded(name), golden(name)["tokens"], positions, mask.astype(np.int32))
+
+  def distance(x):
+    return np.sqrt(np.square(x - golden(name)["logits_left"])[mask].mean())
+
+  theirs = distance(golden(name)["logits_bfloat16"])
+  assert theirs < 0.04
+  assert distance(logits) < 2 * theirs
 
 
 @every_model
