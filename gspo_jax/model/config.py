@@ -402,42 +402,63 @@ _QWEN3_235B = _qwen3(
 
 
 def _glm(*sizes, first, **changes) -> ModelConfig:
-  return _qwen3(
-    *sizes,
-    vocab_size=151_552,
-    first=(Layer(experts=False),) * first,
-    pattern=(Layer(),),
-    experts_per_token=8,
-    scoring_func="sigmoid",
-    choice_bias=True,
-    attention_bias=True,
-    rotary_dim=64,
-    norm_eps=1e-5,
-    **changes,
-  )
+  fields = {
+    "vocab_size": 151_552,
+    "first": (Layer(experts=False),) * first,
+    "pattern": (Layer(),),
+    "experts_per_token": 8,
+    "scoring_func": "sigmoid",
+    "choice_bias": True,
+    "attention_bias": True,
+    "rotary_dim": 64,
+    "norm_eps": 1e-5,
+  }
+  return _qwen3(*sizes, **fields | changes)
 
 
-def _gpt_oss(layers, num_experts) -> ModelConfig:
-  return _qwen3(
-    *(layers, 2880, 64, 8, 2880),
-    vocab_size=201_088,
-    head_dim=64,
-    pattern=(Layer(window=128), Layer()),
-    num_experts=num_experts,
-    experts_per_token=4,
-    router_bias=True,
-    expert_bias=True,
-    swiglu_limit=7.0,
-    rope_theta=1.5e5,
-    rope_scaling=YarnScaling(32.0, 4096, truncate=False),
-    attention_bias=True,
-    output_bias=True,
-    sinks=True,
-    qk_norm=False,
-    norm_eps=1e-5,
-    norm_rounds_last=True,
-  )
+def _minimax(*sizes, **changes) -> ModelConfig:
+  fields = {
+    "vocab_size": 200_064,
+    "experts_per_token": 8,
+    "scoring_func": "sigmoid",
+    "choice_bias": True,
+    "qk_norm_over_heads": True,
+    "rotary_dim": 64,
+    "rope_theta": 5e6,
+  }
+  return _qwen3(*sizes, **fields | changes)
 
+
+def _gpt_oss(*sizes, window=128, **changes) -> ModelConfig:
+  fields = {
+    "vocab_size": 201_088,
+    "head_dim": 64,
+    "pattern": (Layer(window=window), Layer()),
+    "experts_per_token": 4,
+    "router_bias": True,
+    "expert_bias": True,
+    "swiglu_limit": 7.0,
+    "rope_theta": 1.5e5,
+    "rope_scaling": YarnScaling(32.0, 4096, truncate=False),
+    "attention_bias": True,
+    "output_bias": True,
+    "sinks": True,
+    "qk_norm": False,
+    "norm_eps": 1e-5,
+    "norm_rounds_last": True,
+  }
+  return _qwen3(*sizes, **fields | changes)
+
+
+# As the tiny model, for trying a family on two cores.
+_TINY_SIZES = {
+  "vocab_size": 258,
+  "head_dim": 16,
+  "num_experts": 8,
+  "experts_per_token": 2,
+  "rope_theta": 1e4,
+  "remat": "none",
+}
 
 # Sizes are from config.json of each published checkpoint. Layers, heads,
 # experts and tying of Qwen3 are also in tables 1 and 2 of arXiv 2505.09388.
@@ -514,19 +535,19 @@ VARIANTS = {
     shared_dim=1536,
     routed_scaling_factor=2.5,
   ),
-  "minimax-m2": _qwen3(
-    *(62, 3072, 48, 8, 1536),
-    vocab_size=200_064,
-    num_experts=256,
-    experts_per_token=8,
-    scoring_func="sigmoid",
-    choice_bias=True,
-    qk_norm_over_heads=True,
-    rotary_dim=64,
-    rope_theta=5e6,
+  "minimax-m2": _minimax(62, 3072, 48, 8, 1536, num_experts=256),
+  "gpt-oss-20b": _gpt_oss(24, 2880, 64, 8, 2880, num_experts=32),
+  "gpt-oss-120b": _gpt_oss(36, 2880, 64, 8, 2880, num_experts=128),
+  "tiny-glm-4.5": _glm(
+    *(3, 64, 4, 4, 64),
+    first=1,
+    dense_mlp_dim=128,
+    shared_dim=64,
+    rotary_dim=8,
+    **_TINY_SIZES,
   ),
-  "gpt-oss-20b": _gpt_oss(24, 32),
-  "gpt-oss-120b": _gpt_oss(36, 128),
+  "tiny-minimax-m2": _minimax(2, 64, 4, 2, 64, rotary_dim=8, **_TINY_SIZES),
+  "tiny-gpt-oss": _gpt_oss(*(2, 64, 4, 2, 64), window=8, **_TINY_SIZES),
 }
 
 

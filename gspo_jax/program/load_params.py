@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from typing import Any
 
 import jax
@@ -17,17 +18,28 @@ from gspo_jax.record.identity import match
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError, how_to_download
 
+_LATER_FIELDS = (
+  *("first", "pattern", "dense_mlp_dim", "shared_dim", "shared_gate"),
+  *("scoring_func", "routed_scaling_factor", "n_group", "topk_group"),
+  *("choice_bias", "router_bias", "expert_bias", "swiglu_limit", "rotary_dim"),
+  *("output_bias", "sinks", "norm_rounds_last"),
+)
+
 
 def identity(program: Program) -> dict:
   """What saved weights must agree with to fit this model and tokenizer."""
-  cfg = dataclasses.asdict(program.cfg)
+  fields = {field.name: field for field in dataclasses.fields(program.cfg)}
   # `remat` and `unroll` do not change the weights; a cold start comes before
   # the adapters.
-  free = ("remat", "unroll", "lora")
-  return {
-    "model": {k: v for k, v in cfg.items() if k not in free},
-    "tokenizer": program.tokenizer.fingerprint,
-  }
+  for name in ("remat", "unroll", "lora"):
+    del fields[name]
+  cfg = {name: getattr(program.cfg, name) for name in fields}
+  # A run that was saved before there were these fields had their defaults.
+  for name in _LATER_FIELDS:
+    if cfg[name] == fields[name].default:
+      del cfg[name]
+  cfg = json.loads(json.dumps(cfg, default=dataclasses.asdict))
+  return {"model": cfg, "tokenizer": program.tokenizer.fingerprint}
 
 
 def lora_identity(program: Program) -> dict[str, Any]:

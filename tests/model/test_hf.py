@@ -146,7 +146,9 @@ def test_gradients_are_those_of_transformers(name):
   theirs = hf.load_hf(GOLDENS / name / "gradients", config(name))
   close = functools.partial(np.testing.assert_allclose, rtol=0, atol=5e-6)
   jax.tree.map(close, grads, theirs)
-  assert min(float(jnp.abs(x).max()) for x in jax.tree.leaves(theirs)) > 1e-3
+  for path, x in sharding.leaves_by_path(theirs).items():
+    largest = float(jnp.abs(x).max())
+    assert largest == 0 if parameters.find(path).frozen else largest > 1e-3
 
 
 def test_greedy_responses_from_an_export_are_those_of_transformers(tmp_path):
@@ -780,7 +782,7 @@ def test_each_family_has_its_base_of_the_rotary_frequencies(tmp_path):
   ("changes", "words"),
   [
     ({"model_type": "qwen3_5_moe"}, "missing for it: gated delta-net layers"),
-    ({"model_type": "qwen3_mo"}, "are: llama, mixtral, olmoe, qwen2, qwen3"),
+    ({"model_type": "qwen3_mo"}, "are: glm4_moe, gpt_oss, llama, minimax_m2"),
     ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv=8.0: not supported"),
     ({"model_type": "mixtral", "sliding_window": 64}, "sliding_window=64: not"),
     ({"mlp_only_layers": [0]}, "mlp_only_layers=[0]: expected []"),
@@ -889,7 +891,7 @@ def test_impossible_exports_are_refused(tmp_path):
   assert "no family of transformers has vocab_size=47" in message
   assert "attention_bias=True" in message
   mixtral = dataclasses.replace(config("mixtral"), norm_topk_prob=False)
-  assert "and cfg.norm_topk_prob=False" in save(mixtral)
+  assert "norm_topk_prob=False" in save(mixtral)
   olmoe = dataclasses.replace(config("olmoe"), head_dim=6)
-  assert "cfg.embed_dim, got 4 * 6 and 16" in save(olmoe)
+  assert "head_dim=6" in save(olmoe)
   assert not (tmp_path / "out").exists()

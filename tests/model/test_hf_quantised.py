@@ -279,6 +279,56 @@ def test_the_smallest_and_largest_exponents():
     np.testing.assert_array_equal(x, [[[one / 2], [one]]])
 
 
+GPT_OSS = {
+  "model_type": "gpt_oss",
+  "vocab_size": 32,
+  "num_hidden_layers": 2,
+  "hidden_size": 64,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "head_dim": 16,
+  "intermediate_size": 96,
+  "num_local_experts": 8,
+  "num_experts_per_tok": 2,
+  "rms_norm_eps": 1e-5,
+  "sliding_window": 4,
+  "attention_bias": True,
+  "torch_dtype": "bfloat16",
+  "quantization_config": {"quant_method": "mxfp4"},
+}
+
+
+def test_a_4_bit_folder_is_read_on_any_mesh_and_exported(tmp_path):
+  folder, out = tmp_path / "packed", tmp_path / "out"
+  folder.mkdir()
+  (folder / "config.json").write_text(json.dumps(GPT_OSS))
+  cfg = hf.config_from_hf(folder, dtype="float32", remat="none")
+  hf.save_hf(random_params(cfg), cfg, tmp_path / "plain", dtype="bfloat16")
+  rng, stored, meant = np.random.default_rng(0), {}, {}
+  for name, x in tensors_of(tmp_path / "plain").items():
+    stored[name] = meant[name] = x
+    if x.ndim == 3:
+      experts, inputs, outputs = x.shape
+      shape = (experts, outputs, inputs // 32, 16)
+      codes = rng.integers(0, 256, shape, np.uint8)
+      exponents = rng.integers(118, 128, shape[:-1], np.uint8)
+      del stored[name]
+      stored |= {f"{name}_blocks": codes, f"{name}_scales": exponents}
+      meant[name] = floats_of_4_bits(codes, exponents).astype(jnp.bfloat16)
+  write(folder / "model.safetensors", stored)
+  (tmp_path / "floats").mkdir()
+  write(tmp_path / "floats/model.safetensors", meant)
+  params = hf.load_hf(tmp_path / "floats", cfg)
+  mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
+  for shardings in None, model.shardings(params, mesh):
+    again = hf.load_hf(folder, cfg, shardings=shardings)
+    require_equal(jax.device_get(again), jax.device_get(params))
+  hf.save_hf(params, cfg, out, dtype="bfloat16", like=folder)
+  require_equal(tensors_of(out), meant)
+  raw = json.loads((out / "config.json").read_text())
+  assert raw == {k: x for k, x in GPT_OSS.items() if "quant" not in k}
+
+
 # What is not trained.
 
 
@@ -403,6 +453,17 @@ def test_a_wrong_scale_of_4_bit_experts_is_named():
     "folder: a.x_blocks is quantised: expected a.x_scales U8 (3, 10, 3), got "
     "U8 (3, 10, 1)"
   )
+
+
+def test_a_shape_that_is_not_that_of_its_bytes_is_damage(plain, tmp_path):
+  folder = tmp_path / "quantised"
+  make(folder, plain)
+  path = folder / "model.safetensors"
+  data = path.read_bytes()
+  path.write_bytes(data.replace(b'"shape": [200]', b'"shape": [201]', 1))
+  message = error_message(lambda: hf.load_hf(folder, CFG))
+  assert f"{path}: damaged or truncated: ValueError: model." in message
+  assert message.endswith("shape takes 804 bytes, the file has 800")
 
 
 @pytest.mark.parametrize(

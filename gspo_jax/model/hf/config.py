@@ -126,6 +126,10 @@ def _write_gpt_oss(cfg):
     "layer_types": [names[layer] for layer in cfg.layers],
     "swiglu_limit": cfg.swiglu_limit,
     "attention_bias": True,
+    # None would be the class' own YaRN.
+    "rope_scaling": _scaling_to_hf(cfg.rope_scaling)
+    if cfg.rope_scaling
+    else {"rope_type": "default"},
   }
 
 

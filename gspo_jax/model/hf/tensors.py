@@ -276,7 +276,7 @@ class HFCheckpoint:
     in_file = [slice((start - offset) * stride, (end - offset) * stride)]
     shape, shifts = [end - start, *rows[1:]], [0] * (len(rows) - 1)
     for sizes in columns:
-      of_parts = [spans[axis + 1 + len(shifts)] for spans in parts]
+      of_parts = [spans[axis + len(shape)] for spans in parts]
       first, last = min(a for a, _ in of_parts), max(b for _, b in of_parts)
       stride = math.prod(sizes[1:])
       in_file.append(slice(first * stride, last * stride))
@@ -340,7 +340,10 @@ class TensorFile:
       start, end = (8 + size + offset for offset in t["data_offsets"])
       tensor = StoredTensor(self, t["dtype"], tuple(t["shape"]), start)
       if tensor.dtype in _DTYPES and tensor.nbytes != end - start:
-        raise ValueError(f"{name}: {tensor.nbytes=}, in the file {end - start}")
+        raise ValueError(
+          f"{name}: its shape takes {tensor.nbytes:,} bytes, the file has "
+          f"{end - start:,}"
+        )
       self.tensors[name], last = tensor, max(last, end)
     self.read(last - 1, last)  # an error if the file is truncated
 
