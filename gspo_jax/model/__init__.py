@@ -1,4 +1,4 @@
-"""The policy: a Qwen3 decoder as functions over a plain dict of arrays.
+"""The policy: a decoder as functions over a plain dict of arrays.
 
 Other wings use the names in `__all__`, `experts.SLACK` and `moe.number_type`.
 """
@@ -6,6 +6,7 @@ Other wings use the names in `__all__`, `experts.SLACK` and `moe.number_type`.
 from gspo_jax.model.config import (
   KEPT,
   VARIANTS,
+  Layer,
   LoraConfig,
   ModelConfig,
   PolicyConfig,
@@ -31,6 +32,7 @@ __all__ = [
   "KEPT",
   "VARIANTS",
   "HiddenStates",
+  "Layer",
   "Llama3Scaling",
   "LoraConfig",
   "ModelConfig",

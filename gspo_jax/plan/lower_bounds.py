@@ -8,23 +8,42 @@ have no gradient: forward and backward count as two forward passes, and the
 adapters count nothing.
 """
 
-from gspo_jax.model import ModelConfig
+import math
+
+import numpy as np
+
+from gspo_jax.model import ModelConfig, parameters
 
 
-def _attention_parameters(cfg: ModelConfig) -> int:
-  return 2 * cfg.embed_dim * cfg.head_dim * (cfg.num_heads + cfg.num_kv_heads)
+def _layer_parameters(cfg: ModelConfig, module: str) -> int:
+  """The numbers of a module's matrices in all layers that have it."""
+  return sum(
+    math.prod(row.stack_shape(cfg))
+    for row in parameters.rows(cfg)
+    if row.stacked and row.module == module and row.decays
+  )
 
 
 def _expert_parameters(cfg: ModelConfig) -> int:
-  """The parameters of one expert, or of a dense layer's MLP."""
-  return 3 * cfg.embed_dim * cfg.mlp_dim
+  """The numbers of the matrices of all experts in all layers."""
+  if not cfg.num_experts:
+    return 0
+  router = cfg.num_moe_layers * cfg.embed_dim * cfg.num_experts
+  return _layer_parameters(cfg, "moe") - router
+
+
+def _other_parameters(cfg: ModelConfig) -> int:
+  """The numbers of the other matrices in all layers, the routers included."""
+  modules = "attention", "mlp", "moe", "shared"
+  total = sum(_layer_parameters(cfg, module) for module in modules)
+  return total - _expert_parameters(cfg)
 
 
 def active_parameters(cfg: ModelConfig) -> int:
-  experts = cfg.experts_per_token if cfg.num_experts else 1
-  router = cfg.embed_dim * cfg.num_experts
-  layer = _attention_parameters(cfg) + router
-  return cfg.num_layers * (layer + experts * _expert_parameters(cfg))
+  experts = _expert_parameters(cfg)
+  if cfg.num_experts:
+    experts = experts * cfg.experts_per_token // cfg.num_experts
+  return _other_parameters(cfg) + experts
 
 
 def forward_flops(
@@ -36,8 +55,19 @@ def forward_flops(
   """
   head = cfg.embed_dim * cfg.vocab_size
   products = active_parameters(cfg) * tokens + head * head_tokens
-  pairs = tokens * past + tokens**2 / 2
-  attention = 4 * cfg.num_layers * cfg.num_heads * cfg.head_dim * pairs
+
+  def pairs(end, window):
+    """Queries before `end` with the keys that they attend to."""
+    if window is None:
+      return end**2 / 2
+    inside = np.minimum(end, window)
+    return inside**2 / 2 + (end - inside) * window
+
+  attention = sum(
+    pairs(past + tokens, layer.window) - pairs(past, layer.window)
+    for layer in cfg.layers
+  )
+  attention = 4 * cfg.num_heads * cfg.head_dim * attention
   return batch * (2.0 * products + attention)
 
 
@@ -50,9 +80,19 @@ def _element_bytes(cfg: ModelConfig) -> int:
   return 2 if cfg.dtype == "bfloat16" else 4
 
 
-def cache_bytes(cfg: ModelConfig, tokens: float) -> float:
-  heads = 2 * cfg.num_layers * cfg.num_kv_heads
-  return _element_bytes(cfg) * heads * cfg.head_dim * tokens
+def cache_bytes(cfg: ModelConfig, tokens: float, rows: int = 0) -> float:
+  """Bytes of the keys and values of `tokens`.
+
+  With `rows`, only what a decode step of that many sequences reads: a layer
+  with a window reads the last tokens.
+  """
+  held = [
+    tokens
+    if layer.window is None or not rows
+    else min(tokens, layer.window * rows)
+    for layer in cfg.layers
+  ]
+  return _element_bytes(cfg) * 2 * cfg.num_kv_heads * cfg.head_dim * sum(held)
 
 
 def decode_bytes(
@@ -69,17 +109,15 @@ def decode_bytes(
   It reads its shards of weights and cache once; an expert's weights only if a
   token is routed to it, with an even load. `rows` and `tokens` (cached) are
   totals over `devices`. Experts and vocabulary are sharded over `expert` x
-  `tensor` devices, heads over `tensor`.
+  `tensor` devices, heads and other matrices over `tensor`.
   """
   group = expert * tensor
-  router = cfg.embed_dim * cfg.num_experts
-  attention = (_attention_parameters(cfg) + router) / tensor
-  used = 1.0  # the expected share of the experts
+  used = 0.0  # the expected share of the experts
   if cfg.num_experts:
     unused = 1 - cfg.experts_per_token / cfg.num_experts
     used = 1 - unused ** (rows * group / devices)
-  mlp = used * max(cfg.num_experts, 1) * _expert_parameters(cfg)
-  mlp /= group if cfg.num_experts else tensor
+  layers = _other_parameters(cfg) / tensor
+  layers += used * _expert_parameters(cfg) / group
   head = cfg.embed_dim * cfg.vocab_size / group
-  weights = _element_bytes(cfg) * (cfg.num_layers * (attention + mlp) + head)
-  return weights + cache_bytes(cfg, tokens) / devices
+  weights = _element_bytes(cfg) * (layers + head)
+  return weights + cache_bytes(cfg, tokens, rows) / devices

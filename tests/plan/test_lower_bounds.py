@@ -1,5 +1,8 @@
 """Lower bounds, against the parameters and the cache of real models."""
 
+import dataclasses
+import re
+
 import jax
 import pytest
 
@@ -8,14 +11,20 @@ from gspo_jax.model import cache as kv
 from gspo_jax.plan import lower_bounds
 from gspo_jax.runtime.sharding import leaves_by_path
 
-VARIANTS = ["tiny", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b"]
+VARIANTS = [
+  *("tiny", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b"),
+  *("glm-4.5-air", "gpt-oss-20b", "qwen1.5-moe-a2.7b"),
+]
 
 
 def matrices(cfg):
   """Sizes of the parameters that multiply something, by path."""
   shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
   leaves = leaves_by_path(shapes)
-  return {path: x.size for path, x in leaves.items() if "scale" not in path}
+  vectors = re.compile("scale|bias|sinks")
+  return {
+    path: x.size for path, x in leaves.items() if not vectors.search(path)
+  }
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -47,6 +56,20 @@ def test_attention_is_quadratic_in_the_length():
   pairs = 1000 * 1000 / 2
   products = 2 * 2 * cfg.num_layers * cfg.num_heads * cfg.head_dim
   assert flops(1000) - linear == pytest.approx(products * pairs)
+
+
+def test_a_windowed_layer_computes_and_reads_its_window():
+  cfg = model.variant("gpt-oss-20b", num_layers=2)
+  full = dataclasses.replace(cfg, pattern=(model.Layer(),))
+  narrow = lambda f: f(full) - f(cfg)
+  flops = lambda cfg: lower_bounds.forward_flops(cfg, 1, 300, 0, past=100)
+  # Of 400 tokens, in one of the two layers.
+  pairs = sum(max(i - 128, 0) for i in range(100, 400))
+  per_pair = 4 * cfg.num_heads * cfg.head_dim
+  assert narrow(flops) == pytest.approx(per_pair * pairs, rel=0.01)
+  read = lambda cfg: lower_bounds.cache_bytes(cfg, 5 * 400, rows=5)
+  token = 2 * 2 * cfg.num_kv_heads * cfg.head_dim
+  assert narrow(read) == 5 * (400 - 128) * token
 
 
 def test_a_dense_model_reads_its_weights_and_cache_once():

@@ -235,23 +235,27 @@ def _sampler_cost(functions, config, program, tpu_slice) -> _SamplerCost:
   decode, bandwidth = generate["decode"], tpu_slice.chip.hbm_bandwidth
   step = decode["seconds"]["scheduled"]
   mesh = program.sampler.generate.mesh
-  cached = lower_bounds.cache_bytes(program.cfg, 1) / (mesh.size * bandwidth)
+  tokens = lower.cached_tokens(config, program)
+  rows = config.data.prompts * config.rollout.group_size
+  if sampler.batching:
+    rows = sampler.batching.slots
+  read = lower_bounds.cache_bytes(program.cfg, tokens, rows)
+  cached = read / tokens / (mesh.size * bandwidth)
   without_cache = step
   if decode.get("kernel", True):  # else the compiled step counts no pages
-    without_cache -= cached * lower.cached_tokens(config, program)
+    without_cache -= cached * tokens
   weights = 0.0
   if sampler.batching:
-    slots, T = sampler.batching.slots, lower.longest(config, sampler)
+    T = lower.longest(config, sampler)
     prefilled = sampler.prefill_batch(T) * sampler.shards * T
     prefill = functions["prefill"]["seconds"]["scheduled"]
     weights = functions["decode_params"]["seconds"]["scheduled"]
   else:
-    slots = config.data.prompts * config.rollout.group_size
     prefilled = config.data.prompts * config.data.max_prompt_length
     prefill = generate["seconds"]["scheduled"] - decode["steps"] * step
   weight_bytes = lower_bounds.decode_bytes(
     program.cfg,
-    rows=slots,
+    rows=rows,
     tokens=0,
     devices=mesh.size,
     expert=mesh.shape["expert"],
@@ -262,6 +266,6 @@ def _sampler_cost(functions, config, program, tpu_slice) -> _SamplerCost:
     weights=weights,
     prefill=prefill / prefilled,
     weights_read=min(least, without_cache),
-    row=max(without_cache - least, 0.0) / slots,
+    row=max(without_cache - least, 0.0) / rows,
     cached=cached,
   )
