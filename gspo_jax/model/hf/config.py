@@ -55,6 +55,7 @@ def _read_glm(path, raw):
     "shared_dim": width * shared,
     "attention_bias": bool(raw.get("attention_bias")),
     "qk_norm": bool(raw.get("use_qk_norm")),
+    "norm_topk_prob": raw.get("norm_topk_prob") in (None, True),
   } | _grouped_router(path, raw)
 
 
