@@ -840,6 +840,7 @@ ODD_ROTARY = {"partial_rotary_factor": 0.4}
     ("gpt_oss", "layer_types", [FULL, SLIDING] * 2, "layer_types: expected"),
     ("gpt_oss", "num_hidden_layers", 3, "in turns, 3 of them"),
     ("gpt_oss", "sliding_window", None, "sliding_window is missing"),
+    ("gpt_oss", "rope_parameters", None, "rope_scaling is missing"),
     ("gpt_oss", "swiglu_limit", -7.0, "swiglu_limit=-7.0: expected float"),
     ("gpt_oss", "swiglu_alpha", 1.0, "swiglu_alpha=1.0: expected 1.702"),
     ("gpt_oss", "attention_bias", False, "attention_bias=False: expected T"),
