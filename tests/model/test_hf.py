@@ -132,11 +132,13 @@ def test_bfloat16_logits_are_as_near_as_those_of_transformers(name):
   )(loaded(name), golden(name)["tokens"], positions, mask.astype(np.int32))
 
   def distance(x):
-    return np.sqrt(np.square(x - golden(name)["logits_left"])[mask].mean())
+    """The median of the tokens: a near tie may send one to other experts."""
+    error = np.square(x - golden(name)["logits_left"])[mask]
+    return np.median(np.sqrt(error.mean(-1)))
 
   theirs = distance(golden(name)["logits_bfloat16"])
-  assert theirs < 0.04
-  assert distance(logits) < 2 * theirs
+  assert theirs < 0.02
+  assert distance(logits) < 1.5 * theirs
 
 
 @every_model
@@ -151,9 +153,11 @@ def test_gradients_are_those_of_transformers(name):
     assert largest == 0 if parameters.find(path).frozen else largest > 1e-3
 
 
-def test_greedy_responses_from_an_export_are_those_of_transformers(tmp_path):
-  """The decoding of the other models shares all code with this one."""
-  name = "qwen3_moe"
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "gpt_oss"])
+def test_greedy_responses_from_an_export_are_those_of_transformers(
+  name, tmp_path
+):
+  """The decoding of the other models shares all code with these."""
   cfg = config(name)
   hf.save_hf(loaded(name), cfg, tmp_path / "out")
   params = hf.load_hf(tmp_path / "out", hf.config_from_hf(tmp_path / "out"))
