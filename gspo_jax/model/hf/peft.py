@@ -25,6 +25,8 @@ from gspo_jax.model.hf.tensors import (
   listed,
   require_tensors,
   save_tensors,
+  swap_last,
+  tensor_maps,
 )
 from gspo_jax.record.run_files import is_file
 from gspo_jax.runtime import multihost, sharding
@@ -65,6 +67,8 @@ class _Matrix(NamedTuple):
   layers: tuple[int, ...]  # that have it
   shape: tuple[int, ...]  # of one layer
   sizes: tuple[int, int, int]  # of this shape: experts, rows, columns
+  # The outputs of gates and ups take turns in the file.
+  interleaved: bool
 
   @property
   def tensor_shape(self) -> tuple[int, int]:
@@ -75,6 +79,8 @@ class _Matrix(NamedTuple):
 
   def to_peft(self, array: np.ndarray) -> np.ndarray:
     grid = array.reshape(self.sizes)
+    if self.interleaved:
+      grid = swap_last(grid, (2, -1))
     grid = grid.T if self.is_b else grid.swapaxes(1, 2)
     return np.ascontiguousarray(grid).reshape(self.tensor_shape)
 
@@ -84,20 +90,25 @@ class _Matrix(NamedTuple):
       grid = tensor.reshape(columns, rows, experts).T
     else:
       grid = tensor.reshape(experts, columns, rows).swapaxes(1, 2)
+    if self.interleaved:
+      grid = swap_last(grid, (-1, 2))
     return grid.astype(np.float32).reshape(self.shape)
 
 
 def _matrices(cfg: ModelConfig) -> list[_Matrix]:
   matrices = []
+  tensors = {tensor.path: tensor for tensor in tensor_maps(cfg)}
   for row in parameters.adapted(cfg):
-    module = row.tensors[0].removesuffix(".weight")
+    tensor = tensors[row.path]
+    module = tensor.names[0].removesuffix(".weight")
     name = module.rpartition(".")[2]
     if row.end in _EXPERT_PARAMETERS:
       name, module = _EXPERT_PARAMETERS[row.end]
+      module = "model.layers.{i}." + module
     for kind, x in zip("AB", row.adapters, strict=True):
       shape = x.shape(cfg)
       sizes = tuple(math.prod(shape[a] for a in axes) for axes in x.groups)
-      key = f"base_model.model.model.layers.{{i}}.{module}.lora_{kind}.weight"
+      key = f"base_model.model.{module}.lora_{kind}.weight"
       is_parameter = row.end in _EXPERT_PARAMETERS
       matrices.append(
         _Matrix(
@@ -109,6 +120,7 @@ def _matrices(cfg: ModelConfig) -> list[_Matrix]:
           row.layers(cfg),
           shape,
           sizes,
+          kind == "B" and tensor.interleaved,
         )
       )
   return matrices

@@ -1,0 +1,135 @@
+"""GLM-4.5, MiniMax-M2 and gpt-oss: packing, scans, decoding, frozen state.
+
+Biases, sinks and choice biases are random, not zero as at first.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from families import FAMILIES
+from random_model import weights
+
+from gspo_jax import model
+from gspo_jax.learner import optimizer
+from gspo_jax.model import hf
+from gspo_jax.runtime import sharding
+
+T = 9
+each_family = pytest.mark.parametrize("name", FAMILIES)
+forward = jax.jit(model.forward, static_argnums=1)
+
+
+@each_family
+def test_a_packed_row_equals_single_rows_and_passes_no_gradient(name):
+  """The segments have no token in common, so no row of the embedding."""
+  cfg, rng = FAMILIES[name], np.random.default_rng(0)
+  segments = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2]])
+  positions = np.array([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+  tokens = rng.integers(0, 12, (1, T)) + 12 * (segments == 2)
+
+  def loss(params, segment):
+    out = model.forward(params, cfg, tokens, positions, segments)
+    return jnp.where(segments[..., None] == segment, out.logits, 0).sum(), out
+
+  run = jax.jit(jax.grad(loss, has_aux=True))
+  for segment, others in ((1, slice(12, 24)), (2, slice(12))):
+    grads, out = jax.device_get(run(weights(cfg), segment))
+    here = segments[0] == segment
+    n, single = here.sum(), np.zeros((1, T), np.int32)
+    single[0, :n] = tokens[0, here]
+    alone = forward(
+      weights(cfg), cfg, single, np.arange(T)[None], (np.arange(T) < n)[None]
+    )
+    np.testing.assert_allclose(
+      out.logits[0, here], alone.logits[0, :n], atol=1e-5
+    )
+    np.testing.assert_array_equal(
+      out.experts[:, 0, here], alone.experts[:, 0, :n]
+    )
+    assert not grads["embed"][others].any()
+    assert grads["embed"].any()
+
+
+@each_family
+def test_a_scan_equals_a_loop_over_layers(name):
+  """With replay and rematerialised; gradients, too."""
+  cfg, rng = FAMILIES[name], np.random.default_rng(0)
+  tokens = rng.integers(0, 24, (2, T))
+  positions, mask = np.indices((2, T))[1], np.ones((2, T), int)
+  E, k, L = cfg.num_experts, cfg.experts_per_token, cfg.num_moe_layers
+  order = rng.permuted(np.broadcast_to(np.arange(E), (L, 2, T, E)), axis=-1)
+  routes = order[..., :k].astype(np.uint8)
+  cotangent = rng.normal(size=(2, T, cfg.vocab_size))
+
+  @functools.partial(jax.jit, static_argnums=0)
+  @functools.partial(jax.grad, argnums=1, has_aux=True)
+  def run(cfg, params):
+    out = model.hidden_states(
+      params, cfg, tokens, positions, mask, routes=routes, replay=True
+    )
+    logits = model.unembed(params, cfg, out.hidden)
+    return (logits * cotangent).sum(), (logits, out.routing)
+
+  change = functools.partial(dataclasses.replace, cfg)
+  loop = jax.device_get(run(change(unroll=cfg.num_layers), weights(cfg)))
+  np.testing.assert_array_equal(loop[1][1].experts, routes)
+  for remat in ("none", "attention,stream"):
+    scan = run(change(unroll=1, remat=remat), weights(cfg))
+    for a, b in zip(*map(jax.tree.leaves, (scan, loop)), strict=True):
+      np.testing.assert_allclose(a, b, atol=2e-5 * max(np.abs(b).max(), 1))
+  for path, grad in sharding.leaves_by_path(loop[0]).items():
+    assert grad.any() != path.endswith("choice_bias"), path
+
+
+CHOOSING = pytest.mark.parametrize("name", ["glm-4.5", "minimax-m2"])
+
+
+@CHOOSING
+@pytest.mark.parametrize("rule", ["adamw", "muon"])
+def test_an_update_leaves_the_choice_bias(name, rule):
+  cfg = FAMILIES[name]
+  params = weights(cfg)
+  tokens = np.arange(T)[None]
+
+  def loss(params):
+    return model.forward(
+      params, cfg, tokens, tokens, np.ones((1, T), int)
+    ).logits.var()
+
+  tx = optimizer.optimizer(
+    optimizer.OptimConfig(f"{rule}:weight_decay=0.5", learning_rate=0.1)
+  )
+
+  @jax.jit
+  def update(params, state):
+    changes, state = tx.update(jax.grad(loss)(params), state, params)
+    return optax.apply_updates(params, changes), state
+
+  new, state = update(params, tx.init(params))
+  new, _ = update(new, state)
+  old, new = map(sharding.leaves_by_path, (params, new))
+  for path, x in new.items():
+    same = np.array_equal(x, old[path])
+    assert same == path.endswith("choice_bias"), path
+
+
+@CHOOSING
+def test_the_choice_bias_is_never_rounded(name, tmp_path):
+  cfg = dataclasses.replace(FAMILIES[name], dtype="bfloat16")
+  bias = weights(cfg)["layers"]["moe"]["choice_bias"]
+  assert (bias != bias.astype(jnp.bfloat16)).all()
+  decoding = model.unstack_layers(weights(cfg), cfg)
+  found = [x["moe"]["choice_bias"] for x in decoding["layers"] if "moe" in x]
+  assert found[0].dtype == np.float32
+  np.testing.assert_array_equal(np.stack(found), bias)
+  hf.save_hf(weights(cfg), cfg, tmp_path / "low", dtype="bfloat16")
+  again = hf.load_hf(tmp_path / "low", cfg)["layers"]["moe"]
+  np.testing.assert_array_equal(again["choice_bias"], bias)
+  assert not np.array_equal(
+    again["down"], weights(cfg)["layers"]["moe"]["down"]
+  )
