@@ -34,20 +34,33 @@ def build(config, devices=1, **mesh):
   return build_program(parse(config), mesh)
 
 
+def random_biases(params):
+  """Biases and sinks are zero at first."""
+  rng = np.random.default_rng(3)
+
+  def fill(path, x):
+    if not jax.tree_util.keystr(path, simple=True).endswith(("bias", "sinks")):
+      return x
+    return jax.device_put(np.float32(rng.normal(0, 0.3, x.shape)), x.sharding)
+
+  return jax.tree.map_with_path(fill, params)
+
+
 def iterate(program, rewards):
   """One iteration on random prompts; arrays are numpy's but for the states'."""
   rng, learner = np.random.default_rng(0), program.learner
   tokens = rng.integers(0, 256, (8, 8)).astype(np.int32)
   prompts = Prompts(tokens, rng.integers(3, 9, 8).astype(np.int32))
   with jax.set_mesh(program.mesh):
-    state = learner.init_state(program.init_params(jax.random.key(0)))
+    params = random_biases(program.init_params(jax.random.key(0)))
+    state = learner.init_state(params)
     # Copies: a NumPy view of a buffer would forbid its donation.
     params = jax.tree.map(np.array, state.params)
     samples = program.sampler.generate(state.params, prompts, jax.random.key(1))
     lengths = multihost.to_host(samples.lengths)
     packing = learner.pack(prompts.lengths, lengths, jax.random.key(2))
     batch = learner.make_train_batch(prompts, samples, packing)
-    state, batch, _ = learner.compute_old_logps(state, batch)
+    state, batch, scored = learner.compute_old_logps(state, batch)
     if learner.add_reference_and_values:
       batch = learner.add_reference_and_values(state, batch)
     rewards = multihost.to_global(
@@ -70,7 +83,7 @@ def iterate(program, rewards):
     old_logps=np.where(old != 0, old, samples.logps),
     state=state,
     new=new,
-    metrics=metrics,
+    metrics=scored | metrics,
   )
 
 
@@ -178,6 +191,77 @@ def test_a_second_compilation_is_an_error(one):
     one.program.learner.make_train_batch(longer, one.samples, one.packing)
   with pytest.raises(RuntimeError, match="make_train_batch was compiled 2 "):
     one.program.check_compiled_once()
+
+
+FAMILIES = ("tiny-glm-4.5", "tiny-minimax-m2", "tiny-gpt-oss")
+
+
+@functools.cache
+def one_of_family(variant, replay="r3"):
+  """An iteration of RSPO, which weighs tokens by the router's shift."""
+  config = shrink(tiny_cpu.get_config("debug"))
+  config.model.variant = variant
+  config.objective.update({"name": "rspo", "replay": replay})
+  return config, iterate(build(config), REWARDS)
+
+
+@pytest.mark.parametrize(
+  ("variant", "replay"),
+  [
+    *((variant, "r3") for variant in FAMILIES),
+    *(
+      pytest.param(variant, replay, marks=pytest.mark.slow)
+      for variant in FAMILIES
+      for replay in ("r2", "none")
+    ),
+  ],
+)
+def test_an_iteration_of_a_family(variant, replay):
+  """Its layers without experts have no routes and no metrics."""
+  _, one = one_of_family(variant, replay)
+  cfg, metrics = one.program.cfg, one.metrics
+  layers = cfg.num_moe_layers
+  assert layers == 2
+  value = lambda name: metrics[name].value()
+  assert value("ratio/first_minibatch_std") == 0
+  assert value("ratio/moved") > 0
+  assert np.abs(one.old_logps - one.samples.logps).max() < 1e-5
+  assert 1 < value("moe/load_max") < cfg.num_experts
+  for name in ("layer_load_max", "layer_router_entropy"):
+    assert value(f"moe/{name}").shape == (layers,)
+  assert value("moe/dropped") == 0
+  assert 0 < value("moe/router_entropy") < np.log(cfg.num_experts)
+  assert 0 < value("moe/router_shift_ratio") < 1
+  if replay == "none":
+    assert value("moe/layer_flip_rate").shape == (layers,)
+  if replay == "r3":
+    assert one.samples.experts.shape[1] == layers
+  new, old = (tree["layers"]["moe"] for tree in (one.new.params, one.params))
+  for name, x in new.items():
+    assert np.array_equal(x, old[name]) == (name == "choice_bias"), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("devices", "mesh"),
+  [
+    (8, {"data": 2, "fsdp": 2, "context": 2}),
+    (8, {"data": 1, "context": 2, "expert": 2, "tensor": 2}),
+    (8, {"data": 1, "fsdp": 2, "expert": 4}),
+  ],
+  ids=str,
+)
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_many_devices_do_as_one_of_a_family(variant, devices, mesh):
+  config, one = one_of_family(variant)
+  many = iterate(build(config, devices, **mesh), REWARDS)
+  np.testing.assert_array_equal(one.samples.tokens, many.samples.tokens)
+  np.testing.assert_array_equal(one.samples.experts, many.samples.experts)
+  close = np.testing.assert_allclose
+  close(one.samples.logps, many.samples.logps, atol=1e-5)
+  close(one.old_logps, many.old_logps, atol=1e-5)
+  moments = one.new.opt_state[1][0].mu, many.new.opt_state[1][0].mu
+  jax.tree.map(functools.partial(close, atol=5e-7), *moments)
 
 
 @pytest.mark.slow  # two more programs
