@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import FAMILIES
 from paged_oracle import attention
 from random_model import weights
 
@@ -77,8 +78,10 @@ def in_passes(cfg, ends=(S + 1, S + 2, S + R)):
   return np.concatenate(logits, 1), experts
 
 
-def test_prefill_and_decode_equal_the_full_forward():
-  cfg = MOE
+@pytest.mark.parametrize(
+  "cfg", [MOE, *FAMILIES.values()], ids=["moe", *FAMILIES]
+)
+def test_prefill_and_decode_equal_the_full_forward(cfg):
   *_, mask = inputs = rows()
   full = jax.device_get(forward(weights(cfg), cfg, *inputs))
   logits, experts = in_passes(cfg)

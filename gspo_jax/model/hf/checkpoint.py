@@ -33,6 +33,7 @@ from gspo_jax.model.hf.tensors import (
   TensorMap,
   listed,
   save_tensors,
+  swap_last,
   tensor_maps,
 )
 from gspo_jax.model.transformer import Params
@@ -174,7 +175,7 @@ def _from_hf(array, stack=None, i=0, *, tensor: TensorMap, sharding):
   """A float32 parameter, or `stack` with its layer i; whether it is finite."""
   x = array.astype(jnp.float32).transpose(np.argsort(tensor.order))
   if tensor.interleaved:
-    x = _swap_last(x, (-1, 2))
+    x = swap_last(x, (-1, 2))
   if stack is not None:
     x = jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
   x = jax.lax.with_sharding_constraint(x, sharding)
@@ -248,16 +249,10 @@ def save_hf(
 def _to_hf(x, i, *, tensor: TensorMap, dtype: str):
   layer = x[i] if tensor.stacked else x
   if tensor.interleaved:
-    layer = _swap_last(layer, (2, -1))
+    layer = swap_last(layer, (2, -1))
   if not parameters.find(tensor.path).frozen:
     layer = layer.astype(dtype)
   return layer.transpose(tensor.order)
-
-
-def _swap_last(x, shape):
-  """The last axis as a matrix of this shape, transposed."""
-  grid = x.reshape(*x.shape[:-1], *shape)
-  return grid.swapaxes(-1, -2).reshape(x.shape)
 
 
 def _split(tensor: TensorMap, array: np.ndarray, layer: int) -> dict:

@@ -25,6 +25,8 @@ from gspo_jax.model.hf.tensors import (
   listed,
   require_tensors,
   save_tensors,
+  swap_last,
+  tensor_maps,
 )
 from gspo_jax.record.run_files import is_file
 from gspo_jax.runtime import multihost, sharding
@@ -34,8 +36,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _DTYPES = FLOATS | {"F64": np.float64}
 # PEFT wraps a module once for each of its parameters, the first one innermost.
 _EXPERT_PARAMETERS = {
-  "moe/gate_up": ("gate_up_proj", "mlp.experts.base_layer"),
-  "moe/down": ("down_proj", "mlp.experts"),
+  "moe/gate_up": ("mlp.experts.gate_up_proj", "mlp.experts.base_layer"),
+  "moe/down": ("mlp.experts.down_proj", "mlp.experts"),
 }
 # Values of adapter_config.json; with others the tensors mean something else.
 _SUPPORTED = {
@@ -59,12 +61,14 @@ _SUPPORTED = {
 class _Matrix(NamedTuple):
   path: str  # in the tree of adapters
   name: str  # what the config calls its weight: a module, or a parameter
-  is_parameter: bool  # whether PEFT adapts a parameter, of all experts
+  is_parameter: bool  # whether PEFT adapts a parameter, not a linear layer
   key: str  # the tensor's name, for `.format(i=layer)`
   is_b: bool
   layers: tuple[int, ...]  # that have it
   shape: tuple[int, ...]  # of one layer
   sizes: tuple[int, int, int]  # of this shape: experts, rows, columns
+  # The outputs of gates and ups take turns in the file.
+  interleaved: bool
 
   @property
   def tensor_shape(self) -> tuple[int, int]:
@@ -75,6 +79,8 @@ class _Matrix(NamedTuple):
 
   def to_peft(self, array: np.ndarray) -> np.ndarray:
     grid = array.reshape(self.sizes)
+    if self.interleaved:
+      grid = swap_last(grid, (2, -1))
     grid = grid.T if self.is_b else grid.swapaxes(1, 2)
     return np.ascontiguousarray(grid).reshape(self.tensor_shape)
 
@@ -84,21 +90,30 @@ class _Matrix(NamedTuple):
       grid = tensor.reshape(columns, rows, experts).T
     else:
       grid = tensor.reshape(experts, columns, rows).swapaxes(1, 2)
+    if self.interleaved:
+      grid = swap_last(grid, (-1, 2))
     return grid.astype(np.float32).reshape(self.shape)
 
 
 def _matrices(cfg: ModelConfig) -> list[_Matrix]:
   matrices = []
+  tensors = {tensor.path: tensor for tensor in tensor_maps(cfg)}
   for row in parameters.adapted(cfg):
-    module = row.tensors[0].removesuffix(".weight")
-    name = module.rpartition(".")[2]
+    tensor = tensors[row.path]
+    module = tensor.names[0].removesuffix(".weight")
+    is_parameter = bool(cfg.num_experts) and row.target == "mlp"
     if row.end in _EXPERT_PARAMETERS:
-      name, module = _EXPERT_PARAMETERS[row.end]
+      name, end = _EXPERT_PARAMETERS[row.end]
+      module = "model.layers.{i}." + end
+    elif is_parameter:
+      # Beside experts, PEFT takes a module gate_proj for a part of an expert.
+      name = tensor.names[0].removeprefix("model.layers.{i}.")
+    else:
+      name = module.rpartition(".")[2]
     for kind, x in zip("AB", row.adapters, strict=True):
       shape = x.shape(cfg)
       sizes = tuple(math.prod(shape[a] for a in axes) for axes in x.groups)
-      key = f"base_model.model.model.layers.{{i}}.{module}.lora_{kind}.weight"
-      is_parameter = row.end in _EXPERT_PARAMETERS
+      key = f"base_model.model.{module}.lora_{kind}.weight"
       matrices.append(
         _Matrix(
           x.path,
@@ -109,6 +124,7 @@ def _matrices(cfg: ModelConfig) -> list[_Matrix]:
           row.layers(cfg),
           shape,
           sizes,
+          kind == "B" and tensor.interleaved,
         )
       )
   return matrices
@@ -139,7 +155,7 @@ def save_peft(
 
 def _config(matrices, cfg, base) -> dict:
   modules = dict.fromkeys(x.name for x in matrices if not x.is_parameter)
-  experts = dict.fromkeys(x.name for x in matrices if x.is_parameter)
+  arrays = dict.fromkeys(x.name for x in matrices if x.is_parameter)
   alpha = cfg.lora.alpha
   return {
     "peft_type": "LORA",
@@ -150,7 +166,7 @@ def _config(matrices, cfg, base) -> dict:
     "lora_dropout": 0.0,
     "bias": "none",
     "target_modules": list(modules),
-    "target_parameters": [f"mlp.experts.{name}" for name in experts] or None,
+    "target_parameters": list(arrays) or None,
     "inference_mode": True,
   }
 

@@ -128,6 +128,12 @@ def tensor_maps(cfg: ModelConfig) -> list[TensorMap]:
   return maps
 
 
+def swap_last(x, shape):
+  """The last axis as a matrix of this shape, transposed."""
+  grid = x.reshape(*x.shape[:-1], *shape)
+  return grid.swapaxes(-1, -2).reshape(x.shape)
+
+
 def expected(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
   """The shape of every HF tensor of a model, by name."""
   return {
