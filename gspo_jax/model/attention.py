@@ -267,8 +267,9 @@ def splash(
   B, T, N, H = q_BTNH.shape
   padding = -T % _LANES  # at the end: no earlier token attends to it
   pad = lambda x: jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
-  query_bytes = B * (T + padding) * N * H * q_BTNH.dtype.itemsize
-  kernel = _splash_kernel(N, T + padding, query_bytes, window, interpret)
+  lanes = H + -H % _LANES  # in HBM
+  query_bytes = B * (T + padding) * N * lanes * q_BTNH.dtype.itemsize
+  kernel = _splash_kernel(N, T + padding, query_bytes, interpret, window)
   qkv = (pad(x).swapaxes(1, 2) for x in (q_BTNH * H**-0.5, k_BTKH, v_BTKH))
   if sinks_N is not None:
     sinks_N = _cast_gradient(sinks_N)
@@ -294,8 +295,8 @@ def _splash_kernel(
   heads: int,
   tokens: int,
   query_bytes: int,
-  window: int | None,
   interpret: bool,
+  window: int | None = None,
 ):
   from jax.experimental.pallas.ops.tpu import splash_attention as sa
 

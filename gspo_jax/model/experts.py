@@ -12,36 +12,38 @@ token and one of its experts.
 import functools
 from typing import NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gspo_jax.model import lora
+from gspo_jax.model.grouped_matmul import gated
 from gspo_jax.model.rounding import rounded, wide
 
 SLACK = 1.25  # rows of a chunk / mean load
 _TILE = 128  # a chunk's rows: a multiple of this, or all rows
 
 
-def multiply(x_AD, weights_A, gate_up, down, sizes_e):
-  """`w * down(silu(gate x) * up x)` of rows sorted by expert: [A, D].
+def multiply(x_AD, weights_A, gate_up, down, sizes_e, limit=None):
+  """`w * down(gated(gate x, up x))` of rows sorted by expert: [A, D].
 
   Rows beyond the sum of `sizes_e` are undefined.
   """
   h_AF = lora.grouped_product(x_AD, gate_up, sizes_e)
-  return _project_down(h_AF, weights_A, down, sizes_e)
+  return _project_down(h_AF, weights_A, down, sizes_e, limit)
 
 
-def _project_down(h_AF, weights_A, down, sizes_e):
+def _project_down(h_AF, weights_A, down, sizes_e, limit):
   gate, up = jnp.split(h_AF, 2, axis=-1)
   # Weighted here, on F columns, rather than after `down`, on D.
-  h = nn.silu(wide(gate)) * wide(up) * wide(weights_A)[:, None]
+  h = gated(gate, up, limit) * wide(weights_A)[:, None]
   h = rounded(h, h_AF.dtype)
-  return lora.grouped_product(h, down, sizes_e)
+  return lora.grouped_product(h, down, sizes_e, weights_A)
 
 
-def apply(x_MD, weights_Mk, experts_Mk, gate_up, down, *, num_shards: int):
+def apply(
+  x_MD, weights_Mk, experts_Mk, gate_up, down, *, num_shards: int, limit=None
+):
   """The weighted sum [M, D] over this device's experts; the rows processed.
 
   `experts_Mk` counts from this device's first expert; numbers outside 0..e-1
@@ -60,7 +62,7 @@ def apply(x_MD, weights_Mk, experts_Mk, gate_up, down, *, num_shards: int):
   operands = _Operands(
     x_MD, weights_Mk.reshape(-1), gate_up, down, order, ends_e
   )
-  return _chunks(operands, k, A)
+  return _chunks(operands, k, A, limit)
 
 
 class _Operands(NamedTuple):
@@ -89,15 +91,15 @@ def _add(x, i, rows):
   return x.at[i].add(rows, mode="drop")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _chunks(operands: _Operands, k, A):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _chunks(operands: _Operands, k, A, limit):
   """Processes all rows, chunk by chunk; the output of `apply`.
 
   JAX cannot differentiate a loop of unknown length in reverse mode. So the
   gradient is another loop, in which JAX differentiates each chunk. This also
   keeps a kernel's undefined rows out of all sums.
   """
-  body, state = _steps(operands, k, A)
+  body, state = _steps(operands, k, A, limit)
   # Without a gradient nothing of a chunk is kept: one loop runs all chunks.
   step = lambda state: body(state, _widen(operands, state[0], k, A))
   more = lambda state: state[0] < operands.ends_e[-1]
@@ -111,22 +113,22 @@ def _widen(operands: _Operands, start, k, A):
   return lora.grouped_product(x_AD, operands.gate_up, sizes_e)
 
 
-def _steps(operands: _Operands, k, A):
+def _steps(operands: _Operands, k, A, limit):
   """The second half of a chunk, and the state before the first chunk."""
   x_MD, weights, _, down, _, ends_e = operands
 
   def body(state, h_AF):
     start, y_MD, num_rows = state
     rows, sizes_e = _chunk(operands, start, A)
-    y = _project_down(h_AF, _take(weights, rows), down, sizes_e)
+    y = _project_down(h_AF, _take(weights, rows), down, sizes_e, limit)
     return start + A, _add(y_MD, rows // k, y), num_rows + sizes_e.sum()
 
   zeros = jnp.zeros_like(x_MD), jnp.zeros_like(ends_e[-1])
   return body, (jnp.int32(0), *zeros)
 
 
-def _forward(operands: _Operands, k, A):
-  body, state = _steps(operands, k, A)
+def _forward(operands: _Operands, k, A, limit):
+  body, state = _steps(operands, k, A, limit)
   h_AF = checkpoint_name(_widen(operands, 0, k, A), "hidden")
   return _run(body, state, h_AF, operands, k)[1:], (operands, h_AF)
 
@@ -143,7 +145,7 @@ def _run(body, state, h_AF, operands: _Operands, k):
   return jax.lax.cond(more(state), loop, lambda state: state, state)
 
 
-def _backward(k, A, residuals, cotangents):
+def _backward(k, A, limit, residuals, cotangents):
   operands, h_AF = residuals
   x_MD, weights, gate_up, down, _, _ = operands
   dy_MD, _ = cotangents
@@ -151,7 +153,9 @@ def _backward(k, A, residuals, cotangents):
   def body(state, h_AF):
     start, dx_MD, dweights, dgate_up, ddown = state
     rows, sizes_e = _chunk(operands, start, A)
-    project_down = functools.partial(_project_down, sizes_e=sizes_e)
+    project_down = functools.partial(
+      _project_down, sizes_e=sizes_e, limit=limit
+    )
     _, pull = jax.vjp(project_down, h_AF, _take(weights, rows), down)
     dh_AF, dweights_A, ddown_chunk = pull(_take(dy_MD, rows // k))
     project_up = functools.partial(lora.grouped_product, sizes_e=sizes_e)

@@ -19,6 +19,35 @@ _MIN_BLOCK, _MAX_BLOCK = 8, 64  # rows of a block
 _MAX_EXPERT_BLOCK = 128  # rows of a block that passes both products
 _LANES = 128  # tiles of a TPU are multiples of this
 _MAX_TILE = 2048 * 768  # bfloat16 numbers of a tile that fits in VMEM
+_ALPHA = 1.702  # of the clamped activation, in the sigmoid
+
+
+def gated(gate, up, limit: float | None):
+  """The hidden rows of an expert or an MLP, in float32: `silu(gate) * up`.
+
+  With a limit `(up + 1) * gate * sigmoid(1.702 gate)`, where `gate` is at most
+  the limit and `up` between it and its negative (gpt-oss, arXiv 2508.10925).
+  """
+  if limit is None:
+    return jax.nn.silu(wide(gate)) * wide(up)
+  gate = jnp.minimum(wide(gate), limit)
+  up = jnp.clip(wide(up), -limit, limit)
+  return (up + 1) * gate * jax.nn.sigmoid(_ALPHA * gate)
+
+
+def bias_of_rows(bias_eF, sizes_e, num_rows):
+  """The bias of each row's group, in float32: [A, F].
+
+  Rows are as in `matmul`; those beyond the groups are 0 and have no gradient. A
+  product sums the gradient of a bias in float32; a TPU would gather and scatter
+  one row at a time.
+  """
+  ends_e, row_A1 = jnp.cumsum(sizes_e), jnp.arange(num_rows)[:, None]
+  in_group_Ae = (row_A1 >= ends_e - sizes_e) & (row_A1 < ends_e)
+  one_hot_Ae = in_group_Ae.astype(bias_eF.dtype)
+  y_AF = jnp.matmul(one_hot_Ae, bias_eF, preferred_element_type=jnp.float32)
+  # The gradient that comes from an undefined row may be no number.
+  return jnp.where(row_A1 < ends_e[-1], y_AF, 0)
 
 
 def matmul(x_AD, weights_eDF, sizes_e):
@@ -53,7 +82,8 @@ def in_tiles(x_AD, weights_eDF, sizes_e):
   """`matmul` by ragged_dot, in tiles that divide the widths of the matrices.
 
   libtpu may choose others: on v5e and v5p it multiplies 768 columns in two
-  tiles of 640.
+  tiles of 640. Where only 128 or nothing divides a width, as 2880, the tiles
+  are padded: libtpu's, of 128 columns, would read the rows twice as often.
   """
   return _tiled(x_AD, weights_eDF, sizes_e, _PRODUCT)
 
@@ -77,10 +107,13 @@ def _tiled(left, right, sizes_e, axes):
   k, columns = left.shape[1], right.shape[1 if axes is _OF_ROWS else -1]
   numbers = _MAX_TILE
   if axes is _OF_WEIGHTS:  # its sums are float32
-    k, numbers = _divisor(k, 1024), _MAX_TILE // 2
-  n = k and _divisor(columns, 2 * numbers // (k * left.dtype.itemsize))
+    k, numbers = _divisor(k, 1024) or k, _MAX_TILE // 2
+  limit = 2 * numbers // (k * left.dtype.itemsize)
+  n = _divisor(columns, limit)
+  if n <= _LANES:  # too few: a padded tile costs less
+    n = min(columns, limit) // _LANES * _LANES
   # A tile has 128 rows, and libtpu takes only tiles that divide the rows.
-  if not n or k % _LANES or left.shape[0] % _LANES:
+  if not n or k < _LANES or left.shape[0] % _LANES:
     return product(left, right, sizes_e, axes)  # the compiler's own tiles
   with set_xla_metadata(ragged_dot_tiling=f"{_LANES},{k},{n}"):
     return product(left, right, sizes_e, axes)
@@ -137,36 +170,49 @@ def _backward(residuals, dy_AF):
 in_blocks.defvjp(_forward, _backward)
 
 
-@jax.custom_vjp
-def swiglu_in_blocks(x_MD, weights_Mk, experts_Mk, gate_up, down):
-  """The experts on one CPU: `w * down(silu(gate x) * up x)`.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def swiglu_in_blocks(
+  x_MD, weights_Mk, experts_Mk, gate_up, down, biases=None, limit=None
+):
+  """The experts on one CPU: `w * down(gated(gate x, up x))`.
 
   Each step runs both products on one expert's tokens, while they are in the
   cache. Data moves by gathers, also in the backward pass. Expert number e means
-  no expert; `gate_up` is [e, D, 2F], `down` [e, F, D]. Returns the weighted sum
-  [M, D], and the number of (token, expert) pairs.
+  no expert; `gate_up` is [e, D, 2F], `down` [e, F, D], and `biases` are None or
+  those of both, [e, 2F] and [e, D]. Returns the weighted sum [M, D], and the
+  number of (token, expert) pairs.
   """
-  return _experts(x_MD, weights_Mk, experts_Mk, gate_up, down)[:2]
+  operands = x_MD, weights_Mk, experts_Mk, gate_up, down, biases
+  return _experts(*operands, limit)[:2]
 
 
-def _gate(h_bF, weights_b, dtype):
+def _gate(h_bF, weights_b, limit, dtype):
   gate, up = jnp.split(wide(h_bF), 2, axis=-1)
-  return rounded(jax.nn.silu(gate) * up * weights_b[:, None], dtype)
+  return rounded(gated(gate, up, limit) * weights_b[:, None], dtype)
 
 
-def _experts(x_MD, weights_Mk, experts_Mk, gate_up, down, *, store=False):
+def _experts(
+  x_MD, weights_Mk, experts_Mk, gate_up, down, biases, limit, *, store=False
+):
   gate_up, down = jnp.asarray(gate_up), jnp.asarray(down)
   k, dtype = experts_Mk.shape[1], x_MD.dtype
   places = _places(experts_Mk, len(gate_up))
   n, b = places.pair_nb.shape
   weights_nb = _weights(weights_Mk, places, dtype)
+  if biases:
+    gate_up_bias, down_bias = (jnp.asarray(x).astype(dtype) for x in biases)
 
   def body(i, state):
     y_nbD, *h_nbF = state
     group = places.group_n[i]
     x_bD = jnp.take(x_MD, places.pair_nb[i] // k, axis=0, mode="clip")
     h_bF = x_bD @ gate_up[group].astype(dtype)
-    y_bD = _gate(h_bF, weights_nb[i], dtype) @ down[group].astype(dtype)
+    if biases:
+      h_bF = rounded(wide(h_bF) + wide(gate_up_bias[group]), dtype)
+    y_bD = _gate(h_bF, weights_nb[i], limit, dtype) @ down[group].astype(dtype)
+    if biases:
+      bias_bD = weights_nb[i][:, None] * wide(down_bias[group])
+      y_bD = rounded(wide(y_bD) + bias_bD, dtype)
     return y_nbD.at[i].set(y_bD), *(h.at[i].set(h_bF) for h in h_nbF)
 
   state = [jnp.zeros((n, b, down.shape[2]), dtype)]
@@ -180,11 +226,11 @@ def _experts(x_MD, weights_Mk, experts_Mk, gate_up, down, *, store=False):
 
 def _experts_forward(*operands):
   y_MD, num_pairs, residuals = _experts(*operands, store=True)
-  return (y_MD, num_pairs), (operands, residuals)
+  return (y_MD, num_pairs), (operands[:-1], residuals)
 
 
-def _experts_backward(residuals, cotangents):
-  (x_MD, weights_Mk, _, gate_up, down), (places, h_nbF) = residuals
+def _experts_backward(limit, residuals, cotangents):
+  (x_MD, weights_Mk, _, gate_up, down, biases), (places, h_nbF) = residuals
   gate_up, down = jnp.asarray(gate_up), jnp.asarray(down)
   dy_MD, dtype = cotangents[0], x_MD.dtype
   k, (n, b) = weights_Mk.shape[1], places.pair_nb.shape
@@ -192,21 +238,29 @@ def _experts_backward(residuals, cotangents):
   product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
 
   def body(i, state):
-    dx_nbD, dweights_nb, dgate_up, ddown = state
+    dx_nbD, dweights_nb, dgate_up, ddown, dbiases = state
     group, token_b = places.group_n[i], places.pair_nb[i] // k
     x_bD, dy_bD = (
       jnp.take(x, token_b, axis=0, mode="clip") for x in (x_MD, dy_MD)
     )
     gated_bF, pull = jax.vjp(
-      lambda h, w: _gate(h, w, dtype), h_nbF[i], weights_nb[i]
+      lambda h, w: _gate(h, w, limit, dtype), h_nbF[i], weights_nb[i]
     )
     dh_bF, dweights_b = pull(dy_bD @ down[group].T.astype(dtype))
     dx_bD = dh_bF @ gate_up[group].T.astype(dtype)
+    if biases:
+      down_bias_D = wide(jnp.asarray(biases[1])[group].astype(dtype))
+      dweights_b += wide(dy_bD) @ down_bias_D
+      dbiases = (
+        dbiases[0].at[group].add(wide(dh_bF).sum(0)),
+        dbiases[1].at[group].add(weights_nb[i] @ wide(dy_bD)),
+      )
     return (
       dx_nbD.at[i].set(dx_bD),
       dweights_nb.at[i].set(dweights_b),
       dgate_up.at[group].add(product(x_bD.T, dh_bF)),
       ddown.at[group].add(product(gated_bF.T, dy_bD)),
+      dbiases,
     )
 
   # In a narrower dtype the sum over many blocks would stop growing.
@@ -215,8 +269,9 @@ def _experts_backward(residuals, cotangents):
     jnp.zeros((n, b)),
     jnp.zeros(gate_up.shape),
     jnp.zeros(down.shape),
+    jax.tree.map(lambda x: jnp.zeros(x.shape), biases),
   )
-  dx_nbD, dweights_nb, dgate_up, ddown = jax.lax.fori_loop(
+  dx_nbD, dweights_nb, dgate_up, ddown, dbiases = jax.lax.fori_loop(
     0, places.count, body, state
   )
   dx_MkD = _take(dx_nbD.reshape(n * b, -1), places.slot_Mk)
@@ -228,6 +283,7 @@ def _experts_backward(residuals, cotangents):
     None,
     dgate_up.astype(gate_up.dtype),
     ddown.astype(down.dtype),
+    jax.tree.map(lambda dx, x: dx.astype(x.dtype), dbiases, biases),
   )
 
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from gspo_jax.model import attention, lora, parameters, rotary
 from gspo_jax.model.config import Layer, ModelConfig
+from gspo_jax.model.grouped_matmul import gated
 from gspo_jax.model.moe import NO_ROUTES, MoE
 from gspo_jax.model.rounding import matmul, recomputed, rounded, stored, wide
 from gspo_jax.runtime import sharding
@@ -202,7 +203,7 @@ def _attend_to_all_tokens(q_BTNH, k_BTKH, v_BTKH, segments_BT, window, sinks_N):
 
 @recomputed
 def swiglu(gate, up):
-  return rounded(nn.silu(wide(gate)) * wide(up), gate.dtype)
+  return rounded(gated(gate, up, limit=None), gate.dtype)
 
 
 class MLP(nn.Module):

@@ -96,13 +96,24 @@ class Experts(NamedTuple):
   weight: jax.Array  # [e, inputs, outputs]
   a: jax.Array | None = None  # [e, inputs, r], or None without an adapter
   b: jax.Array | None = None  # [e, r, outputs], or None
+  bias: jax.Array | None = None  # [e, outputs], or None
 
 
-def grouped_product(x_AD, experts: Experts, sizes_e):
+def grouped_product(x_AD, experts: Experts, sizes_e, weights_A=None):
+  """The products of `grouped_matmul.matmul`, of adapters too, and the bias.
+
+  `weights_A` multiplies the bias, for rows that have their weight already.
+  """
   cast = lambda w: w.astype(x_AD.dtype)
   y = grouped_matmul.matmul(x_AD, cast(experts.weight), sizes_e)
-  if experts.a is None:
+  if experts.a is not None:
+    low = grouped_matmul.matmul(x_AD, cast(experts.a), sizes_e)
+    delta = grouped_matmul.matmul(low, cast(experts.b), sizes_e)
+    y = rounded(wide(y) + wide(delta), x_AD.dtype)
+  if experts.bias is None:
     return y
-  low = grouped_matmul.matmul(x_AD, cast(experts.a), sizes_e)
-  delta = grouped_matmul.matmul(low, cast(experts.b), sizes_e)
-  return rounded(wide(y) + wide(delta), x_AD.dtype)
+  bias = cast(experts.bias)
+  bias_AF = grouped_matmul.bias_of_rows(bias, sizes_e, len(x_AD))
+  if weights_A is not None:
+    bias_AF *= wide(weights_A)[:, None]
+  return rounded(wide(y) + bias_AF, x_AD.dtype)

@@ -89,9 +89,10 @@ def _local(
     return checkpoint_name(whole, "weights")
 
   def experts(name):
-    ends = ("", lora.A, lora.B)
+    ends = {"weight": "", "a": lora.A, "b": lora.B, "bias": "_bias"}
+    names = {field: name + end for field, end in ends.items()}
     return lora.Experts(
-      *[gather(name + e) for e in ends if name + e in weights]
+      **{field: gather(n) for field, n in names.items() if n in weights}
     )
 
   logits_ME = jnp.matmul(
@@ -110,7 +111,12 @@ def _local(
   # Padding tokens are all alike, and would overload the same k experts.
   real_experts_Mk = jnp.where(real_BT.reshape(-1, 1), experts_Mk, E)
   y_MD, num_rows = _run_experts(
-    x_MD, weights_Mk, real_experts_Mk, experts("gate_up"), experts("down")
+    x_MD,
+    weights_Mk,
+    real_experts_Mk,
+    experts("gate_up"),
+    experts("down"),
+    cfg.swiglu_limit,
   )
   expected_rows = jnp.sum(real_BT, dtype=jnp.int32) * k
   dropped = sharding.psum(expected_rows - num_rows, *sharding.BATCH_AXES)
@@ -119,15 +125,17 @@ def _local(
   return y_MD.reshape(x_BTD.shape), Routing(*records, dropped)
 
 
-def _run_experts(x_MD, weights_Mk, experts_Mk, gate_up, down):
+def _run_experts(x_MD, weights_Mk, experts_Mk, gate_up, down, limit):
   """The weighted sum over all experts; rows processed (sum over batch axes)."""
   ranks = ("expert", "tensor")
   if sharding.size(*ranks) == 1:
     operands = x_MD, weights_Mk, experts_Mk
     if sharding.platform() == "cpu" and gate_up.a is None:
-      matrices = gate_up.weight, down.weight
-      return grouped_matmul.swiglu_in_blocks(*operands, *matrices)
-    return dispatch(*operands, gate_up, down)
+      biases = None if down.bias is None else (gate_up.bias, down.bias)
+      return grouped_matmul.swiglu_in_blocks(
+        *operands, gate_up.weight, down.weight, biases, limit
+      )
+    return dispatch(*operands, gate_up, down, limit)
   join = lambda x: sharding.gather(x, "expert", dim=0)
   y, num_rows = ep.apply(
     checkpoint_name(join(x_MD), "tokens"),
@@ -136,6 +144,7 @@ def _run_experts(x_MD, weights_Mk, experts_Mk, gate_up, down):
     gate_up,
     down,
     num_shards=sharding.size(*ranks),
+    limit=limit,
   )
   y_MD = sharding.scatter(y, "expert", dim=0)
   return sharding.psum(y_MD, "tensor"), sharding.psum(num_rows, "tensor")
@@ -220,7 +229,7 @@ def _routing_records(logits_ME, cfg, experts_Mk, routes_Mk):
   return experts_Mk.astype(dtype), _at(logps_ME, at_Mk), entropy_M
 
 
-def dispatch(x_MD, weights_Mk, experts_Mk, gate_up, down):
+def dispatch(x_MD, weights_Mk, experts_Mk, gate_up, down, limit=None):
   """Sends tokens through their experts: sort, two grouped matmuls, unsort.
 
   Expert number E means no expert, for padding.
@@ -229,7 +238,7 @@ def dispatch(x_MD, weights_Mk, experts_Mk, gate_up, down):
   order = jnp.argsort(experts_Mk.reshape(-1), stable=True)
   sizes_E = jnp.bincount(experts_Mk.reshape(-1), length=len(gate_up.weight))
   weights = weights_Mk.reshape(-1)[order].astype(x_MD.dtype)
-  y = ep.multiply(x_MD[order // k], weights, gate_up, down, sizes_E)
+  y = ep.multiply(x_MD[order // k], weights, gate_up, down, sizes_E, limit)
   num_rows = sizes_E.sum(dtype=jnp.int32)
   y = jnp.where(jnp.arange(M * k)[:, None] < num_rows, y, 0)
   # A gather by the inverse permutation, whose gradient is a permutation, too.

@@ -205,6 +205,17 @@ def test_a_tpu7x_has_longer_blocks_of_keys_where_the_parts_are_many(
   assert attention._fused_block(tokens, wide_block, query_bytes) == block
 
 
+def test_parts_of_narrow_heads_take_the_bytes_of_wide_ones(monkeypatch):
+  """In HBM a head of width 64 fills all 128 lanes."""
+  *qkv, segments = random_inputs(H=64)
+  loss = lambda qkv: attention.splash(*qkv, segments).sum()
+  parts = 4 * 128 * B * T * N  # in one block of keys
+  for limit, apart in ((parts, False), (parts - 1, True)):
+    monkeypatch.setattr(attention, "_PARTS_BYTES", limit)
+    traced = str(jax.make_jaxpr(jax.grad(lambda x: loss(x)))(qkv))
+    assert ("splash_mha_dq" in traced) == apart
+
+
 def jaxpr(platform, monkeypatch, T=T, H=H, dtype=jnp.bfloat16, **options):
   """The program traced for a platform, as text."""
   monkeypatch.setattr(sharding, "platform", lambda: platform)
@@ -294,6 +305,23 @@ def test_a_gpu_uses_cudnn(monkeypatch):
     jaxpr("gpu", monkeypatch, window=32)
   assert "cudnn" not in jaxpr("gpu", monkeypatch, dtype=jnp.float32)
   assert "cudnn" not in jaxpr("gpu", monkeypatch, sinks_N=SINKS)
+
+
+def test_cudnn_gets_the_mask_of_the_window(monkeypatch):
+  """XLA stands in for it."""
+  attend = jax.nn.dot_product_attention
+
+  def stand_in(*args, implementation, **options):
+    assert implementation == "cudnn"
+    return attend(*args, **options)
+
+  monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+  monkeypatch.setattr(sharding, "platform", lambda: "gpu")
+  *qkv, segments = random_inputs(T=100, H=8)
+  low = [jnp.bfloat16(x) for x in qkv]
+  out = attention.attend(*low, segments, window=30)
+  exact = plain(*map(np.float32, low), segments, 30)
+  np.testing.assert_allclose(np.float32(out), exact, atol=0.03)
 
 
 def test_the_platform_is_that_of_the_mesh():

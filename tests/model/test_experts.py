@@ -3,16 +3,18 @@
 Dimension key: as in gspo_jax/model/experts.py.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from expert_oracle import random_experts, weighted_sum
 
 from gspo_jax import model
 from gspo_jax.model import experts as ep
-from gspo_jax.model import grouped_matmul, lora
+from gspo_jax.model import grouped_matmul, lora, parameters
 from gspo_jax.model.moe import MoE
 from gspo_jax.runtime import sharding
 
@@ -48,45 +50,31 @@ def run(x, weights, chosen, gate_up, down):
 COTANGENT = np.random.default_rng(1).normal(size=(M, D)).astype(np.float32)
 
 
-def chunked(x, weights, gate_up, down, chosen):
-  y, num_rows = ep.apply(x, weights, chosen, gate_up, down, num_shards=4)
-  return (y * COTANGENT).sum(), (y, num_rows)
-
-
-def dense(x, weights, gate_up, down, chosen):
-  """Every expert on every token."""
-  gate_up, down = (
-    p.weight if p.a is None else p.weight + p.a @ p.b for p in (gate_up, down)
+@functools.partial(jax.jit, static_argnums=5)
+@functools.partial(jax.grad, argnums=range(4), has_aux=True)
+def chunked(x, weights, gate_up, down, chosen, limit):
+  y, num_rows = ep.apply(
+    x, weights, chosen, gate_up, down, num_shards=4, limit=limit
   )
-  gate, up = jnp.split(jnp.einsum("md,edf->mef", x, gate_up), 2, -1)
-  each = jnp.einsum("mef,efd->med", jax.nn.silu(gate) * up, down)
-  one_hot = jax.nn.one_hot(chosen, len(down))  # zeros for other devices
-  share = (one_hot * weights[..., None]).sum(1)
-  y = jnp.einsum("med,me->md", each, share)
-  return (y * COTANGENT).sum(), (y, one_hot.sum().astype(int))
-
-
-GRADIENTS = [
-  jax.jit(jax.grad(f, argnums=range(4), has_aux=True)) for f in (chunked, dense)
-]
+  return (y * COTANGENT).sum(), (y, num_rows)
 
 
 @every_load
 @pytest.mark.parametrize("first", [0, 2, 6])
+@pytest.mark.parametrize("limit", [None, 1.5], ids=["plain", "clamped, biases"])
 @pytest.mark.parametrize("adapters", [False, True])
-def test_a_shard_and_its_gradient_equal_the_dense_sum(load, first, adapters):
+def test_a_shard_and_its_gradient_equal_a_loop(load, first, limit, adapters):
   """Two experts of eight: one chunk, several, or no row at all."""
-  x, weights, chosen, *matrices = random_layer(load)
-  projections = [lora.Experts(w[first : first + 2]) for w in matrices]
-  if adapters:
-    rng = np.random.default_rng(2)
-    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
-    projections = [
-      lora.Experts(w, normal(2, w.shape[1], 3), normal(2, 3, w.shape[2]))
-      for w, _, _ in projections
-    ]
-  inputs = x, weights, *projections, chosen - first
-  actual, expected = (gradient(*inputs) for gradient in GRADIENTS)
+  x, weights, chosen, *_ = random_layer(load)
+  kinds, rng = (adapters, limit is not None), np.random.default_rng(2)
+  gate_up = random_experts(rng, 2, D, 2 * F, *kinds)
+  down = random_experts(rng, 2, F, D, *kinds)
+  inputs = gate_up, down, chosen - first, limit
+  grads, (y, num_rows) = chunked(x, weights, *inputs)
+  inputs = x, weights, chosen - first, gate_up, down, limit, COTANGENT
+  expected_y, expected, pairs = weighted_sum(*inputs)
+  assert num_rows == pairs
+  actual, expected = (y, grads), (expected_y, expected)
   for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
     np.testing.assert_allclose(a, b, atol=3e-5 * max(np.abs(b).max(), 1))
 
@@ -104,6 +92,13 @@ def test_total_skew_takes_several_chunks(monkeypatch):
 CFG = model.variant(
   "tiny", embed_dim=D, mlp_dim=F, num_experts=E, dtype="float32"
 )
+# As gpt-oss, with adapters.
+BIASED = dataclasses.replace(
+  CFG,
+  expert_bias=True,
+  swiglu_limit=1.5,
+  lora=model.LoraConfig(rank=3, alpha=5.0, targets="mlp"),
+)
 MESHES = {
   "expert 2, tensor 2, fsdp 2": {"expert": 2, "tensor": 2, "fsdp": 2},
   "data 2, expert 4": {"data": 2, "expert": 4},
@@ -112,11 +107,11 @@ MESHES = {
 
 
 @functools.cache
-def compiled(mesh):
+def compiled(cfg, mesh):
   """Output, routing and gradients of the layer, on a mesh or on one device."""
 
   def loss(params, x, cotangent, real):
-    y, routing = MoE(CFG).apply({"params": params}, x, real)
+    y, routing = MoE(cfg).apply({"params": params}, x, real)
     return (y * cotangent).sum(), (y, routing)
 
   run = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
@@ -132,48 +127,68 @@ def compiled(mesh):
 
 
 @pytest.mark.parametrize("skew", [0, 30], ids=["even", "all to expert 5"])
-@pytest.mark.parametrize("mesh", MESHES)
-def test_the_layer_on_a_mesh_equals_the_layer_on_one_device(mesh, skew):
+@pytest.mark.parametrize(
+  ("mesh", "cfg"),
+  [
+    *((mesh, CFG) for mesh in MESHES),
+    pytest.param(next(iter(MESHES)), BIASED, id="biases, adapters"),
+  ],
+)
+def test_the_layer_on_a_mesh_equals_the_layer_on_one_device(mesh, cfg, skew):
   x_MD, _, _, gate_up, down = random_layer("even")
   rng = np.random.default_rng(2)
   router = rng.normal(size=(D, E)).astype(np.float32)
   x_MD[:, 0], router[0, 5] = 1, skew
   params = {"router": router, "gate_up": gate_up, "down": down}
+  if cfg.expert_bias:
+    shapes = parameters.shapes(cfg)["layers"]["moe"]
+    draw = lambda x: rng.normal(size=x.shape[1:]).astype(np.float32)
+    params = {name: draw(x) for name, x in shapes.items()} | params
   cotangent, real = rng.normal(size=(16, 4, D)), rng.random((16, 4)) < 0.8
   inputs = params, x_MD.reshape(16, 4, D), cotangent, real
-  grads, (y, routing) = jax.device_get(compiled(None)(*inputs))
-  grads8, (y8, routing8) = jax.device_get(compiled(mesh)(*inputs))
+  grads, (y, routing) = jax.device_get(compiled(cfg, None)(*inputs))
+  grads8, (y8, routing8) = jax.device_get(compiled(cfg, mesh)(*inputs))
   np.testing.assert_array_equal(routing.experts, routing8.experts)
   assert (routing.experts == 5).any(-1).all() == bool(skew)
   assert routing.dropped == routing8.dropped == 0
   assert not y8[~real].any()
   np.testing.assert_allclose(y, y8, atol=3e-5)
-  close = functools.partial(np.testing.assert_allclose, atol=3e-4, rtol=1e-5)
-  jax.tree.map(close, grads, grads8)
+  for a, b in zip(*map(jax.tree.leaves, (grads, grads8)), strict=True):
+    np.testing.assert_allclose(a, b, atol=3e-5 * max(np.abs(a).max(), 10))
 
 
 def test_rows_beyond_the_groups_are_never_used(monkeypatch):
   """They are zeros on a CPU and undefined on a TPU."""
-  plain = grouped_matmul.matmul
+  plain, rng = grouped_matmul.matmul, np.random.default_rng(2)
+  gate_up = random_experts(rng, 2, D, 2 * F, bias=True)
+  down = random_experts(rng, 2, F, D, bias=True)
 
-  def with_garbage(rows, weights, sizes):
+  def with_nan(rows, sizes):
     beyond = jnp.arange(len(rows))[:, None] >= sizes.sum()
-    return jnp.where(beyond, 1e4, plain(rows, weights, sizes))
+    return jnp.where(beyond, jnp.nan, rows)
 
-  def compiled():
-    loss = lambda *a: run(*a[:2], a[4], *a[2:4])[0].sum()
-    return jax.jit(jax.value_and_grad(loss, argnums=range(4)))
+  @jax.custom_vjp
+  def with_garbage(rows, weights, sizes):
+    return with_nan(plain(rows, weights, sizes), sizes)
 
-  def results(gradient):
-    inputs = map(random_layer, LOADS)
+  def backward(operands, dy):
+    rows, weights, sizes = operands
+    _, pull = jax.vjp(lambda *a: plain(*a, sizes), rows, weights)
+    drows, dweights = pull(dy)
+    return with_nan(drows, sizes), dweights, None
+
+  with_garbage.defvjp(lambda *a: (with_garbage(*a), a), backward)
+
+  def results():
+    gradient = jax.jit(functools.partial(chunked.__wrapped__, limit=1.5))
     return [
-      gradient(x, weights, gate_up[2:4], down[2:4], chosen - 2)
-      for x, weights, chosen, gate_up, down in inputs
+      gradient(x, weights, gate_up, down, chosen - 2)
+      for x, weights, chosen, *_ in map(random_layer, LOADS)
     ]
 
-  clean = results(compiled())
+  clean = results()
   monkeypatch.setattr(grouped_matmul, "matmul", with_garbage)
-  jax.tree.map(np.testing.assert_array_equal, results(compiled()), clean)
+  jax.tree.map(np.testing.assert_array_equal, results(), clean)
 
 
 def test_dropped_rows_are_counted(monkeypatch):

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from expert_oracle import random_experts, weighted_sum
 
-from gspo_jax.model import grouped_matmul, lora, moe
+from gspo_jax.model import grouped_matmul, moe
 
 R, D, F = 300, 8, 6
 LOADS = {
@@ -101,6 +102,7 @@ with jax.set_mesh(mesh):
   for R, K, N in (
     *((174080, 2048, 1536), (174080, 768, 2048)),
     *((64, 2048, 1536), (16, 768, 2048)),
+    *((10240, 2880, 5760), (10240, 2880, 2880)),
   ):
     shapes = (R, K), (E, K, N), (E,), (R, N)
     inputs = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
@@ -120,7 +122,7 @@ def test_tiles_of_compiled_products_divide_their_widths(topology):
   """Of Qwen3-30B-A3B's experts, on a device of configs/moe_tpu.py.
 
   Products of few rows compile, too: 8 tokens of 8 experts in decoding, and 2 in
-  a narrow segment.
+  a narrow segment. No tile divides the 2880 columns of gpt-oss.
   """
   pytest.importorskip("libtpu")
   script = TILES.replace("{topology}", topology)
@@ -128,11 +130,16 @@ def test_tiles_of_compiled_products_divide_their_widths(topology):
     [sys.executable, "-c", script], check=True, capture_output=True, text=True
   ).stdout
   assert sorted(out.splitlines()) == [
+    *["(10240, 2880) 128,2880,512"] * 2,
+    "(10240, 2880) 128,5760,256",
+    "(10240, 5760) 128,2880,384",
     "(174080, 1536) 128,2048,768",
     "(174080, 2048) 128,1536,1024",
     "(174080, 2048) 128,768,2048",
     "(174080, 768) 128,2048,768",
     "(32, 2048, 1536) 128,1024,768",
+    "(32, 2880, 2880) 128,2880,256",
+    "(32, 2880, 5760) 128,2880,256",
     "(32, 768, 2048) 128,768,1024",
   ]
 
@@ -184,39 +191,82 @@ def test_bfloat16_gradients_are_summed_over_blocks_in_float32():
   assert dw.item() == len(ones)  # 2**16 in steps of 64 stops at 2**14
 
 
+def test_gradients_of_biases_are_summed_over_rows_in_float32():
+  """In bfloat16 2**16 in steps of 1 would stop at 2**8."""
+  dtype = jnp.bfloat16
+  rows, experts = jnp.ones((2**16, 1), dtype), np.zeros((2**16, 1), int)
+  matrix, bias = jnp.ones((1, 1, 2), dtype), jnp.zeros((1, 2), dtype)
+
+  def in_blocks(biases):
+    weights, down = rows.astype("float32"), matrix[..., :1]
+    y, _ = grouped_matmul.swiglu_in_blocks(
+      rows, weights, experts, matrix, down, biases
+    )
+    return y.sum(dtype=jnp.float32)
+
+  def by_product(bias):
+    return grouped_matmul.bias_of_rows(bias, jnp.array([2**16]), 2**16).sum()
+
+  dgate_up, ddown = jax.jit(jax.grad(in_blocks))((bias, bias[:, :1]))
+  sigmoid = 1 / (1 + np.exp(-1))  # of silu: its derivative at 1
+  slopes = np.array([sigmoid * (2 - sigmoid), sigmoid])
+  np.testing.assert_allclose(dgate_up[0], 2**16 * slopes, rtol=1e-2)
+  assert ddown.item() == 2**16
+  assert (jax.jit(jax.grad(by_product))(bias) == 2**16).all()
+
+
+@pytest.mark.parametrize("limit", [None, 1.1], ids=["plain", "clamped, biases"])
 @pytest.mark.parametrize("experts", [3, 32])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_loop_of_a_cpu_equals_the_dispatch_of_other_platforms(
-  experts, dtype, monkeypatch
+def test_both_ways_through_the_experts_equal_a_loop(
+  experts, dtype, limit, monkeypatch
 ):
-  """Values and gradients, with tokens of no expert; several blocks each."""
+  """Values and gradients, with tokens of no expert; several blocks each.
+
+  One way is a CPU's, the other that of other platforms. Gates and ups are
+  multiples of 1/4: exact in bfloat16, where others would be clamped elsewhere.
+  """
   monkeypatch.setattr(grouped_matmul, "_MAX_EXPERT_BLOCK", 32)
-  M, k = 100, 2
+  M, k, biases = 100, 2, limit is not None
   rng = np.random.default_rng(experts)
-  normal = lambda *shape: np.float32(rng.normal(size=shape))
   chosen = rng.permuted(np.tile(np.arange(experts), (M, 1)), axis=1)[:, :k]
   chosen[::7] = experts
-  weights = np.where(chosen < experts, np.abs(normal(M, k)), 0)
-  shapes = (M, D), (experts, D, 2 * F), (experts, F, D)
-  x, gate_up, down = (jnp.asarray(normal(*s), dtype) for s in shapes)
-  cotangent = normal(M, D)
+  weights = np.float32(np.abs(rng.normal(size=(M, k))))
+  weights = np.where(chosen < experts, weights, 0)
+  quarters = lambda x: jnp.asarray(np.clip(np.rint(4 * x), -4, 4) / 4, dtype)
+  x = quarters(rng.normal(size=(M, D)))
+  gate_up = random_experts(rng, experts, D, 2 * F, bias=biases)
+  gate_up = jax.tree.map(quarters, gate_up)
+  down = random_experts(rng, experts, F, D, bias=biases)
+  down = jax.tree.map(lambda x: jnp.asarray(x, dtype), down)
+  cotangent = np.float32(rng.normal(size=(M, D)))
 
-  def run(function):
-    def loss(x, weights, gate_up, down):
-      y, num_rows = function(x, weights, chosen, gate_up, down)
+  def fused(x, weights, gate_up, down):
+    pair = (gate_up.bias, down.bias) if biases else None
+    inputs = x, weights, chosen, gate_up.weight, down.weight, pair, limit
+    return grouped_matmul.swiglu_in_blocks(*inputs)
+
+  def sorted_by_expert(x, weights, gate_up, down):
+    return moe.dispatch(x, weights, chosen, gate_up, down, limit)
+
+  dtypes = lambda tree: jax.tree.map(lambda x: x.dtype, tree)
+  inputs = x, weights, gate_up, down
+  expected_y, expected, pairs = weighted_sum(
+    x, weights, chosen, gate_up, down, limit, cotangent
+  )
+  for function in fused, sorted_by_expert:
+
+    def loss(*inputs, function=function):
+      y, num_rows = function(*inputs)
       return (y * cotangent).sum(), (y, num_rows)
 
-    grad = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
-    return jax.jit(grad)(x, weights, gate_up, down)
-
-  actual = run(lambda *operands: grouped_matmul.swiglu_in_blocks(*operands))
-  experts_of = lambda x, weights, chosen, *projections: moe.dispatch(
-    x, weights, chosen, *map(lora.Experts, projections)
-  )
-  expected = run(lambda *operands: tuple(experts_of(*operands)))
-  assert actual[1][1] == expected[1][1] == (chosen < experts).sum()
-  for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
-    assert a.dtype == b.dtype
-    a, b = (np.asarray(x, np.float32) for x in (a, b))
-    close = {"float32": 2e-6, "bfloat16": 2e-2}[dtype]
-    np.testing.assert_allclose(a, b, atol=close * max(np.abs(b).max(), 1))
+    grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
+    actual, (y, num_rows) = grad(*inputs)
+    assert num_rows == pairs == (chosen < experts).sum()
+    assert y.dtype == dtype
+    assert dtypes(actual) == dtypes(inputs)
+    results = (y, actual), (expected_y, expected)
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+      close = {"float32": 2e-6, "bfloat16": 2e-2}[dtype]
+      scale = max(np.abs(b).max(), 1)
+      np.testing.assert_allclose(np.float32(a), b, atol=close * scale)

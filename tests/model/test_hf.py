@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save, save_file
 
 from gspo_jax import model, sampler
-from gspo_jax.model import hf, parameters
+from gspo_jax.model import hf, layers, parameters, rounding
 from gspo_jax.model.hf import checkpoint as hf_checkpoint
 from gspo_jax.model.hf import folder as hf_folder
 from gspo_jax.model.hf import tensors as hf_tensors
@@ -102,6 +102,45 @@ def test_logits_are_those_of_transformers(name):
     assert np.abs(theirs).max() > 3  # not all close to 0
 
 
+def in_bfloat16(name):
+  return dataclasses.replace(config(name), dtype="bfloat16")
+
+
+@every_model
+def test_a_norm_is_rounded_where_transformers_rounds_it(name):
+  """Bit for bit, but for means that fall on either side of a step."""
+  tokens, params = golden(name)["tokens"], loaded(name)
+  x_BTD = params["embed"][tokens].astype(jnp.bfloat16)
+  scale = params["layers"]["attention_norm"]["scale"][0]
+  norm = jax.jit(
+    functools.partial(layers.rms_norm, cfg=in_bfloat16(name)),
+    compiler_options=rounding.OPTIONS,
+  )
+  equal = norm(x_BTD, scale) == golden(name)["norm_bfloat16"]
+  assert equal.mean() > 0.995
+
+
+@every_model
+def test_bfloat16_logits_are_as_near_as_those_of_transformers(name):
+  """To float32, which cannot show a rounding in the wrong place."""
+  cfg = in_bfloat16(name)
+  mask = golden(name)["mask_left"]
+  positions = np.maximum(mask.cumsum(1) - 1, 0)
+  logits = jax.jit(
+    lambda *args: model.forward(args[0], cfg, *args[1:]).logits,
+    compiler_options=rounding.OPTIONS,
+  )(loaded(name), golden(name)["tokens"], positions, mask.astype(np.int32))
+
+  def distance(x):
+    """The median of the tokens: a near tie may send one to other experts."""
+    error = np.square(x - golden(name)["logits_left"])[mask]
+    return np.median(np.sqrt(error.mean(-1)))
+
+  theirs = distance(golden(name)["logits_bfloat16"])
+  assert theirs < 0.02
+  assert distance(logits) < 1.5 * theirs
+
+
 @every_model
 def test_gradients_are_those_of_transformers(name):
   (value, _), grads = parity(name, "left")
@@ -114,9 +153,11 @@ def test_gradients_are_those_of_transformers(name):
     assert largest == 0 if parameters.find(path).frozen else largest > 1e-3
 
 
-def test_greedy_responses_from_an_export_are_those_of_transformers(tmp_path):
-  """The decoding of the other models shares all code with this one."""
-  name = "qwen3_moe"
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "gpt_oss"])
+def test_greedy_responses_from_an_export_are_those_of_transformers(
+  name, tmp_path
+):
+  """The decoding of the other models shares all code with these."""
   cfg = config(name)
   hf.save_hf(loaded(name), cfg, tmp_path / "out")
   params = hf.load_hf(tmp_path / "out", hf.config_from_hf(tmp_path / "out"))
@@ -615,9 +656,9 @@ def test_a_number_of_tensors_without_end_is_refused(checkpoint):
 # Configs.
 
 
-def config_with(tmp_path, **changes):
-  """The config of the golden MoE with keys changed; None drops a key."""
-  raw = json.loads((GOLDENS / "qwen3_moe/config.json").read_text()) | changes
+def config_with(tmp_path, base="qwen3_moe", **changes):
+  """The config of a golden model with keys changed; None drops a key."""
+  raw = json.loads((GOLDENS / base / "config.json").read_text()) | changes
   raw = {key: value for key, value in raw.items() if value is not None}
   (tmp_path / "config.json").write_text(json.dumps(raw))
   return hf.config_from_hf(tmp_path)
@@ -774,6 +815,87 @@ def test_each_family_has_its_base_of_the_rotary_frequencies(tmp_path):
 )  # fmt: skip
 def test_an_unsupported_config_is_refused(changes, words, tmp_path):
   assert words in error_message(lambda: config_with(tmp_path, **changes))
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+ODD_ROTARY = {"partial_rotary_factor": 0.4}
+
+
+@pytest.mark.parametrize(
+  ("base", "key", "value", "words"),
+  [
+    ("glm4_moe", "n_group", 2, "n_group=2: expected a divisor of"),
+    ("glm4_moe", "n_group", 5, "with at least 2 experts a group"),
+    ("glm4_moe", "topk_group", 2, "topk_group=2: expected 1 to"),
+    ("glm4_moe", "first_k_dense_replace", 5, "expected 5 + a multiple of 1"),
+    ("glm4_moe", "first_k_dense_replace", 4, "none of the 4 layers have"),
+    ("glm4_moe", "first_k_dense_replace", "x", "config.json: TypeError: "),
+    ("glm4_moe", "n_shared_experts", 0, "n_shared_experts=0: expected int"),
+    ("glm4_moe", "hidden_act", "gelu", "hidden_act=gelu: expected 'silu'"),
+    ("minimax_m2", "use_qk_norm", False, "use_qk_norm=False: expected True"),
+    ("minimax_m2", "qk_norm_type", "per_head", "expected 'per_layer'"),
+    ("minimax_m2", "attn_type_list", [0, 1], "attn_type_list: expected 1"),
+    ("minimax_m2", "scoring_func", "softmax", "expected 'sigmoid'"),
+    ("minimax_m2", "use_routing_bias", False, "use_routing_bias=False: exp"),
+    ("minimax_m2", "shared_intermediate_size", 8, "size=8: expected 0"),
+    ("minimax_m2", "rope_parameters", ODD_ROTARY, "rotary_dim=3: expected an"),
+    ("gpt_oss", "hidden_act", "gelu", "hidden_act=gelu: expected 'silu'"),
+    ("gpt_oss", "layer_types", [SLIDING, "chunked"] * 2, "layer_types: exp"),
+    ("gpt_oss", "layer_types", [FULL, SLIDING] * 2, "layer_types: expected"),
+    ("gpt_oss", "num_hidden_layers", 3, "in turns, 3 of them"),
+    ("gpt_oss", "sliding_window", None, "sliding_window is missing"),
+    ("gpt_oss", "rope_parameters", None, "rope_scaling is missing"),
+    ("gpt_oss", "swiglu_limit", -7.0, "swiglu_limit=-7.0: expected float"),
+    ("gpt_oss", "swiglu_alpha", 1.0, "swiglu_alpha=1.0: expected 1.702"),
+    ("gpt_oss", "attention_bias", False, "attention_bias=False: expected T"),
+    ("qwen2_moe", "qkv_bias", False, "qkv_bias=False: expected True"),
+    ("qwen2_moe", "shared_expert_intermediate_size", None, "size is missing"),
+    ("qwen2_moe", "mlp_only_layers", [0], "mlp_only_layers=[0]: expected []"),
+  ],
+)  # fmt: skip
+def test_an_odd_config_of_a_family_is_refused(
+  base, key, value, words, tmp_path
+):
+  message = error_message(lambda: config_with(tmp_path, base, **{key: value}))
+  assert words in message
+  assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+  ("base", "changes"),
+  [
+    # The published keys, where transformers 5 writes others.
+    (
+      "minimax_m2",
+      {
+        "rope_parameters": None,
+        "rope_theta": 1000,
+        "rotary_dim": 4,
+        "attn_type_list": [1, 1],
+        "num_mtp_modules": 3,
+        "qk_norm_type": "per_layer",
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "use_mtp": True,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+      },
+    ),
+    (
+      "glm4_moe",
+      {
+        "rope_parameters": None,
+        "rope_theta": 1000,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": None,
+      },
+    ),
+    ("glm4_moe_air", {"use_qk_norm": None, "norm_topk_prob": None}),
+    ("gpt_oss", {"layer_types": None, "swiglu_alpha": None}),
+  ],
+)
+def test_other_keys_of_a_family_give_the_same_config(base, changes, tmp_path):
+  assert config_with(tmp_path, base, **changes) == config_with(tmp_path, base)
 
 
 def test_wrong_files_and_fields_are_refused(tmp_path):

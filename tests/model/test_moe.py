@@ -1,11 +1,13 @@
 """The Mixture-of-Experts layer against a loop over experts, for any load."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from expert_oracle import random_experts, weighted_sum
 
 from gspo_jax import model
 from gspo_jax.model.moe import MoE
@@ -157,6 +159,51 @@ def test_bf16_routes_in_float32():
   assert (np.asarray(routing.experts) == [4, 3]).all()
   expected, _ = loop("two of five", params, x)
   np.testing.assert_allclose(np.float64(y), expected, atol=0.05)
+
+
+@pytest.mark.parametrize("rank", [0, 3], ids=["whole", "adapters"])
+def test_biases_and_the_clamped_activation(rank):
+  """As in gpt-oss: output and gradients of the experts equal a loop's."""
+  cfg = dataclasses.replace(
+    config("two of five"),
+    expert_bias=True,
+    swiglu_limit=1.5,
+    lora=model.LoraConfig(rank, alpha=float(rank)) if rank else None,
+  )
+  params, x = random_layer()
+  rng, real = np.random.default_rng(2), np.arange(B * T).reshape(B, T) % 5 > 0
+  ends = {"weight": "", "a": "_lora_a", "b": "_lora_b", "bias": "_bias"}
+  experts = {
+    "gate_up": random_experts(rng, E, D, 2 * F, bool(rank), bias=True),
+    "down": random_experts(rng, E, F, D, bool(rank), bias=True),
+  }
+  leaves = lambda name, parts: {
+    name + ends[field]: x
+    for field, x in parts._asdict().items()
+    if x is not None
+  }
+  for name, parts in experts.items():
+    params |= leaves(name, parts)
+
+  def loss(params, x):
+    y, routing = MoE(cfg).apply({"params": params}, x, real)
+    return (y * COTANGENT).sum(), (y, routing)
+
+  grads, (y, routing) = jax.jit(jax.grad(loss, has_aux=True))(params, x)
+  chosen = np.where(real[..., None], routing.experts, E).reshape(-1, 2)
+  table = router_log_softmax(params, x).reshape(-1, E)
+  weights = np.exp(np.take_along_axis(table, np.minimum(chosen, E - 1), -1))
+  weights /= weights.sum(-1, keepdims=True)
+  flat = lambda x: x.reshape(-1, D)
+  expected_y, (_, _, *expected), _ = weighted_sum(
+    flat(x), weights, chosen, *experts.values(), 1.5, flat(COTANGENT)
+  )
+  np.testing.assert_allclose(flat(y), expected_y, rtol=1e-4, atol=1e-5)
+  for name, parts in zip(experts, expected, strict=True):
+    for path, gradient in leaves(name, parts).items():
+      largest = np.abs(gradient).max()
+      assert largest > 1
+      np.testing.assert_allclose(grads[path], gradient, atol=1e-5 * largest)
 
 
 # Routing Replay.

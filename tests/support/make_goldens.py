@@ -4,8 +4,8 @@
 
 A folder a model: a tiny random checkpoint as `save_pretrained` writes it, in
 bfloat16; `gradients`, another, of `loss` on the rows padded on the left; and
-golden.npz, the rest of what transformers computes from it in float32, and its
-logits of the rows padded on the left in bfloat16.
+golden.npz, the rest of what transformers computes from it in float32, and in
+bfloat16 its first norm of the tokens and its logits of these rows.
 """
 
 import shutil
@@ -162,6 +162,19 @@ def run(model, tokens, mask):
   return model(ids, attention_mask=mask, position_ids=positions).logits
 
 
+def half(folder, tokens, mask):
+  """Results in bfloat16: the norm before any attention, and logits."""
+  model = load(folder, torch.bfloat16)
+  inner = model.model
+  with torch.no_grad():
+    norm = inner.layers[0].input_layernorm(
+      inner.embed_tokens(torch.tensor(tokens))
+    )
+    logits = run(model, tokens, mask)
+  results = {"norm_bfloat16": norm, "logits_bfloat16": logits}
+  return {name: x.float().numpy() for name, x in results.items()}
+
+
 def loss(logits, tokens, mask):
   """Mean cross entropy of the tokens after the first of each row."""
   logps = torch.log_softmax(logits[:, :-1], -1)
@@ -212,8 +225,7 @@ def make(name, config):
     sys.exit(f"{name}: no seed without a near tie")
   with torch.no_grad():
     logits = {k: run(model, tokens, m).numpy() for k, m in masks.items()}
-    half = load(folder, torch.bfloat16)
-    logits["bfloat16"] = run(half, tokens, masks["left"]).float().numpy()
+  in_bfloat16 = half(folder, tokens, masks["left"])
   value = gradients(folder / "gradients", config, model, tokens, masks["left"])
   np.savez_compressed(
     folder / "golden.npz",
@@ -222,6 +234,7 @@ def make(name, config):
     loss=np.float32(value),
     **{f"mask_{kind}": mask for kind, mask in masks.items()},
     **{f"logits_{kind}": x for kind, x in logits.items()},
+    **in_bfloat16,
   )
   for left in folder.rglob("generation_config.json"):
     left.unlink()

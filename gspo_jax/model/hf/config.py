@@ -55,6 +55,7 @@ def _read_glm(path, raw):
     "shared_dim": width * shared,
     "attention_bias": bool(raw.get("attention_bias")),
     "qk_norm": bool(raw.get("use_qk_norm")),
+    "norm_topk_prob": raw.get("norm_topk_prob") in (None, True),
   } | _grouped_router(path, raw)
 
 
@@ -110,6 +111,9 @@ def _read_gpt_oss(path, raw):
       f"{path}: layer_types: expected 'sliding_attention' and 'full_attention' "
       f"in turns, {layers} of them"
     )
+  # transformers would take a YaRN of its own.
+  if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
+    raise UserError(f"{path}: rope_scaling is missing")
   return {
     "pattern": (Layer(window=window), Layer()),
     "swiglu_limit": _number(
