@@ -1,4 +1,4 @@
-"""Qwen3 MoE models and OLMoE on slices of TPU v5e, v5p, v6e and tpu7x.
+"""MoE models on slices of TPU v5e, v5p, v6e and tpu7x.
 
   python -m gspo_jax.plan --config=configs/moe_tpu.py --topology=v5p:4x4x4
   python -m gspo_jax.main --config=configs/moe_tpu.py --workdir=gs://...
@@ -134,13 +134,24 @@ _OLMOE = {
     rows=2,
   ),
 }
+# JAX's kernel for pages has no sinks: gpt-oss decodes in blocks, without it.
 _GPT_OSS = {
-  "v5p:2x2x2": _Slice(devices=8, fsdp=2, expert=4, decoding=8, instruments=False),
+  "v5p:2x2x2": _Slice(
+    devices=8, fsdp=2, expert=4, decoding=8, instruments=False
+  ),
+  "v6e:2x4": _Slice(
+    devices=8, fsdp=2, expert=4, decoding=8, instruments=False, lora_rank=16
+  ),
 }
 _GLM_AIR = {
-  "v5p:4x4x4": _Slice(devices=64, fsdp=16, expert=4, decoding=16, prompts=256),
+  # On v5p:2x4x4 an update needs 97 GiB of temporaries alone.
+  "v5p:4x4x4": _Slice(
+    devices=64, fsdp=16, expert=4, decoding=16, prompts=256, instruments=False
+  ),
 }
 _MINIMAX = {
+  # It always thinks, so that responses are long. 100,352 pages are a third of
+  # what all slots could need; the plan allows 185,856.
   "v5p:4x4x8": _Slice(
     devices=128,
     fsdp=32,
