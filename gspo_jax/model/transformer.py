@@ -218,16 +218,20 @@ def _scan_layers(
     )
     return x_BTD.astype(dtype), (routing, keys_values if store else None)
 
+  def step(layer, places=None):
+    """Runs a layer at these places of the stacks; None: the stacks are one."""
+    body = functools.partial(run, layer, places)
+    if cfg.kept is None:
+      return body
+    keep = jax.checkpoint_policies.save_only_these_names(*cfg.kept)
+    # The layer is taken out of the stacks inside the body: a scan would store
+    # its parameters for the backward pass, but not the stacks.
+    return jax.checkpoint(body, prevent_cse=not alone, policy=keep)
+
   def run_layers(layers, x_BTD, stacks):
     outs = []
     for layer, places in parameters.places(cfg, layers):
-      body = functools.partial(run, layer, places)
-      if cfg.kept is not None:
-        keep = jax.checkpoint_policies.save_only_these_names(*cfg.kept)
-        # The body takes a layer out of the stacks: the backward pass of a scan
-        # would store what it gets, except a part of a stack.
-        body = jax.checkpoint(body, prevent_cse=not alone, policy=keep)
-      x_BTD, out = body(x_BTD, stacks)
+      x_BTD, out = step(layer, places)(x_BTD, stacks)
       outs.append(out)
     return x_BTD, _stacked(outs)
 
@@ -235,13 +239,15 @@ def _scan_layers(
   first = cfg.first if scanned else cfg.layers
   x_BTD, out = run_layers(first, x_BTD, stacks)
   if scanned:
+    one = len(cfg.period) == 1
     x_BTD, rest = jax.lax.scan(
-      functools.partial(run_layers, cfg.period),
+      step(*cfg.period) if one else functools.partial(run_layers, cfg.period),
       x_BTD.astype(dtype),
       _by_period(stacks, cfg),
       unroll=max(1, steps // len(cfg.period)),
     )
-    rest = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rest)
+    if not one:
+      rest = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rest)
     out = tuple(map(_concatenated, out, rest))
   routing, keys_values = out
   cache = kv.from_prefill(*keys_values, mask_BT) if store else None
@@ -250,6 +256,8 @@ def _scan_layers(
 
 def _at(stacks, places):
   """The parameters of one layer, and its routes or None."""
+  if places is None:
+    return stacks
   layers, routes_LBTk = stacks
   has_routes = routes_LBTk is not None and "moe" in places
   routes_BTk = routes_LBTk[places["moe"]] if has_routes else None
@@ -257,11 +265,16 @@ def _at(stacks, places):
 
 
 def _by_period(stacks, cfg):
-  """Layers and routes after the first layers, [periods, layers of one, ...]."""
+  """Layers and routes after the first layers, [periods, ...].
+
+  If a period has several layers, the next axis is those that have the module.
+  """
   layers, routes_LBTk = stacks
 
   def by_period(module, x):
     rest = x[sum(cfg.has(layer, module) for layer in cfg.first) :]
+    if len(cfg.period) == 1:
+      return rest
     return rest.reshape(cfg.num_periods, -1, *rest.shape[1:])
 
   layers = {

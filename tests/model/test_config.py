@@ -35,6 +35,14 @@ PUBLISHED = {
   "smollm2-1.7b": (1_711_376_384, 32, 32, 64, 0, 1.3e5),
   "olmoe-1b-7b": (6_919_161_856, 16, 16, 128, 8, 1e4),
   "mixtral-8x7b": (46_702_792_704, 32, 8, 128, 2, 1e6),
+  "qwen1.5-moe-a2.7b": (14_315_784_192, 16, 16, 128, 4, 1e6),
+  # The files have 110,468,824,832 and 358,337,791,296: a layer that predicts
+  # another token, with its own embedding and head, is not trained.
+  "glm-4.5-air": (106_852_251_264, 96, 8, 128, 8, 1e6),
+  "glm-4.5": (352_797_829_024, 96, 8, 128, 8, 1e6),
+  "minimax-m2": (228_689_764_864, 48, 8, 128, 8, 5e6),
+  "gpt-oss-20b": (20_914_757_184, 64, 8, 64, 4, 1.5e5),
+  "gpt-oss-120b": (116_829_156_672, 64, 8, 64, 4, 1.5e5),
 }
 ACTIVE = {
   "qwen3-30b-a3b": 3.3e9,
@@ -63,17 +71,20 @@ def test_a_variant_is_the_published_model(name):
   if name in ACTIVE:
     used = dataclasses.replace(cfg, num_experts=cfg.experts_per_token)
     assert parameters(used) == pytest.approx(ACTIVE[name], rel=0.03)
-  qwen, olmoe = name.startswith("qwen"), name.startswith("olmoe")
-  assert cfg.norm_eps == (1e-6 if qwen else 1e-5)
-  assert cfg.qk_norm_over_heads == olmoe
-  assert cfg.norm_topk_prob == (not olmoe)
+  begins = name.startswith
+  assert cfg.norm_eps == (1e-6 if begins(("qwen", "minimax")) else 1e-5)
+  assert cfg.qk_norm_over_heads == begins(("olmoe", "minimax"))
+  assert cfg.norm_topk_prob == (not begins(("olmoe", "qwen1.5-moe")))
   factor = {"llama3.2-1b": 32.0, "llama3.1-8b": 8.0}.get(name)
   scaling = factor and model.Llama3Scaling(factor, 1.0, 4.0, 8192)
+  if begins("gpt-oss"):
+    scaling = model.YarnScaling(32.0, 4096, truncate=False)
   assert cfg.rope_scaling == scaling
 
 
 def test_every_published_variant_is_named():
-  assert set(model.VARIANTS) == {"tiny", "small", *PUBLISHED}
+  others = {name for name in model.VARIANTS if name.startswith("tiny")}
+  assert set(model.VARIANTS) == {"small", *others, *PUBLISHED}
 
 
 def test_changes_apply_and_leave_the_table_alone():
@@ -98,6 +109,12 @@ def test_changes_apply_and_leave_the_table_alone():
     ("tiny", {"rope_scaling": (8, 1, 4)}, ["(8, 1, 4)", "YarnScaling"]),
     ("tiny", {"qk_norm": False, "qk_norm_over_heads": True}, ["qk_norm=True"]),
     ("tiny", {"experts_per_token": 0}, ["per_token=0", "num_experts=8"]),
+    ("tiny", {"n_group": 3}, ["n_group=3", "divisor of model.num_experts=8"]),
+    ("tiny", {"n_group": 2, "topk_group": 3}, ["topk_group=3", "1 to"]),
+    ("tiny", {"scoring_func": "sigmoidal"}, ["mean 'sigmoid'?"]),
+    ("tiny", {"rotary_dim": 18}, ["rotary_dim=18", "head_dim=16"]),
+    ("tiny-gpt-oss", {"num_layers": 3}, ["num_layers=3", "multiple of 2"]),
+    ("tiny-glm-4.5", {"num_layers": 1}, ["num_experts=8", "none of the 1 "]),
     ("tiny", {"experts_per_token": 9}, ["per_token=9", "num_experts=8"]),
   ],
 )
