@@ -165,8 +165,8 @@ def test_other_families_start_at_ratio_one_in_bfloat16(config, variant):
   assert run.metrics["ratio/first_minibatch_std"].value() == 0
   assert run.metrics["ratio/moved"].value() > 0
   assert 0.5 < run.metrics["moe/router_shift_ratio"].value() <= 1
-  gap = np.abs(run.old_logps - run.samples.logps)
-  assert 0 < gap.max() < 0.1
+  assert (run.fields["old_logps"] != 0).any()
+  np.testing.assert_allclose(run.old_logps, run.samples.logps, atol=0.1)
 
 
 def test_good_responses_become_likelier_and_the_state_is_donated(one):
