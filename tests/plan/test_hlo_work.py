@@ -114,7 +114,7 @@ def test_attention_kernels_by_counting_blocks(
   name, results, products, window, T
 ):
   unfused = 0 if products == 5 else 2**60
-  kernel = attention._splash_kernel(1, T, unfused, window, True)
+  kernel = attention._splash_kernel(1, T, unfused, True, window)
   blocks, mask = blocks_of(name, kernel)
   results = results.format(T=T, n=T // blocks[1])
   body = (
