@@ -1,4 +1,4 @@
-"""Qwen3 MoE models and OLMoE on slices of TPU v5e, v5p, v6e and tpu7x.
+"""MoE models on slices of TPU v5e, v5p, v6e and tpu7x.
 
   python -m gspo_jax.plan --config=configs/moe_tpu.py --topology=v5p:4x4x4
   python -m gspo_jax.main --config=configs/moe_tpu.py --workdir=gs://...
@@ -134,6 +134,35 @@ _OLMOE = {
     rows=2,
   ),
 }
+# JAX's kernel for pages has no sinks: gpt-oss decodes in blocks, without it.
+_GPT_OSS = {
+  "v5p:2x2x2": _Slice(
+    devices=8, fsdp=2, expert=4, decoding=8, instruments=False
+  ),
+  "v6e:2x4": _Slice(
+    devices=8, fsdp=2, expert=4, decoding=8, instruments=False, lora_rank=16
+  ),
+}
+_GLM_AIR = {
+  # On v5p:2x4x4 an update needs 97 GiB of temporaries alone.
+  "v5p:4x4x4": _Slice(
+    devices=64, fsdp=16, expert=4, decoding=16, prompts=256, instruments=False
+  ),
+}
+_MINIMAX = {
+  # It always thinks, so that responses are long. 100,352 pages are a third of
+  # what all slots could need; the plan allows 185,856.
+  "v5p:4x4x8": _Slice(
+    devices=128,
+    fsdp=32,
+    expert=4,
+    decoding=32,
+    prompts=256,
+    new_tokens=16384,
+    pages=100_352,
+    instruments=False,
+  ),
+}
 
 # The first slice of a variant is its default.
 SLICES = {
@@ -144,6 +173,9 @@ SLICES = {
   "qwen3-235b-a22b-2507": _QWEN3_235B,
   "qwen3-coder-480b-a35b": _QWEN3_480B,
   "olmoe-1b-7b": _OLMOE,
+  "gpt-oss-20b": _GPT_OSS,
+  "glm-4.5-air": _GLM_AIR,
+  "minimax-m2": _MINIMAX,
 }
 
 # Long rows, split over `context`: of 65,536 tokens, prompt and response, and of
@@ -191,9 +223,14 @@ _ARGUMENTS = (
 )
 _FLAGS = ("debug", "long")
 
-# Releases that think before they answer, unless the template is told otherwise.
-# The others either never do, or always.
-_HYBRID = ("qwen3-30b-a3b", "qwen3-235b-a22b")
+# Releases that think before they answer, unless the template is told otherwise,
+# and what it is told. The others either never do, or always.
+_NO_THINKING = {
+  "qwen3-30b-a3b": "enable_thinking=False",
+  "qwen3-235b-a22b": "enable_thinking=False",
+  "glm-4.5-air": "enable_thinking=False",
+  "gpt-oss-20b": "reasoning_effort=low",  # it always thinks, but then little
+}
 _THINKING_TOKENS = 8192  # a response with fewer has no room for it
 
 
@@ -239,8 +276,8 @@ def _config(arg: str) -> ConfigDict:
     recipes.shrink(c)
   if checkpoint:
     _train_on(c, checkpoint, questions, given.get("eval", ""))
-    if variant in _HYBRID and slices[topology].new_tokens < _THINKING_TOKENS:
-      c.data.template_args = "enable_thinking=False"
+    if slices[topology].new_tokens < _THINKING_TOKENS:
+      c.data.template_args = _NO_THINKING.get(variant, "")
   return recipes.with_recipe(c, given.get("recipe", ""))
 
 

@@ -269,7 +269,7 @@ class ModelConfig:
       return layer.experts and self.shared_dim > 0
     if module in ("moe", "mlp"):
       return layer.experts == (module == "moe")
-    return True  # norms and attention
+    return module in ("attention_norm", "attention", "mlp_norm")
 
   @property
   def num_moe_layers(self) -> int:

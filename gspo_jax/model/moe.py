@@ -47,8 +47,8 @@ NO_ROUTES = Routes()
 class MoE(nn.Module):
   """The sparse MLP: `sum_e w_e * down_e(silu(gate_e x) * up_e x)`.
 
-  `route` says which k experts and weights. There is no capacity limit and no
-  dropped token.
+  `route` says which k experts and weights, `grouped_matmul.gated` what gpt-oss
+  has in place of SwiGLU. There is no capacity limit and no dropped token.
   """
 
   cfg: ModelConfig

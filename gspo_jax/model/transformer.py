@@ -203,9 +203,7 @@ def _scan_layers(
   dtype = stored(cfg.dtype)  # of the streams that the backward pass stacks
   steps = _layers_per_step(cfg)
   # A scan would stack what the backward pass needs, even if unrolled.
-  scanned = steps < cfg.num_layers
-  # Alone in a loop nothing can be merged with the forward pass anyway.
-  alone = scanned and steps == len(cfg.period) == 1
+  scanned = steps < cfg.num_layers and cfg.num_periods > 0
 
   def run(layer, places, x_BTD, stacks):
     layer_params, routes_BTk = _at(stacks, places)
@@ -218,20 +216,21 @@ def _scan_layers(
     )
     return x_BTD.astype(dtype), (routing, keys_values if store else None)
 
-  def step(layer, places=None):
+  def step(layer, places=None, *, looped=False):
     """Runs a layer at these places of the stacks; None: the stacks are one."""
     body = functools.partial(run, layer, places)
     if cfg.kept is None:
       return body
     keep = jax.checkpoint_policies.save_only_these_names(*cfg.kept)
-    # The layer is taken out of the stacks inside the body: a scan would store
-    # its parameters for the backward pass, but not the stacks.
-    return jax.checkpoint(body, prevent_cse=not alone, policy=keep)
+    # A layer is taken out of the stacks inside the body: the backward pass of a
+    # scan stores what goes into a body, unless it is a whole stack. In a loop
+    # nothing can be merged with the forward pass anyway.
+    return jax.checkpoint(body, prevent_cse=not looped, policy=keep)
 
-  def run_layers(layers, x_BTD, stacks):
+  def run_layers(layers, x_BTD, stacks, looped=False):
     outs = []
     for layer, places in parameters.places(cfg, layers):
-      x_BTD, out = step(layer, places)(x_BTD, stacks)
+      x_BTD, out = step(layer, places, looped=looped)(x_BTD, stacks)
       outs.append(out)
     return x_BTD, _stacked(outs)
 
@@ -239,12 +238,14 @@ def _scan_layers(
   first = cfg.first if scanned else cfg.layers
   x_BTD, out = run_layers(first, x_BTD, stacks)
   if scanned:
-    one = len(cfg.period) == 1
+    one, unroll = len(cfg.period) == 1, max(1, steps // len(cfg.period))
+    looped = unroll == 1
+    body = functools.partial(run_layers, cfg.period, looped=looped)
     x_BTD, rest = jax.lax.scan(
-      step(*cfg.period) if one else functools.partial(run_layers, cfg.period),
+      step(cfg.period[0], looped=looped) if one else body,
       x_BTD.astype(dtype),
       _by_period(stacks, cfg),
-      unroll=max(1, steps // len(cfg.period)),
+      unroll=unroll,
     )
     if not one:
       rest = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rest)

@@ -158,6 +158,30 @@ def test_many_devices_do_as_one(one, config, name):
       assert gate_up.addressable_shards[0].data.size == gate_up.size / devices
 
 
+@pytest.mark.parametrize(
+  "variant",
+  [
+    "tiny-gpt-oss",
+    *(
+      pytest.param(f"tiny-{name}", marks=pytest.mark.slow)
+      for name in ("glm-4.5", "minimax-m2")
+    ),
+  ],
+)
+def test_other_families_start_at_ratio_one_in_bfloat16(config, variant):
+  """With routes of the sampler replayed, and RSPO's router shift."""
+  config.model.variant, config.model.dtype = variant, "bfloat16"
+  config.objective.update({"name": "rspo", "replay": "r3"})
+  run = iterate(build(config), REWARDS)
+  layers = run.program.cfg.num_moe_layers
+  assert run.samples.experts.shape[1] == layers
+  assert run.metrics["ratio/first_minibatch_std"].value() == 0
+  assert run.metrics["ratio/moved"].value() > 0
+  assert 0.5 < run.metrics["moe/router_shift_ratio"].value() <= 1
+  assert (run.fields["old_logps"] != 0).any()
+  np.testing.assert_allclose(run.old_logps, run.samples.logps, atol=0.1)
+
+
 def test_good_responses_become_likelier_and_the_state_is_donated(one):
   samples = one.samples
   batch = train_batch.unpacked(one.prompts, samples.tokens, samples.lengths)

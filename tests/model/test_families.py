@@ -20,6 +20,7 @@ from gspo_jax.model import hf
 from gspo_jax.runtime import sharding
 
 T = 9
+MOST = "glm-4.5", "minimax-m2"  # whose mesh is the more usual one
 each_family = pytest.mark.parametrize("name", FAMILIES)
 forward = jax.jit(model.forward, static_argnums=1)
 
@@ -84,6 +85,33 @@ def test_a_scan_equals_a_loop_over_layers(name):
       np.testing.assert_allclose(a, b, atol=2e-5 * max(np.abs(b).max(), 1))
   for path, grad in sharding.leaves_by_path(loop[0]).items():
     assert grad.any() != path.endswith("choice_bias"), path
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["gpt-oss", *(pytest.param(n, marks=pytest.mark.slow) for n in MOST)],
+)
+def test_a_mesh_gives_what_one_device_gives(name):
+  """With heads, sinks, tokens and experts split, and what is not."""
+  cfg = dataclasses.replace(FAMILIES[name], remat="full", unroll=1)
+  rng = np.random.default_rng(1)
+  tokens = rng.integers(0, 24, (4, T + 1)).astype(np.int32)
+  positions, mask = np.indices(tokens.shape)[1], np.ones_like(tokens)
+  cotangent = rng.normal(size=(*tokens.shape, cfg.vocab_size))
+
+  @functools.partial(jax.grad, has_aux=True)
+  def loss(params):
+    out = model.forward(params, cfg, tokens, positions, mask)
+    return (out.logits * cotangent).sum(), (out.logits, out.experts)
+
+  one = jax.device_get(jax.jit(loss)(weights(cfg)))
+  mesh = sharding.make_mesh(context=2, expert=2, tensor=2)
+  with jax.set_mesh(mesh):
+    placed = jax.device_put(weights(cfg), model.shardings(weights(cfg), mesh))
+    many = jax.device_get(jax.jit(lambda p: loss(p))(placed))
+  np.testing.assert_array_equal(one[1][1], many[1][1])
+  for a, b in zip(*map(jax.tree.leaves, (many, one)), strict=True):
+    np.testing.assert_allclose(a, b, atol=3e-5 * max(np.abs(b).max(), 1))
 
 
 CHOOSING = pytest.mark.parametrize("name", ["glm-4.5", "minimax-m2"])

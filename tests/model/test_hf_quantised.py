@@ -292,6 +292,7 @@ GPT_OSS = {
   "num_experts_per_tok": 2,
   "rms_norm_eps": 1e-5,
   "sliding_window": 4,
+  "rope_scaling": {"rope_type": "default"},
   "attention_bias": True,
   "torch_dtype": "bfloat16",
   "quantization_config": {"quant_method": "mxfp4"},

@@ -1,5 +1,6 @@
 """FLOPs and bytes of single instructions, counted by hand."""
 
+import re
 from itertools import product
 
 import numpy as np
@@ -77,47 +78,57 @@ def test_a_kernel_that_states_no_flops_is_unknown(stated, flops):
   assert hlo_work.is_unknown_kernel(*work[1:]) == (not flops)
 
 
-def blocks_of(T, name, fused):
-  """Queries and keys of the blocks of a kernel of splash."""
-  kernel = attention._splash_kernel(1, T, 0 if fused else 2**60, True)
+def blocks_of(name, kernel):
+  """Queries and keys of the blocks of a kernel of splash; its first operand."""
+  end = re.search("fwd|dkv|dq", name)[0]
+  suffix = "" if end == "fwd" else f"_{end}"
   sizes = kernel.kwargs["block_sizes"]
-  if "_fwd" in name:
-    return sizes.block_q, sizes.block_kv
-  end = "dkv" if "_dkv" in name else "dq"
-  return getattr(sizes, f"block_q_{end}"), getattr(sizes, f"block_kv_{end}")
+  blocks = [getattr(sizes, f"block_{x}{suffix}") for x in ("q", "kv")]
+  return blocks, getattr(kernel, f"{end}_mask_info").data_next.shape
 
 
-def scores(T, rows, columns):
+def scores(T, window, rows, columns):
   """The scores that splash computes: blocks with an unmasked score."""
-  blocks = np.tri(T, dtype=bool).reshape(T // rows, rows, -1, columns)
+  visible = np.tri(T, dtype=bool)
+  if window:
+    visible &= ~np.tri(T, k=-window, dtype=bool)
+  blocks = visible.reshape(T // rows, rows, -1, columns)
   return blocks.any((1, 3)).sum() * rows * columns
 
 
 @pytest.mark.parametrize("T", [128, 640, 768, 1024, 8192])
 @pytest.mark.parametrize(
-  ("name", "results", "products"),
+  ("name", "results", "products", "window"),
   [
-    ("splash_mha_fwd_segmented", "bf16[8,{T},32]", 2),
-    ("splash_mqa_dkv", "(bf16[2,{T},32], bf16[2,{T},32])", 4),
-    ("splash_mha_dkv", "(bf16[{n},8,{T},32], bf16[2,{T},32])", 5),
-    ("splash_mha_dq", "bf16[8,{T},32]", 3),
+    ("splash_mha_fwd_segmented", "bf16[8,{T},32]", 2, None),
+    ("splash_mha_fwd_segmented", "bf16[8,{T},32]", 2, 128),
+    ("splash_mha_fwd_segmented", "bf16[8,{T},32]", 2, 1300),
+    ("splash_mqa_dkv", "(bf16[2,{T},32], bf16[2,{T},32])", 4, None),
+    ("splash_mqa_dkv", "(bf16[2,{T},32], bf16[2,{T},32])", 4, 1300),
+    ("splash_mha_dkv", "(bf16[{n},8,{T},32], bf16[2,{T},32])", 5, None),
+    ("splash_mha_dq", "bf16[8,{T},32]", 3, None),
+    ("splash_mha_dq", "bf16[8,{T},32]", 3, 128),
   ],
 )
-def test_attention_kernels_by_counting_blocks(name, results, products, T):
-  blocks = blocks_of(T, name, fused=products == 5)
+def test_attention_kernels_by_counting_blocks(
+  name, results, products, window, T
+):
+  unfused = 0 if products == 5 else 2**60
+  kernel = attention._splash_kernel(1, T, unfused, True, window)
+  blocks, mask = blocks_of(name, kernel)
   results = results.format(T=T, n=T // blocks[1])
   body = (
-    "  %mask = s8[1,8,8]{2,1,0} parameter(0)\n"
+    f"  %mask = s8[{','.join(map(str, mask))}]{{2,1,0}} parameter(0)\n"
     f"  %q = bf16[8,{T},32]{{2,1,0}} parameter(1)\n"
     f"  %k = bf16[2,{T},32]{{2,1,0}} parameter(2)\n"
     f"  ROOT %{name}.3 = {results} custom-call(%mask, %q, %k, %k), "
     'custom_call_target="tpu_custom_call"'
   )
   module = hlo_module.parse(f"{HEAD}{body}\n}}")
-  kernel = module.entry.root
-  one = 2 * 8 * scores(T, *blocks) * 32
-  assert hlo_work.flops(module, module.entry, kernel) == products * one
-  assert not hlo_work.is_unknown_kernel(module.entry, kernel)
+  instruction = module.entry.root
+  one = 2 * 8 * scores(T, window, *blocks) * 32
+  assert hlo_work.flops(module, module.entry, instruction) == products * one
+  assert not hlo_work.is_unknown_kernel(module.entry, instruction)
 
 
 STACK = """

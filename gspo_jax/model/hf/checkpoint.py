@@ -26,11 +26,11 @@ from gspo_jax.model.hf.tensors import (
   FLOATS,
   HEAD,
   INDEX,
-  SINGLE,
   HFCheckpoint,
   Spans,
   StoredTensor,
   TensorMap,
+  has_multi_token_prediction,
   listed,
   save_tensors,
   swap_last,
@@ -283,8 +283,7 @@ class _Carried(NamedTuple):
 
 def _carried(cfg, dtype: str, like) -> dict[str, _Carried]:
   """What an export copies from `like`, which may be without tensors."""
-  names = (SINGLE, INDEX) if like else ()
-  if not any((epath.Path(like) / name).exists() for name in names):
+  if not like or not has_multi_token_prediction(like, cfg):
     return {}
   carried = {}
   for name, tensor in HFCheckpoint(like, cfg).carried.items():

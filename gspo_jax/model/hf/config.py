@@ -39,6 +39,8 @@ class _Family(NamedTuple):
   names: str = ""  # of its tensors, see `parameters.Parameter.other_names`
   # The rotated share of a head where config.json has none; None: always all.
   partial_rotary_factor: float | None = None
+  # Keys for which the class in transformers has defaults of its own.
+  required: tuple[str, ...] = ()
   # (path, config.json) -> more fields of ModelConfig, and the inverse.
   read: Callable[[epath.Path, dict], dict] = lambda path, raw: {}
   write: Callable[[ModelConfig], dict] = lambda cfg: {}
@@ -48,6 +50,10 @@ def _read_glm(path, raw):
   width = _number(path, raw, ["moe_intermediate_size"])
   shared = _number(path, raw, ["n_shared_experts"])
   first = raw.get("first_k_dense_replace", 1)
+  if not isinstance(first, int) or first < 0:
+    raise UserError(
+      f"{path}: first_k_dense_replace={first!r}: expected int, at least 0"
+    )
   return {
     "first": (Layer(experts=False),) * first,
     "pattern": (Layer(),),
@@ -124,6 +130,8 @@ def _read_gpt_oss(path, raw):
 
 def _write_gpt_oss(cfg):
   windowed, full = cfg.pattern
+  if cfg.first:
+    raise UserError("gpt-oss has no first layers that differ from the others")
   names = {windowed: "sliding_attention", full: "full_attention"}
   return {
     "sliding_window": windowed.window,
@@ -200,6 +208,7 @@ FAMILIES = {
       "n_shared_experts": None,
     },
     partial_rotary_factor=0.5,
+    required=("head_dim", "num_key_value_heads"),
     read=_read_glm,
     write=_write_glm,
   ),
@@ -220,11 +229,20 @@ FAMILIES = {
       "qk_norm_type": ("per_layer",),
       "use_routing_bias": (True,),
       "shared_intermediate_size": (0,),
+      "rotary_dim": None,
     },
     names="mixtral",
     partial_rotary_factor=1.0,
     read=_read_minimax,
-    write=lambda cfg: {"rotary_dim": cfg.rotary_width},
+    write=lambda cfg: {
+      "rotary_dim": cfg.rotary_width,
+      # What servers read that run the model's own code.
+      "scoring_func": "sigmoid",
+      "use_routing_bias": True,
+      "use_qk_norm": True,
+      "qk_norm_type": "per_layer",
+    },
+    required=("head_dim", "num_key_value_heads"),
   ),
   "gpt_oss": _Family(
     "GptOssForCausalLM",
@@ -246,6 +264,7 @@ FAMILIES = {
       "layer_types": None,
     },
     names="gpt_oss",
+    required=("head_dim", "num_key_value_heads"),
     read=_read_gpt_oss,
     write=_write_gpt_oss,
   ),
@@ -307,6 +326,8 @@ def _model_config(path, raw) -> ModelConfig:
   family = _require_family(path, model_type)
   _require_supported(path, raw, family)
   get = lambda *names, **options: _number(path, raw, names, **options)
+  for key in family.required:
+    get(key)
   heads, width = get("num_attention_heads"), get("hidden_size")
   # The default of Qwen3's class in transformers is 128 for any width.
   head_dim = 128 if model_type == "qwen3" else width // heads
@@ -426,13 +447,14 @@ def _rope(path, raw, family):
 
 def _rotary_dim(path, raw, family, head_dim) -> int | None:
   """The rotated columns of a head; None: all."""
-  rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-  given = [x.get("partial_rotary_factor") for x in (rope, raw)]
-  if raw.get("rotary_dim") is not None:
-    given.append(_number(path, raw, ["rotary_dim"]) / head_dim)
-  share = next(
-    (x for x in given if x is not None), family.partial_rotary_factor or 1.0
-  )
+  given = (raw.get("rope_scaling") or {}) | (raw.get("rope_parameters") or {})
+  default = family.partial_rotary_factor or 1.0
+  share = raw.get("partial_rotary_factor", default)
+  share = given.get("partial_rotary_factor", share)
+  if "rotary_dim" in (family.supported or {}) and raw.get("rotary_dim"):
+    share = _number(path, raw, ["rotary_dim"]) / head_dim
+  if share is None:  # which transformers reads as all
+    return None
   if share == 1:
     return None
   if family.partial_rotary_factor is None:
@@ -526,10 +548,10 @@ def family_name(cfg: ModelConfig) -> str | None:
   path = epath.Path("config.json")
   for name in FAMILIES:
     try:
-      read = _model_config(path, _written(cfg, name))
+      again = _model_config(path, _written(cfg, name))
     except (UserError, ValueError):
       continue
-    if _plain(read) == _plain(cfg):
+    if _plain(again) == _plain(cfg):
       return name
   return None
 

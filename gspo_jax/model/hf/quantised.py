@@ -134,6 +134,11 @@ def as_floats(folder, stored: Mapping[str, Any]) -> dict[str, Any]:
       tensors[name] = Float8(codes, scale, block)
     elif name.endswith("_blocks") and codes.dtype == "U8":
       base = name.removesuffix("_blocks")
+      if len(codes.shape) != 4 or codes.shape[-1] != 16:
+        raise UserError(
+          f"{folder}: {name} {codes.shape}: expected (experts, outputs, inputs"
+          " / 32, 16)"
+        )
       shape = codes.shape[:-1]
       exponents = take_scales(name, f"{base}_scales", shape, ("U8",))
       tensors[base] = Mxfp4(tensors.pop(name), exponents)

@@ -402,6 +402,18 @@ def _multi_token_prediction(tensors: Mapping, num_layers: int) -> dict:
   return found
 
 
+def has_multi_token_prediction(folder: epath.PathLike, cfg) -> bool:
+  """Whether a folder, which may be without weights, names such tensors."""
+  folder = epath.Path(folder)
+  if (folder / SINGLE).exists():
+    names = _open(folder / SINGLE).tensors
+  elif (folder / INDEX).exists():
+    names = json_file.read(folder / INDEX)["weight_map"]
+  else:
+    return False
+  return bool(_multi_token_prediction(names, cfg.num_layers))
+
+
 def _files(folder: epath.Path) -> list[epath.Path]:
   if not folder.is_dir():
     raise UserError(

@@ -21,8 +21,10 @@ _SPLASH_BLOCK = 512
 def attention_flops(computation: Computation, i: Instruction) -> float:
   """FLOPs of a splash attention kernel; 0 for any other instruction.
 
-  It computes the n (n + 1) / 2 blocks on and below the diagonal. A fused
-  backward pass has longer blocks of keys, and returns one part of dQ for each.
+  Of n blocks of queries, each is multiplied with the last `band` blocks of keys
+  up to the diagonal: all of them, or those in the window. The kernel's first
+  operand has one number for each of them. A fused backward pass has no window,
+  but longer blocks of keys, and returns one part of dQ for each.
   """
   kernel = re.match(r"splash_m[hq]a(_fwd|_dkv|_dq)", i.name)
   if not kernel or i.op != "custom-call":
@@ -37,10 +39,13 @@ def attention_flops(computation: Computation, i: Instruction) -> float:
   products = _SPLASH[kernel[1]]
   tokens, size = key.dims[-2], math.prod(query.dims)
   n = tokens // math.gcd(tokens, _SPLASH_BLOCK)
+  band = min(computation.get(i.operands[0]).arrays[0].dims[-2:])
   parts = [a for a in i.arrays if len(a.dims) > len(query.dims)]
   if kernel[1] == "_dkv" and parts:
     products, n = products + 1, math.prod(parts[0].dims) // size
-  return products * size * tokens * (n + 1) / n
+    band = n
+  blocks = n * band - band * (band - 1) / 2
+  return products * 2 * size * tokens * blocks / n**2
 
 
 def grouped_product(
