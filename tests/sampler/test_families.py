@@ -1,0 +1,132 @@
+"""GLM-4.5, MiniMax-M2 and gpt-oss: one response of both samplers and trainer.
+
+A window of three tokens begins in the prompt, in a page or between pages.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from families import FAMILIES
+from random_model import weights
+
+from gspo_jax import model
+from gspo_jax.learner import train_batch
+from gspo_jax.runtime import sharding
+from gspo_jax.sampler import continuous, static
+from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
+from gspo_jax.sampler.samples import UNFINISHED, Prompts, SamplerConfig
+
+P, S, G, R = 8, 9, 2, 12
+B = P * G
+CONFIG = SamplerConfig(G, R, (3, 5), temperature=0.9, record_routing=True)
+BATCHING = ContinuousBatchingConfig(
+  slots=8, page_size=4, segment_steps=5, prefill_chunk=8
+)
+MESH = {"data": 2, "expert": 2, "tensor": 2}
+KEY = jax.random.key(1)
+each_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def prompts():
+  """Of many lengths, padded on the left."""
+  tokens = np.random.default_rng(0).integers(6, 24, (P, S)).astype(np.int32)
+  return Prompts(tokens, np.array([1, 2, 3, 4, 5, 7, 8, S], np.int32))
+
+
+@functools.cache
+def expected(name):
+  """The samples of the static sampler."""
+  cfg = FAMILIES[name]
+  generate = functools.partial(static.generate, cfg=cfg, sampler=CONFIG)
+  samples = jax.jit(generate)(weights(cfg), prompts=prompts(), key=KEY)
+  return jax.device_get(samples)
+
+
+def build(cfg, config, **axes):
+  mesh = sharding.make_mesh(jax.devices()[: 8 if axes else 1], **axes)
+  return continuous.build_continuous_sampler(
+    cfg,
+    config,
+    batching=BATCHING,
+    max_prompt_length=S,
+    params_sharding=model.shardings(weights(cfg), mesh),
+    mesh=mesh,
+    sampler_mesh=mesh,
+  )
+
+
+def assert_same(samples, whole):
+  for field in ("tokens", "lengths", "finish"):
+    found = getattr(samples, field)
+    np.testing.assert_array_equal(found, getattr(whole, field), field)
+  np.testing.assert_allclose(samples.logps, whole.logps, atol=2e-5)
+
+
+@each_family
+@pytest.mark.parametrize(
+  "axes",
+  [{}, pytest.param(MESH, marks=pytest.mark.slow)],
+  ids=["one device", "eight"],
+)
+def test_responses_that_pause_are_those_of_the_static_sampler(name, axes):
+  """All pause twice; a group shares the pages of its prompt."""
+  cfg = FAMILIES[name]
+  silent = dataclasses.replace(CONFIG, record_routing=False)
+  generate, whole, samples = build(cfg, silent, **axes), expected(name), None
+  for length in (4, 9, R):
+    samples = generate(
+      weights(cfg),
+      prompts(),
+      KEY,
+      resume_from=samples,
+      stop_at=np.full(B, length),
+    )
+    unfinished = jax.device_get(samples.finish) == UNFINISHED
+    np.testing.assert_array_equal(unfinished, whole.lengths > length)
+  assert_same(jax.device_get(samples), whole)
+
+
+@pytest.mark.slow
+@each_family
+@pytest.mark.parametrize("axes", [{}, MESH], ids=["one device", "eight"])
+def test_the_continuous_sampler_records_the_same_experts(name, axes):
+  cfg, whole = FAMILIES[name], expected(name)
+  samples = build(cfg, CONFIG, **axes)(weights(cfg), prompts(), KEY)
+  samples = jax.device_get(samples)
+  assert_same(samples, whole)
+  column, lengths = np.arange(S + R), np.repeat(prompts().lengths, G)
+  fed = column >= S - lengths[:, None]
+  fed &= column < S + samples.lengths[:, None] - 1
+  sets = lambda x: np.sort(x.swapaxes(1, 2)[fed])
+  np.testing.assert_array_equal(sets(samples.experts), sets(whole.experts))
+
+
+@each_family
+def test_the_trainer_gives_the_samplers_log_probs(name):
+  """With its own experts, and with the sampler's."""
+  cfg, samples = FAMILIES[name], expected(name)
+  routes = samples.experts.swapaxes(0, 1)
+  assert len(routes) == cfg.num_moe_layers
+  batch = jax.device_get(
+    train_batch.unpacked(prompts(), samples.tokens, samples.lengths)
+  )
+
+  @functools.partial(jax.jit, static_argnums=1)
+  def score(routes, replay):
+    return train_batch.response_logps(
+      weights(cfg),
+      cfg,
+      batch,
+      temperature=CONFIG.temperature,
+      routes=routes,
+      replay=replay,
+    ).logps
+
+  mask = batch.response_mask
+  assert samples.lengths.min() < R
+  for options in ((None, False), (routes, True)):
+    logps = np.asarray(score(*options))
+    np.testing.assert_allclose(logps[mask], samples.logps[mask], atol=2e-5)
