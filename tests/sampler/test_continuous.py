@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from families import FAMILIES
+from random_model import weights as random_weights
 
 from benchmarks import lengths as known_lengths
 from gspo_jax import model, sampler
@@ -32,6 +34,7 @@ SMALL = ContinuousBatchingConfig(
 )
 MESH = {"data": 2, "expert": 2, "tensor": 2}
 KEY = 1
+OTHERS = [name for name in FAMILIES if name != "gpt-oss"]
 
 
 @functools.cache
@@ -315,6 +318,31 @@ def test_a_resumed_response_is_the_one_without_a_pause():
     np.testing.assert_array_equal(unfinished, whole > length)
     assert sorted(reported) == np.flatnonzero(~unfinished).tolist()
   assert_same(samples, static())
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["gpt-oss", *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)],
+)
+def test_a_family_samples_as_one_pass_says_whole_or_in_parts(name):
+  """Windows, sinks and routes, with shared prefixes and few pages."""
+  cfg = dataclasses.replace(FAMILIES[name], vocab_size=32)
+  params = random_weights(cfg)
+  config = dataclasses.replace(SAMPLED, record_routing=True)
+  key, batching = jax.random.key(KEY), few_pages().batching
+  generate = build(batching, config, cfg=cfg)
+  static = functools.partial(sampler.generate, cfg=cfg, sampler=config)
+  expected = jax.device_get(jax.jit(static)(params, prompts=prompts(), key=key))
+  samples = jax.device_get(generate(params, prompts(), key))
+  assert (expected.lengths == R).any() != (expected.lengths == R).all()
+  assert_same(samples, expected)
+  assert_same_routing(samples, expected)
+  resumed, parts = build(batching, SAMPLED, cfg=cfg), None
+  for length in (7, 14, 21, 28):
+    parts = resumed(
+      params, prompts(), key, resume_from=parts, stop_at=np.full(B, length)
+    )
+  assert_same(jax.device_get(parts), expected)
 
 
 class Letters:
