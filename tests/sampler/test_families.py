@@ -1,6 +1,7 @@
 """GLM-4.5, MiniMax-M2 and gpt-oss: one response of both samplers and trainer.
 
-A window of three tokens begins in the prompt, in a page or between pages.
+test_continuous.py has them on one device. A window of three tokens begins in
+the prompt, in a page or between pages.
 """
 
 import dataclasses
@@ -25,7 +26,6 @@ CONFIG = SamplerConfig(G, R, (3, 5), temperature=0.9, record_routing=True)
 BATCHING = ContinuousBatchingConfig(
   slots=8, page_size=4, segment_steps=5, prefill_chunk=8
 )
-MESH = {"data": 2, "expert": 2, "tensor": 2}
 KEY = jax.random.key(1)
 each_family = pytest.mark.parametrize("name", FAMILIES)
 
@@ -45,8 +45,9 @@ def expected(name):
   return jax.device_get(samples)
 
 
-def build(cfg, config, **axes):
-  mesh = sharding.make_mesh(jax.devices()[: 8 if axes else 1], **axes)
+def build(cfg, config):
+  """The continuous sampler on eight devices."""
+  mesh = sharding.make_mesh(data=2, expert=2, tensor=2)
   return continuous.build_continuous_sampler(
     cfg,
     config,
@@ -65,17 +66,13 @@ def assert_same(samples, whole):
   np.testing.assert_allclose(samples.logps, whole.logps, atol=2e-5)
 
 
+@pytest.mark.slow
 @each_family
-@pytest.mark.parametrize(
-  "axes",
-  [{}, pytest.param(MESH, marks=pytest.mark.slow)],
-  ids=["one device", "eight"],
-)
-def test_responses_that_pause_are_those_of_the_static_sampler(name, axes):
+def test_pauses_on_a_mesh_change_no_response(name):
   """All pause twice; a group shares the pages of its prompt."""
   cfg = FAMILIES[name]
   silent = dataclasses.replace(CONFIG, record_routing=False)
-  generate, whole, samples = build(cfg, silent, **axes), expected(name), None
+  generate, whole, samples = build(cfg, silent), expected(name), None
   for length in (4, 9, R):
     samples = generate(
       weights(cfg),
@@ -91,10 +88,9 @@ def test_responses_that_pause_are_those_of_the_static_sampler(name, axes):
 
 @pytest.mark.slow
 @each_family
-@pytest.mark.parametrize("axes", [{}, MESH], ids=["one device", "eight"])
-def test_the_continuous_sampler_records_the_same_experts(name, axes):
+def test_the_continuous_sampler_on_a_mesh_records_the_same_experts(name):
   cfg, whole = FAMILIES[name], expected(name)
-  samples = build(cfg, CONFIG, **axes)(weights(cfg), prompts(), KEY)
+  samples = build(cfg, CONFIG)(weights(cfg), prompts(), KEY)
   samples = jax.device_get(samples)
   assert_same(samples, whole)
   column, lengths = np.arange(S + R), np.repeat(prompts().lengths, G)
