@@ -152,9 +152,10 @@ def rows(workdir):
 
 def final_params(workdir):
   mesh = sharding.make_mesh(jax.devices()[:1])
-  abstract = build_program(
-    parse(tiny_cpu.get_config("debug")), mesh
-  ).learner.abstract
+  config = tiny_cpu.get_config("debug")
+  saved = json.loads((workdir / "run_config.json").read_text())
+  config.model.variant = saved["model"]["variant"]
+  abstract = build_program(parse(config), mesh).learner.abstract
   with Checkpoints(workdir / "checkpoints", every=1, keep=9) as checkpoints:
     restored = checkpoints.restore(
       {"params": abstract.params}, lambda *_: None, part=True
