@@ -222,27 +222,30 @@ def _scan_layers(
     if cfg.kept is None:
       return body
     keep = jax.checkpoint_policies.save_only_these_names(*cfg.kept)
-    # A layer is taken out of the stacks inside the body: the backward pass of a
-    # scan stores what goes into a body, unless it is a whole stack. In a loop
-    # nothing can be merged with the forward pass anyway.
+    # In a loop nothing can be merged with the forward pass anyway.
     return jax.checkpoint(body, prevent_cse=not looped, policy=keep)
 
-  def run_layers(layers, x_BTD, stacks, looped=False):
-    outs = []
-    for layer, places in parameters.places(cfg, layers):
-      x_BTD, out = step(layer, places, looped=looped)(x_BTD, stacks)
-      outs.append(out)
-    return x_BTD, _stacked(outs)
-
-  stacks = params["layers"], routes.experts
+  stacks, outs = (params["layers"], routes.experts), []
   first = cfg.first if scanned else cfg.layers
-  x_BTD, out = run_layers(first, x_BTD, stacks)
+  for layer, places in parameters.places(cfg, first):
+    x_BTD, out = step(layer)(x_BTD, _at(stacks, places))
+    outs.append(out)
+  out = _stacked(outs)
   if scanned:
     one, unroll = len(cfg.period) == 1, max(1, steps // len(cfg.period))
-    looped = unroll == 1
-    body = functools.partial(run_layers, cfg.period, looped=looped)
+    step_of_scan = functools.partial(step, looped=unroll == 1)
+
+    def run_period(x_BTD, stacks):
+      outs = []
+      for layer, places in parameters.places(cfg, cfg.period):
+        # The backward pass of a scan would store a layer that is taken out of
+        # the stacks here; so the step does it.
+        x_BTD, out = step_of_scan(layer, places)(x_BTD, stacks)
+        outs.append(out)
+      return x_BTD, _stacked(outs)
+
     x_BTD, rest = jax.lax.scan(
-      step(cfg.period[0], looped=looped) if one else body,
+      step_of_scan(cfg.period[0]) if one else run_period,
       x_BTD.astype(dtype),
       _by_period(stacks, cfg),
       unroll=unroll,
