@@ -114,6 +114,27 @@ def test_a_mesh_gives_what_one_device_gives(name):
     np.testing.assert_allclose(a, b, atol=3e-5 * max(np.abs(b).max(), 1))
 
 
+def test_first_layers_are_computed_again_in_the_backward_pass():
+  """No compiler merges what is computed again with the forward pass."""
+  cfg = dataclasses.replace(
+    FAMILIES["glm-4.5"],
+    num_layers=8,
+    first=(model.Layer(experts=False),) * 4,
+    unroll=1,
+  )
+  tokens = np.ones((2, T), np.int32)
+
+  def products(**changes):
+    changed = dataclasses.replace(cfg, **changes)
+    hidden = lambda p: model.hidden_states(p, changed, tokens, tokens, tokens)
+    loss = jax.jit(jax.grad(lambda p: hidden(p).hidden.sum()))
+    return loss.lower(weights(cfg)).compile().as_text().count(" dot(")
+
+  stored, again = products(remat="none"), products(remat="full")
+  # At least seven products of each first layer.
+  assert again - stored > 4 * 7
+
+
 CHOOSING = pytest.mark.parametrize("name", ["glm-4.5", "minimax-m2"])
 
 
