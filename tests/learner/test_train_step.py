@@ -10,6 +10,7 @@ import unpacked
 
 from gspo_jax.configs import tiny_cpu
 from gspo_jax.learner import train_batch
+from gspo_jax.program import abstract
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import multihost, sharding
@@ -305,3 +306,20 @@ def test_critic_reference_and_replay_on_many_devices_do_as_one(config):
     same(one.fields[name], many.fields[name])
   jax.tree.map(same, one.new.params, many.new.params)
   jax.tree.map(same, one.new.critic.params, many.new.critic.params)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_frozen_bias_stays_in_float32(config, rank):
+  """In the base below adapters, or in a reference policy."""
+  config.model.variant, config.model.dtype = "tiny-glm-4.5", "bfloat16"
+  config.model.lora.rank, config.objective.kl_coef = rank, 0.1
+  program = build(config)
+  with jax.set_mesh(program.mesh):
+    params = random_biases(program.init_params(jax.random.key(0)))
+    bias = np.array(params["layers"]["moe"]["choice_bias"])
+    if rank:
+      params = abstract.with_adapters(params, cfg=program.cfg, seed=0)
+    state = program.learner.init_state(params)
+  low = state.base if rank else state.reference
+  assert low["layers"]["moe"]["down"].dtype == "bfloat16"
+  np.testing.assert_array_equal(low["layers"]["moe"]["choice_bias"], bias)
