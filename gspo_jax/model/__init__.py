@@ -5,12 +5,10 @@ Other wings use the names in `__all__`, `experts.SLACK` and `moe.number_type`.
 
 from gspo_jax.model.config import (
   KEPT,
-  VARIANTS,
   Layer,
   LoraConfig,
   ModelConfig,
   PolicyConfig,
-  variant,
 )
 from gspo_jax.model.parameters import shapes, shardings
 from gspo_jax.model.rotary import Llama3Scaling, YarnScaling
@@ -27,6 +25,7 @@ from gspo_jax.model.transformer import (
   unembed,
   unstack_layers,
 )
+from gspo_jax.model.variants import VARIANTS, variant
 
 __all__ = [
   "KEPT",

@@ -1,8 +1,8 @@
-"""The sizes and switches of a decoder, and the named variants."""
+"""The sizes and switches of a decoder."""
 
 import dataclasses
 
-from gspo_jax.model.rotary import Llama3Scaling, RopeScaling, YarnScaling
+from gspo_jax.model.rotary import RopeScaling
 from gspo_jax.runtime.errors import UserError, nearest
 from gspo_jax.runtime.key import (
   POSITIVE,
@@ -88,7 +88,7 @@ class Layer:
 class ModelConfig:
   """A decoder, dense or Mixture-of-Experts; the defaults are Qwen3's.
 
-  Qwen3 is arXiv 2505.09388, sec. 2. `VARIANTS` has the fields of the other
+  Qwen3 is arXiv 2505.09388, sec. 2. `variants.py` has the fields of the other
   families: Qwen2 (arXiv 2412.15115), Llama 3 (2407.21783), Mixtral
   (2401.04088), OLMoE (2409.02060), GLM-4.5 (2508.06471), gpt-oss (2508.10925)
   and MiniMax-M2.
@@ -301,7 +301,7 @@ class PolicyConfig:
     "a Hugging Face folder: the first weights, the sizes and the tokenizer",
   )
   variant: str = key(
-    "tiny", "without a checkpoint: a name in gspo_jax/model/config.py"
+    "tiny", "without a checkpoint: a name in gspo_jax/model/variants.py"
   )
   dtype: str = key(
     "bfloat16", "of activations; parameters are float32", Choice(DTYPES)
@@ -323,243 +323,6 @@ class PolicyConfig:
 
   def __post_init__(self):
     check(self, "model")
-
-
-# The embedded default (see tasks/chain.py): it learns in minutes on two cores.
-# Its vocabulary is the 256 bytes, padding and end of text.
-_TINY = ModelConfig(
-  vocab_size=258,
-  num_layers=2,
-  embed_dim=64,
-  num_heads=4,
-  num_kv_heads=4,
-  head_dim=16,
-  mlp_dim=64,
-  num_experts=8,
-  experts_per_token=2,
-  rope_theta=1e4,
-  remat="none",
-)
-
-# For text on two cores: configs/gsm8k_small.py.
-_SMALL = dataclasses.replace(
-  _TINY,
-  vocab_size=2048,
-  num_layers=4,
-  embed_dim=128,
-  num_kv_heads=2,
-  head_dim=32,
-  mlp_dim=128,
-  num_experts=4,
-  tie_embeddings=True,
-)
-
-
-def _qwen3(layers, width, heads, kv_heads, mlp, **changes) -> ModelConfig:
-  sizes = {"vocab_size": 151_936, "head_dim": 128} | changes
-  return ModelConfig(
-    num_layers=layers,
-    embed_dim=width,
-    num_heads=heads,
-    num_kv_heads=kv_heads,
-    mlp_dim=mlp,
-    **sizes,
-  )
-
-
-def _qwen2(*sizes, **changes) -> ModelConfig:
-  return _qwen3(*sizes, attention_bias=True, qk_norm=False, **changes)
-
-
-def _llama(*sizes, **changes) -> ModelConfig:
-  return _qwen3(*sizes, qk_norm=False, norm_eps=1e-5, **changes)
-
-
-def _llama3(*sizes, rope_factor, **changes) -> ModelConfig:
-  return _llama(
-    *sizes,
-    vocab_size=128_256,
-    rope_theta=5e5,
-    rope_scaling=Llama3Scaling(rope_factor, 1.0, 4.0, 8192),
-    **changes,
-  )
-
-
-def _smollm2(*sizes, rope_theta) -> ModelConfig:
-  return _llama(
-    *sizes,
-    vocab_size=49_152,
-    head_dim=64,
-    rope_theta=rope_theta,
-    tie_embeddings=True,
-  )
-
-
-_QWEN3_30B = _qwen3(48, 2048, 32, 4, 768, num_experts=128, experts_per_token=8)
-_QWEN3_235B = _qwen3(
-  94, 4096, 64, 4, 1536, num_experts=128, experts_per_token=8
-)
-
-
-def _glm(*sizes, first, **changes) -> ModelConfig:
-  fields = {
-    "vocab_size": 151_552,
-    "first": (Layer(experts=False),) * first,
-    "pattern": (Layer(),),
-    "experts_per_token": 8,
-    "scoring_func": "sigmoid",
-    "choice_bias": True,
-    "attention_bias": True,
-    "rotary_dim": 64,
-    "norm_eps": 1e-5,
-  }
-  return _qwen3(*sizes, **fields | changes)
-
-
-def _minimax(*sizes, **changes) -> ModelConfig:
-  fields = {
-    "vocab_size": 200_064,
-    "experts_per_token": 8,
-    "scoring_func": "sigmoid",
-    "choice_bias": True,
-    "qk_norm_over_heads": True,
-    "rotary_dim": 64,
-    "rope_theta": 5e6,
-  }
-  return _qwen3(*sizes, **fields | changes)
-
-
-def _gpt_oss(*sizes, window=128, **changes) -> ModelConfig:
-  fields = {
-    "vocab_size": 201_088,
-    "head_dim": 64,
-    "pattern": (Layer(window=window), Layer()),
-    "experts_per_token": 4,
-    "router_bias": True,
-    "expert_bias": True,
-    "swiglu_limit": 7.0,
-    "rope_theta": 1.5e5,
-    "rope_scaling": YarnScaling(32.0, 4096, truncate=False),
-    "attention_bias": True,
-    "output_bias": True,
-    "sinks": True,
-    "qk_norm": False,
-    "norm_eps": 1e-5,
-    "norm_rounds_last": True,
-  }
-  return _qwen3(*sizes, **fields | changes)
-
-
-# As the tiny model, for trying a family on two cores.
-_TINY_SIZES = {
-  "vocab_size": 258,
-  "head_dim": 16,
-  "num_experts": 8,
-  "experts_per_token": 2,
-  "rope_theta": 1e4,
-  "remat": "none",
-}
-
-# Sizes are from config.json of each published checkpoint. Layers, heads,
-# experts and tying of Qwen3 are also in tables 1 and 2 of arXiv 2505.09388.
-VARIANTS = {
-  "tiny": _TINY,
-  "small": _SMALL,
-  "qwen3-0.6b": _qwen3(28, 1024, 16, 8, 3072, tie_embeddings=True),
-  "qwen3-1.7b": _qwen3(28, 2048, 16, 8, 6144, tie_embeddings=True),
-  "qwen3-4b": _qwen3(36, 2560, 32, 8, 9728, tie_embeddings=True),
-  "qwen3-8b": _qwen3(36, 4096, 32, 8, 12288),
-  "qwen3-14b": _qwen3(40, 5120, 40, 8, 17408),
-  "qwen3-32b": _qwen3(64, 5120, 64, 8, 25600),
-  "qwen3-30b-a3b": _QWEN3_30B,
-  "qwen3-30b-a3b-2507": dataclasses.replace(_QWEN3_30B, rope_theta=1e7),
-  "qwen3-235b-a22b": _QWEN3_235B,
-  "qwen3-235b-a22b-2507": dataclasses.replace(_QWEN3_235B, rope_theta=5e6),
-  "qwen3-coder-30b-a3b": dataclasses.replace(_QWEN3_30B, rope_theta=1e7),
-  "qwen3-coder-480b-a35b": _qwen3(
-    *(62, 6144, 96, 8, 2560),
-    num_experts=160,
-    experts_per_token=8,
-    rope_theta=1e7,
-  ),
-  "qwen2.5-0.5b": _qwen2(
-    24, 896, 14, 2, 4864, head_dim=64, tie_embeddings=True
-  ),
-  "qwen2.5-1.5b": _qwen2(28, 1536, 12, 2, 8960, tie_embeddings=True),
-  "qwen2.5-7b": _qwen2(28, 3584, 28, 4, 18944, vocab_size=152_064),
-  "llama3.2-1b": _llama3(
-    *(16, 2048, 32, 8, 8192), rope_factor=32.0, head_dim=64, tie_embeddings=True
-  ),
-  "llama3.1-8b": _llama3(32, 4096, 32, 8, 14336, rope_factor=8.0),
-  "smollm2-135m": _smollm2(30, 576, 9, 3, 1536, rope_theta=1e5),
-  "smollm2-360m": _smollm2(32, 960, 15, 5, 2560, rope_theta=1e5),
-  "smollm2-1.7b": _smollm2(24, 2048, 32, 32, 8192, rope_theta=1.3e5),
-  "olmoe-1b-7b": _qwen3(
-    *(16, 2048, 16, 16, 1024),
-    vocab_size=50_304,
-    num_experts=64,
-    experts_per_token=8,
-    norm_topk_prob=False,
-    rope_theta=1e4,
-    qk_norm_over_heads=True,
-    norm_eps=1e-5,
-  ),
-  "mixtral-8x7b": _llama(
-    *(32, 4096, 32, 8, 14336),
-    vocab_size=32_000,
-    num_experts=8,
-    experts_per_token=2,
-  ),
-  "qwen1.5-moe-a2.7b": _qwen2(
-    *(24, 2048, 16, 16, 1408),
-    num_experts=60,
-    experts_per_token=4,
-    norm_topk_prob=False,
-    shared_dim=5632,
-    shared_gate=True,
-  ),
-  "glm-4.5-air": _glm(
-    *(46, 4096, 96, 8, 1408),
-    first=1,
-    dense_mlp_dim=10_944,
-    num_experts=128,
-    shared_dim=1408,
-    qk_norm=False,
-  ),
-  # GLM-4.6 and 4.7 have the same sizes.
-  "glm-4.5": _glm(
-    *(92, 5120, 96, 8, 1536),
-    first=3,
-    dense_mlp_dim=12_288,
-    num_experts=160,
-    shared_dim=1536,
-    routed_scaling_factor=2.5,
-  ),
-  "minimax-m2": _minimax(62, 3072, 48, 8, 1536, num_experts=256),
-  "gpt-oss-20b": _gpt_oss(24, 2880, 64, 8, 2880, num_experts=32),
-  "gpt-oss-120b": _gpt_oss(36, 2880, 64, 8, 2880, num_experts=128),
-  "tiny-glm-4.5": _glm(
-    *(3, 64, 4, 4, 64),
-    first=1,
-    dense_mlp_dim=128,
-    shared_dim=64,
-    rotary_dim=8,
-    **_TINY_SIZES,
-  ),
-  "tiny-minimax-m2": _minimax(2, 64, 4, 2, 64, rotary_dim=8, **_TINY_SIZES),
-  "tiny-gpt-oss": _gpt_oss(*(2, 64, 4, 2, 64), window=8, **_TINY_SIZES),
-}
-
-
-def variant(name: str, **changes) -> ModelConfig:
-  """The named variant with some fields changed.
-
-  Raises:
-    UserError: an unknown name or field, or an invalid value.
-  """
-  if name not in VARIANTS:
-    raise UserError(f"model.variant={name!r}: {nearest(name, VARIANTS)}")
-  return changed(VARIANTS[name], **changes)
 
 
 def changed(cfg: ModelConfig, **changes) -> ModelConfig:

@@ -96,13 +96,23 @@ def test_weights_of_another_model_are_refused(
     load(debug_config, dataclasses.replace(program, cfg=cfg), run)
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b", "llama3.1-8b"])
+@pytest.mark.parametrize("name", ["llama3.1-8b", "gpt-oss-20b"])
 def test_what_identifies_a_model_is_the_same_in_a_file(name):
   """Else a run of it would not find its own checkpoints."""
   tokenizer = SimpleNamespace(fingerprint="")
   program = SimpleNamespace(cfg=model.variant(name), tokenizer=tokenizer)
   identity = load_params.identity(program)
   assert json.loads(json.dumps(identity)) == identity
+
+
+def test_runs_saved_before_layers_differed_are_found(program):
+  """The identity of a uniform model has the keys that it had then."""
+  assert load_params.identity(program)["model"].keys() == {
+    *("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads"),
+    *("head_dim", "mlp_dim", "num_experts", "experts_per_token"),
+    *("norm_topk_prob", "rope_theta", "rope_scaling", "attention_bias"),
+    *("qk_norm", "qk_norm_over_heads", "norm_eps", "tie_embeddings", "dtype"),
+  }
 
 
 def test_other_settings_of_the_same_model(debug_config, params, run):

@@ -131,7 +131,7 @@ def checkpoint(folder, config, seed):
   # The mixture in shards, as large ones are.
   size = "4KB" if "qwen3_moe" in folder.name else "1GB"
   model.to(torch.bfloat16)
-  # The published files of these families hold this buffer in float32.
+  # transformers keeps this buffer in float32.
   for name, x in model.named_buffers():
     if name.endswith("e_score_correction_bias"):
       x.data = 0.2 * torch.randn(x.shape)

@@ -24,7 +24,8 @@ from etils import epath
 from gspo_jax.model import parameters
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.hf import quantised
-from gspo_jax.model.hf.config import FAMILIES, family_name
+from gspo_jax.model.hf.config import family_name
+from gspo_jax.model.hf.families import FAMILIES
 from gspo_jax.record import json_file
 from gspo_jax.record.run_files import in_bucket, is_file
 from gspo_jax.runtime.errors import (
