@@ -38,6 +38,7 @@ NAMES = (
   *("yarn", "olmoe", "mixtral", "qwen2_moe", "glm4_moe", "glm4_moe_air"),
   *("minimax_m2", "gpt_oss"),
 )
+DECODED = "qwen3_moe", "glm4_moe", "gpt_oss"
 every_model = pytest.mark.parametrize("name", NAMES)
 MOE = {"vocab_size": 48, "num_layers": 3, "mlp_dim": 16}
 QWEN2 = MOE | {"num_experts": 0, "attention_bias": True, "qk_norm": False}
@@ -153,11 +154,17 @@ def test_gradients_are_those_of_transformers(name):
     assert largest == 0 if parameters.find(path).frozen else largest > 1e-3
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(n, marks=[] if n in DECODED else [pytest.mark.slow])
+    for n in NAMES
+  ],
+)
 def test_greedy_responses_from_an_export_are_those_of_transformers(
   name, tmp_path
 ):
-  """The decoding of the other models shares all code with these."""
+  """The decoding of the others shares all code with those in `DECODED`."""
   cfg = config(name)
   hf.save_hf(loaded(name), cfg, tmp_path / "out")
   params = hf.load_hf(tmp_path / "out", hf.config_from_hf(tmp_path / "out"))
