@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from families import FAMILIES
+from families import FAMILIES, each_family
 from random_model import weights
 
 from gspo_jax import model
@@ -21,7 +21,6 @@ from gspo_jax.runtime import sharding
 
 T = 9
 MOST = "glm-4.5", "minimax-m2"  # whose mesh is the more usual one
-each_family = pytest.mark.parametrize("name", FAMILIES)
 forward = jax.jit(model.forward, static_argnums=1)
 
 
@@ -135,7 +134,9 @@ def test_first_layers_are_computed_again_in_the_backward_pass():
   assert again - stored > 4 * 7
 
 
-CHOOSING = pytest.mark.parametrize("name", ["glm-4.5", "minimax-m2"])
+CHOOSING = pytest.mark.parametrize(
+  "name", ["glm-4.5", pytest.param("minimax-m2", marks=pytest.mark.slow)]
+)
 
 
 @CHOOSING

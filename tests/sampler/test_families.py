@@ -10,7 +10,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from families import FAMILIES
+from families import FAMILIES, each_family
 from random_model import weights
 
 from gspo_jax import model
@@ -27,7 +27,6 @@ BATCHING = ContinuousBatchingConfig(
   slots=8, page_size=4, segment_steps=5, prefill_chunk=8
 )
 KEY = jax.random.key(1)
-each_family = pytest.mark.parametrize("name", FAMILIES)
 
 
 def prompts():

@@ -1,5 +1,7 @@
 """The families whose layers differ or whose experts have biases, small."""
 
+import pytest
+
 from gspo_jax import model
 
 _SIZES = {
@@ -29,3 +31,8 @@ FAMILIES = {
     **_SIZES,
   ),
 }
+# All layers of MiniMax-M2 are alike, as those of the models in other tests.
+each_family = pytest.mark.parametrize(
+  "name",
+  ["glm-4.5", "gpt-oss", pytest.param("minimax-m2", marks=pytest.mark.slow)],
+)
