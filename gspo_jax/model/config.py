@@ -14,6 +14,9 @@ from gspo_jax.runtime.key import (
 
 DTYPES = ("float32", "bfloat16")
 SCORES = ("softmax", "sigmoid")
+# How a layer mixes tokens: softmax attention to keys and values; multi-head
+# latent attention, `mla.py`; a gated DeltaNet, `delta_net.py`. Each is a module.
+MIXERS = ("attention", "mla", "delta_net")
 _MAX_LAYERS = 4096  # of a model; the largest published ones have 126
 
 # Values that a rematerialised block may keep; each one kept saves a part of the
@@ -82,6 +85,7 @@ class Layer:
   # A token attends to itself and the `window - 1` tokens before; None: to all.
   window: int | None = None
   experts: bool = True  # or an MLP
+  mixer: str = "attention"  # one of `MIXERS`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +94,9 @@ class ModelConfig:
 
   Qwen3 is arXiv 2505.09388, sec. 2. `variants.py` has the fields of the other
   families: Qwen2 (arXiv 2412.15115), Llama 3 (2407.21783), Mixtral
-  (2401.04088), OLMoE (2409.02060), GLM-4.5 (2508.06471), gpt-oss (2508.10925)
-  and MiniMax-M2.
+  (2401.04088), OLMoE (2409.02060), GLM-4.5 (2508.06471), gpt-oss (2508.10925),
+  DeepSeek-V3 (2412.19437), Moonlight (2502.16982), MiniMax-M2, Qwen3-Next and
+  Qwen3.5.
   """
 
   vocab_size: int  # rows of the embedding
@@ -99,7 +104,8 @@ class ModelConfig:
   embed_dim: int  # width of the residual stream
   num_heads: int  # query heads
   num_kv_heads: int  # key and value heads; divides `num_heads`
-  head_dim: int  # width of one head; even, for the rotary halves
+  # Width of one head; even, for the rotary halves. With MLA: of queries and keys.
+  head_dim: int
   mlp_dim: int  # hidden width of the SwiGLU MLP, or of one expert
   # The layers are `first`, then `pattern` repeated. Without a pattern all
   # layers are alike: full attention, and experts if the model has any.
@@ -136,12 +142,28 @@ class ModelConfig:
   # Each head has a learned logit that takes part in the softmax over the keys
   # and has no value (arXiv 2309.17453).
   sinks: bool = False
+  # A sigmoid of each query head's gate multiplies its output.
+  output_gate: bool = False
+  # MLA (arXiv 2412.19437, sec. 2.1.1). The last `rotary_dim` columns of a head
+  # are rotated; keys have them in common.
+  q_lora_rank: int = 0  # width of the queries' latent; 0: there is none
+  kv_lora_rank: int = 0  # width of the latent of keys and values
+  v_head_dim: int = 0  # width of one value head; 0: as `head_dim`
+  # Rotary pairs are neighbours, (0, 1), (2, 3), and not (0, H / 2).
+  rope_interleave: bool = False
+  # Gated DeltaNet (arXiv 2412.06464): heads, widths, tokens of a convolution.
+  linear_num_key_heads: int = 0
+  linear_num_value_heads: int = 0
+  linear_key_head_dim: int = 0
+  linear_value_head_dim: int = 0
+  linear_conv_kernel_dim: int = 4
   qk_norm: bool = True  # queries and keys have an RMSNorm
   # This norm is over all heads together, not per head.
   qk_norm_over_heads: bool = False
   norm_eps: float = 1e-6  # epsilon of every RMSNorm
   # An RMSNorm multiplies by its scale before it rounds to `dtype`, not after.
   norm_rounds_last: bool = False
+  norm_plus_one: bool = False  # an RMSNorm multiplies by 1 + its scale
   tie_embeddings: bool = False  # the embedding is also the output matrix
   # Of activations and matrix products; parameters, softmaxes and vocabulary
   # logits are always float32.
@@ -226,6 +248,42 @@ class ModelConfig:
         raise UserError(
           f"window={layer.window} of a layer: expected at least 1"
         )
+      if layer.mixer not in MIXERS:
+        hint = nearest(layer.mixer, MIXERS)
+        raise UserError(f"mixer={layer.mixer!r} of a layer: {hint}")
+    self._check_mixers({layer.mixer for layer in self.layers})
+
+  def _check_mixers(self, mixers):
+    if "mla" in mixers:
+      if self.kv_lora_rank < 1:
+        raise UserError(
+          f"model.kv_lora_rank={self.kv_lora_rank}: expected at least 1 with"
+          " layers of mixer='mla'"
+        )
+      if self.num_kv_heads != self.num_heads:
+        raise UserError(
+          f"model.num_kv_heads={self.num_kv_heads}: expected"
+          f" model.num_heads={self.num_heads} with layers of mixer='mla'"
+        )
+    if "delta_net" not in mixers:
+      return
+    for name in ("num_key_heads", "key_head_dim", "value_head_dim"):
+      if (value := getattr(self, f"linear_{name}")) < 1:
+        raise UserError(
+          f"model.linear_{name}={value}: expected at least 1 with layers of"
+          " mixer='delta_net'"
+        )
+    heads, key_heads = self.linear_num_value_heads, self.linear_num_key_heads
+    if heads < 1 or heads % key_heads:
+      raise UserError(
+        f"model.linear_num_value_heads={heads}: expected a multiple of"
+        f" model.linear_num_key_heads={key_heads}"
+      )
+    if self.linear_conv_kernel_dim < 2:
+      raise UserError(
+        f"model.linear_conv_kernel_dim={self.linear_conv_kernel_dim}: expected"
+        " at least 2"
+      )
 
   def _check_router(self):
     E, n = self.num_experts, self.n_group
@@ -269,7 +327,9 @@ class ModelConfig:
       return layer.experts and self.shared_dim > 0
     if module in ("moe", "mlp"):
       return layer.experts == (module == "moe")
-    return module in ("attention_norm", "attention", "mlp_norm")
+    if module in MIXERS:
+      return layer.mixer == module
+    return module in ("attention_norm", "mlp_norm")
 
   @property
   def num_moe_layers(self) -> int:
@@ -279,6 +339,11 @@ class ModelConfig:
   def dense_dim(self) -> int:
     """The hidden width of the MLP in layers without experts."""
     return self.dense_mlp_dim or self.mlp_dim
+
+  @property
+  def value_dim(self) -> int:
+    """The width of one value head of attention."""
+    return self.v_head_dim or self.head_dim
 
   @property
   def rotary_width(self) -> int:

@@ -6,9 +6,14 @@ path that begins with "layers/" has one more axis in front: the layers that have
 its module, such as "moe".
 
 Dimension key: V vocabulary, D model width, N query heads, K key-value heads, H
-head width, F hidden width of an expert, Fd of a dense layer's MLP, Fs of the
-shared expert, E experts, r rank of an adapter, q and k widths of the norms of
-queries and keys.
+head width, Hq width of a query with its gate, F hidden width of an expert, Fd
+of a dense layer's MLP, Fs of the shared expert, E experts, r rank of an
+adapter, q and k widths of the norms of queries and keys.
+
+Of MLA: Cq and C widths of the latents of queries and of keys and values, Cr C
+and the rotary columns of a key, Hkv the rest of a key and a value, Ho a value.
+Of a gated DeltaNet: G key heads, Hk their width, M value heads, Hv their width,
+W tokens of the convolution.
 """
 
 import dataclasses
@@ -33,6 +38,13 @@ def _sizes(cfg: ModelConfig) -> dict[str, int]:
   sizes = {"V": cfg.vocab_size, "D": cfg.embed_dim, "E": cfg.num_experts}
   sizes |= {"N": N, "K": K, "H": H, "q": q, "k": k, "F": F, "2F": 2 * F}
   sizes |= {"Fd": cfg.dense_dim, "Fs": cfg.shared_dim, "1": 1}
+  sizes |= {"Hq": 2 * H if cfg.output_gate else H, "Ho": cfg.value_dim}
+  sizes |= {"Cq": cfg.q_lora_rank, "C": cfg.kv_lora_rank}
+  sizes |= {"Cr": cfg.kv_lora_rank + cfg.rotary_width}
+  sizes |= {"Hkv": H - cfg.rotary_width + cfg.value_dim}
+  sizes |= {"G": cfg.linear_num_key_heads, "Hk": cfg.linear_key_head_dim}
+  sizes |= {"M": cfg.linear_num_value_heads, "Hv": cfg.linear_value_head_dim}
+  sizes |= {"W": cfg.linear_conv_kernel_dim}
   return sizes | {"r": cfg.lora.rank if cfg.lora else 0}
 
 
@@ -50,7 +62,9 @@ class Parameter:
   # Muon updates; None for other parameters.
   target: str | None = None
   exists: Callable[[ModelConfig], bool] = lambda cfg: True
-  # "inputs": normal with variance 1 / inputs; "width": 1 / D; "ones"; "zeros".
+  # "inputs": normal with variance 1 / inputs; "width": 1 / D; "scale": ones, or
+  # zeros with `norm_plus_one`; "ones"; "zeros"; "decay": of `A_log`;
+  # "convolution": normal with variance 1 / W.
   init: str = "inputs"
   # The tensors are [outputs, inputs], as in linear layers.
   transposed: bool = True
@@ -58,8 +72,8 @@ class Parameter:
   other_names: dict[str, tuple[str, ...]] = dataclasses.field(
     default_factory=dict
   )
-  # State of pre-training: it has no gradient, and is never rounded.
-  frozen: bool = False
+  # It is never rounded, also not for decoding or in an export.
+  float32: bool = False
 
   @property
   def stacked(self) -> bool:
@@ -124,14 +138,18 @@ class Parameter:
     initializer = {
       "inputs": initializers.lecun_normal(inputs, outputs, experts),
       "width": initializers.normal(cfg.embed_dim**-0.5),
+      "scale": initializers.constant(0 if cfg.norm_plus_one else 1),
       "ones": initializers.ones,
       "zeros": initializers.zeros,
+      "decay": _decay_rates,
+      "convolution": initializers.normal(cfg.linear_conv_kernel_dim**-0.5),
     }
     return initializer[self.init](key, self.shape(cfg))
 
 
-def _if(field: str, **others) -> dict:
-  return {"exists": lambda cfg: getattr(cfg, field), **others}
+def _decay_rates(key, shape):
+  """Logarithms of numbers from 0.01 to 16, as Qwen3-Next's first ones."""
+  return jnp.log(jax.random.uniform(key, shape, minval=0.01, maxval=16))
 
 
 def _in(module: str, *fields: str, **others) -> dict:
@@ -145,10 +163,16 @@ def _in(module: str, *fields: str, **others) -> dict:
   }
 
 
-_BIAS = _if("attention_bias", init="zeros")
-_NORM = {"init": "ones"}
-_QK_NORM = _if("qk_norm", init="ones")
-_ATTENTION = {"target": "attention"}
+_NORM = {"init": "scale"}
+_BIAS = _in("attention", "attention_bias", init="zeros")
+_QK_NORM = _in("attention", "qk_norm", **_NORM)
+_ATTENTION = _in("attention", target="attention")
+_MLA = _in("mla", target="attention")
+_Q_LORA_NORM = _in("mla", "q_lora_rank", **_NORM)
+_Q_LORA = _in("mla", "q_lora_rank", target="attention")
+_DELTA = _in("delta_net", target="attention")
+_STATE = _in("delta_net", float32=True)
+_CONVOLUTION = _in("delta_net", init="convolution")
 _MLP = _in("mlp", target="mlp")
 _MOE = _in("moe", target="mlp")
 _SHARED = _in("shared", target="mlp")
@@ -162,6 +186,15 @@ def _shared_names(end: str) -> dict:
   }
 
 
+def _delta_names(end: str) -> dict:
+  """Qwen3-Next has two tensors, whose rows are in groups by key head."""
+  fused = "qkvz" if end in ("qkv", "z") else "ba"
+  return {
+    "tensors": (f"linear_attn.in_proj_{end}.weight",),
+    "other_names": {"qwen3_next": (f"linear_attn.in_proj_{fused}.weight",)},
+  }
+
+
 # The order within a module is the order of the random keys.
 # fmt: off
 TABLE = (
@@ -170,7 +203,7 @@ TABLE = (
             init="width", transposed=False),
   Parameter("layers/attention_norm/scale", "D", "whole",
             ("input_layernorm.weight",), **_NORM),
-  Parameter("layers/attention/q", "D -> N H", "embed heads whole",
+  Parameter("layers/attention/q", "D -> N Hq", "embed heads whole",
             ("self_attn.q_proj.weight",), **_ATTENTION),
   Parameter("layers/attention/k", "D -> K H", "embed heads whole",
             ("self_attn.k_proj.weight",), **_ATTENTION),
@@ -189,9 +222,54 @@ TABLE = (
   Parameter("layers/attention/v_bias", "K H", "heads head_dim",
             ("self_attn.v_proj.bias",), **_BIAS),
   Parameter("layers/attention/o_bias", "D", "whole",
-            ("self_attn.o_proj.bias",), **_if("output_bias", init="zeros")),
+            ("self_attn.o_proj.bias",), **_in("attention", "output_bias", init="zeros")),
   Parameter("layers/attention/sinks", "N", "heads",
-            ("self_attn.sinks",), **_if("sinks", init="zeros")),
+            ("self_attn.sinks",), **_in("attention", "sinks", init="zeros")),
+  Parameter("layers/mla/q", "D -> N H", "embed heads whole",
+            ("self_attn.q_proj.weight",), **_MLA | {
+              "exists": lambda cfg: (
+                bool(cfg.layers_with("mla")) and not cfg.q_lora_rank)}),
+  Parameter("layers/mla/q_a", "D -> Cq", "embed whole",
+            ("self_attn.q_a_proj.weight",), **_Q_LORA),
+  Parameter("layers/mla/q_a_norm/scale", "Cq", "whole",
+            ("self_attn.q_a_layernorm.weight",), **_Q_LORA_NORM),
+  Parameter("layers/mla/q_b", "Cq -> N H", "embed heads whole",
+            ("self_attn.q_b_proj.weight",), **_Q_LORA),
+  Parameter("layers/mla/kv_a", "D -> Cr", "embed whole",
+            ("self_attn.kv_a_proj_with_mqa.weight",), **_MLA),
+  Parameter("layers/mla/kv_a_norm/scale", "C", "whole",
+            ("self_attn.kv_a_layernorm.weight",), **_in("mla", **_NORM)),
+  Parameter("layers/mla/kv_b", "C -> N Hkv", "embed heads whole",
+            ("self_attn.kv_b_proj.weight",), **_MLA),
+  Parameter("layers/mla/o", "N Ho -> D", "heads head_dim whole",
+            ("self_attn.o_proj.weight",), **_MLA),
+  # Parameters of one tensor are its rows one after the other, in this order.
+  Parameter("layers/delta_net/q", "D -> G Hk", "embed heads whole",
+            **_delta_names("qkv"), **_DELTA),
+  Parameter("layers/delta_net/k", "D -> G Hk", "embed heads whole",
+            **_delta_names("qkv"), **_DELTA),
+  Parameter("layers/delta_net/v", "D -> M Hv", "embed heads whole",
+            **_delta_names("qkv"), **_DELTA),
+  Parameter("layers/delta_net/z", "D -> M Hv", "embed heads whole",
+            **_delta_names("z"), **_DELTA),
+  Parameter("layers/delta_net/b", "D -> M", "embed heads",
+            **_delta_names("b"), **_DELTA),
+  Parameter("layers/delta_net/a", "D -> M", "embed heads",
+            **_delta_names("a"), **_DELTA),
+  Parameter("layers/delta_net/q_conv", "G Hk W", "heads whole whole",
+            ("linear_attn.conv1d.weight",), **_CONVOLUTION),
+  Parameter("layers/delta_net/k_conv", "G Hk W", "heads whole whole",
+            ("linear_attn.conv1d.weight",), **_CONVOLUTION),
+  Parameter("layers/delta_net/v_conv", "M Hv W", "heads whole whole",
+            ("linear_attn.conv1d.weight",), **_CONVOLUTION),
+  Parameter("layers/delta_net/A_log", "M", "heads", ("linear_attn.A_log",),
+            init="decay", **_STATE),
+  Parameter("layers/delta_net/dt_bias", "M", "heads", ("linear_attn.dt_bias",),
+            init="ones", **_STATE),
+  Parameter("layers/delta_net/norm/scale", "Hv", "whole",
+            ("linear_attn.norm.weight",), **_in("delta_net", init="ones")),
+  Parameter("layers/delta_net/o", "M Hv -> D", "heads head_dim whole",
+            ("linear_attn.out_proj.weight",), **_DELTA),
   Parameter("layers/mlp_norm/scale", "D", "whole",
             ("post_attention_layernorm.weight",), **_NORM),
   Parameter("layers/mlp/gate", "D -> Fd", "embed mlp",
@@ -209,7 +287,7 @@ TABLE = (
             **_in("moe", "router_bias", init="zeros")),
   Parameter("layers/moe/choice_bias", "E", "whole",
             ("mlp.gate.e_score_correction_bias",),
-            **_in("moe", "choice_bias", init="zeros"), frozen=True,
+            **_in("moe", "choice_bias", init="zeros"), float32=True,
             other_names={
               "mixtral": ("block_sparse_moe.e_score_correction_bias",)}),
   # Gate and up side by side: one matmul, and no relayout on a TPU.
@@ -289,10 +367,10 @@ def shardings(shapes, mesh: jax.sharding.Mesh):
 
 
 def cast(params, dtype):
-  """The parameters in `dtype`, but those that are frozen as they are."""
+  """The parameters in `dtype`, but those that are float32 as they are."""
 
   def one(keys, x):
-    return x if find(sharding.path_name(keys)).frozen else x.astype(dtype)
+    return x if find(sharding.path_name(keys)).float32 else x.astype(dtype)
 
   return jax.tree.map_with_path(one, params)
 

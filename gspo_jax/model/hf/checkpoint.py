@@ -250,7 +250,7 @@ def _to_hf(x, i, *, tensor: TensorMap, dtype: str):
   layer = x[i] if tensor.stacked else x
   if tensor.interleaved:
     layer = swap_last(layer, (2, -1))
-  if not parameters.find(tensor.path).frozen:
+  if not parameters.find(tensor.path).float32:
     layer = layer.astype(dtype)
   return layer.transpose(tensor.order)
 
