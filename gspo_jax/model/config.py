@@ -14,8 +14,8 @@ from gspo_jax.runtime.key import (
 
 DTYPES = ("float32", "bfloat16")
 SCORES = ("softmax", "sigmoid")
-# How a layer mixes tokens: softmax attention to keys and values; multi-head
-# latent attention, `mla.py`; a gated DeltaNet, `delta_net.py`. Each is a module.
+# How a layer mixes tokens: by attention to keys and values, by multi-head latent
+# attention (mla.py), or by a gated DeltaNet (delta_net.py). Each is a module.
 MIXERS = ("attention", "mla", "delta_net")
 _MAX_LAYERS = 4096  # of a model; the largest published ones have 126
 
@@ -104,8 +104,7 @@ class ModelConfig:
   embed_dim: int  # width of the residual stream
   num_heads: int  # query heads
   num_kv_heads: int  # key and value heads; divides `num_heads`
-  # Width of one head; even, for the rotary halves. With MLA: of queries and keys.
-  head_dim: int
+  head_dim: int  # width of one head; even, for the rotary halves
   mlp_dim: int  # hidden width of the SwiGLU MLP, or of one expert
   # The layers are `first`, then `pattern` repeated. Without a pattern all
   # layers are alike: full attention, and experts if the model has any.
@@ -144,8 +143,8 @@ class ModelConfig:
   sinks: bool = False
   # A sigmoid of each query head's gate multiplies its output.
   output_gate: bool = False
-  # MLA (arXiv 2412.19437, sec. 2.1.1). The last `rotary_dim` columns of a head
-  # are rotated; keys have them in common.
+  # MLA (arXiv 2412.19437, sec. 2.1.1). The last `rotary_dim` columns of a query
+  # or key are rotated; all keys of a token have them in common.
   q_lora_rank: int = 0  # width of the queries' latent; 0: there is none
   kv_lora_rank: int = 0  # width of the latent of keys and values
   v_head_dim: int = 0  # width of one value head; 0: as `head_dim`
