@@ -14,8 +14,8 @@ from gspo_jax.runtime.key import (
 
 DTYPES = ("float32", "bfloat16")
 SCORES = ("softmax", "sigmoid")
-# How a layer mixes tokens: by attention to keys and values, by multi-head latent
-# attention (mla.py), or by a gated DeltaNet (delta_net.py). Each is a module.
+# How a layer mixes tokens: attention to keys and values, multi-head latent
+# attention (mla.py), or a gated DeltaNet (delta_net.py). Each is a module.
 MIXERS = ("attention", "mla", "delta_net")
 _MAX_LAYERS = 4096  # of a model; the largest published ones have 126
 
