@@ -1,8 +1,9 @@
 """Causal attention within segments, with the kernel of the platform.
 
 Dimension key: B rows, T tokens, N query heads, K key-value heads, U = N / K
-query heads of one key-value head, H head width; in a block of queries, Q
-queries and the S keys from the first that one of them attends to, to the last.
+query heads of one key-value head, H head width, V width of a value head; in a
+block of queries, Q queries and the S keys from the first that one of them
+attends to, to the last.
 """
 
 import functools
@@ -29,11 +30,12 @@ MASKED = -1e30  # finite: a query without any key gives a finite output
 def attend(
   q_BTNH,
   k_BTKH,
-  v_BTKH,
+  v_BTKV,
   segments_BT,
   *,
   window: int | None = None,
   sinks_N=None,
+  scale: float | None = None,
 ):
   """Each token attends to itself and to the earlier tokens of its segment.
 
@@ -42,28 +44,40 @@ def attend(
   softmax, p_s = exp(score_s) / (exp(sink) + sum_s exp(score_s)).
 
   Query head i uses key-value head i // (N / K); padding is a segment, too. The
-  output [B, T, N, H] has the dtype of the queries. By splash attention on a TPU
+  products of queries and keys are multiplied by `scale`, H^-0.5 by default. The
+  output [B, T, N, V] has the dtype of the queries. By splash attention on a TPU
   if H is a multiple of 64; by cuDNN on a GPU for 16-bit numbers without sinks
   if H is a multiple of 8, with a mask [B, 1, T, T]; else `in_blocks`. No scores
   [B, N, T, T] are stored.
   """
   platform, (T, H) = sharding.platform(), q_BTNH.shape[1::2]
-  operands = q_BTNH, k_BTKH, v_BTKH, segments_BT
+  operands = q_BTNH, k_BTKH, v_BTKV, segments_BT
   if platform == "tpu" and H % _SPLASH_WIDTH == 0:
-    return splash(*operands, window=window, sinks_N=sinks_N)
+    return splash(*operands, window=window, sinks_N=sinks_N, scale=scale)
   cudnn = platform in ("gpu", "cuda") and q_BTNH.dtype != jnp.float32
   # Sinks need the softmax's sum, and JAX has no gradient of cuDNN's.
-  if cudnn and H % 8 == 0 and sinks_N is None:
+  if cudnn and H % 8 == 0 and v_BTKV.shape[-1] == H and sinks_N is None:
     visible_BTS = _visible(segments_BT, (0, 0, T), window)
     out_BTNH = jax.nn.dot_product_attention(
-      q_BTNH, k_BTKH, v_BTKH, mask=visible_BTS[:, None], implementation="cudnn"
+      *operands[:3],
+      mask=visible_BTS[:, None],
+      scale=scale,
+      implementation="cudnn",
     )
     return checkpoint_name(out_BTNH, "attention")
-  return in_blocks(*operands, window, sinks_N)
+  return in_blocks(*operands, window, sinks_N, scale)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def in_blocks(q_BTNH, k_BTKH, v_BTKH, segments_BT, window=None, sinks_N=None):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 6))
+def in_blocks(
+  q_BTNH,
+  k_BTKH,
+  v_BTKV,
+  segments_BT,
+  window=None,
+  sinks_N=None,
+  scale=None,
+):
   """`attend` in XLA's operations, over blocks of queries.
 
   A block reads the keys from the window of its first query up to its last
@@ -72,29 +86,30 @@ def in_blocks(q_BTNH, k_BTKH, v_BTKH, segments_BT, window=None, sinks_N=None):
   again (arXiv 2205.14135, algorithm 4). The output is rounded once from
   float32, as in the sampler's caches.
   """
-  return _forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, window, sinks_N)[0]
+  operands = q_BTNH, k_BTKH, v_BTKV, segments_BT
+  return _forward(*operands, window, sinks_N, scale)[0]
 
 
-def _forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, window, sinks_N):
-  def rows(*operands):
-    return _forward_rows(*operands, window=window, sinks_N=sinks_N)
-
-  operands = q_BTNH, k_BTKH, v_BTKH, _biases(segments_BT, window)
-  out_BTNH, lse_BTN = _map_rows(rows, operands)
+def _forward(q_BTNH, k_BTKH, v_BTKV, segments_BT, window, sinks_N, scale):
+  rows = functools.partial(
+    _forward_rows, window=window, scale=scale, sinks_N=sinks_N
+  )
+  operands = q_BTNH, k_BTKH, v_BTKV, _biases(segments_BT, window)
+  out_BTNV, lse_BTN = _map_rows(rows, operands)
   # A rematerialised block that keeps both computes the scores only twice.
-  out_BTNH = checkpoint_name(out_BTNH, "attention")
+  out_BTNV = checkpoint_name(out_BTNV, "attention")
   lse_BTN = checkpoint_name(lse_BTN, "attention")
-  inputs = q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N
-  return out_BTNH, (*inputs, out_BTNH, lse_BTN)
+  inputs = q_BTNH, k_BTKH, v_BTKV, segments_BT, sinks_N
+  return out_BTNV, (*inputs, out_BTNV, lse_BTN)
 
 
-def _backward(window, residuals, dout_BTNH):
-  q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N, out_BTNH, lse_BTN = residuals
+def _backward(window, scale, residuals, dout_BTNV):
+  q_BTNH, k_BTKH, v_BTKV, segments_BT, sinks_N, out_BTNV, lse_BTN = residuals
   # sum_s w_s dw_s = sum_s w_s (v_s . dout) = out . dout
-  delta_BTN = (wide(out_BTNH) * wide(dout_BTNH)).sum(-1)
-  operands = q_BTNH, k_BTKH, v_BTKH, lse_BTN, delta_BTN, dout_BTNH
+  delta_BTN = (wide(out_BTNV) * wide(dout_BTNV)).sum(-1)
+  operands = q_BTNH, k_BTKH, v_BTKV, lse_BTN, delta_BTN, dout_BTNV
   operands = *operands, _biases(segments_BT, window)
-  rows = functools.partial(_backward_rows, window=window)
+  rows = functools.partial(_backward_rows, window=window, scale=scale)
   dsinks_N = None
   if sinks_N is not None:
     weights_BTN = jnp.exp(wide(sinks_N) - lse_BTN)
@@ -160,7 +175,11 @@ def _by_token(x_BKTU):  # the inverse of `_by_kv_head`
   return jnp.moveaxis(x_BKTU, 1, 2).reshape(B, T, K * U, *rest)
 
 
-def _scores(q_BKQUH, k_BKSH, bias_BQS):
+def _scale(scale, H):
+  return H**-0.5 if scale is None else scale
+
+
+def _scores(q_BKQUH, k_BKSH, bias_BQS, scale):
   """Float32 scores [B, K, Q, U, S], by one product for all queries."""
   B, K, Q, U, H = q_BKQUH.shape
   scores = jnp.einsum(
@@ -169,19 +188,19 @@ def _scores(q_BKQUH, k_BKSH, bias_BQS):
     k_BKSH,
     preferred_element_type=jnp.float32,
   )
-  scores_BKQUS = scores.reshape(B, K, Q, U, -1) * H**-0.5
+  scores_BKQUS = scores.reshape(B, K, Q, U, -1) * _scale(scale, H)
   return scores_BKQUS + bias_BQS[:, None, :, None]
 
 
-def _forward_rows(q_BTNH, k_BTKH, v_BTKH, biases, *, window, sinks_N):
-  """The output [B, T, N, H] and the log-sum-exp of the scores [B, T, N]."""
+def _forward_rows(q_BTNH, k_BTKH, v_BTKV, biases, *, window, scale, sinks_N):
+  """The output [B, T, N, V] and the log-sum-exp of the scores [B, T, N]."""
   T, K = q_BTNH.shape[1], k_BTKH.shape[2]
   q_BKTUH = _by_kv_head(q_BTNH, K)
-  k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
+  k_BKTH, v_BKTV = k_BTKH.swapaxes(1, 2), v_BTKV.swapaxes(1, 2)
   outs, lses = [], []
   for (first, start, end), bias in zip(_blocks(T, window), biases, strict=True):
     q_BKQUH = q_BKTUH[:, :, start:end]
-    scores_BKQUS = _scores(q_BKQUH, k_BKTH[:, :, first:end], bias)
+    scores_BKQUS = _scores(q_BKQUH, k_BKTH[:, :, first:end], bias, scale)
     maximum = scores_BKQUS.max(-1, keepdims=True)
     if sinks_N is not None:
       sinks = wide(sinks_N).reshape(K, 1, -1, 1)
@@ -191,9 +210,9 @@ def _forward_rows(q_BTNH, k_BTKH, v_BTKH, biases, *, window, sinks_N):
     if sinks_N is not None:
       total += jnp.exp(sinks - maximum)
     weights = _merge(weights_BKQUS)
-    out = weigh("bkqs,bksh->bkqh", weights, v_BKTH[:, :, first:end])
-    out_BKQUH = rounded(out.reshape(q_BKQUH.shape) / total, q_BTNH.dtype)
-    outs.append(_by_token(out_BKQUH))
+    out = weigh("bkqs,bksv->bkqv", weights, v_BKTV[:, :, first:end])
+    out_BKQUV = out.reshape(*q_BKQUH.shape[:-1], -1) / total
+    outs.append(_by_token(rounded(out_BKQUV, q_BTNH.dtype)))
     lses.append(_by_token((maximum + jnp.log(total))[..., 0]))
   return jnp.concatenate(outs, 1), jnp.concatenate(lses, 1)
 
@@ -205,34 +224,45 @@ def _merge(x_BKQUX):
 
 
 def _backward_rows(
-  q_BTNH, k_BTKH, v_BTKH, lse_BTN, delta_BTN, dout_BTNH, biases, *, window
+  q_BTNH,
+  k_BTKH,
+  v_BTKV,
+  lse_BTN,
+  delta_BTN,
+  dout_BTNV,
+  biases,
+  *,
+  window,
+  scale,
 ):
   """The gradients of queries, keys and values, in their dtypes."""
   (B, T, _, H), K = q_BTNH.shape, k_BTKH.shape[2]
-  queries = q_BTNH, lse_BTN, delta_BTN, dout_BTNH
+  scale = _scale(scale, H)
+  queries = q_BTNH, lse_BTN, delta_BTN, dout_BTNV
   queries = [_by_kv_head(x, K) for x in queries]
-  k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
+  k_BKTH, v_BKTV = k_BTKH.swapaxes(1, 2), v_BTKV.swapaxes(1, 2)
   dq_blocks = []
   # Keys last: the scores are then not transposed to sum over the queries.
-  dk_BKHT = dv_BKHT = jnp.zeros((B, K, H, T))
+  dk_BKHT = jnp.zeros((B, K, H, T))
+  dv_BKVT = jnp.zeros((B, K, v_BTKV.shape[-1], T))
   for (first, start, end), bias in zip(_blocks(T, window), biases, strict=True):
     q, lse, delta, dout = (x[:, :, start:end] for x in queries)
-    k_BKSH, v_BKSH = k_BKTH[:, :, first:end], v_BKTH[:, :, first:end]
-    weights = jnp.exp(_scores(q, k_BKSH, bias) - lse[..., None])
-    q_BKHQ, dout_BKHQ = (_merge(x).swapaxes(2, 3) for x in (q, dout))
-    dweights = weigh("bkqh,bksh->bkqs", _merge(dout), v_BKSH)
+    k_BKSH, v_BKSV = k_BKTH[:, :, first:end], v_BKTV[:, :, first:end]
+    weights = jnp.exp(_scores(q, k_BKSH, bias, scale) - lse[..., None])
+    q_BKHQ, dout_BKVQ = (_merge(x).swapaxes(2, 3) for x in (q, dout))
+    dweights = weigh("bkqv,bksv->bkqs", _merge(dout), v_BKSV)
     dweights = dweights.reshape(weights.shape)
-    dscores = _merge(weights * (dweights - delta[..., None]) * H**-0.5)
+    dscores = _merge(weights * (dweights - delta[..., None]) * scale)
     dq = weigh("bkqs,bksh->bkqh", dscores, k_BKSH).reshape(q.shape)
     dq_blocks.append(_by_token(dq))
     add = lambda total, x: total.at[..., first:end].add(x)  # noqa: B023
     dk_BKHT = add(dk_BKHT, weigh("bkqs,bkhq->bkhs", dscores, q_BKHQ))
-    dv_BKHT = add(dv_BKHT, weigh("bkqs,bkhq->bkhs", _merge(weights), dout_BKHQ))
+    dv_BKVT = add(dv_BKVT, weigh("bkqs,bkvq->bkvs", _merge(weights), dout_BKVQ))
   tokens_first = lambda x_BKHT: jnp.moveaxis(x_BKHT, 3, 1)
   gradients = (
     (jnp.concatenate(dq_blocks, 1), q_BTNH),
     (tokens_first(dk_BKHT), k_BTKH),
-    (tokens_first(dv_BKHT), v_BTKH),
+    (tokens_first(dv_BKVT), v_BTKV),
   )
   return tuple(rounded(x, like.dtype) for x, like in gradients)
 
@@ -254,11 +284,12 @@ def weigh(subscripts: str, weights, values):
 def splash(
   q_BTNH,
   k_BTKH,
-  v_BTKH,
+  v_BTKV,
   segments_BT,
   *,
   window: int | None = None,
   sinks_N=None,
+  scale: float | None = None,
   interpret: bool = False,
 ):
   """JAX's TPU kernel; `interpret` runs it on any platform, slowly."""
@@ -270,16 +301,17 @@ def splash(
   lanes = H + -H % _LANES  # in HBM
   query_bytes = B * (T + padding) * N * lanes * q_BTNH.dtype.itemsize
   kernel = _splash_kernel(N, T + padding, query_bytes, interpret, window)
-  qkv = (pad(x).swapaxes(1, 2) for x in (q_BTNH * H**-0.5, k_BTKH, v_BTKH))
+  q_BTNH *= _scale(scale, H)
+  qkv = (pad(x).swapaxes(1, 2) for x in (q_BTNH, k_BTKH, v_BTKV))
   if sinks_N is not None:
     sinks_N = _cast_gradient(sinks_N)
 
-  def row(q_NTH, k_KTH, v_KTH, segments_T):
+  def row(q_NTH, k_KTH, v_KTV, segments_T):
     ids = sa.SegmentIds(q=segments_T, kv=segments_T)
-    return kernel(q_NTH, k_KTH, v_KTH, segment_ids=ids, sinks=sinks_N)
+    return kernel(q_NTH, k_KTH, v_KTV, segment_ids=ids, sinks=sinks_N)
 
-  out_BNTH = jax.vmap(row)(*qkv, pad(segments_BT))
-  return out_BNTH.swapaxes(1, 2)[:, :T]
+  out_BNTV = jax.vmap(row)(*qkv, pad(segments_BT))
+  return out_BNTV.swapaxes(1, 2)[:, :T]
 
 
 @jax.custom_vjp

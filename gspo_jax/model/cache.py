@@ -1,9 +1,10 @@
 """The KV cache as explicit state: one prefix per prompt, shared by its group.
 
 Dimension key: B rows, P prompts, G responses a prompt (B = P * G), T new
-tokens, S slots, N query heads, K key-value heads, U = N / K, H head width.
+tokens, S slots, N query heads, K key-value heads, U = N / K, H head width, V
+width of a value head.
 
-Each layer has an array [B, K, S, H]: a TPU decodes in place in it, and would
+Each layer has arrays [B, K, S, H]: a TPU decodes in place in them, and would
 copy the whole cache if it were [layers, B, S, K, H].
 """
 
@@ -14,9 +15,60 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax.model import attention
-from gspo_jax.model.config import ModelConfig
+from gspo_jax.model.config import Layer, ModelConfig
 from gspo_jax.model.rounding import rounded, stored, wide
 from gspo_jax.runtime.sharding import BATCH_AXES, constrain
+
+# By layer, its arrays; a layer may have none.
+Arrays = tuple[tuple[jax.Array, ...], ...]
+
+
+def token_shapes(cfg: ModelConfig, layer: Layer) -> tuple[tuple[int, int], ...]:
+  """Heads and width of what a layer keeps of each token.
+
+  Keys and values; with MLA one latent, whose first columns are the value too; a
+  gated DeltaNet keeps nothing.
+  """
+  if layer.mixer == "mla":
+    return ((1, cfg.kv_lora_rank + cfg.rotary_width),)
+  if layer.mixer == "attention":
+    return ((cfg.num_kv_heads, cfg.head_dim),) * 2
+  return ()
+
+
+def state_shapes(
+  cfg: ModelConfig, layer: Layer
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+  """What a layer keeps of each sequence, whatever its length.
+
+  Of a gated DeltaNet, for each head, the state and the last inputs of the
+  convolution; see delta_net.py.
+  """
+  if layer.mixer != "delta_net":
+    return ()
+  key_heads, heads = cfg.linear_num_key_heads, cfg.linear_num_value_heads
+  key, value = cfg.linear_key_head_dim, cfg.linear_value_head_dim
+  channels = 2 * key + heads // key_heads * value
+  tail = key_heads, cfg.linear_conv_kernel_dim - 1, channels
+  return (
+    jax.ShapeDtypeStruct((heads, key, value), jnp.float32),
+    jax.ShapeDtypeStruct(tail, stored(cfg.dtype)),
+  )
+
+
+def empty_states(cfg: ModelConfig, batch: int) -> Arrays:
+  """States before the first token, each [B, heads, ...]."""
+  zeros = lambda x: constrain(
+    jnp.zeros((batch, *x.shape), x.dtype), BATCH_AXES, "tensor"
+  )
+  return tuple(
+    tuple(map(zeros, state_shapes(cfg, layer))) for layer in cfg.layers
+  )
+
+
+def split_heads(arrays: tuple[jax.Array, ...]) -> str | None:
+  """The mesh axis of a layer's heads; None for the one latent of MLA."""
+  return "tensor" if len(arrays) == 2 else None
 
 
 @jax.tree_util.register_dataclass
@@ -24,8 +76,7 @@ from gspo_jax.runtime.sharding import BATCH_AXES, constrain
 class Prefix:
   """Keys and values of prompts, shared by the rows of each group."""
 
-  k: tuple[jax.Array, ...]  # per layer, [P, K, S, H]
-  v: tuple[jax.Array, ...]  # as k
+  kv: Arrays  # as of Cache, [P, K, S, H]
   valid: jax.Array  # [P, S] bool, false at padding
 
   def slots(self):
@@ -38,10 +89,10 @@ class Prefix:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-  """Keys and values of the tokens so far."""
+  """What the layers keep of the tokens so far."""
 
-  k: tuple[jax.Array, ...]  # per layer, [B, K, S, H]
-  v: tuple[jax.Array, ...]  # as k
+  kv: Arrays  # of each token, [B, K, S, H]; see `token_shapes`
+  states: Arrays  # of each row; see `state_shapes`
   valid: jax.Array  # [B, S] bool, false at padding and at slots not yet written
   length: jax.Array  # [] int32, slots written
   # The tokens before slot 0, shared by B / P rows; or None.
@@ -59,27 +110,35 @@ class Cache:
     layer: int,
     q_BTNH,
     k_BTKH,
-    v_BTKH,
+    v_BTKV=None,
     *,
+    value_dim: int | None = None,
     window: int | None = None,
     sinks_N=None,
+    scale: float | None = None,
   ):
     """Writes one layer's keys and values, then attends to all tokens so far.
 
-    Windows and sinks as in `attention.attend`. With a window, padding must not
-    separate the tokens of a row; a prompt in the prefix may have it on the left
-    or on the right, but not the responses on the left. Returns the attention
-    output [B, T, N, H] and the layer's new (k, v).
+    Windows, sinks and scale as in `attention.attend`. Without values, a value
+    is the first `value_dim` (V) columns of its key. With a window, padding must
+    not separate the tokens of a row; a prompt in the prefix may have it on the
+    left or on the right, but not the responses on the left. Returns the
+    attention output [B, T, N, V] and the layer's new arrays.
     """
     start = (0, 0, self.length, 0)
     write = lambda old, new_BTKH: jax.lax.dynamic_update_slice(
       old, new_BTKH.swapaxes(1, 2).astype(old.dtype), start
     )
-    k_BKSH, v_BKSH = write(self.k[layer], k_BTKH), write(self.v[layer], v_BTKH)
+    new = (k_BTKH,) if v_BTKV is None else (k_BTKH, v_BTKV)
+    updated = tuple(map(write, self.kv[layer], new))
+    k_BKSH = updated[0]
+    # The values of keys, or the values.
+    values = lambda arrays: arrays[-1][..., :value_dim]
     B, T, N, H = q_BTNH.shape
     K = k_BKSH.shape[1]
     q_BKUTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
     q_BKUTH = q_BKUTH.astype(k_BKSH.dtype)
+    scale = H**-0.5 if scale is None else scale
 
     slot_S = jnp.arange(k_BKSH.shape[2])
     query_T1 = self.length + jnp.arange(T)[:, None]  # slots
@@ -87,7 +146,8 @@ class Cache:
     if window is not None:
       visible_TS &= query_T1 - slot_S < window
     visible_BTS = visible_TS & self.valid[:, None, :]
-    parts = [(_scores(q_BKUTH, k_BKSH, visible_BTS), v_BKSH)]
+    scores = _scores(q_BKUTH, k_BKSH, visible_BTS, scale)
+    parts = [(scores, values(updated))]
     if self.prefix is not None:
       prefix = self.prefix
       P = prefix.valid.shape[0]
@@ -97,32 +157,58 @@ class Cache:
       if window is not None:
         near_PTS = query_T1 - prefix.slots()[:, None] < window
         visible_PTS &= jnp.tile(near_PTS, (1, B // P, 1))
-      scores = _scores(q_PKUTH, prefix.k[layer], visible_PTS)
-      parts.insert(0, (scores, prefix.v[layer]))
-    out_BKUTH = rounded(_combine(parts, B, T, sinks_N), q_BTNH.dtype)
-    out_BTNH = out_BKUTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
-    return out_BTNH, (k_BKSH, v_BKSH)
+      scores = _scores(q_PKUTH, prefix.kv[layer][0], visible_PTS, scale)
+      parts.insert(0, (scores, values(prefix.kv[layer])))
+    out_BKUTV = rounded(_combine(parts, B, T, sinks_N), q_BTNH.dtype)
+    out_BTNV = out_BKUTV.transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
+    return out_BTNV, updated
 
-  def append(self, k, v, mask_BT: jax.Array) -> "Cache":
+  def append(self, arrays: Arrays, mask_BT: jax.Array) -> "Cache":
+    """With the new arrays of all layers."""
+    kv, states = split(arrays, self.kv)
     length = self.length + mask_BT.shape[1]
-    return dataclasses.replace(self, k=k, v=v, length=length)
+    return dataclasses.replace(self, kv=kv, states=states, length=length)
+
+
+def split(arrays: Arrays, kv: Arrays) -> tuple[Arrays, Arrays]:
+  """Arrays by layer as those of tokens, where `kv` has some, and the states."""
+  pairs = list(zip(arrays, kv, strict=True))
+  of_tokens = tuple(new if old else () for new, old in pairs)
+  return of_tokens, tuple(() if old else new for new, old in pairs)
 
 
 def empty(cfg: ModelConfig, batch: int, slots: int) -> Cache:
   """A cache for values in `cfg.dtype`."""
-  shape = (batch, cfg.num_kv_heads, slots, cfg.head_dim)
-  zeros = lambda: tuple(
-    constrain(jnp.zeros(shape, stored(cfg.dtype)), BATCH_AXES, "tensor")
-    for _ in range(cfg.num_layers)
-  )
+
+  def zeros(layer):
+    shapes = token_shapes(cfg, layer)
+    return tuple(
+      constrain(
+        jnp.zeros((batch, heads, slots, width), stored(cfg.dtype)),
+        BATCH_AXES,
+        split_heads(shapes),
+      )
+      for heads, width in shapes
+    )
+
+  kv = tuple(map(zeros, cfg.layers))
   valid = constrain(jnp.zeros((batch, slots), bool), BATCH_AXES)
-  return Cache(zeros(), zeros(), valid, jnp.int32(0))
+  return Cache(kv, empty_states(cfg, batch), valid, jnp.int32(0))
 
 
-def from_prefill(k: jax.Array, v: jax.Array, mask_BT: jax.Array) -> Cache:
-  """A full cache of keys and values stacked over layers, [L, B, K, T, H]."""
+def from_prefill(
+  stacks: dict[str, tuple], cfg: ModelConfig, mask_BT: jax.Array
+) -> Cache:
+  """A full cache; each mixer's arrays are stacked over its layers."""
+  places = dict.fromkeys(stacks, 0)
+  arrays = []
+  for layer in cfg.layers:
+    at = places[layer.mixer]
+    arrays.append(tuple(x[at] for x in stacks[layer.mixer]))
+    places[layer.mixer] += 1
+  kv, states = split(arrays, [token_shapes(cfg, x) for x in cfg.layers])
   valid = mask_BT.astype(bool)
-  return Cache(tuple(k), tuple(v), valid, jnp.int32(valid.shape[1]))
+  return Cache(kv, states, valid, jnp.int32(valid.shape[1]))
 
 
 def share_prefix(
@@ -130,8 +216,14 @@ def share_prefix(
 ) -> Cache:
   """An empty cache of P * G rows, whose prefix is the cache of P prompts."""
   responses = empty(cfg, cache.valid.shape[0] * group_size, slots)
-  prefix = Prefix(cache.k, cache.v, cache.valid)
-  return dataclasses.replace(responses, prefix=prefix)
+  repeat = lambda x: constrain(
+    jnp.repeat(x, group_size, axis=0), BATCH_AXES, "tensor"
+  )
+  return dataclasses.replace(
+    responses,
+    states=jax.tree.map(repeat, cache.states),
+    prefix=Prefix(cache.kv, cache.valid),
+  )
 
 
 def grow(cache: Cache, slots: int) -> Cache:
@@ -140,8 +232,7 @@ def grow(cache: Cache, slots: int) -> Cache:
   pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0)))
   return dataclasses.replace(
     cache,
-    k=tuple(map(pad, cache.k)),
-    v=tuple(map(pad, cache.v)),
+    kv=jax.tree.map(pad, cache.kv),
     valid=jnp.pad(cache.valid, ((0, 0), (0, extra))),
   )
 
@@ -158,16 +249,16 @@ def _split_groups(x_PKUTH, B, T):
   return x.reshape(B, K, U, T, H)
 
 
-def _scores(q_BKUTH, k_BKSH, visible_BTS):
+def _scores(q_BKUTH, k_BKSH, visible_BTS, scale):
   scores = jnp.einsum(
     "bkuth,bksh->bkuts", q_BKUTH, k_BKSH, preferred_element_type=jnp.float32
   )
-  scores *= q_BKUTH.shape[-1] ** -0.5
+  scores *= scale
   return jnp.where(visible_BTS[:, None, None], scores, attention.MASKED)
 
 
 def _combine(parts, B, T, sinks_N):
-  """One softmax over the keys of all parts: [B, K, U, T, H] float32.
+  """One softmax over the keys of all parts: [B, K, U, T, V] float32.
 
   A part is (scores, values): of the P prefixes, or of the B responses.
   """
@@ -179,10 +270,10 @@ def _combine(parts, B, T, sinks_N):
     sinks = wide(sinks_N).reshape(*maximum.shape[1:3], 1, 1)
     maximum = jnp.maximum(maximum, sinks)
     total = jnp.exp(sinks - maximum)
-  for scores, v_BKSH in parts:
+  for scores, v_BKSV in parts:
     rows = scores.shape[0]
     shift = maximum if rows == B else _join_groups(maximum, rows)
     weights = jnp.exp(scores - shift)
     total += to_rows(weights.sum(-1, keepdims=True))
-    out += to_rows(attention.weigh("bkuts,bksh->bkuth", weights, v_BKSH))
+    out += to_rows(attention.weigh("bkuts,bksv->bkutv", weights, v_BKSV))
   return out / total

@@ -1,4 +1,4 @@
-"""The layers of a block: norms, attention, the MLP, and the block itself.
+"""The layers of a block: norms, attention and the MLP.
 
 Dimension key: B rows, T tokens, D model width, N query heads, K key-value
 heads, H head width, k experts a token.
@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 from gspo_jax.model import attention, lora, parameters, rotary
 from gspo_jax.model.config import Layer, ModelConfig
 from gspo_jax.model.grouped_matmul import gated
-from gspo_jax.model.moe import NO_ROUTES, MoE
 from gspo_jax.model.rounding import matmul, recomputed, rounded, stored, wide
 from gspo_jax.runtime import sharding
 
@@ -29,13 +28,17 @@ class RMSNorm(nn.Module):
     return rms_norm(x, weights["scale"], self.cfg)
 
 
-def rms_norm(x, scale, cfg: ModelConfig):
+def rms_norm(x, scale, cfg: ModelConfig, eps: float | None = None):
   """`x / rms(x) * scale`; the float32 quotient is rounded before scaling.
 
-  With `norm_rounds_last` the product is rounded instead.
+  With `norm_rounds_last` the product is rounded instead; with `norm_plus_one`
+  it is a product with 1 + scale. `eps` is `norm_eps` by default.
   """
-  norm = _rms_norm_rounded_last if cfg.norm_rounds_last else _rms_norm
-  return norm(x, scale, jnp.float32(cfg.norm_eps))
+  eps = jnp.float32(cfg.norm_eps if eps is None else eps)
+  if cfg.norm_rounds_last:
+    plus = jnp.float32(cfg.norm_plus_one)
+    return _rms_norm_rounded_last(x, scale, eps, plus)
+  return _rms_norm(x, scale, eps)
 
 
 @recomputed
@@ -45,10 +48,10 @@ def _rms_norm(x, scale, eps):
 
 
 @recomputed
-def _rms_norm_rounded_last(x, scale, eps):
+def _rms_norm_rounded_last(x, scale, eps, plus):
   h = wide(x)
   h = h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + eps)
-  return rounded(h * wide(scale.astype(x.dtype)), x.dtype)
+  return rounded(h * (plus + wide(scale.astype(x.dtype))), x.dtype)
 
 
 def _normed(x, mean_square, scale, eps):
@@ -88,7 +91,8 @@ def project(x, weights, name, axes: int = 1):
   return add(y, matmul(matmul(x, cast(lora.A), axes), cast(lora.B)))
 
 
-def _gathered(weights, specs, dtype):
+def gathered(weights, specs, dtype):
+  """The weights in `dtype`, of all devices along `WEIGHT_AXES`."""
   axes, whole = sharding.WEIGHT_AXES, {}
   for name, x in weights.items():
     whole[name] = x.astype(dtype)
@@ -111,13 +115,23 @@ class Attention(nn.Module):
       operands = x_BTD, weights, angles, segments_BT
       y_BTD, updated = _attend_without_cache(*operands, cfg, window)
     else:
-      qkv = _project(x_BTD, weights, angles, cfg)
+      qkv, gate_BTNH = _project(x_BTD, weights, angles, cfg)
       sinks_N = _sinks(weights, x_BTD.dtype)
       out_BTNH, updated = cache.attend(i, *qkv, window=window, sinks_N=sinks_N)
-      y_BTD = project(out_BTNH, weights, "o", axes=2)
+      y_BTD = project(gate(out_BTNH, gate_BTNH), weights, "o", axes=2)
     if cfg.output_bias:
       y_BTD = add(y_BTD, weights["o_bias"].astype(y_BTD.dtype))
     return y_BTD, updated
+
+
+def gate(x, logits):
+  """`x` times the sigmoid of its logits, if there are any."""
+  return x if logits is None else _gated_by_sigmoid(x, logits)
+
+
+@recomputed
+def _gated_by_sigmoid(x, logits):
+  return rounded(wide(x) * nn.sigmoid(wide(logits)), x.dtype)
 
 
 def _sinks(weights, dtype):
@@ -126,14 +140,15 @@ def _sinks(weights, dtype):
 
 
 def _project(x_BTD, weights, angles, cfg):
+  """Queries, keys and values, and the gate of the output or None."""
+
   def heads(name):
     y_BTNH = project(x_BTD, weights, name)
     if cfg.attention_bias:
       y_BTNH = add(y_BTNH, weights[f"{name}_bias"].astype(x_BTD.dtype))
     return checkpoint_name(y_BTNH, "heads")
 
-  def rotated(name, number):
-    y_BTNH = heads(name)
+  def rotated(y_BTNH, name, number):
     if cfg.qk_norm_over_heads:
       scale = weights[f"{name}_norm"]
       y_BTNH = rms_norm_over_heads(y_BTNH, scale, cfg.norm_eps, number)
@@ -141,8 +156,12 @@ def _project(x_BTD, weights, angles, cfg):
       y_BTNH = rms_norm(y_BTNH, weights[f"{name}_norm"], cfg)
     return rotary.rotate(y_BTNH, *angles)
 
-  q_BTNH, k_BTKH = rotated("q", cfg.num_heads), rotated("k", cfg.num_kv_heads)
-  return q_BTNH, k_BTKH, heads("v")
+  q_BTNH, gate_BTNH = heads("q"), None
+  if cfg.output_gate:
+    q_BTNH, gate_BTNH = jnp.split(q_BTNH, 2, axis=-1)
+  q_BTNH = rotated(q_BTNH, "q", cfg.num_heads)
+  k_BTKH = rotated(heads("k"), "k", cfg.num_kv_heads)
+  return (q_BTNH, k_BTKH, heads("v")), gate_BTNH
 
 
 def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg, window):
@@ -161,16 +180,15 @@ def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg, window):
   specs = parameters.partition_specs("attention", matrices)
 
   def local(x_BTD, matrices, norms, angles, segments_BT):
-    weights = norms | _gathered(matrices, specs, x_BTD.dtype)
-    q_BTNH, k_BTKH, v_BTKH = _project(x_BTD, weights, angles, cfg)
+    weights = norms | gathered(matrices, specs, x_BTD.dtype)
+    qkv, gate_BTNH = _project(x_BTD, weights, angles, cfg)
     sinks_N = _sinks(weights, x_BTD.dtype)
-    out_BTNH = _attend_to_all_tokens(
-      q_BTNH, k_BTKH, v_BTKH, segments_BT, window, sinks_N
+    out_BTNH = attend_to_all_tokens(
+      *qkv, segments_BT, window=window, sinks_N=sinks_N
     )
-    y_BTD = project(out_BTNH, weights, "o", axes=2)
+    y_BTD = project(gate(out_BTNH, gate_BTNH), weights, "o", axes=2)
     y_BTD = sharding.psum(y_BTD, "tensor")
-    to_cache = lambda x: x.swapaxes(1, 2).astype(stored(x.dtype))
-    return y_BTD, (to_cache(k_BTKH), to_cache(v_BTKH))
+    return y_BTD, (to_cache(qkv[1]), to_cache(qkv[2]))
 
   attend = sharding.shard_map(
     local,
@@ -180,7 +198,14 @@ def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg, window):
   return attend(x_BTD, matrices, norms, angles, segments_BT)
 
 
-def _attend_to_all_tokens(q_BTNH, k_BTKH, v_BTKH, segments_BT, window, sinks_N):
+def to_cache(x_BTKH):
+  """[B, K, T, H] in the dtype of caches."""
+  return x_BTKH.swapaxes(1, 2).astype(stored(x_BTKH.dtype))
+
+
+def attend_to_all_tokens(
+  q_BTNH, k_BTKH, v_BTKV, segments_BT, *, window=None, sinks_N=None, scale=None
+):
   """`attention.attend`, with the tokens split over `context`."""
   C, K = sharding.size("context"), k_BTKH.shape[2]
   split_heads = lambda x: sharding.all_to_all(x, "context", split=2, join=1)
@@ -190,15 +215,16 @@ def _attend_to_all_tokens(q_BTNH, k_BTKH, v_BTKH, segments_BT, window, sinks_N):
     n = len(sinks_N) // C
     start = sharding.index("context") * n
     sinks_N = jax.lax.dynamic_slice_in_dim(sinks_N, start, n)
-  out_BTNH = attention.attend(
+  out_BTNV = attention.attend(
     split_heads(q_BTNH),
     split_heads(repeat(k_BTKH)),
-    split_heads(repeat(v_BTKH)),
+    split_heads(repeat(v_BTKV)),
     sharding.gather(segments_BT, "context", dim=1),
     window=window,
     sinks_N=sinks_N,
+    scale=scale,
   )
-  return sharding.all_to_all(out_BTNH, "context", split=1, join=2)
+  return sharding.all_to_all(out_BTNV, "context", split=1, join=2)
 
 
 @recomputed
@@ -217,47 +243,14 @@ class MLP(nn.Module):
     specs = parameters.partition_specs(self.name, weights)
 
     def local(x_BTD, weights):
-      weights = _gathered(weights, specs, x_BTD.dtype)
-      gate, up = (project(x_BTD, weights, name) for name in ("gate", "up"))
-      y_BTD = project(swiglu(gate, up), weights, "down")
+      weights = gathered(weights, specs, x_BTD.dtype)
+      gate_up = (project(x_BTD, weights, name) for name in ("gate", "up"))
+      y_BTD = project(swiglu(*gate_up), weights, "down")
       y_BTD = sharding.psum(y_BTD, "tensor")
       if "expert_gate" in weights:
-        y_BTD = _weighed(y_BTD, project(x_BTD, weights, "expert_gate"))
+        y_BTD = gate(y_BTD, project(x_BTD, weights, "expert_gate"))
       return y_BTD
 
     tokens = sharding.TOKENS
     mlp = sharding.shard_map(local, in_specs=(tokens, specs), out_specs=tokens)
     return mlp(x_BTD, weights)
-
-
-@recomputed
-def _weighed(y_BTD, logit_BT1):
-  return rounded(wide(y_BTD) * nn.sigmoid(wide(logit_BT1)), y_BTD.dtype)
-
-
-class Block(nn.Module):
-  """One decoder block: attention, then the MLP or the experts."""
-
-  cfg: ModelConfig
-  layer: Layer
-
-  @nn.compact
-  def __call__(
-    self, x_BTD, angles, segments_BT, cache=None, i=0, routes=NO_ROUTES
-  ):
-    """Returns the stream [B, T, D], the routing or None, the new (k, v).
-
-    `i` is the number of the layer in the cache.
-    """
-    cfg = self.cfg
-    h = RMSNorm(cfg, name="attention_norm")(x_BTD)
-    attend = Attention(cfg, self.layer, name="attention")
-    h, updated = attend(h, angles, segments_BT, cache, i)
-    x_BTD = checkpoint_name(add(x_BTD, h), "stream")
-    h = RMSNorm(cfg, name="mlp_norm")(x_BTD)
-    if not self.layer.experts:
-      return add(x_BTD, MLP(cfg, name="mlp")(h)), None, updated
-    y_BTD, routing = MoE(cfg, name="moe")(h, segments_BT != 0, *routes)
-    if cfg.shared_dim:
-      y_BTD = add(y_BTD, MLP(cfg, name="shared")(h))
-    return add(x_BTD, y_BTD), routing, updated

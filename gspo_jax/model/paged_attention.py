@@ -1,8 +1,9 @@
 """Attention of one query per row to keys and values in pages.
 
 Dimension key: B rows, N query heads, K key-value heads, U = N / K, H head
-width, n pages, t tokens a page, W maximum pages a row, M (row, page) pairs of a
-block. A page may hold j narrow heads side by side, as one head of width j * H.
+width, V width of a value head, n pages, t tokens a page, W maximum pages a row,
+M (row, page) pairs of a block. A page may hold j narrow heads side by side, as
+one head of width j * H.
 """
 
 import functools
@@ -38,23 +39,38 @@ def every_head(K):
 def read(
   q_BNH,
   k_KntH,
-  v_KntH,
+  v_KntH=None,
+  *,
   table_BW,
   lengths_B,
-  *,
+  value_dim: int | None = None,
   window: int | None = None,
   sinks_N=None,
+  scale: float | None = None,
 ):
   """Attention of one query per row and head to the tokens in its pages.
 
   By JAX's kernel on a TPU for bfloat16 queries and pages whose width is a
   multiple of 128; it has neither windows nor sinks (see `attention.attend`), so
   with one of them, and elsewhere, `by_blocks`. Query head i uses key-value head
-  i // (N / K). Keys and values may also be [K / j, n, t, j * H]. A row attends
-  to the last `window` of its `lengths_B` tokens, or to all; if it has none, its
-  output [B, N, H] is finite, but meaningless.
+  i // (N / K). Keys and values may also be [K / j, n, t, j * H]. Without values
+  a value is the first `value_dim` (V) columns of its key; also `by_blocks`. A
+  row attends to the last `window` of its `lengths_B` tokens, or to all; if it
+  has none, its output [B, N, V] is finite, but meaningless.
   """
   (B, N, H), (K, _, _, width) = q_BNH.shape, k_KntH.shape
+  scale = H**-0.5 if scale is None else scale
+  if v_KntH is None:
+    out_BKUV = by_blocks(
+      q_BNH.reshape(B, K, -1, H),
+      k_KntH,
+      None,
+      table_BW,
+      lengths_B,
+      scale,
+      value_dim=value_dim,
+    )
+    return out_BKUV.reshape(B, N, value_dim)
   supported = width % _LANES == 0 and q_BNH.dtype == jnp.bfloat16
   use_kernel = sharding.platform() == "tpu" and supported
   if use_kernel and window is None and sinks_N is None:
@@ -67,7 +83,7 @@ def read(
   identity_jj = jnp.eye(j, dtype=q_BNH.dtype)
   q_BKUH = q_BNH.reshape(B, K, j, -1, 1, H) * identity_jj[:, None, :, None]
   q_BKUH = q_BKUH.reshape(B, K, -1, width)
-  out_BKUH = attend(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, H**-0.5)
+  out_BKUH = attend(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale)
   out_BKjUjH = out_BKUH.reshape(B, K, j, -1, j, H)
   return jnp.einsum("bkjujh->bkjuh", out_BKjUjH).reshape(B, N, H)
 
@@ -101,6 +117,7 @@ def by_blocks(
   lengths_B,
   scale,
   *,
+  value_dim: int | None = None,
   window: int | None = None,
   sinks_N=None,
 ):
@@ -119,13 +136,20 @@ def by_blocks(
     visible_Mt = jnp.arange(t) < tokens_M[:, None]
     if window is not None:
       visible_Mt &= jnp.arange(t) >= tokens_M[:, None] - window
-    scores_KMUt = _scores(q_KBUH[:, row_M], k_KntH[index], visible_Mt, scale)
-    return _update_softmax(state, row_M, scores_KMUt, v_KntH[index])
+    k_KMtH = k_KntH[index]
+    scores_KMUt = _scores(q_KBUH[:, row_M], k_KMtH, visible_Mt, scale)
+    v_KMtV = k_KMtH[..., :value_dim] if v_KntH is None else v_KntH[index]
+    return _update_softmax(state, row_M, scores_KMUt, v_KMtV)
 
   # Heads first, as in the pages: else each iteration would transpose them.
   q_KBUH = q_BKUH.swapaxes(0, 1)
   zeros_KBU = jnp.zeros(q_KBUH.shape[:-1])
-  state = zeros_KBU + attention.MASKED, zeros_KBU, jnp.zeros(q_KBUH.shape)
+  V = value_dim or q_KBUH.shape[-1]
+  state = (
+    zeros_KBU + attention.MASKED,
+    zeros_KBU,
+    jnp.zeros((*zeros_KBU.shape, V)),
+  )
   if sinks_N is not None:
     sinks_KBU = zeros_KBU + wide(sinks_N).reshape(K, 1, -1)
     state = sinks_KBU, zeros_KBU + 1, state[2]

@@ -1,7 +1,8 @@
 """The paged KV cache: a table gives the pages of each row.
 
 Dimension key: B rows, P prompts, C pages a prompt, T tokens, N query heads, K
-key-value heads, H head width, n pages, t tokens a page, W maximum pages a row.
+key-value heads, H head width, V width of a value head, n pages, t tokens a
+page, W maximum pages a row.
 
 Each layer's keys and values are [K, n, t, H], as JAX's TPU kernel takes them.
 On a TPU j narrow heads lie side by side: [K / j, n, t, j * H]. On a mesh, the
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gspo_jax.model import cache as kv_cache
 from gspo_jax.model import paged_attention
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.rounding import stored
@@ -23,17 +25,17 @@ from gspo_jax.runtime.sharding import BATCH_AXES, constrain
 
 _ROWS = PartitionSpec(BATCH_AXES)
 _HEADS = PartitionSpec(BATCH_AXES, None, "tensor")  # [B, T, heads, H]
-_PAGES = PartitionSpec("tensor", BATCH_AXES)  # [K, n, t, H]
+_STATES = PartitionSpec(BATCH_AXES, "tensor")  # [B, heads, ...]
 _SINKS = PartitionSpec("tensor")  # [N]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pages:
-  """Keys and values of the tokens so far; a row gets one token at a time."""
+  """What the layers keep; a row gets one token at a time."""
 
-  k: tuple[jax.Array, ...]  # per layer, [K / j, n, t, j * H]
-  v: tuple[jax.Array, ...]  # as k
+  kv: kv_cache.Arrays  # of tokens, [K / j, n, t, j * H]; see `token_shapes`
+  states: kv_cache.Arrays  # of rows; see `state_shapes`
   # [B, W] int32, the pages of each row, in the order of its tokens; any valid
   # number in unused entries. Rows may share pages that are full.
   table: jax.Array
@@ -45,36 +47,49 @@ class Pages:
     """Sets `active` for the next token; T is 1."""
     return dataclasses.replace(self, active=mask_BT[:, 0].astype(bool))
 
-  def append(self, k, v, mask_BT: jax.Array) -> "Pages":
+  def append(self, arrays: kv_cache.Arrays, mask_BT: jax.Array) -> "Pages":
+    """With the new arrays of all layers."""
+    kv, states = kv_cache.split(arrays, self.kv)
     lengths = self.lengths + mask_BT[:, 0].astype(jnp.int32)
-    return dataclasses.replace(self, k=k, v=v, lengths=lengths)
+    return dataclasses.replace(self, kv=kv, states=states, lengths=lengths)
 
   def attend(
     self,
     layer: int,
     q_BTNH,
     k_BTKH,
-    v_BTKH,
+    v_BTKV=None,
     *,
+    value_dim: int | None = None,
     window: int | None = None,
     sinks_N=None,
+    scale: float | None = None,
   ):
     """Writes each row's new key and value, then attends to the whole row.
 
-    Windows and sinks as in `attention.attend`. Returns the attention output
-    [B, T, N, H] and the layer's new (k, v).
+    As `cache.Cache.attend`.
     """
+    pages = self.kv[layer]
+    new = (k_BTKH,) if v_BTKV is None else (k_BTKH, v_BTKV)
+    heads = PartitionSpec(BATCH_AXES, None, kv_cache.split_heads(pages))
     attend = sharding.shard_map(
-      functools.partial(_attend, window=window),
-      in_specs=((_HEADS,) * 3, (_PAGES,) * 2, (_ROWS,) * 3, _SINKS),
-      out_specs=(_HEADS, (_PAGES,) * 2),
+      functools.partial(
+        _attend, value_dim=value_dim, window=window, scale=scale
+      ),
+      in_specs=(_HEADS, heads, _pages_spec(pages), _ROWS, _SINKS),
+      out_specs=(_HEADS, _pages_spec(pages)),
     )
-    return attend(
-      (q_BTNH, k_BTKH, v_BTKH),
-      (self.k[layer], self.v[layer]),
-      (self.table, self.lengths, self.active),
-      sinks_N,
-    )
+    rows = self.table, self.lengths, self.active
+    return attend(q_BTNH, new, pages, rows, sinks_N)
+
+
+def _pages_spec(pages: tuple) -> PartitionSpec:
+  """Of a layer's pages [K, n, t, H]."""
+  return PartitionSpec(kv_cache.split_heads(pages), BATCH_AXES)
+
+
+def _specs(kv: kv_cache.Arrays) -> tuple:
+  return tuple(map(_pages_spec, kv))
 
 
 def empty(
@@ -89,29 +104,40 @@ def empty(
 
   `num_slots` (B) and `num_pages` (n) are totals over all devices.
   """
-  K, H = cfg.num_kv_heads, cfg.head_dim
-  j = paged_attention.side_by_side(K, H)
-  shape = K // j, num_pages, page_size, j * H
-  zeros = lambda: tuple(
-    constrain(jnp.zeros(shape, stored(cfg.dtype)), *_PAGES)
-    for _ in range(cfg.num_layers)
-  )
+
+  def zeros(layer):
+    shapes = kv_cache.token_shapes(cfg, layer)
+    return tuple(zeros_of(shapes, heads, width) for heads, width in shapes)
+
+  def zeros_of(shapes, heads, width):
+    j = paged_attention.side_by_side(heads, width) if len(shapes) == 2 else 1
+    shape = heads // j, num_pages, page_size, j * width
+    return constrain(jnp.zeros(shape, stored(cfg.dtype)), *_pages_spec(shapes))
+
   table = jnp.zeros((num_slots, pages_per_slot), jnp.int32)
   lengths, active = jnp.zeros(num_slots, jnp.int32), jnp.zeros(num_slots, bool)
   rows = constrain((table, lengths, active), BATCH_AXES)
-  return Pages(zeros(), zeros(), *rows)
+  kv = tuple(map(zeros, cfg.layers))
+  return Pages(kv, kv_cache.empty_states(cfg, num_slots), *rows)
 
 
 def shardings(cfg: ModelConfig, mesh: jax.sharding.Mesh) -> Pages:
-  pages = (NamedSharding(mesh, _PAGES),) * cfg.num_layers
-  rows = NamedSharding(mesh, _ROWS)
-  return Pages(pages, pages, rows, rows, rows)
+  place = functools.partial(NamedSharding, mesh)
+  by_layer = lambda shapes, spec: tuple(
+    (place(spec(x)),) * len(x)
+    for x in (shapes(cfg, layer) for layer in cfg.layers)
+  )
+  return Pages(
+    by_layer(kv_cache.token_shapes, _pages_spec),
+    by_layer(kv_cache.state_shapes, lambda _: _STATES),
+    *(place(_ROWS),) * 3,
+  )
 
 
-def store(pages: Pages, k, v, numbers: jax.Array) -> Pages:
+def store(pages: Pages, kv: kv_cache.Arrays, numbers: jax.Array) -> Pages:
   """Writes prefilled prompts into pages; in place if `pages` is donated.
 
-  k and v are [P, K, C * t, H] per layer. `numbers` [P, C] int32 are the pages
+  `kv` are [P, K, C * t, H] by layer. `numbers` [P, C] int32 are the pages
   of each t tokens; n or more: not written.
   """
 
@@ -125,28 +151,38 @@ def store(pages: Pages, k, v, numbers: jax.Array) -> Pages:
 
     return jax.tree.map(write, old, new)
 
-  prompts = PartitionSpec(BATCH_AXES, "tensor")
-  write = sharding.shard_map(local, (_PAGES, prompts, _ROWS), _PAGES)
-  k, v = write((pages.k, pages.v), (tuple(k), tuple(v)), numbers)
-  return dataclasses.replace(pages, k=k, v=v)
+  specs = _specs(pages.kv), _prompt_specs(pages.kv), _ROWS
+  write = sharding.shard_map(local, specs, specs[0])
+  return dataclasses.replace(pages, kv=write(pages.kv, kv, numbers))
 
 
-def load(pages: Pages, numbers: jax.Array, head_dim: int):
-  """The k and v that `store` wrote; undefined where a number is n or more."""
+def _prompt_specs(kv: kv_cache.Arrays) -> tuple:
+  """Of the arrays [P, K, C * t, H] of prompts."""
+  return tuple(
+    PartitionSpec(BATCH_AXES, kv_cache.split_heads(pages)) for pages in kv
+  )
+
+
+def load(pages: Pages, cfg: ModelConfig, numbers: jax.Array) -> kv_cache.Arrays:
+  """What `store` wrote; undefined where a number is n or more."""
+  widths = tuple(
+    tuple(width for _, width in kv_cache.token_shapes(cfg, layer))
+    for layer in cfg.layers
+  )
 
   def local(old, numbers_PC):
-    def read(old_KntH):
+    def read(old_KntH, H):
       K, n, t, width = old_KntH.shape
-      (P, C), H = numbers_PC.shape, head_dim
+      P, C = numbers_PC.shape
       parts = old_KntH[:, jnp.minimum(numbers_PC, n - 1)]
       parts = parts.reshape(K, P, C, t, width // H, H)
       return parts.transpose(1, 0, 4, 2, 3, 5).reshape(P, -1, C * t, H)
 
-    return jax.tree.map(read, old)
+    return jax.tree.map(read, old, widths)
 
-  prompts = PartitionSpec(BATCH_AXES, "tensor")
-  read = sharding.shard_map(local, (_PAGES, _ROWS), prompts)
-  return read((pages.k, pages.v), numbers)
+  specs = _specs(pages.kv), _ROWS
+  read = sharding.shard_map(local, specs, _prompt_specs(pages.kv))
+  return read(pages.kv, numbers)
 
 
 def copy(pages: Pages, source: jax.Array, target: jax.Array) -> Pages:
@@ -160,36 +196,35 @@ def copy(pages: Pages, source: jax.Array, target: jax.Array) -> Pages:
       lambda x: x.at[:, target_B].set(x[:, source_B], mode="drop"), old
     )
 
-  write = sharding.shard_map(local, (_PAGES, _ROWS, _ROWS), _PAGES)
-  k, v = write((pages.k, pages.v), source, target)
-  return dataclasses.replace(pages, k=k, v=v)
+  specs = _specs(pages.kv), _ROWS, _ROWS
+  write = sharding.shard_map(local, specs, specs[0])
+  return dataclasses.replace(pages, kv=write(pages.kv, source, target))
 
 
 def _write(old, index, new):
   return old.at[index].set(new.astype(old.dtype), mode="drop")
 
 
-def _attend(heads, pages, rows, sinks_N, *, window):
-  """`Pages.attend` on one device; the arguments are grouped by sharding."""
-  q_BTNH, *new = heads
+def _attend(q_BTNH, new, pages, rows, sinks_N, *, value_dim, window, scale):
+  """`Pages.attend` on one device."""
   table_BW, lengths_B, active_B = rows
   B = len(lengths_B)
   K, n, t, width = pages[0].shape
   page_B = table_BW[jnp.arange(B), lengths_B // t]
   page_B = jnp.where(active_B, page_B, n)
   index = (paged_attention.every_head(K), page_B, lengths_B % t)
-  k_KntH, v_KntH = (
+  updated = tuple(
     _write(old, index, x.reshape(B, K, width).swapaxes(0, 1))
     for old, x in zip(pages, new, strict=True)
   )
-  visible_B = jnp.where(active_B, lengths_B + 1, 0)
-  out_BNH = paged_attention.read(
+  out_BNV = paged_attention.read(
     q_BTNH[:, 0],
-    k_KntH,
-    v_KntH,
-    table_BW,
-    visible_B,
+    *updated,
+    table_BW=table_BW,
+    lengths_B=jnp.where(active_B, lengths_B + 1, 0),
+    value_dim=value_dim,
     window=window,
     sinks_N=sinks_N,
+    scale=scale,
   )
-  return out_BNH[:, None], (k_KntH, v_KntH)
+  return out_BNV[:, None], updated

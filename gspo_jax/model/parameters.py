@@ -419,7 +419,12 @@ def partition_spec(end: str) -> jax.sharding.PartitionSpec:
 
 
 def partition_specs(part: str, names: Iterable[str]) -> dict:
-  return {name: partition_spec(f"{part}/{name}") for name in names}
+  """By name; the name of a norm stands for its scale."""
+  ends = {name: f"{part}/{name}" for name in names}
+  return {
+    name: partition_spec(end if end in _ROWS else f"{end}/scale")
+    for name, end in ends.items()
+  }
 
 
 class _Nested(nn.Module):

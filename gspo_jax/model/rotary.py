@@ -60,6 +60,8 @@ class YarnScaling:
   # The factor of sines and cosines; None: `0.1 ln(factor) + 1` (eq. 22).
   attention_factor: float | None = None
   truncate: bool = True  # the first and last index between are rounded outwards
+  # With MLA, scores are multiplied by the square of `yarn_mscale` of it.
+  mscale_all_dim: float = 0.0  # 0: they are not
 
   def __post_init__(self):
     factor = self.attention_factor
@@ -125,6 +127,16 @@ def angles(
   if not scaling or scaling.amplitude == 1.0:
     return sin_BTH, cos_BTH
   return scaling.amplitude * sin_BTH, scaling.amplitude * cos_BTH
+
+
+@recomputed
+def rotate_pairs(x_BTNH, sin_BTH, cos_BTH):
+  """`rotate` of neighbours, (0, 1), (2, 3); they end H / 2 columns apart."""
+  x = wide(x_BTNH)
+  a, b = x[..., 0::2], x[..., 1::2]
+  sin, cos = sin_BTH[:, :, None], cos_BTH[:, :, None]
+  turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+  return rounded(turned, x_BTNH.dtype)
 
 
 @recomputed

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 
 from gspo_jax.model import cache as kv
 from gspo_jax.model import parameters, rotary
+from gspo_jax.model.block import Block
 from gspo_jax.model.config import ModelConfig
-from gspo_jax.model.layers import Block, rms_norm
+from gspo_jax.model.layers import rms_norm
 from gspo_jax.model.moe import NO_ROUTES, Routes, Routing
 from gspo_jax.model.rounding import matmul_float32, stored
 from gspo_jax.runtime import sharding
@@ -64,8 +65,9 @@ def _init_layers(keys_L, cfg):
   angles = (jnp.zeros((B, T, cfg.rotary_width // 2)),) * 2
   mask = jnp.ones((B, T), jnp.int32)
   parts = {}  # of each module, the numbers and the stacks of alike layers
-  for experts in sorted({layer.experts for layer in cfg.layers}):
-    alike = [i for i, x in enumerate(cfg.layers) if x.experts == experts]
+  modules = lambda layer: (layer.mixer, layer.experts)
+  for kind in sorted(set(map(modules, cfg.layers))):
+    alike = [i for i, x in enumerate(cfg.layers) if modules(x) == kind]
     block = Block(cfg, cfg.layers[alike[0]])
     init = lambda k, block=block: block.init(k, stream, angles, mask)["params"]
     for module, stack in jax.vmap(init)(keys_L[jnp.array(alike)]).items():
@@ -207,14 +209,14 @@ def _scan_layers(
 
   def run(layer, places, x_BTD, stacks):
     layer_params, routes_BTk = _at(stacks, places)
-    x_BTD, routing, keys_values = Block(cfg, layer).apply(
+    x_BTD, routing, arrays = Block(cfg, layer).apply(
       {"params": layer_params},
       x_BTD.astype(cfg.dtype),
       angles,
       segments_BT,
       routes=routes._replace(experts=routes_BTk),
     )
-    return x_BTD.astype(dtype), (routing, keys_values if store else None)
+    return x_BTD.astype(dtype), _by_module(layer, routing, store and arrays)
 
   def step(layer, places=None, *, looped=False):
     """Runs a layer at these places of the stacks; None: the stacks are one."""
@@ -252,9 +254,9 @@ def _scan_layers(
     )
     if not one:
       rest = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rest)
-    out = tuple(map(_concatenated, out, rest))
-  routing, keys_values = out
-  cache = kv.from_prefill(*keys_values, mask_BT) if store else None
+    out = {name: _concatenated(name, out, rest) for name in out | rest}
+  routing = out.pop("moe", None)
+  cache = kv.from_prefill(out, cfg, mask_BT) if store else None
   return x_BTD.astype(cfg.dtype), routing, cache
 
 
@@ -292,18 +294,25 @@ def _by_period(stacks, cfg):
   return layers, routes_LBTk
 
 
+def _by_module(layer, routing, arrays):
+  """What a layer returns, by the module that it comes from."""
+  out = {} if routing is None else {"moe": routing}
+  return out | ({layer.mixer: arrays} if arrays else {})
+
+
 def _stacked(outs):
-  """Routing, and keys and values, each stacked over the layers that have it."""
+  """Each module's results, stacked over the layers that have it."""
+  found = {}
+  for out in outs:
+    for module, x in out.items():
+      found.setdefault(module, []).append(x)
   stack = lambda *trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
-  routings = [routing for routing, _ in outs if routing is not None]
-  keys_values = [x for _, x in outs if x is not None]
-  return tuple(stack(*x) if x else None for x in (routings, keys_values))
+  return {module: stack(*trees) for module, trees in found.items()}
 
 
-def _concatenated(first, rest):
-  if first is None or rest is None:
-    return rest if first is None else first
-  return jax.tree.map(lambda *x: jnp.concatenate(x), first, rest)
+def _concatenated(module, first, rest):
+  trees = [out[module] for out in (first, rest) if module in out]
+  return jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
 
 
 def _layers_per_step(cfg):
@@ -316,16 +325,15 @@ def _layers_per_step(cfg):
 def _loop_over_layers(params, cfg, x_BTD, angles, mask_BT, cache):
   cache = cache.mark_valid(mask_BT)
   segments_BT = mask_BT.astype(jnp.int32)
-  outs = []
+  outs, arrays = [], []
   for i, layer in enumerate(cfg.layers):
-    x_BTD, routing, keys_values = Block(cfg, layer).apply(
+    x_BTD, routing, updated = Block(cfg, layer).apply(
       {"params": params["layers"][i]}, x_BTD, angles, segments_BT, cache, i
     )
-    outs.append((routing, keys_values))
-  routings, keys_values = zip(*outs, strict=True)
-  cache = cache.append(*zip(*keys_values, strict=True), mask_BT)
-  routing, _ = _stacked([(x, None) for x in routings])
-  return x_BTD, routing, cache
+    outs.append(_by_module(layer, routing, None))
+    arrays.append(updated)
+  cache = cache.append(tuple(arrays), mask_BT)
+  return x_BTD, _stacked(outs).get("moe"), cache
 
 
 def output_matrix(params: Params, cfg: ModelConfig) -> jax.Array:

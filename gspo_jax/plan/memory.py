@@ -85,7 +85,7 @@ def page_bytes(cfg: ModelConfig, sampler: ContinuousSampler) -> int:
       )
     )
   size = 0
-  for x in (*arrays.k, *arrays.v):
+  for x in jax.tree.leaves(arrays.kv):
     heads, _, tokens, width = x.shape
     width = -(-width // _LANES) * _LANES
     size += heads * tokens * width * x.dtype.itemsize

@@ -88,10 +88,9 @@ def jit_sampler(
     """
     cached = None
     if num_cached is not None:
-      k, v = paged_cache.load(state.pages, pages, cfg.head_dim)
-      cached = k, v, num_cached
+      cached = paged_cache.load(state.pages, cfg, pages), num_cached
       full = num_cached // sizes.page_size
-      nowhere = state.pages.k[0].shape[1]
+      nowhere = sizes.num_pages * shards
       column = jnp.arange(pages.shape[1])
       pages = jnp.where(column < full[:, None], nowhere, pages)
     cache, experts = paged_decode.prefill(
@@ -103,7 +102,7 @@ def jit_sampler(
       record_routing=record_routing,
       cached=cached,
     )
-    stored = paged_cache.store(state.pages, cache.k, cache.v, pages)
+    stored = paged_cache.store(state.pages, cache.kv, pages)
     return dataclasses.replace(state, pages=stored), experts
 
   def decode(params, state, samples, plan, compute_slots, min_active, key):

@@ -79,7 +79,7 @@ def prefill(
   *,
   chunk: int,
   record_routing: bool = False,
-  cached: tuple[tuple, tuple, jax.Array] | None = None,
+  cached: tuple[kv.Arrays, jax.Array] | None = None,
 ) -> tuple[kv.Cache, jax.Array | None]:
   """Computes keys and values of prefixes, `chunk` tokens at a time.
 
@@ -122,10 +122,12 @@ def prefill(
   num_chunks = -(-lengths.max() // chunk)
   first, cache = jnp.int32(0), kv.empty(cfg, Q, T)
   if cached is not None:
-    k, v, counts_Q = cached
+    arrays, counts_Q = cached
     valid_QT = jnp.arange(T) < counts_Q[:, None]
     first = jnp.where(lengths > 0, counts_Q, T).min() // chunk
-    cache = kv.Cache(k, v, valid_QT, first * chunk)
+    cache = dataclasses.replace(
+      cache, kv=arrays, valid=valid_QT, length=first * chunk
+    )
   init = cache, experts
   cache, experts = jax.lax.fori_loop(first, num_chunks, forward, init)
   return cache, experts.swapaxes(0, 1) if record_routing else None
@@ -272,8 +274,7 @@ def select_slots(state: DecodeState, slots: jax.Array) -> DecodeState:
     return jax.tree.map(lambda x: x[slot_m % len(x)], arrays)
 
   read = sharding.shard_map(local, (_BATCH,) * 2, _BATCH)
-  subset = read(_with_keys_and_values(state, None, None), slots)
-  return _with_keys_and_values(subset, state.pages.k, state.pages.v)
+  return _with_pages(read(_with_pages(state, None), slots), state.pages.kv)
 
 
 def scatter_slots(
@@ -286,9 +287,8 @@ def scatter_slots(
     return jax.tree.map(write, arrays, new)
 
   write = sharding.shard_map(local, (_BATCH,) * 3, _BATCH)
-  arrays = [_with_keys_and_values(s, None, None) for s in (state, subset)]
-  pages = subset.pages
-  return _with_keys_and_values(write(*arrays, slots), pages.k, pages.v)
+  arrays = [_with_pages(s, None) for s in (state, subset)]
+  return _with_pages(write(*arrays, slots), subset.pages.kv)
 
 
 def read_tokens(samples: Samples, responses: jax.Array) -> jax.Array:
@@ -301,8 +301,8 @@ def read_tokens(samples: Samples, responses: jax.Array) -> jax.Array:
   return read(samples.tokens, responses)
 
 
-def _with_keys_and_values(state: DecodeState, k, v) -> DecodeState:
-  pages = dataclasses.replace(state.pages, k=k, v=v)
+def _with_pages(state: DecodeState, kv) -> DecodeState:
+  pages = dataclasses.replace(state.pages, kv=kv)
   return dataclasses.replace(state, pages=pages)
 
 

@@ -1,0 +1,316 @@
+"""The gated DeltaNet of Qwen3-Next (arXiv 2412.06464, eq. 10).
+
+Each value head has a state S [K, V] in place of keys and values:
+
+  S_t = a_t (I - b_t k_t k_t^T) S_(t-1) + b_t k_t v_t^T,    o_t = S_t^T q_t
+
+with a_t = exp(g_t), g_t <= 0, and b_t in (0, 1). The state begins at 0 in each
+segment of a row. Before, queries, keys and values pass a short causal
+convolution over the tokens of their segment, each channel by itself.
+
+Dimension key: B rows, T tokens, c chunks of C tokens, D model width, G key
+heads, R value heads of a key head, M = G * R value heads, K and V width of a
+key and a value, X = 2 K + R V channels of a key head, W tokens of the
+convolution. The state and the rule are float32.
+"""
+
+import functools
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from gspo_jax.model import parameters
+from gspo_jax.model.config import Layer, ModelConfig
+from gspo_jax.model.layers import gathered, project
+from gspo_jax.model.rounding import recomputed, rounded, wide
+from gspo_jax.runtime import sharding
+
+_CHUNK = {"tpu": 128}  # tokens; elsewhere 64
+_NORM_EPS = 1e-6  # of the norm of queries and keys
+_FLOAT32 = "A_log", "dt_bias"  # never rounded
+_HEADS = PartitionSpec(sharding.BATCH_AXES, None, "tensor")  # [B, T, heads]
+_STATES = PartitionSpec(sharding.BATCH_AXES, "tensor")  # [B, heads, ...]
+_einsum = functools.partial(jnp.einsum, precision="highest")
+
+
+class DeltaNet(nn.Module):
+  cfg: ModelConfig
+  layer: Layer
+
+  @nn.compact
+  def __call__(self, x_BTD, angles, segments_BT, cache, i):
+    """Returns the output [B, T, D] and the layer's states, as in a cache.
+
+    With a cache a row is one sequence, and a token of segment 0 (padding)
+    leaves its states as they are.
+    """
+    del angles
+    weights = parameters.declare(self, "delta_net", self.cfg)
+    if cache is None:
+      return _mix_without_cache(x_BTD, weights, segments_BT, self.cfg)
+    inputs, z_BTMV = _project(x_BTD, weights)
+    by_head = {name: weights[name] for name in _BY_HEAD}
+    mix = sharding.shard_map(
+      _continue,
+      in_specs=(
+        (_HEADS,) * len(inputs),
+        PartitionSpec("tensor"),
+        PartitionSpec(sharding.BATCH_AXES),
+        _STATES,
+      ),
+      out_specs=(_HEADS, _STATES),
+    )
+    out_BTMV, states = mix(inputs, by_head, segments_BT != 0, cache.states[i])
+    return _output(out_BTMV, z_BTMV, weights, self.cfg), states
+
+
+_BY_HEAD = ("q_conv", "k_conv", "v_conv", *_FLOAT32)
+
+
+def _project(x_BTD, weights):
+  """(queries, keys, values, b, a), and the gate of the output."""
+  heads = lambda name: checkpoint_name(project(x_BTD, weights, name), "heads")
+  return tuple(map(heads, ("q", "k", "v", "b", "a"))), heads("z")
+
+
+def _output(out_BTMV, z_BTMV, weights, cfg):
+  eps = jnp.float32(cfg.norm_eps)
+  normed = _gated_norm(out_BTMV, z_BTMV, weights["norm"], eps)
+  return project(normed, weights, "o", axes=2)
+
+
+@recomputed
+def _gated_norm(x, z, scale, eps):
+  """`rms_norm(x) * silu(z)`, rounded once."""
+  h = wide(x)
+  h *= jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + eps)
+  h *= wide(scale.astype(x.dtype)) * nn.silu(wide(z))
+  return rounded(h, x.dtype)
+
+
+def _mix_without_cache(x_BTD, weights, segments_BT, cfg):
+  """The T tokens in a shard_map over rows, tokens and heads.
+
+  As in attention, a device exchanges all heads of its tokens for all tokens of
+  its heads, and back.
+  """
+  tokens = sharding.TOKENS
+  specs = parameters.partition_specs("delta_net", weights)
+
+  def local(x_BTD, weights, segments_BT):
+    exact = {name: weights[name] for name in _FLOAT32}
+    weights = gathered(weights, specs, x_BTD.dtype) | exact
+    inputs, z_BTMV = _project(x_BTD, weights)
+    out_BTMV, states = _mix_all_tokens(inputs, weights, segments_BT)
+    y_BTD = _output(out_BTMV, z_BTMV, weights, cfg)
+    return sharding.psum(y_BTD, "tensor"), states
+
+  mix = sharding.shard_map(
+    local,
+    in_specs=(tokens, specs, tokens),
+    out_specs=(
+      tokens,
+      PartitionSpec(sharding.ROW_AXES, ("tensor", "context")),
+    ),
+  )
+  return mix(x_BTD, weights, segments_BT)
+
+
+def _mix_all_tokens(inputs, weights, segments_BT):
+  """`mix`, with the tokens split over `context`."""
+  q_BTGK, k_BTGK, v_BTMV, b_BTM, a_BTM = inputs
+  C, G = sharding.size("context"), q_BTGK.shape[2]
+  # With fewer key heads than devices, several devices get the same head.
+  copies = math.lcm(G, C) // G
+  repeat = lambda x: jnp.repeat(x, copies, axis=2)
+  exchange = lambda x: sharding.all_to_all(x, "context", split=2, join=1)
+
+  def heads_here(name):
+    x = weights[name]
+    if name in ("q_conv", "k_conv"):
+      x = jnp.repeat(x, copies, axis=0)
+    n = len(x) // C
+    start = sharding.index("context") * n
+    return jax.lax.dynamic_slice_in_dim(x, start, n)
+
+  segments_BT = sharding.gather(segments_BT, "context", dim=1)
+  inputs = repeat(q_BTGK), repeat(k_BTGK), v_BTMV, b_BTM, a_BTM
+  out_BTMV, states = mix(
+    tuple(map(exchange, inputs)),
+    {name: heads_here(name) for name in _BY_HEAD},
+    segments_BT,
+    jnp.ones(segments_BT.shape, bool),
+  )
+  return sharding.all_to_all(out_BTMV, "context", split=1, join=2), states
+
+
+def _continue(inputs, weights, real_BT, states):
+  return mix(inputs, weights, jnp.zeros(real_BT.shape, int), real_BT, states)
+
+
+def mix(inputs, weights, segments_BT, real_BT, states=None):
+  """The convolution and the rule, of all tokens of a device's heads.
+
+  Args:
+    inputs: queries and keys [B, T, G, K], values [B, T, M, V], b and a
+      [B, T, M], as they are projected.
+    weights: the convolutions' and `_FLOAT32`.
+    segments_BT: a state begins at 0 where it changes.
+    real_BT: false at padding on the right, which leaves the states.
+    states: after earlier tokens of the first segment: S [B, M, K, V], and the
+      last W - 1 inputs of the convolution [B, G, W - 1, X]; None: 0.
+
+  Returns:
+    The output [B, T, M, V], rounded once, and the states.
+  """
+  q_BTGK, k_BTGK, v_BTMV, b_BTM, a_BTM = inputs
+  (B, T, G, K), dtype = q_BTGK.shape, v_BTMV.dtype
+  state_BMKV, tail = states or (None, None)
+  x_BTGX = jnp.concatenate([q_BTGK, k_BTGK, v_BTMV.reshape(B, T, G, -1)], -1)
+  names = "q_conv", "k_conv", "v_conv"
+  convs = [
+    weights[name].reshape(G, -1, weights[name].shape[-1]) for name in names
+  ]
+  conv_GXW = wide(jnp.concatenate(convs, 1).astype(dtype))
+  x_BTGX, tail = _convolve(x_BTGX, conv_GXW, segments_BT, real_BT, tail)
+  x_BTGX = rounded(nn.silu(x_BTGX), dtype)
+  q_BTGK, k_BTGK, v_BTGX = jnp.split(x_BTGX, [K, 2 * K], -1)
+  v_BTGRV = v_BTGX.reshape(B, T, G, -1, v_BTMV.shape[-1])
+  by_head = lambda x_BTM: jnp.where(real_BT[..., None], x_BTM, 0).reshape(
+    B, T, G, -1
+  )
+  b_BTGR = by_head(nn.sigmoid(wide(b_BTM)))
+  rate_M = -jnp.exp(weights["A_log"])
+  g_BTGR = by_head(rate_M * nn.softplus(wide(a_BTM) + weights["dt_bias"]))
+  if state_BMKV is None:
+    state_BMKV = jnp.zeros((B, b_BTM.shape[-1], K, v_BTMV.shape[-1]))
+  state = state_BMKV.reshape(B, G, -1, *state_BMKV.shape[2:])
+  operands = q_BTGK, k_BTGK, v_BTGRV, g_BTGR, b_BTGR
+  if T == 1 and states:
+    state, out = _step(state, *(x[:, 0] for x in operands))
+    out = out[:, None]
+  else:
+    state, out = _by_chunk(state, *operands, segments_BT)
+  out_BTMV = checkpoint_name(out.reshape(v_BTMV.shape), "attention")
+  return out_BTMV, (state.reshape(state_BMKV.shape), tail)
+
+
+def _convolve(x_BTGX, conv_GXW, segments_BT, real_BT, tail):
+  """Sums of W tokens in float32; and the inputs that the next token needs."""
+  B, T, G, X = x_BTGX.shape
+  W = conv_GXW.shape[-1]
+  if tail is None:
+    tail = jnp.zeros((B, G, W - 1, X), x_BTGX.dtype)
+  before = tail.swapaxes(1, 2).astype(x_BTGX.dtype)
+  x = jnp.concatenate([before, x_BTGX], 1)
+  first = jnp.repeat(segments_BT[:, :1], W - 1, axis=1)
+  segments = jnp.concatenate([first, segments_BT], 1)
+  total = 0.0
+  for w in range(W):
+    same = segments[:, w : w + T] == segments_BT
+    mine = jnp.where(same[..., None, None], x[:, w : w + T], 0)
+    total += wide(mine) * conv_GXW[..., w]
+  # After the last real token. What is of another segment is no input of the
+  # next token.
+  end_B = jnp.where(real_BT, jnp.arange(1, T + 1), 0).max(1)
+  at = end_B[:, None] + jnp.arange(W - 1)
+  inside = jnp.take_along_axis(segments, at, 1) == segments_BT[:, -1:]
+  last = jnp.take_along_axis(x, at[..., None, None], 1)
+  last = jnp.where(inside[..., None, None], last, 0)
+  return total, last.swapaxes(1, 2).astype(tail.dtype)
+
+
+def _unit(x):
+  """Float32 `x / |x|` along the last axis."""
+  x = wide(x)
+  return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + _NORM_EPS)
+
+
+def _step(state, q_BGK, k_BGK, v_BGRV, g_BGR, b_BGR):
+  """The rule for one token of each row: the new state, and the output."""
+  q, k = _unit(q_BGK) * q_BGK.shape[-1] ** -0.5, _unit(k_BGK)
+  state *= jnp.exp(g_BGR)[..., None, None]
+  error = wide(v_BGRV) - _einsum("bgrkv,bgk->bgrv", state, k)
+  error *= b_BGR[..., None]
+  state += k[:, :, None, :, None] * error[..., None, :]
+  out = _einsum("bgrkv,bgk->bgrv", state, q)
+  return state, rounded(out, v_BGRV.dtype)
+
+
+def _by_chunk(state, q_BTGK, k_BTGK, v_BTGRV, g_BTGR, b_BTGR, segments_BT):
+  """The rule for T tokens by products of matrices, C tokens at a time.
+
+  arXiv 2412.06464, sec. 3.3. A segment may begin anywhere: what crosses a
+  border is multiplied by 0, in the backward pass too. The first tokens belong
+  to the segment of the state.
+  """
+  T = q_BTGK.shape[1]
+  C = min(_CHUNK.get(sharding.platform(), 64), T)
+  padding = -T % C  # no decay, nothing written: it leaves the state
+
+  def cut(x, mode="constant"):
+    pad = [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)]
+    x = jnp.pad(x, pad, mode=mode)
+    return jnp.moveaxis(x.reshape(len(x), -1, C, *x.shape[2:]), 1, 0)
+
+  segments_cBC = cut(segments_BT, "edge")
+  last_cB = segments_cBC[:, :, -1]
+  before_cB = jnp.concatenate([segments_BT[None, :, 0], last_cB[:-1]])
+  operands = q_BTGK, k_BTGK, v_BTGRV, g_BTGR, b_BTGR
+  # The backward pass computes a chunk again: it stores only the states between.
+  chunk = jax.checkpoint(_chunk, prevent_cse=False)
+  state, out = jax.lax.scan(
+    chunk, state, (*map(cut, operands), segments_cBC, before_cB)
+  )
+  out = jnp.moveaxis(out, 0, 1)
+  return state, out.reshape(len(out), -1, *out.shape[3:])[:, :T]
+
+
+def _masked_exp(x, mask):
+  """exp(x), or 0: where it is masked it might overflow."""
+  return jnp.where(mask, jnp.exp(jnp.where(mask, x, 0)), 0)
+
+
+def _chunk(state, operands):
+  """One chunk; `before_B` is the segment of the state."""
+  q, k, v_BCGRV, g, b, segments_BC, before_B = operands
+  C = segments_BC.shape[1]
+  q, k = (_unit(x).swapaxes(1, 2) for x in (q, k))  # [B, G, C, K]
+  q *= q.shape[-1] ** -0.5
+  v = wide(jnp.moveaxis(v_BCGRV, 1, 3))  # [B, G, R, C, V]
+  g, b = (jnp.moveaxis(x, 1, 3) for x in (g, b))  # [B, G, R, C]
+  row, column = jnp.arange(C)[:, None], jnp.arange(C)
+  same_BCC = segments_BC[:, :, None] == segments_BC[:, None]
+  seen = (same_BCC & (row >= column))[:, None, None]  # [B, 1, 1, C, C]
+  # Sums of g within a segment. Those of `cumsum` would leave a rounding error
+  # of the gradient in the segment before.
+  total = _einsum("bij,bgrj->bgri", seen[:, 0, 0].astype(g.dtype), g)
+  decay = _masked_exp(total[..., :, None] - total[..., None, :], seen)
+  from_state = (segments_BC == before_B[:, None])[:, None, None]
+  to_state = (segments_BC == segments_BC[:, -1:])[:, None, None]
+  read = _masked_exp(total, from_state)[..., None]
+  write = _masked_exp(total[..., -1:] - total, to_state)[..., None]
+  with_keys = lambda x: _einsum("bgik,bgjk->bgij", x, k)[:, :, None]
+  products_of_k, products_of_q = with_keys(k), with_keys(q)
+  q_read, k_read, k_write = (
+    x[:, :, None] * factor for x, factor in ((q, read), (k, read), (k, write))
+  )
+  b = b[..., None]
+  # The solver takes ones on the diagonal, and reads only what is below.
+  solved = jax.scipy.linalg.solve_triangular(
+    b * products_of_k * decay,
+    b * jnp.concatenate([v, k_read], -1),
+    lower=True,
+    unit_diagonal=True,
+  )
+  values, keys = jnp.split(solved, [v.shape[-1]], -1)
+  error = values - _einsum("bgrik,bgrkv->bgriv", keys, state)
+  out = _einsum("bgrik,bgrkv->bgriv", q_read, state)
+  out += _einsum("bgrij,bgrjv->bgriv", products_of_q * decay, error)
+  state *= read[..., -1:, :]
+  state += _einsum("bgrik,bgriv->bgrkv", k_write, error)
+  return state, rounded(jnp.moveaxis(out, 3, 1), v_BCGRV.dtype)

@@ -1,0 +1,143 @@
+"""Multi-head latent attention (MLA; arXiv 2412.19437, sec. 2.1.1).
+
+Keys and values of all heads are products of one latent vector a token. So a
+cache keeps the latent and a rotated key that all heads have in common.
+
+Dimension key: B rows, T tokens, D model width, N heads, H width of a query or a
+key, V of a value, R rotated columns of a key, C width of the latent.
+"""
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from gspo_jax.model import lora, parameters, rotary
+from gspo_jax.model.config import Layer, ModelConfig
+from gspo_jax.model.layers import (
+  add,
+  attend_to_all_tokens,
+  gathered,
+  project,
+  rms_norm,
+  to_cache,
+)
+from gspo_jax.runtime import sharding
+
+# Of the norms of latents, whatever `norm_eps`: so have DeepSeek's own code and
+# transformers.
+_EPS = 1e-6
+
+
+class MLA(nn.Module):
+  cfg: ModelConfig
+  layer: Layer
+
+  @nn.compact
+  def __call__(self, x_BTD, angles, segments_BT, cache, i):
+    """Returns the output [B, T, D] and the latents of layer `i` in the cache.
+
+    Without a cache, keys and values of all heads are made from the latents.
+    With one, queries and outputs are moved into the space of the latents
+    instead: the same sums in another order.
+    """
+    cfg = self.cfg
+    weights = parameters.declare(self, "mla", cfg)
+    if cache is None:
+      return _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg)
+    q_BTNH, latent_BTC, key_BT1R = _project(x_BTD, weights, angles, cfg)
+    split = cfg.head_dim - cfg.rotary_width
+    q_BTNC = _to_latent(q_BTNH[..., :split], weights, split)
+    out_BTNC, updated = cache.attend(
+      i,
+      jnp.concatenate([q_BTNC, q_BTNH[..., split:]], -1),
+      jnp.concatenate([latent_BTC[:, :, None], key_BT1R], -1),
+      value_dim=cfg.kv_lora_rank,
+      scale=_scale(cfg),
+    )
+    out_BTNV = _from_latent(out_BTNC, weights, split)
+    return project(out_BTNV, weights, "o", axes=2), updated
+
+
+def _scale(cfg):
+  """The factor of scores, YaRN's included."""
+  scaling, scale = cfg.rope_scaling, cfg.head_dim**-0.5
+  if isinstance(scaling, rotary.YarnScaling) and scaling.mscale_all_dim:
+    mscale = rotary.yarn_mscale(scaling.factor, scaling.mscale_all_dim)
+    return scale * mscale**2
+  return scale
+
+
+def _project(x_BTD, weights, angles, cfg):
+  """Queries [B, T, N, H], latents [B, T, C] and rotated keys [B, T, 1, R]."""
+  rotate = rotary.rotate_pairs if cfg.rope_interleave else rotary.rotate
+  norm = lambda x, name: rms_norm(x, weights[name], cfg, _EPS)
+  if cfg.q_lora_rank:
+    latent = norm(project(x_BTD, weights, "q_a"), "q_a_norm")
+    q_BTNH = project(latent, weights, "q_b")
+  else:
+    q_BTNH = project(x_BTD, weights, "q")
+  q_BTNH = checkpoint_name(q_BTNH, "heads")
+  q_BTNH, q_BTNR = jnp.split(q_BTNH, [cfg.head_dim - cfg.rotary_width], -1)
+  q_BTNH = jnp.concatenate([q_BTNH, rotate(q_BTNR, *angles)], -1)
+  latent_BTCr = checkpoint_name(project(x_BTD, weights, "kv_a"), "heads")
+  latent_BTC, key_BTR = jnp.split(latent_BTCr, [cfg.kv_lora_rank], -1)
+  key_BT1R = rotate(key_BTR[:, :, None], *angles)
+  return q_BTNH, norm(latent_BTC, "kv_a_norm"), key_BT1R
+
+
+def _to_latent(q_BTNH, weights, split):
+  """Queries whose products with latents are those of queries with keys."""
+  cast = lambda end: weights["kv_b" + end][..., :split].astype(q_BTNH.dtype)
+  y = jnp.einsum("btnh,cnh->btnc", q_BTNH, cast(""))
+  if "kv_b" + lora.A not in weights:
+    return y
+  a_Cr = weights["kv_b" + lora.A].astype(q_BTNH.dtype)
+  low = jnp.einsum("btnh,rnh->btnr", q_BTNH, cast(lora.B))
+  return add(y, jnp.einsum("btnr,cr->btnc", low, a_Cr))
+
+
+def _from_latent(out_BTNC, weights, split):
+  """Weighted sums of values, of weighted sums of latents."""
+  cast = lambda end: weights["kv_b" + end][..., split:].astype(out_BTNC.dtype)
+  y = jnp.einsum("btnc,cnv->btnv", out_BTNC, cast(""))
+  if "kv_b" + lora.A not in weights:
+    return y
+  a_Cr = weights["kv_b" + lora.A].astype(out_BTNC.dtype)
+  low = jnp.einsum("btnc,cr->btnr", out_BTNC, a_Cr)
+  return add(y, jnp.einsum("btnr,rnv->btnv", low, cast(lora.B)))
+
+
+def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
+  """Attention among the T tokens, in a shard_map over rows, tokens and heads.
+
+  Every device along `tensor` computes all latents of its tokens.
+  """
+  tokens = sharding.TOKENS
+  specs = parameters.partition_specs("mla", weights)
+  split = cfg.head_dim - cfg.rotary_width
+
+  def local(x_BTD, weights, angles, segments_BT):
+    weights = gathered(weights, specs, x_BTD.dtype)
+    q_BTNH, latent_BTC, key_BT1R = _project(x_BTD, weights, angles, cfg)
+    kv_BTNH = project(latent_BTC, weights, "kv_b")
+    k_BTNH, v_BTNV = jnp.split(kv_BTNH, [split], -1)
+    shape = *k_BTNH.shape[:3], cfg.rotary_width
+    k_BTNR = jnp.broadcast_to(key_BT1R, shape)
+    out_BTNV = attend_to_all_tokens(
+      q_BTNH,
+      jnp.concatenate([k_BTNH, k_BTNR], -1),
+      v_BTNV,
+      segments_BT,
+      scale=_scale(cfg),
+    )
+    y_BTD = sharding.psum(project(out_BTNV, weights, "o", axes=2), "tensor")
+    latents = jnp.concatenate([latent_BTC[:, :, None], key_BT1R], -1)
+    return y_BTD, (to_cache(latents),)
+
+  attend = sharding.shard_map(
+    local,
+    in_specs=(tokens, specs, tokens, tokens),
+    out_specs=(tokens, PartitionSpec(sharding.ROW_AXES, None, "context")),
+  )
+  return attend(x_BTD, weights, angles, segments_BT)
