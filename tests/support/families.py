@@ -44,6 +44,8 @@ FAMILIES = {
     shared_gate=True,
     norm_plus_one=True,
     norm_rounds_last=True,
+    # Else the norm of small outputs of a DeltaNet multiplies rounding errors.
+    norm_eps=1e-2,
     **_SIZES,
   ),
   "deepseek-v3": model.variant(
