@@ -59,9 +59,7 @@ def int8_cache(cache, t):
     new = int8(new, -1).astype(x_BKSH.dtype)
     return jax.lax.dynamic_update_slice_in_dim(x_BKSH, new, t, axis=2)
 
-  return dataclasses.replace(
-    cache, k=tuple(map(slot, cache.k)), v=tuple(map(slot, cache.v))
-  )
+  return dataclasses.replace(cache, kv=jax.tree.map(slot, cache.kv))
 
 
 def forced(params, tokens, cfg):

@@ -238,11 +238,13 @@ def _attend(q_BTNH, new, pages, rows, sinks_N, *, value_dim, window, scale):
     _write(old, index, x.reshape(B, K, width).swapaxes(0, 1))
     for old, x in zip(pages, new, strict=True)
   )
+  keys, values = (*updated, None)[:2]
   out_BNV = paged_attention.read(
     q_BTNH[:, 0],
-    *updated,
-    table_BW=table_BW,
-    lengths_B=jnp.where(active_B, lengths_B + 1, 0),
+    keys,
+    values,
+    table_BW,
+    jnp.where(active_B, lengths_B + 1, 0),
     value_dim=value_dim,
     window=window,
     sinks_N=sinks_N,
