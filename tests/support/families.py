@@ -42,8 +42,6 @@ FAMILIES = {
     output_gate=True,
     shared_dim=8,
     shared_gate=True,
-    # The norm of a small output of the rule would enlarge its rounding errors.
-    norm_eps=1e-2,
     norm_plus_one=True,
     norm_rounds_last=True,
     # Else the norm of small outputs of a DeltaNet multiplies rounding errors.
