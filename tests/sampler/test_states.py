@@ -84,12 +84,14 @@ def test_a_state_from_a_row_gives_the_same_bits(length):
 
 
 def test_turns_are_prefilled_again_and_have_the_trainers_log_probs():
-  """No token is kept between calls; the weights are."""
-  lengths, cached = [], []
+  """All tokens are computed, and pages that the last call left stay."""
+  lengths, written = [], []
 
   def spy(tokens, counts, pages, num_cached, sources):
+    assert num_cached is None
     lengths.extend(np.asarray(counts).tolist())
-    cached.append(num_cached)
+    pool = sampler().sizes.num_pages
+    written.extend((np.asarray(pages) < pool).sum(1).tolist())
 
   batch, given = prompts(4, S), np.zeros((B, R), bool)
   converse = functools.partial(
@@ -106,11 +108,11 @@ def test_turns_are_prefilled_again_and_have_the_trainers_log_probs():
     column = np.arange(R)
     start = before.lengths[:, None]
     given |= (column >= start) & (column < start + count[:, None])
-    lengths.clear()
+    lengths.clear(), written.clear()
     samples = converse(resume_from=joined, stop_at=before.lengths + count + 4)
     prefixes = np.repeat(batch.lengths, G) + before.lengths + count - 1
     assert sorted(lengths) == sorted(prefixes[finish == UNFINISHED])
-  assert cached == [None] * len(cached)
+    assert max(written) <= 2 < prefixes.max() // 4  # pages of new tokens
   found = jax.device_get(samples)
   assert given.sum() > 6
   whole = train_batch.unpacked(batch, found.tokens, found.lengths)

@@ -102,7 +102,7 @@ class Scheduler:
       cached: by response, the first tokens of its prefix that are in the pool:
         `kept` of the last scheduler. No other response has this prefix, and all
         other pages are free. None: keep nothing.
-      has_states: of the model; then `cached` is None.
+      has_states: of the model.
     """
     self._sizes = sizes
     self.num_sampled = 0  # tokens so far, also of preempted responses
