@@ -212,9 +212,11 @@ def copy_states(
 
   def local(states, source, rows_B):
     def copy(old, new):
-      found_B = rows_B < len(new)
-      found = found_B.reshape(-1, *[1] * (old.ndim - 1))
-      return jnp.where(found, new.at[rows_B].get(mode="clip"), old)
+      rows = rows_B.reshape(-1, *[1] * (old.ndim - 1))
+      # A gather would take as much memory as all states.
+      for row, state in enumerate(new):
+        old = jnp.where(rows == row, state, old)
+      return old
 
     return jax.tree.map(copy, states, source)
 
