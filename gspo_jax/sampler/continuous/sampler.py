@@ -363,14 +363,14 @@ class ContinuousSampler:
   ):
     num_cached = num_cached if num_cached.any() else None
     sources = sources if has_states(self.cfg) else None
-    prefixes, num_cached, sources, response = multihost.to_global(
-      (prefixes, num_cached, sources, response), self.batch_sharding
+    (tokens, lengths, pages), num_cached, sources = multihost.to_global(
+      (prefixes, num_cached, sources), self.batch_sharding
     )
     state, experts = self.jitted.prefill(
-      params, state, *prefixes, num_cached, sources
+      params, state, tokens, lengths, pages, num_cached, sources
     )
     if experts is not None:
-      lengths = prefixes[1]
+      response = multihost.to_global(response, self.batch_sharding)
       samples = self.jitted.write_prompt_routing(
         samples, experts, lengths, response
       )
