@@ -38,14 +38,14 @@ def prompts(*lengths):
 
 
 @functools.cache
-def sampler(num_pages=0):
-  """With three slots every segment computes all of them."""
+def sampler(slots=3, num_pages=0):
+  """Of less than four slots, every segment computes all."""
   mesh = sharding.make_mesh(jax.devices()[:1])
   return continuous.build_continuous_sampler(
     CFG,
     CONFIG,
     batching=ContinuousBatchingConfig(
-      slots=3,
+      slots=slots,
       num_pages=num_pages,
       page_size=4,
       segment_steps=4,
@@ -71,10 +71,10 @@ def spied(spy):
 
 
 def test_samples_are_those_of_the_static_sampler():
-  """Some responses are preempted, and start again."""
+  """Some are preempted, and start again; the last ones are computed alone."""
   counts = []
   advance = lambda finished, tokens: counts.append(tokens)
-  samples = sampler(num_pages=8)(
+  samples = sampler(slots=4, num_pages=8)(
     weights(CFG),
     prompts(7, S),
     KEY,
