@@ -36,7 +36,8 @@ GOLDENS = ROOT / "tests/support/goldens"
 NAMES = (
   *("qwen3", "qwen3_moe", "qwen3_moe_raw", "qwen2", "llama3"),
   *("yarn", "olmoe", "mixtral", "qwen2_moe", "glm4_moe", "glm4_moe_air"),
-  *("minimax_m2", "gpt_oss"),
+  *("minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe", "qwen3_5"),
+  *("deepseek_v3", "deepseek_v3_plain", "glm4_moe_lite"),
 )
 DECODED = "qwen3_moe", "glm4_moe", "gpt_oss"
 every_model = pytest.mark.parametrize("name", NAMES)
