@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save, save_file
 
 from gspo_jax import model, sampler
-from gspo_jax.model import hf, layers, parameters, rounding
+from gspo_jax.model import hf, layers, rounding
 from gspo_jax.model.hf import checkpoint as hf_checkpoint
 from gspo_jax.model.hf import folder as hf_folder
 from gspo_jax.model.hf import tensors as hf_tensors
@@ -139,7 +139,7 @@ def test_bfloat16_logits_are_as_near_as_those_of_transformers(name):
     return np.median(np.sqrt(error.mean(-1)))
 
   theirs = distance(golden(name)["logits_bfloat16"])
-  assert theirs < 0.02
+  assert theirs < 0.04
   assert distance(logits) < 1.5 * theirs
 
 
@@ -148,11 +148,12 @@ def test_gradients_are_those_of_transformers(name):
   (value, _), grads = parity(name, "left")
   assert value == pytest.approx(golden(name)["loss"], abs=1e-5)
   theirs = hf.load_hf(GOLDENS / name / "gradients", config(name))
-  close = functools.partial(np.testing.assert_allclose, rtol=0, atol=5e-6)
-  jax.tree.map(close, grads, theirs)
+  grads = sharding.leaves_by_path(grads)
   for path, x in sharding.leaves_by_path(theirs).items():
     largest = float(jnp.abs(x).max())
-    assert largest == 0 if parameters.find(path).frozen else largest > 1e-3
+    assert largest == 0 if path.endswith("choice_bias") else largest > 1e-3
+    close = {"rtol": 0, "atol": 5e-5 * max(largest, 0.1), "err_msg": path}
+    np.testing.assert_allclose(grads[path], x, **close)
 
 
 @pytest.mark.parametrize(
@@ -293,9 +294,27 @@ def test_each_layer_and_the_rest_have_a_file(tmp_path):
 # Meshes.
 
 
-@pytest.mark.parametrize("changes", [MOE, QWEN2], ids=["moe", "qwen2"])
-def test_a_mesh_loads_and_saves_the_same(changes, tmp_path, monkeypatch):
-  cfg = model.variant("tiny", dtype="float32", **changes)
+def on_a_mesh(name):
+  """A model whose axes two devices divide."""
+  if name in ("moe", "qwen2"):
+    changes = {"moe": MOE, "qwen2": QWEN2}[name]
+    return model.variant("tiny", dtype="float32", **changes)
+  changes = {"v_head_dim": 6}
+  if name != "deepseek_v3":
+    changes = {"linear_value_head_dim": 10}
+  if name == "qwen3_next":  # with normed weights the names are Qwen3.5's
+    changes |= {"num_experts": 8, "norm_topk_prob": False}
+  return dataclasses.replace(config(name), vocab_size=48, **changes)
+
+
+on_meshes = pytest.mark.parametrize(
+  "name", ["moe", "qwen2", "qwen3_next", "qwen3_5", "deepseek_v3"]
+)
+
+
+@on_meshes
+def test_a_mesh_loads_and_saves_the_same(name, tmp_path, monkeypatch):
+  cfg = on_a_mesh(name)
   params = random_params(cfg)
   hf.save_hf(params, cfg, tmp_path / "out")
   mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
@@ -320,10 +339,13 @@ def test_a_mesh_loads_and_saves_the_same(changes, tmp_path, monkeypatch):
     )
   )
   # No number is read twice, although some are on several devices.
-  for keys, leaf in jax.tree.leaves_with_path(params):
-    path = jax.tree_util.keystr(keys, simple=True, separator="/")
+  places = sharding.leaves_by_path(shardings)
+  for path, leaf in sharding.leaves_by_path(params).items():
     assert sum(sizes[path]) == leaf.size
-    assert len(sizes[path]) > cfg.num_layers or "norm" in path
+    whole = places[path].is_fully_replicated
+    assert (
+      len(sizes[path]) > len(leaf) or not path.startswith("layers") or whole
+    )
   monkeypatch.undo()
   hf.save_hf(again, cfg, tmp_path / "again")
   require_equal(hf.load_hf(tmp_path / "again", cfg), params)
@@ -504,10 +526,10 @@ def test_float16_is_read(checkpoint):
   jax.tree.map(close, write(), loaded("qwen3"))
 
 
-@pytest.mark.parametrize("changes", [MOE, QWEN2], ids=["moe", "qwen2"])
-def test_a_bucket_sends_each_byte_once(changes, tmp_path, monkeypatch):
+@on_meshes
+def test_a_bucket_sends_each_byte_once(name, tmp_path, monkeypatch):
   """Of tensors that devices share by columns, too; the store is a folder."""
-  cfg = model.variant("tiny", dtype="float32", **changes)
+  cfg = on_a_mesh(name)
   params = random_params(cfg)
   hf.save_hf(params, cfg, tmp_path / "out")
   shapes = hf_tensors.expected(cfg).values()
@@ -760,12 +782,12 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
     (
       {"attention_factor": 1.5, "mscale": 1.0, "mscale_all_dim": 1.0},
       {},
-      model.YarnScaling(4.0, 256, attention_factor=1.5),
+      model.YarnScaling(4.0, 256, attention_factor=1.5, mscale_all_dim=1.0),
     ),
     (
       {"mscale": 0.5, "mscale_all_dim": 0.5},
       {},
-      model.YarnScaling(4.0, 256, attention_factor=1.0),
+      model.YarnScaling(4.0, 256, attention_factor=1.0, mscale_all_dim=0.5),
     ),
     ({"mscale": 0.5}, {}, model.YarnScaling(4.0, 256)),
   ],
@@ -793,8 +815,8 @@ def test_each_family_has_its_base_of_the_rotary_frequencies(tmp_path):
 @pytest.mark.parametrize(
   ("changes", "words"),
   [
-    ({"model_type": "qwen3_5_moe"}, "missing for it: gated delta-net layers"),
-    ({"model_type": "qwen3_mo"}, "are: glm4_moe, gpt_oss, llama, minimax_m2"),
+    ({"model_type": "qwen3_5"}, "text_config=None: expected a JSON object"),
+    ({"model_type": "qwen3_mo"}, "are: deepseek_v3, glm4_moe, glm4_moe_lite, "),
     ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv=8.0: not supported"),
     ({"model_type": "mixtral", "sliding_window": 64}, "sliding_window=64: not"),
     ({"mlp_only_layers": [0]}, "mlp_only_layers=[0]: expected []"),

@@ -364,8 +364,8 @@ def test_multi_token_prediction_is_carried_over(
   added = add_multi_token_prediction(folder, stored)
   params = hf.load_hf(folder, CFG)
   assert capsys.readouterr().out == (
-    f"{folder}: 4 tensors of multi-token prediction are not loaded, from "
-    f"{MTP}eh_proj.weight on\n"
+    f"{folder}: 4 tensors of multi-token prediction or of images are not "
+    f"loaded, from {MTP}eh_proj.weight on\n"
   )
   hf.save_hf(params, CFG, out, dtype=dtype, like=folder)
   raw = json.loads((out / "config.json").read_text())

@@ -162,8 +162,7 @@ MODELS = {
     tie_word_embeddings=True,
   ),
   "deepseek_v3": hf.DeepseekV3Config(
-    **MLA
-    | {"n_group": 4, "topk_group": 2, "rope_parameters": YARN | MSCALES},
+    **MLA | {"n_group": 4, "topk_group": 2, "rope_parameters": YARN | MSCALES},
     first_k_dense_replace=1,
   ),
   "deepseek_v3_plain": hf.DeepseekV3Config(

@@ -25,8 +25,8 @@ from gspo_jax.model.hf.tensors import (
   FLOATS,
   HEAD,
   INDEX,
+  PLAIN,
   HFCheckpoint,
-  Layout,
   Spans,
   StoredTensor,
   TensorMap,
@@ -132,8 +132,8 @@ def _require_equal_head(source, embedding, tensor: TensorMap, sharding) -> None:
   if not jax.jit(jnp.array_equal)(array, embedding):
     raise multihost.AgreedError(
       f"{source.folder}: {HEAD} differs from {tensor.names[0]}, although "
-      "config.json has tie_word_embeddings=true: expected false, which is how transformers "
-      "treats such weights"
+      "config.json has tie_word_embeddings=true: expected false, which is how "
+      "transformers treats such weights"
     )
 
 
@@ -223,7 +223,7 @@ def save_hf(
   # Only the primary process has and writes them.
   carried = on_primary(lambda: _carried(cfg, dtype, like)) or {}
   partial = on_primary(lambda: _create(folder, config, like, beside))
-  layout = multihost.run_on_all(lambda: layout_of(like) if like else Layout())
+  layout = multihost.run_on_all(lambda: layout_of(like) if like else PLAIN)
   tensors, leaves = tensor_maps(cfg, layout), leaves_by_path(params)
   index, total = {}, 0
   layers = [*range(cfg.num_layers), None]

@@ -70,7 +70,7 @@ def _language_model(path, raw) -> dict:
     return raw
   text = raw.get("text_config")
   if not isinstance(text, dict):
-    raise UserError(f"{path}: text_config={text!r:.80}: expected an object")
+    raise UserError(f"{path}: text_config={text!r:.80}: expected a JSON object")
   outer = ("tie_word_embeddings", "quantization_config", *_DTYPES)
   outer = {key: raw[key] for key in outer if key in raw}
   return outer | text | {"model_type": WITH_IMAGES[raw["model_type"]]}

@@ -89,8 +89,6 @@ def _write_glm(cfg):
   }
 
 
-
-
 def _read_mla(path, raw):
   width = lambda key: number(path, raw, [key])
   rope = width("qk_rope_head_dim")
@@ -492,7 +490,8 @@ def require_family(path, model_type) -> Family:
   """UserError unless it is one of `FAMILIES`."""
   if model_type in FAMILIES:
     return FAMILIES[model_type]
-  raise unsupported(path, "model_type", model_type, sorted(FAMILIES))
+  supported = sorted({*FAMILIES, *WITH_IMAGES})
+  raise unsupported(path, "model_type", model_type, supported)
 
 
 def require_supported(path, raw, family: Family) -> None:

@@ -68,6 +68,9 @@ class Layout(NamedTuple):
   grouped: bool = False
 
 
+PLAIN = Layout()
+
+
 def layout_in(names: Collection[str]) -> Layout:
   has = lambda pattern: any(re.match(pattern, name) for name in names)
   return Layout(
@@ -152,9 +155,7 @@ class TensorMap(NamedTuple):
         yield name.format(i=layer, e=e), (e, part)
 
 
-def tensor_maps(
-  cfg: ModelConfig, layout: Layout = Layout()
-) -> list[TensorMap]:
+def tensor_maps(cfg: ModelConfig, layout: Layout = PLAIN) -> list[TensorMap]:
   """All parameters of a model, in the order of its tree."""
   family = FAMILIES.get(family_name(cfg))
   styles = ("qwen3_next",) * layout.grouped + (family.names if family else ())
@@ -171,10 +172,9 @@ def tensor_maps(
     elif experts and layout.fused_experts:
       end = row.end.rpartition("/")[2]
       names, axes = (f"mlp.experts.{end}_proj",), (experts, outputs, inputs)
-    elif row.init == "convolution":
+    axes = tuple(filter(None, axes))  # a vector has no inputs
+    if row.init == "convolution":
       axes = outputs[:-1], (), outputs[-1:]
-    else:
-      axes = tuple(filter(None, axes))  # a vector has no inputs
     start = "model.layers.{i}." if row.stacked else ""
     names = tuple(start + name for name in names)
     if layout.with_images:
@@ -223,7 +223,7 @@ def swap_last(x, shape):
 
 
 def expected(
-  cfg: ModelConfig, layout: Layout = Layout()
+  cfg: ModelConfig, layout: Layout = PLAIN
 ) -> dict[str, tuple[int, ...]]:
   """The shape of every HF tensor of a model, by name."""
   return {
