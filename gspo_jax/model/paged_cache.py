@@ -201,6 +201,27 @@ def copy(pages: Pages, source: jax.Array, target: jax.Array) -> Pages:
   return dataclasses.replace(pages, kv=write(pages.kv, source, target))
 
 
+def copy_states(
+  states: kv_cache.Arrays, source: kv_cache.Arrays, rows: jax.Array
+) -> kv_cache.Arrays:
+  """`states` [B, ...] with the rows `rows` [B] int32 of `source`.
+
+  A device counts its rows of `source` from 0. Where it has no such row, the
+  state stays as it is.
+  """
+
+  def local(states, source, rows_B):
+    def copy(old, new):
+      found_B = rows_B < len(new)
+      found = found_B.reshape(-1, *[1] * (old.ndim - 1))
+      return jnp.where(found, new.at[rows_B].get(mode="clip"), old)
+
+    return jax.tree.map(copy, states, source)
+
+  write = sharding.shard_map(local, (_STATES, _STATES, _ROWS), _STATES)
+  return write(states, source, rows)
+
+
 def _write(old, index, new):
   return old.at[index].set(new.astype(old.dtype), mode="drop")
 
