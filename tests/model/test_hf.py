@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -262,6 +263,92 @@ def test_load_and_save_is_the_identity(name, tmp_path):
   )
 
 
+def with_images(folder):
+  """Writes Qwen3.5 as it is published, with tensors of images and of MTP."""
+  raw = json.loads((GOLDENS / "qwen3_5_moe/config.json").read_text())
+  rope = raw["rope_parameters"] | {"mrope_section": [1, 1, 0]}
+  whole = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": raw | {"rope_parameters": rope, "mlp_only_layers": []},
+    "tie_word_embeddings": False,
+    "vision_config": {"depth": 1, "model_type": "qwen3_5_moe"},
+  }
+  theirs = load_file(GOLDENS / "qwen3_5_moe/model.safetensors")
+  rng = np.random.default_rng(0)
+  random = lambda *shape: rng.normal(size=shape).astype(jnp.bfloat16)
+  stored = {
+    "model.visual.patch_embed.proj.weight": random(4, 3, 2, 2, 2),
+    "model.visual.merger.norm.bias": random(4).astype(np.float32),
+    "mtp.layers.0.mlp.experts.gate_up_proj": random(5, 24, 16),
+  }
+  experts = {}
+  for name, x in theirs.items():
+    name = re.sub(r"^model\.", "model.language_model.", name)
+    start, _, end = name.partition(".mlp.experts.")
+    if end:
+      e, projection, _ = end.split(".")
+      experts.setdefault(f"{start}.mlp.experts", {})[projection, int(e)] = x
+    else:
+      stored[name] = x
+  for name, of in experts.items():
+    joined = lambda key, of=of: np.stack([of[key, e] for e in range(5)])
+    gate_up = joined("gate_proj"), joined("up_proj")
+    stored[f"{name}.gate_up_proj"] = np.concatenate(gate_up, 1)
+    stored[f"{name}.down_proj"] = joined("down_proj")
+  folder.mkdir()
+  (folder / "config.json").write_text(json.dumps(whole))
+  save_file(stored, folder / "model.safetensors", {"format": "pt"})
+  return whole, stored
+
+
+def test_a_model_of_images_is_read_and_exported(tmp_path, capsys):
+  like, out = tmp_path / "like", tmp_path / "out"
+  raw, stored = with_images(like)
+  cfg = hf.config_from_hf(like, dtype="float32", remat="none")
+  assert cfg == config("qwen3_5_moe")
+  assert hf.context_length(like) == 256
+  params = hf.load_hf(like, cfg)
+  assert (
+    "3 tensors of multi-token prediction or of i" in capsys.readouterr().out
+  )
+  require_equal(params, loaded("qwen3_5_moe"))
+  place = model.shardings(params, sharding.make_mesh(data=4, tensor=2))
+  require_equal(jax.device_get(hf.load_hf(like, cfg, shardings=place)), params)
+  hf.save_hf(params, cfg, out, dtype="bfloat16", like=like)
+  files = sorted(out.glob("*.safetensors"))
+  ours = {name: x for file in files for name, x in load_file(file).items()}
+  assert ours.keys() == stored.keys()
+  for name, x in stored.items():
+    assert ours[name].dtype == x.dtype
+    np.testing.assert_array_equal(ours[name], x)
+  assert json.loads((out / "config.json").read_text()) == raw
+  (like / "model.safetensors").unlink()
+  hf.save_hf(params, cfg, tmp_path / "wide", like=like)
+  text = json.loads((tmp_path / "wide/config.json").read_text())["text_config"]
+  assert text["dtype"] == "float32"
+  require_equal(hf.load_hf(tmp_path / "wide", cfg), params)
+  index = json.loads((tmp_path / "wide" / hf_tensors.INDEX).read_text())
+  start = "model.language_model.layers.0.mlp.experts.4.up_proj"
+  assert f"{start}.weight" in index["weight_map"]
+
+
+def test_transformers_reads_the_same_from_a_model_of_images(tmp_path):
+  torch = pytest.importorskip("torch")
+  import transformers
+
+  with_images(tmp_path / "like")
+  theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path / "like", dtype=torch.float32
+  )
+  tokens = torch.tensor(golden("qwen3_5_moe")["tokens"]).long()
+  with torch.no_grad():
+    logits = theirs.eval()(tokens).logits
+  np.testing.assert_allclose(
+    logits, golden("qwen3_5_moe")["logits_plain"], atol=1e-5
+  )
+
+
 @pytest.mark.parametrize("name", model.VARIANTS)
 def test_the_config_of_a_variant_is_read_back(name, tmp_path):
   cfg = model.variant(name)
@@ -300,15 +387,14 @@ def on_a_mesh(name):
     changes = {"moe": MOE, "qwen2": QWEN2}[name]
     return model.variant("tiny", dtype="float32", **changes)
   changes = {"v_head_dim": 6}
-  if name != "deepseek_v3":
-    changes = {"linear_value_head_dim": 10}
   if name == "qwen3_next":  # with normed weights the names are Qwen3.5's
-    changes |= {"num_experts": 8, "norm_topk_prob": False}
+    changes = {"num_experts": 8, "norm_topk_prob": False}
+    changes |= {"linear_value_head_dim": 10}
   return dataclasses.replace(config(name), vocab_size=48, **changes)
 
 
 on_meshes = pytest.mark.parametrize(
-  "name", ["moe", "qwen2", "qwen3_next", "qwen3_5", "deepseek_v3"]
+  "name", ["moe", "qwen2", "qwen3_next", "deepseek_v3"]
 )
 
 
@@ -848,6 +934,7 @@ def test_an_unsupported_config_is_refused(changes, words, tmp_path):
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+MIXED = ["dense", "sparse", "dense"]
 ODD_ROTARY = {"partial_rotary_factor": 0.4}
 
 
@@ -878,6 +965,30 @@ ODD_ROTARY = {"partial_rotary_factor": 0.4}
     ("gpt_oss", "swiglu_limit", -7.0, "swiglu_limit=-7.0: expected float"),
     ("gpt_oss", "swiglu_alpha", 1.0, "swiglu_alpha=1.0: expected 1.702"),
     ("gpt_oss", "attention_bias", False, "attention_bias=False: expected T"),
+    ("qwen3_next", "attn_output_gate", False, "gate=False: expected True"),
+    ("qwen3_next", "mlp_only_layers", [0], "mlp_only_layers=[0]: expected []"),
+    ("qwen3_next", "decoder_sparse_step", 2, "sparse_step=2: expected 1"),
+    ("qwen3_next", "hidden_act", "gelu", "hidden_act=gelu: expected 'silu'"),
+    ("qwen3_next", "attention_bias", True, "attention_bias=True: expected F"),
+    ("qwen3_next", "layer_types", [FULL], "for each of the 4 layers"),
+    ("qwen3_next", "layer_types", [SLIDING] * 4, "'linear_attention' or 'f"),
+    ("qwen3_next", "linear_key_head_dim", None, "key_head_dim is missing"),
+    ("qwen3_next", "linear_num_value_heads", 3, "=3: expected a multiple of"),
+    ("qwen3_next", "head_dim", None, "head_dim is missing"),
+    ("qwen3_5_moe", "norm_topk_prob", False, "prob=False: expected True"),
+    ("qwen3_5_moe", "shared_expert_intermediate_size", None, "is missing"),
+    ("deepseek_v3", "topk_method", "greedy", "greedy: expected 'noaux_tc'"),
+    ("deepseek_v3", "scoring_func", "softmax", "expected 'sigmoid'"),
+    ("deepseek_v3", "moe_layer_freq", 2, "moe_layer_freq=2: expected 1"),
+    ("deepseek_v3", "attention_bias", True, "attention_bias=True: expected F"),
+    ("deepseek_v3", "q_lora_rank", None, "q_lora_rank is missing"),
+    ("deepseek_v3", "kv_lora_rank", None, "kv_lora_rank is missing"),
+    ("deepseek_v3", "n_group", None, "n_group is missing"),
+    ("deepseek_v3", "first_k_dense_replace", None, "replace is missing"),
+    ("deepseek_v3", "num_key_value_heads", 2, "expected model.num_heads=4"),
+    ("glm4_moe_lite", "mlp_layer_types", ["dense"], "each of the 3 layers"),
+    ("glm4_moe_lite", "mlp_layer_types", MIXED, "'dense' for the first layers"),
+    ("glm4_moe_lite", "first_k_dense_replace", 2, "first_k_dense_replace=2"),
     ("qwen2_moe", "qkv_bias", False, "qkv_bias=False: expected True"),
     ("qwen2_moe", "shared_expert_intermediate_size", None, "size is missing"),
     ("qwen2_moe", "mlp_only_layers", [0], "mlp_only_layers=[0]: expected []"),
@@ -922,6 +1033,50 @@ def test_an_odd_config_of_a_family_is_refused(
     ),
     ("glm4_moe_air", {"use_qk_norm": None, "norm_topk_prob": None}),
     ("gpt_oss", {"layer_types": None, "swiglu_alpha": None}),
+    (
+      "qwen3_next",
+      {
+        "layer_types": None,
+        "full_attention_interval": 4,
+        "rope_parameters": None,
+        "rope_theta": 1000,
+        "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": None,
+      },
+    ),
+    (
+      "qwen3_5",
+      {
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+        "rope_parameters": {
+          "rope_type": "default",
+          "rope_theta": 1000,
+          "mrope_interleaved": True,
+          "mrope_section": [1, 1, 0],
+        },
+      },
+    ),
+    (
+      "deepseek_v3",
+      {
+        "head_dim": None,
+        "qk_head_dim": None,
+        "rope_interleave": None,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+      },
+    ),
+    (
+      "glm4_moe_lite",
+      {
+        "mlp_layer_types": None,
+        "first_k_dense_replace": 1,
+        "partial_rotary_factor": 1.0,
+      },
+    ),
   ],
 )
 def test_other_keys_of_a_family_give_the_same_config(base, changes, tmp_path):
