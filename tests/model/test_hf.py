@@ -1081,6 +1081,7 @@ def test_an_odd_config_of_a_family_is_refused(
         "topk_method": "noaux_tc",
       },
     ),
+    ("deepseek_v3", {"model_type": "kimi_k2"}),
     (
       "glm4_moe_lite",
       {

@@ -214,6 +214,18 @@ def test_weights_of_one_linear_layer_may_have_one_adapter(tmp_path):
     shutil.rmtree(folder)
 
 
+def test_adapters_to_a_model_of_images_are_read(tmp_path):
+  """As PEFT names them where it adapts the whole model."""
+  cfg, folder = OTHERS["qwen3.5"], tmp_path / "peft"
+  adapters = base_and_adapters(cfg)[1]
+  hf.save_peft(adapters, cfg, folder, base="")
+  file = folder / "adapter_model.safetensors"
+  names = lambda x: x.replace(".model.layers.", ".model.language_model.layers.")
+  save_file({names(name): x for name, x in load_file(file).items()}, file)
+  again = hf.load_peft(folder, cfg)
+  jax.tree.map(np.testing.assert_array_equal, again, adapters)
+
+
 def change(folder, **keys):
   path = folder / "adapter_config.json"
   path.write_text(json.dumps(json.loads(path.read_text()) | keys))

@@ -115,6 +115,10 @@ def _write_mla(cfg):
     "head_dim": cfg.rotary_width,  # what transformers writes
     "v_head_dim": cfg.value_dim,
     "rope_interleave": cfg.rope_interleave,
+    # What servers read that run the model's own code.
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
   }
 
 
@@ -303,6 +307,15 @@ _MLA_SUPPORTED = {
   "topk_method": ("noaux_tc",),
   "moe_layer_freq": (1,),
 }
+_DEEPSEEK = Family(
+  "DeepseekV3ForCausalLM",
+  _MLA_FIELDS,
+  experts=("n_routed_experts", "moe_intermediate_size"),
+  supported=_MLA_SUPPORTED,
+  required=("num_key_value_heads",),
+  read=_read_deepseek,
+  write=_write_mla,
+)
 # By model_type.
 FAMILIES = {
   "qwen3": Family("Qwen3ForCausalLM", {}),
@@ -448,15 +461,8 @@ FAMILIES = {
     read=functools.partial(_read_hybrid, experts=False),
     write=_write_hybrid,
   ),
-  "deepseek_v3": Family(
-    "DeepseekV3ForCausalLM",
-    _MLA_FIELDS,
-    experts=("n_routed_experts", "moe_intermediate_size"),
-    supported=_MLA_SUPPORTED,
-    required=("num_key_value_heads",),
-    read=_read_deepseek,
-    write=_write_mla,
-  ),
+  "deepseek_v3": _DEEPSEEK,
+  "kimi_k2": _DEEPSEEK,
   "glm4_moe_lite": Family(
     "Glm4MoeLiteForCausalLM",
     _MLA_FIELDS,

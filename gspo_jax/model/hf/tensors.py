@@ -72,11 +72,13 @@ PLAIN = Layout()
 
 
 def layout_in(names: Collection[str]) -> Layout:
-  has = lambda pattern: any(re.match(pattern, name) for name in names)
+  """Of tensors, or of PEFT's adapters to them."""
+  has = lambda pattern: any(re.search(pattern, name) for name in names)
+  layer = r"(^|\.)model\.(language_model\.)?layers\.\d+"
   return Layout(
-    has(r"model\.language_model\."),
-    has(r".*\.mlp\.experts\.gate_up_proj$"),
-    has(r".*\.linear_attn\.in_proj_qkvz\."),
+    has(r"(^|\.)model\.language_model\.layers\."),
+    has(layer + r"\.mlp\.experts\.gate_up_proj$"),
+    has(layer + r"\.linear_attn\.in_proj_qkvz\."),
   )
 
 
@@ -90,13 +92,12 @@ def layout_of(folder: epath.PathLike) -> Layout:
 
 
 class Part(NamedTuple):
-  """Rows of a tensor: it has `groups` of `size` rows, each has `count` of them,
-  from `first` on."""
+  """The rows of a tensor that are those of a parameter."""
 
-  groups: int
-  size: int
-  first: int
-  count: int
+  groups: int  # that the tensor's rows are in
+  size: int  # rows of a group
+  first: int  # of the parameter's rows in each group
+  count: int  # of the parameter's rows in each group
 
   def of(self, tensor: np.ndarray) -> np.ndarray:
     """A view of these rows, [groups, count, ...]."""
