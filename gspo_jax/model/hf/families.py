@@ -138,8 +138,8 @@ def _read_glm_lite(path, raw):
   default = ["dense"] + ["sparse"] * (count - 1)
   layers = _layers(path, raw, "mlp_layer_types", default, kinds)
   first = next((i for i, x in enumerate(layers) if x.experts), count)
-  # Servers read this key.
-  dense = raw.get("first_k_dense_replace", first)
+  dense = raw.get("first_k_dense_replace")  # what servers read
+  dense = first if dense is None else dense
   if (dense, set(layers[first:])) != (first, {sparse}):
     raise UserError(
       f"{path}: mlp_layer_types: expected 'dense' for the first layers,"
