@@ -131,6 +131,53 @@ def _gpt_oss(*sizes, window=128, **changes) -> ModelConfig:
   return _qwen3(*sizes, **fields | changes)
 
 
+_DELTA = Layer(mixer="delta_net")
+
+
+def _qwen3_next(*sizes, experts=True, **changes) -> ModelConfig:
+  """Three gated DeltaNets, then attention, and so on."""
+  layers = (_DELTA, _DELTA, _DELTA, Layer())
+  fields = {
+    "head_dim": 256,
+    "pattern": tuple(
+      dataclasses.replace(layer, experts=experts) for layer in layers
+    ),
+    "rope_theta": 1e7,
+    "rotary_dim": 64,
+    "output_gate": True,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "norm_rounds_last": True,
+    "norm_plus_one": True,
+  }
+  if experts:
+    fields["shared_gate"] = True
+  return _qwen3(*sizes, **fields | changes)
+
+
+def _qwen3_5(*sizes, **changes) -> ModelConfig:
+  return _qwen3_next(*sizes, **{"vocab_size": 248_320} | changes)
+
+
+def _deepseek(layers, width, heads, mlp, *, first, **changes) -> ModelConfig:
+  fields = {
+    "head_dim": 192,
+    "first": (Layer(mixer="mla", experts=False),) * first,
+    "pattern": (Layer(mixer="mla"),),
+    "scoring_func": "sigmoid",
+    "choice_bias": True,
+    "rotary_dim": 64,
+    "rope_interleave": True,
+    "kv_lora_rank": 512,
+    "v_head_dim": 128,
+    "qk_norm": False,
+  }
+  sizes = layers, width, heads, heads, mlp
+  return _qwen3(*sizes, **fields | changes)
+
+
 # As the tiny model, for trying a family on two cores.
 _TINY_SIZES = {
   "vocab_size": 258,
@@ -140,6 +187,20 @@ _TINY_SIZES = {
   "rope_theta": 1e4,
   "remat": "none",
 }
+
+_TINY_DELTA = _TINY_SIZES | {
+  "rotary_dim": 4,
+  "linear_num_key_heads": 2,
+  "linear_num_value_heads": 4,
+  "linear_key_head_dim": 16,
+  "linear_value_head_dim": 16,
+}
+_QWEN3_5_35B = _qwen3_5(
+  *(40, 2048, 16, 2, 512),
+  num_experts=256,
+  experts_per_token=8,
+  shared_dim=512,
+)
 
 # Sizes are from config.json of each published checkpoint. Layers, heads,
 # experts and tying of Qwen3 are also in tables 1 and 2 of arXiv 2505.09388.
@@ -219,6 +280,84 @@ VARIANTS = {
   "minimax-m2": _minimax(62, 3072, 48, 8, 1536, num_experts=256),
   "gpt-oss-20b": _gpt_oss(24, 2880, 64, 8, 2880, num_experts=32),
   "gpt-oss-120b": _gpt_oss(36, 2880, 64, 8, 2880, num_experts=128),
+  # Qwen3.6-35B-A3B has the same sizes.
+  "qwen3.5-35b-a3b": _QWEN3_5_35B,
+  "qwen3.6-35b-a3b": _QWEN3_5_35B,
+  "qwen3.5-0.8b": _qwen3_5(
+    *(24, 1024, 8, 2, 3584),
+    experts=False,
+    linear_num_value_heads=16,
+    tie_embeddings=True,
+  ),
+  "qwen3.5-9b": _qwen3_5(32, 4096, 16, 4, 12288, experts=False),
+  "qwen3.5-27b": _qwen3_5(
+    64, 5120, 24, 4, 17408, experts=False, linear_num_value_heads=48
+  ),
+  "qwen3-next-80b-a3b": _qwen3_next(
+    *(48, 2048, 16, 2, 512),
+    num_experts=512,
+    experts_per_token=10,
+    shared_dim=512,
+  ),
+  "moonlight-16b-a3b": _deepseek(
+    *(27, 2048, 16, 1408),
+    first=1,
+    vocab_size=163_840,
+    dense_mlp_dim=11_264,
+    num_experts=64,
+    experts_per_token=6,
+    shared_dim=2816,
+    routed_scaling_factor=2.446,
+    rope_theta=5e4,
+    norm_eps=1e-5,
+  ),
+  "glm-4.7-flash": _deepseek(
+    *(47, 2048, 20, 1536),
+    first=1,
+    vocab_size=154_880,
+    head_dim=256,
+    dense_mlp_dim=10_240,
+    num_experts=64,
+    experts_per_token=4,
+    shared_dim=1536,
+    routed_scaling_factor=1.8,
+    q_lora_rank=768,
+    v_head_dim=256,
+    norm_eps=1e-5,
+  ),
+  "deepseek-v3": _deepseek(
+    *(61, 7168, 128, 2048),
+    first=3,
+    vocab_size=129_280,
+    dense_mlp_dim=18_432,
+    num_experts=256,
+    experts_per_token=8,
+    shared_dim=2048,
+    n_group=8,
+    topk_group=4,
+    routed_scaling_factor=2.5,
+    q_lora_rank=1536,
+    rope_theta=1e4,
+    rope_scaling=YarnScaling(
+      40.0, 4096, attention_factor=1.0, mscale_all_dim=1.0
+    ),
+  ),
+  "tiny-qwen3.5": _qwen3_5(*(4, 64, 4, 2, 64), **_TINY_DELTA, shared_dim=64),
+  "tiny-qwen3.5-dense": _qwen3_5(
+    *(4, 64, 4, 2, 128),
+    experts=False,
+    **_TINY_DELTA | {"num_experts": 0, "experts_per_token": 0},
+  ),
+  "tiny-moonlight": _deepseek(
+    *(3, 64, 4, 64),
+    first=1,
+    dense_mlp_dim=128,
+    shared_dim=64,
+    rotary_dim=8,
+    kv_lora_rank=32,
+    v_head_dim=16,
+    **_TINY_SIZES,
+  ),
   "tiny-glm-4.5": _glm(
     *(3, 64, 4, 4, 64),
     first=1,
