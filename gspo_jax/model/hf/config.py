@@ -200,6 +200,8 @@ def _plain(cfg: ModelConfig) -> ModelConfig:
   }
   if not cfg.num_experts:
     changes |= {"experts_per_token": 0, "norm_topk_prob": True}
+  if not cfg.layers_with("attention"):
+    changes["qk_norm"] = False
   return dataclasses.replace(cfg, **changes)
 
 

@@ -300,7 +300,7 @@ _HYBRID_MOE_SUPPORTED = {
   **_SUPPORTED_ALL_LAYERS,
   "shared_expert_intermediate_size": None,
 }
-_MLA_FIELDS = {"scoring_func": "sigmoid", "choice_bias": True}
+_MLA_FIELDS = {"scoring_func": "sigmoid", "choice_bias": True, "qk_norm": False}
 _MLA_SUPPORTED = {
   "n_shared_experts": None,
   "scoring_func": ("sigmoid",),
