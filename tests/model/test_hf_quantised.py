@@ -210,7 +210,7 @@ MLA = dataclasses.replace(
 
 @pytest.mark.parametrize(
   "cfg",
-  [DELTA_NET, MLA],
+  [DELTA_NET, pytest.param(MLA, marks=pytest.mark.slow)],
   ids=["qwen3-next", "deepseek-v3"],
 )
 def test_parts_of_a_quantised_matrix_have_their_scales(cfg, tmp_path):

@@ -152,9 +152,9 @@ MODELS = {
     num_experts_per_tok=2,
   ),
   "gpt_oss": hf.GptOssConfig(**GPT_OSS),
-  "qwen3_next": hf.Qwen3NextConfig(**DELTA_MOE | {"num_hidden_layers": 4}),
+  "qwen3_next": hf.Qwen3NextConfig(**DELTA_MOE, layer_types=[LINEAR, FULL]),
   "qwen3_5_moe": hf.Qwen3_5MoeTextConfig(
-    **DELTA_MOE, layer_types=[LINEAR, FULL]
+    **DELTA_MOE | {"num_hidden_layers": 4}
   ),
   "qwen3_5": hf.Qwen3_5TextConfig(
     **DELTA | {"num_hidden_layers": 3},
