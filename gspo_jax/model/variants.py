@@ -342,10 +342,18 @@ VARIANTS = {
       40.0, 4096, attention_factor=1.0, mscale_all_dim=1.0
     ),
   ),
-  "tiny-qwen3.5": _qwen3_5(*(4, 64, 4, 2, 64), **_TINY_DELTA, shared_dim=64),
+  "tiny-qwen3.5": _qwen3_5(
+    *(2, 64, 4, 2, 64),
+    pattern=(_DELTA, Layer()),
+    shared_dim=64,
+    **_TINY_DELTA,
+  ),
   "tiny-qwen3.5-dense": _qwen3_5(
-    *(4, 64, 4, 2, 128),
-    experts=False,
+    *(2, 64, 4, 2, 128),
+    pattern=(
+      Layer(mixer="delta_net", experts=False),
+      Layer(experts=False),
+    ),
     **_TINY_DELTA | {"num_experts": 0, "experts_per_token": 0},
   ),
   "tiny-moonlight": _deepseek(

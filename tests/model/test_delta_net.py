@@ -218,6 +218,20 @@ def test_a_state_after_a_prompt_padded_on_the_left():
   assert not states[1][:, :, 0].any()
 
 
+def test_a_tpu_has_longer_chunks_and_another_solver(monkeypatch):
+  inputs, weights = operands(300)
+  segments = np.stack([row_segments(300), row_segments(130, 1, 169)])
+  real = np.ones((B, 300), bool)
+  expected, _ = mix(inputs, weights, segments, real)
+  monkeypatch.setattr(delta_net.sharding, "platform", lambda: "tpu")
+  traced = jax.jit(lambda *x: delta_net.mix(*x)).trace(
+    inputs, weights, segments, real
+  )
+  assert "triangular_solve" in str(traced.jaxpr)
+  out, _ = traced.lower().compile()(inputs, weights, segments, real)
+  np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
 def test_equal_keys_without_decay_stay_finite():
   """The inverse of I + A by powers of A would overflow."""
   T = 512
