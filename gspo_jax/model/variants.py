@@ -131,6 +131,53 @@ def _gpt_oss(*sizes, window=128, **changes) -> ModelConfig:
   return _qwen3(*sizes, **fields | changes)
 
 
+def _qwen3_5(*sizes, value_heads, experts=True, **changes) -> ModelConfig:
+  """Three gated DeltaNets, then attention; Qwen3-Next's layers too."""
+  fields = {
+    "vocab_size": 248_320,
+    "head_dim": 256,
+    "pattern": (
+      *(Layer(experts=experts, mixer="delta_net"),) * 3,
+      Layer(experts=experts),
+    ),
+    "shared_gate": experts,
+    "rope_theta": 1e7,
+    "rotary_dim": 64,
+    "output_gate": True,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": value_heads,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "norm_rounds_last": True,
+    "norm_plus_one": True,
+  }
+  return _qwen3(*sizes, **fields | changes)
+
+
+def _deepseek(layers, width, heads, mlp, *, first, **changes) -> ModelConfig:
+  fields = {
+    "first": (Layer(experts=False, mixer="mla"),) * first,
+    "pattern": (Layer(mixer="mla"),),
+    "experts_per_token": 8,
+    "scoring_func": "sigmoid",
+    "choice_bias": True,
+    "head_dim": 192,
+    "rotary_dim": 64,
+    "rope_interleave": True,
+    "kv_lora_rank": 512,
+    "v_head_dim": 128,
+    "qk_norm": False,
+  }
+  return _qwen3(layers, width, heads, heads, mlp, **fields | changes)
+
+
+def _yarn(factor: float, **changes) -> YarnScaling:
+  """DeepSeek's: it scales the scores, and not the sines and cosines."""
+  return YarnScaling(
+    factor, 4096, attention_factor=1.0, mscale_all_dim=1.0, **changes
+  )
+
+
 # As the tiny model, for trying a family on two cores.
 _TINY_SIZES = {
   "vocab_size": 258,
@@ -139,6 +186,14 @@ _TINY_SIZES = {
   "experts_per_token": 2,
   "rope_theta": 1e4,
   "remat": "none",
+}
+
+_TINY_DELTA_NET = {
+  "value_heads": 4,
+  "linear_num_key_heads": 2,
+  "linear_key_head_dim": 16,
+  "linear_value_head_dim": 16,
+  "rotary_dim": 4,
 }
 
 # Sizes are from config.json of each published checkpoint. Layers, heads,
@@ -217,6 +272,95 @@ VARIANTS = {
     routed_scaling_factor=2.5,
   ),
   "minimax-m2": _minimax(62, 3072, 48, 8, 1536, num_experts=256),
+  # Qwen3.6-35B-A3B and Qwen3.6-27B have the same sizes as Qwen3.5's.
+  "qwen3.6-35b-a3b": _qwen3_5(
+    *(40, 2048, 16, 2, 512),
+    value_heads=32,
+    num_experts=256,
+    experts_per_token=8,
+    shared_dim=512,
+  ),
+  "qwen3.5-122b-a10b": _qwen3_5(
+    *(48, 3072, 32, 2, 1024),
+    value_heads=64,
+    num_experts=256,
+    experts_per_token=8,
+    shared_dim=1024,
+  ),
+  "qwen3.5-0.8b": _qwen3_5(
+    *(24, 1024, 8, 2, 3584), value_heads=16, experts=False, tie_embeddings=True
+  ),
+  "qwen3.5-4b": _qwen3_5(
+    *(32, 2560, 16, 4, 9216), value_heads=32, experts=False, tie_embeddings=True
+  ),
+  "qwen3.5-9b": _qwen3_5(
+    *(32, 4096, 16, 4, 12_288), value_heads=32, experts=False
+  ),
+  "qwen3.5-27b": _qwen3_5(
+    *(64, 5120, 24, 4, 17_408), value_heads=48, experts=False
+  ),
+  "qwen3-next-80b-a3b": _qwen3_5(
+    *(48, 2048, 16, 2, 512),
+    value_heads=32,
+    vocab_size=151_936,
+    num_experts=512,
+    experts_per_token=10,
+    shared_dim=512,
+  ),
+  "moonlight-16b-a3b": _deepseek(
+    *(27, 2048, 16, 1408),
+    first=1,
+    vocab_size=163_840,
+    dense_mlp_dim=11_264,
+    num_experts=64,
+    experts_per_token=6,
+    shared_dim=2816,
+    routed_scaling_factor=2.446,
+    rope_theta=5e4,
+    norm_eps=1e-5,
+  ),
+  "glm-4.7-flash": _deepseek(
+    *(47, 2048, 20, 1536),
+    first=1,
+    vocab_size=154_880,
+    head_dim=256,
+    q_lora_rank=768,
+    v_head_dim=256,
+    dense_mlp_dim=10_240,
+    num_experts=64,
+    experts_per_token=4,
+    shared_dim=1536,
+    routed_scaling_factor=1.8,
+    norm_eps=1e-5,
+  ),
+  # DeepSeek-R1 has the same sizes.
+  "deepseek-v3": _deepseek(
+    *(61, 7168, 128, 2048),
+    first=3,
+    vocab_size=129_280,
+    q_lora_rank=1536,
+    dense_mlp_dim=18_432,
+    num_experts=256,
+    n_group=8,
+    topk_group=4,
+    shared_dim=2048,
+    routed_scaling_factor=2.5,
+    rope_theta=1e4,
+    rope_scaling=_yarn(40.0),
+  ),
+  # Kimi-K2-Instruct-0905.
+  "kimi-k2": _deepseek(
+    *(61, 7168, 64, 2048),
+    first=1,
+    vocab_size=163_840,
+    q_lora_rank=1536,
+    dense_mlp_dim=18_432,
+    num_experts=384,
+    shared_dim=2048,
+    routed_scaling_factor=2.827,
+    rope_theta=5e4,
+    rope_scaling=_yarn(64.0, beta_fast=1.0),
+  ),
   "gpt-oss-20b": _gpt_oss(24, 2880, 64, 8, 2880, num_experts=32),
   "gpt-oss-120b": _gpt_oss(36, 2880, 64, 8, 2880, num_experts=128),
   "tiny-glm-4.5": _glm(
@@ -229,6 +373,30 @@ VARIANTS = {
   ),
   "tiny-minimax-m2": _minimax(2, 64, 4, 2, 64, rotary_dim=8, **_TINY_SIZES),
   "tiny-gpt-oss": _gpt_oss(*(2, 64, 4, 2, 64), window=8, **_TINY_SIZES),
+  "tiny-qwen3.5": _qwen3_5(
+    *(4, 64, 4, 2, 64), shared_dim=64, **_TINY_SIZES | _TINY_DELTA_NET
+  ),
+  "tiny-qwen3.5-dense": _qwen3_5(
+    *(4, 64, 4, 2, 64),
+    experts=False,
+    **_TINY_SIZES
+    | _TINY_DELTA_NET
+    | {"num_experts": 0, "experts_per_token": 0},
+  ),
+  "tiny-deepseek-v3": _deepseek(
+    *(3, 64, 4, 64),
+    first=1,
+    dense_mlp_dim=128,
+    n_group=4,
+    topk_group=2,
+    shared_dim=64,
+    q_lora_rank=48,
+    kv_lora_rank=32,
+    v_head_dim=16,
+    rotary_dim=8,
+    rope_scaling=_yarn(40.0),
+    **_TINY_SIZES | {"head_dim": 24},
+  ),
 }
 
 
