@@ -66,13 +66,14 @@ def segment(cfg, params, cached: np.ndarray, room: int, steps: int):
     last_token=full(0),
     copy_source=full(B * W),
     copy_target=full(B * W),
+    prompt_row=(),
   )
 
   def decode(params, state, samples):
     return paged_decode.decode(
       params,
       cfg,
-      paged_decode.apply_plan(state, plan, copy_pages=True),
+      paged_decode.apply_plan(state, plan, start=True),
       samples,
       jax.random.key(0),
       sampler=sampler,
@@ -82,7 +83,12 @@ def segment(cfg, params, cached: np.ndarray, room: int, steps: int):
 
   jitted = jax.jit(decode, donate_argnums=(1, 2))
   empty = lambda: paged_decode.empty(
-    cfg, num_slots=B, num_pages=B * W, page_size=_PAGE, pages_per_slot=W
+    cfg,
+    shards=1,
+    num_slots=B,
+    num_pages=B * W,
+    page_size=_PAGE,
+    pages_per_slot=W,
   )
   # Jitted, so that no two arrays share a buffer.
   donated = [jax.jit(empty)(), empty_samples(B, 0, cfg, sampler)]
@@ -129,11 +135,9 @@ def shared(cfg, params, prompts: int, group: int, length: int) -> dict:
   generate = build(cfg, params, prompts, group, length, 8)
   prefilled, stored_pages, read_pages = [], [], []
 
-  def prefill(params, state, tokens, prefix_lengths, pages, num_cached):
+  def prefill(params, state, tokens, prefix_lengths, *rest):
     prefilled.append(int(prefix_lengths.sum()))
-    return generate.jitted.prefill(
-      params, state, tokens, prefix_lengths, pages, num_cached
-    )
+    return generate.jitted.prefill(params, state, tokens, prefix_lengths, *rest)
 
   def decode(params, state, samples, plan, *rest):
     full = np.asarray(plan.table)[np.asarray(plan.active)]
@@ -166,11 +170,11 @@ def conversations(
   prefilled = {"kept": 0, "unkept": 0}
 
   def converse(name):
-    def prefill(params, state, tokens, counts, pages, cached):
+    def prefill(params, state, tokens, counts, pages, cached, *rest):
       found = 0 if cached is None else int(np.asarray(cached).sum())
       prefilled[name] += int(np.asarray(counts).sum()) - found
       return generate.jitted.prefill(
-        params, state, tokens, counts, pages, cached
+        params, state, tokens, counts, pages, cached, *rest
       )
 
     jitted = dataclasses.replace(generate.jitted, prefill=prefill)

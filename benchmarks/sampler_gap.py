@@ -32,6 +32,7 @@ from gspo_jax.model import rounding
 
 OPTIONS = {"default": {}, "as written": rounding.OPTIONS}
 INT8 = ("int8 experts", "int8 cache")
+FAMILIES = [name for name in model.VARIANTS if name.startswith("tiny-")]
 
 
 def int8(x, axis):
@@ -59,9 +60,7 @@ def int8_cache(cache, t):
     new = int8(new, -1).astype(x_BKSH.dtype)
     return jax.lax.dynamic_update_slice_in_dim(x_BKSH, new, t, axis=2)
 
-  return dataclasses.replace(
-    cache, k=tuple(map(slot, cache.k)), v=tuple(map(slot, cache.v))
-  )
+  return dataclasses.replace(cache, kv=jax.tree.map(slot, cache.kv))
 
 
 def forced(params, tokens, cfg):
@@ -140,14 +139,28 @@ def measure(cfg, tokens, variant) -> dict:
     if chosen is not None:
       row["flips"] = float(np.asarray(chosen != decoded_by)[-1].any(-1).mean())
     layers.append(row)
+  return {"layers": layers} | gap_at_end(jit, params, (x, y), tokens, cfg)
+
+
+def gap_at_end(jit, params, hidden, tokens, cfg) -> dict:
+  """The mean absolute gap of the log-probs of a token, and of a sequence."""
   last = jit(log_probs, cfg)
-  trainer, sampler = (last(params, h, tokens) for h in (x, y))
-  gap = (trainer - sampler).mean(1)
+  trainer, sampler = (last(params, h, tokens) for h in hidden)
+  gap = trainer - sampler
   return {
-    "layers": layers,
-    "token": float(jnp.abs(trainer - sampler).mean()),
-    "sequence": float(jnp.abs(gap).mean()),
+    "token": float(jnp.abs(gap).mean()),
+    "sequence": float(jnp.abs(gap.mean(1)).mean()),
   }
+
+
+def of_family(cfg, tokens) -> dict:
+  jit = lambda f, c: jax.jit(
+    functools.partial(f, cfg=c), compiler_options=rounding.OPTIONS
+  )
+  params = model.init(jax.random.key(0), cfg)
+  decode = functools.partial(decoded, variant="as written")
+  hidden = [jit(f, cfg)(params, tokens)[0] for f in (forced, decode)]
+  return gap_at_end(jit, params, hidden, tokens, cfg)
 
 
 def main() -> None:
@@ -163,7 +176,7 @@ def main() -> None:
   }
   shape = (8, 16) if args.quick else (64, 128)
   tokens = np.random.default_rng(0).integers(0, 256, shape).astype(np.int32)
-  found, clip = {}, gspo_loss.__kwdefaults__["clip_low"]
+  found = {}
   for name, cfg in models.items():
     variants = [*OPTIONS, *INT8] if cfg.num_experts else [*OPTIONS, INT8[1]]
     found[name] = {v: measure(cfg, tokens, v) for v in variants}
@@ -172,10 +185,23 @@ def main() -> None:
       for depth, row in enumerate(one["layers"], 1):
         cells = (f"{key} {value:.1e}" for key, value in row.items())
         print(f"  layer {depth}: {', '.join(cells)}")
-      gap = one["sequence"]
-      print(f"  a token {one['token']:.1e}, a sequence {gap:.1e}", end="")
-      print(f" = {gap / clip:.2f} of clip_low")
-  record.finish("sampler_gap", {"shape": shape, "models": found}, args.out)
+      print_gap(one)
+  families = {}
+  for name in FAMILIES[-1:] if args.quick else FAMILIES:
+    cfg = model.variant(name, dtype="bfloat16")
+    families[name] = of_family(cfg, tokens)
+    print(name)
+    print_gap(families[name])
+  results = {"shape": shape, "models": found, "families": families}
+  record.finish("sampler_gap", results, args.out)
+
+
+def print_gap(gap: dict) -> None:
+  share = gap["sequence"] / gspo_loss.__kwdefaults__["clip_low"]
+  print(
+    f"  a token {gap['token']:.1e}, a sequence {gap['sequence']:.1e}", end=""
+  )
+  print(f" = {share:.2f} of clip_low")
 
 
 if __name__ == "__main__":

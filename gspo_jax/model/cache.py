@@ -56,6 +56,10 @@ def state_shapes(
   )
 
 
+def has_states(cfg: ModelConfig) -> bool:
+  return any(state_shapes(cfg, layer) for layer in cfg.layers)
+
+
 def empty_states(cfg: ModelConfig, batch: int) -> Arrays:
   """States before the first token, each [B, heads, ...]."""
   zeros = lambda x: constrain(

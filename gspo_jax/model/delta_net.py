@@ -29,7 +29,8 @@ from gspo_jax.model.layers import gathered, project
 from gspo_jax.model.rounding import recomputed, rounded, wide
 from gspo_jax.runtime import sharding
 
-_CHUNK = {"tpu": 128}  # tokens; elsewhere 64
+_CHUNK = {"tpu": 128, "cpu": 32}  # tokens; elsewhere 64
+_BLOCK = 8  # rows that `_inverse` solves one by one
 _NORM_EPS = 1e-6  # of the norm of queries and keys
 _FLOAT32 = "A_log", "dt_bias"  # never rounded
 _HEADS = PartitionSpec(sharding.BATCH_AXES, None, "tensor")  # [B, T, heads]
@@ -249,7 +250,8 @@ def _by_chunk(state, q_BTGK, k_BTGK, v_BTGRV, g_BTGR, b_BTGR, segments_BT):
   to the segment of the state.
   """
   T = q_BTGK.shape[1]
-  C = min(_CHUNK.get(sharding.platform(), 64), T)
+  longest = _CHUNK.get(sharding.platform(), 64)
+  C = min(longest, max(_BLOCK, 2 ** math.ceil(math.log2(T))))
   padding = -T % C  # no decay, nothing written: it leaves the state
 
   def cut(x, mode="constant"):
@@ -268,6 +270,51 @@ def _by_chunk(state, q_BTGK, k_BTGK, v_BTGRV, g_BTGR, b_BTGR, segments_BT):
   )
   out = jnp.moveaxis(out, 0, 1)
   return state, out.reshape(len(out), -1, *out.shape[3:])[:, :T]
+
+
+def _solve(low, right):
+  """`(I + low)^-1 right`, of what `low` [..., C, C] has below the diagonal.
+
+  On a CPU without LAPACK: its threads wait for each other where cores are busy,
+  which took up to ten times as long.
+  """
+  if sharding.platform() == "cpu":
+    return _einsum("...ij,...jk->...ik", _inverse(low), right)
+  return jax.scipy.linalg.solve_triangular(
+    low, right, lower=True, unit_diagonal=True
+  )
+
+
+def _inverse(low):
+  """By substitution in blocks on the diagonal, which are then joined in pairs.
+
+  C is `_BLOCK` times a power of 2.
+  """
+  multiply = functools.partial(_einsum, "...ij,...jk->...ik")
+  size = _BLOCK
+  blocks = _diagonal(low, size)
+  identity = jnp.eye(size, dtype=low.dtype)
+  rows = jnp.broadcast_to(identity[:1], (*blocks.shape[:-2], 1, size))
+  for i in range(1, size):
+    new = identity[i] - multiply(blocks[..., i : i + 1, :i], rows)
+    rows = jnp.concatenate([rows, new], -2)
+  inverse = rows
+  while (size := 2 * size) <= low.shape[-1]:
+    first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+    half = size // 2
+    corner = _diagonal(low, size)[..., half:, :half]
+    corner = -multiply(second, multiply(corner, first))
+    upper = jnp.concatenate([first, jnp.zeros_like(first)], -1)
+    lower = jnp.concatenate([corner, second], -1)
+    inverse = jnp.concatenate([upper, lower], -2)
+  return inverse[..., 0, :, :]
+
+
+def _diagonal(x, size):
+  """The blocks [..., n, size, size] on the diagonal of a matrix."""
+  starts = range(0, x.shape[-1], size)
+  blocks = [x[..., i : i + size, i : i + size] for i in starts]
+  return jnp.stack(blocks, -3)
 
 
 def _masked_exp(x, mask):
@@ -300,12 +347,8 @@ def _chunk(state, operands):
     x[:, :, None] * factor for x, factor in ((q, read), (k, read), (k, write))
   )
   b = b[..., None]
-  # The solver takes ones on the diagonal, and reads only what is below.
-  solved = jax.scipy.linalg.solve_triangular(
-    b * products_of_k * decay,
-    b * jnp.concatenate([v, k_read], -1),
-    lower=True,
-    unit_diagonal=True,
+  solved = _solve(
+    b * products_of_k * decay, b * jnp.concatenate([v, k_read], -1)
   )
   values, keys = jnp.split(solved, [v.shape[-1]], -1)
   error = values - _einsum("bgrik,bgrkv->bgriv", keys, state)

@@ -39,10 +39,10 @@ def every_head(K):
 def read(
   q_BNH,
   k_KntH,
-  v_KntH=None,
-  *,
+  v_KntH,
   table_BW,
   lengths_B,
+  *,
   value_dim: int | None = None,
   window: int | None = None,
   sinks_N=None,

@@ -201,6 +201,27 @@ def copy(pages: Pages, source: jax.Array, target: jax.Array) -> Pages:
   return dataclasses.replace(pages, kv=write(pages.kv, source, target))
 
 
+def copy_states(
+  states: kv_cache.Arrays, source: kv_cache.Arrays, rows: jax.Array
+) -> kv_cache.Arrays:
+  """`states` [B, ...] with the rows `rows` [B] int32 of `source`.
+
+  A device counts its rows of `source` from 0. Where it has no such row, the
+  state stays as it is.
+  """
+
+  def local(states, source, rows_B):
+    def copy(old, new):
+      found_B = rows_B < len(new)
+      found = found_B.reshape(-1, *[1] * (old.ndim - 1))
+      return jnp.where(found, new.at[rows_B].get(mode="clip"), old)
+
+    return jax.tree.map(copy, states, source)
+
+  write = sharding.shard_map(local, (_STATES, _STATES, _ROWS), _STATES)
+  return write(states, source, rows)
+
+
 def _write(old, index, new):
   return old.at[index].set(new.astype(old.dtype), mode="drop")
 
@@ -217,11 +238,13 @@ def _attend(q_BTNH, new, pages, rows, sinks_N, *, value_dim, window, scale):
     _write(old, index, x.reshape(B, K, width).swapaxes(0, 1))
     for old, x in zip(pages, new, strict=True)
   )
+  keys, values = (*updated, None)[:2]
   out_BNV = paged_attention.read(
     q_BTNH[:, 0],
-    *updated,
-    table_BW=table_BW,
-    lengths_B=jnp.where(active_B, lengths_B + 1, 0),
+    keys,
+    values,
+    table_BW,
+    jnp.where(active_B, lengths_B + 1, 0),
     value_dim=value_dim,
     window=window,
     sinks_N=sinks_N,

@@ -131,51 +131,51 @@ def _gpt_oss(*sizes, window=128, **changes) -> ModelConfig:
   return _qwen3(*sizes, **fields | changes)
 
 
-def _qwen3_5(*sizes, value_heads, experts=True, **changes) -> ModelConfig:
-  """Three gated DeltaNets, then attention; Qwen3-Next's layers too."""
+_DELTA = Layer(mixer="delta_net")
+
+
+def _qwen3_next(*sizes, experts=True, **changes) -> ModelConfig:
+  """Three gated DeltaNets, then attention, and so on."""
+  layers = (_DELTA, _DELTA, _DELTA, Layer())
   fields = {
-    "vocab_size": 248_320,
     "head_dim": 256,
-    "pattern": (
-      *(Layer(experts=experts, mixer="delta_net"),) * 3,
-      Layer(experts=experts),
+    "pattern": tuple(
+      dataclasses.replace(layer, experts=experts) for layer in layers
     ),
-    "shared_gate": experts,
     "rope_theta": 1e7,
     "rotary_dim": 64,
     "output_gate": True,
     "linear_num_key_heads": 16,
-    "linear_num_value_heads": value_heads,
+    "linear_num_value_heads": 32,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "norm_rounds_last": True,
     "norm_plus_one": True,
   }
+  if experts:
+    fields["shared_gate"] = True
   return _qwen3(*sizes, **fields | changes)
+
+
+def _qwen3_5(*sizes, **changes) -> ModelConfig:
+  return _qwen3_next(*sizes, **{"vocab_size": 248_320} | changes)
 
 
 def _deepseek(layers, width, heads, mlp, *, first, **changes) -> ModelConfig:
   fields = {
-    "first": (Layer(experts=False, mixer="mla"),) * first,
+    "head_dim": 192,
+    "first": (Layer(mixer="mla", experts=False),) * first,
     "pattern": (Layer(mixer="mla"),),
-    "experts_per_token": 8,
     "scoring_func": "sigmoid",
     "choice_bias": True,
-    "head_dim": 192,
     "rotary_dim": 64,
     "rope_interleave": True,
     "kv_lora_rank": 512,
     "v_head_dim": 128,
     "qk_norm": False,
   }
-  return _qwen3(layers, width, heads, heads, mlp, **fields | changes)
-
-
-def _yarn(factor: float, **changes) -> YarnScaling:
-  """DeepSeek's: it scales the scores, and not the sines and cosines."""
-  return YarnScaling(
-    factor, 4096, attention_factor=1.0, mscale_all_dim=1.0, **changes
-  )
+  sizes = layers, width, heads, heads, mlp
+  return _qwen3(*sizes, **fields | changes)
 
 
 # As the tiny model, for trying a family on two cores.
@@ -188,13 +188,19 @@ _TINY_SIZES = {
   "remat": "none",
 }
 
-_TINY_DELTA_NET = {
-  "value_heads": 4,
+_TINY_DELTA = _TINY_SIZES | {
+  "rotary_dim": 4,
   "linear_num_key_heads": 2,
+  "linear_num_value_heads": 4,
   "linear_key_head_dim": 16,
   "linear_value_head_dim": 16,
-  "rotary_dim": 4,
 }
+_QWEN3_5_35B = _qwen3_5(
+  *(40, 2048, 16, 2, 512),
+  num_experts=256,
+  experts_per_token=8,
+  shared_dim=512,
+)
 
 # Sizes are from config.json of each published checkpoint. Layers, heads,
 # experts and tying of Qwen3 are also in tables 1 and 2 of arXiv 2505.09388.
@@ -272,37 +278,33 @@ VARIANTS = {
     routed_scaling_factor=2.5,
   ),
   "minimax-m2": _minimax(62, 3072, 48, 8, 1536, num_experts=256),
+  "gpt-oss-20b": _gpt_oss(24, 2880, 64, 8, 2880, num_experts=32),
+  "gpt-oss-120b": _gpt_oss(36, 2880, 64, 8, 2880, num_experts=128),
   # Qwen3.6-35B-A3B and Qwen3.6-27B have the same sizes as Qwen3.5's.
-  "qwen3.6-35b-a3b": _qwen3_5(
-    *(40, 2048, 16, 2, 512),
-    value_heads=32,
-    num_experts=256,
-    experts_per_token=8,
-    shared_dim=512,
+  "qwen3.5-35b-a3b": _QWEN3_5_35B,
+  "qwen3.6-35b-a3b": _QWEN3_5_35B,
+  "qwen3.5-0.8b": _qwen3_5(
+    *(24, 1024, 8, 2, 3584),
+    experts=False,
+    linear_num_value_heads=16,
+    tie_embeddings=True,
+  ),
+  "qwen3.5-4b": _qwen3_5(
+    *(32, 2560, 16, 4, 9216), experts=False, tie_embeddings=True
+  ),
+  "qwen3.5-9b": _qwen3_5(32, 4096, 16, 4, 12288, experts=False),
+  "qwen3.5-27b": _qwen3_5(
+    64, 5120, 24, 4, 17408, experts=False, linear_num_value_heads=48
   ),
   "qwen3.5-122b-a10b": _qwen3_5(
     *(48, 3072, 32, 2, 1024),
-    value_heads=64,
     num_experts=256,
     experts_per_token=8,
     shared_dim=1024,
+    linear_num_value_heads=64,
   ),
-  "qwen3.5-0.8b": _qwen3_5(
-    *(24, 1024, 8, 2, 3584), value_heads=16, experts=False, tie_embeddings=True
-  ),
-  "qwen3.5-4b": _qwen3_5(
-    *(32, 2560, 16, 4, 9216), value_heads=32, experts=False, tie_embeddings=True
-  ),
-  "qwen3.5-9b": _qwen3_5(
-    *(32, 4096, 16, 4, 12_288), value_heads=32, experts=False
-  ),
-  "qwen3.5-27b": _qwen3_5(
-    *(64, 5120, 24, 4, 17_408), value_heads=48, experts=False
-  ),
-  "qwen3-next-80b-a3b": _qwen3_5(
+  "qwen3-next-80b-a3b": _qwen3_next(
     *(48, 2048, 16, 2, 512),
-    value_heads=32,
-    vocab_size=151_936,
     num_experts=512,
     experts_per_token=10,
     shared_dim=512,
@@ -324,13 +326,13 @@ VARIANTS = {
     first=1,
     vocab_size=154_880,
     head_dim=256,
-    q_lora_rank=768,
-    v_head_dim=256,
     dense_mlp_dim=10_240,
     num_experts=64,
     experts_per_token=4,
     shared_dim=1536,
     routed_scaling_factor=1.8,
+    q_lora_rank=768,
+    v_head_dim=256,
     norm_eps=1e-5,
   ),
   # DeepSeek-R1 has the same sizes.
@@ -338,31 +340,59 @@ VARIANTS = {
     *(61, 7168, 128, 2048),
     first=3,
     vocab_size=129_280,
-    q_lora_rank=1536,
     dense_mlp_dim=18_432,
     num_experts=256,
+    experts_per_token=8,
+    shared_dim=2048,
     n_group=8,
     topk_group=4,
-    shared_dim=2048,
     routed_scaling_factor=2.5,
+    q_lora_rank=1536,
     rope_theta=1e4,
-    rope_scaling=_yarn(40.0),
+    rope_scaling=YarnScaling(
+      40.0, 4096, attention_factor=1.0, mscale_all_dim=1.0
+    ),
   ),
   # Kimi-K2-Instruct-0905.
   "kimi-k2": _deepseek(
     *(61, 7168, 64, 2048),
     first=1,
     vocab_size=163_840,
-    q_lora_rank=1536,
     dense_mlp_dim=18_432,
     num_experts=384,
+    experts_per_token=8,
     shared_dim=2048,
     routed_scaling_factor=2.827,
+    q_lora_rank=1536,
     rope_theta=5e4,
-    rope_scaling=_yarn(64.0, beta_fast=1.0),
+    rope_scaling=YarnScaling(
+      64.0, 4096, beta_fast=1.0, attention_factor=1.0, mscale_all_dim=1.0
+    ),
   ),
-  "gpt-oss-20b": _gpt_oss(24, 2880, 64, 8, 2880, num_experts=32),
-  "gpt-oss-120b": _gpt_oss(36, 2880, 64, 8, 2880, num_experts=128),
+  "tiny-qwen3.5": _qwen3_5(
+    *(2, 64, 4, 2, 64),
+    pattern=(_DELTA, Layer()),
+    shared_dim=64,
+    **_TINY_DELTA,
+  ),
+  "tiny-qwen3.5-dense": _qwen3_5(
+    *(2, 64, 4, 2, 128),
+    pattern=(
+      Layer(mixer="delta_net", experts=False),
+      Layer(experts=False),
+    ),
+    **_TINY_DELTA | {"num_experts": 0, "experts_per_token": 0},
+  ),
+  "tiny-moonlight": _deepseek(
+    *(3, 64, 4, 64),
+    first=1,
+    dense_mlp_dim=128,
+    shared_dim=64,
+    rotary_dim=8,
+    kv_lora_rank=32,
+    v_head_dim=16,
+    **_TINY_SIZES,
+  ),
   "tiny-glm-4.5": _glm(
     *(3, 64, 4, 4, 64),
     first=1,
@@ -373,30 +403,6 @@ VARIANTS = {
   ),
   "tiny-minimax-m2": _minimax(2, 64, 4, 2, 64, rotary_dim=8, **_TINY_SIZES),
   "tiny-gpt-oss": _gpt_oss(*(2, 64, 4, 2, 64), window=8, **_TINY_SIZES),
-  "tiny-qwen3.5": _qwen3_5(
-    *(4, 64, 4, 2, 64), shared_dim=64, **_TINY_SIZES | _TINY_DELTA_NET
-  ),
-  "tiny-qwen3.5-dense": _qwen3_5(
-    *(4, 64, 4, 2, 64),
-    experts=False,
-    **_TINY_SIZES
-    | _TINY_DELTA_NET
-    | {"num_experts": 0, "experts_per_token": 0},
-  ),
-  "tiny-deepseek-v3": _deepseek(
-    *(3, 64, 4, 64),
-    first=1,
-    dense_mlp_dim=128,
-    n_group=4,
-    topk_group=2,
-    shared_dim=64,
-    q_lora_rank=48,
-    kv_lora_rank=32,
-    v_head_dim=16,
-    rotary_dim=8,
-    rope_scaling=_yarn(40.0),
-    **_TINY_SIZES | {"head_dim": 24},
-  ),
 }
 
 

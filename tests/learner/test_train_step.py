@@ -162,10 +162,10 @@ def test_many_devices_do_as_one(one, config, name):
 @pytest.mark.parametrize(
   "variant",
   [
-    "tiny-gpt-oss",
+    *("tiny-gpt-oss", "tiny-qwen3.5"),
     *(
       pytest.param(f"tiny-{name}", marks=pytest.mark.slow)
-      for name in ("glm-4.5", "minimax-m2")
+      for name in ("glm-4.5", "minimax-m2", "moonlight")
     ),
   ],
 )
@@ -218,7 +218,10 @@ def test_a_second_compilation_is_an_error(one):
     one.program.check_compiled_once()
 
 
-FAMILIES = ("tiny-glm-4.5", "tiny-minimax-m2", "tiny-gpt-oss")
+FAMILIES = (
+  *("tiny-glm-4.5", "tiny-minimax-m2", "tiny-gpt-oss"),
+  *("tiny-qwen3.5", "tiny-moonlight"),
+)
 
 
 @functools.cache

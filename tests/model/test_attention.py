@@ -81,6 +81,33 @@ def test_each_kernel_equals_the_formula(name, window, sinks_N, H):
   np.testing.assert_allclose(jax.jit(attend)(*inputs), expected, atol=5e-6)
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_values_of_another_width_and_a_scale(name):
+  """As MLA has them; gradients, too."""
+  q, k, _, segments = random_inputs(H=192)
+  v = np.random.default_rng(2).normal(size=(B, T, K, 128)).astype(np.float32)
+  cotangent = np.random.default_rng(1).normal(size=(B, T, N, 128))
+  scale = 0.1
+
+  def loss(attend):
+    def with_output(qkv):
+      out = attend(*qkv)
+      return (out * cotangent).sum(), out
+
+    return with_output
+
+  attend = functools.partial(KERNELS[name], segments_BT=segments, scale=scale)
+  oracle = lambda q, k, v: formula(
+    q * scale * q.shape[-1] ** 0.5, k, v, None, segments
+  )
+  (out, grads), (expected, exact) = (
+    jax.jit(jax.value_and_grad(loss(f), has_aux=True))((q, k, v))
+    for f in (attend, oracle)
+  )
+  for a, b in zip((out[1], *grads), (expected[1], *exact), strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5 + 1e-6 * np.abs(b).max())
+
+
 @pytest.mark.parametrize("blocks", ["default", "wide", "apart"])
 def test_gradients_of_splash_equal_those_in_blocks(blocks, monkeypatch):
   """With longer blocks of keys, or a separate kernel for the queries."""

@@ -116,7 +116,7 @@ def test_softmax_over_prefix_and_response_with_scores_far_apart():
   normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
   prompt_k, prompt_v = 20 * normal(P, K, S, H), normal(P, K, S, H)
   q, k, v = 20 * normal(B, 2, N, H), 20 * normal(B, 2, K, H), normal(B, 2, K, H)
-  prefix = kv.Prefix((prompt_k,), (prompt_v,), np.ones((P, S), bool))
+  prefix = kv.Prefix(((prompt_k, prompt_v),), np.ones((P, S), bool))
   cache = dataclasses.replace(kv.empty(DENSE, B, 2), prefix=prefix)
   cache = cache.mark_valid(jnp.ones((B, 2)))
   out, _ = jax.jit(kv.Cache.attend, static_argnums=1)(cache, 0, q, k, v)
@@ -146,6 +146,9 @@ def test_a_cache_without_a_prefix_in_two_passes():
   np.testing.assert_allclose(logits[mask], full[mask], atol=2e-5)
 
 
+ONE = dataclasses.replace(DENSE, num_layers=1)
+
+
 def random_heads(mask):
   """q, k, v [B, T, heads, H], and sinks [N]; at padding they are large."""
   rng = np.random.default_rng(5)
@@ -165,9 +168,9 @@ def attend_in_passes(cache, qkv, mask, ends, **options):
   for a, b in itertools.pairwise((0, *ends)):
     cache = cache.mark_valid(mask[:, a:b])
     q, k, v = (x[:, a:b] for x in qkv)
-    out, (k, v) = attend(cache, q_BTNH=q, k_BTKH=k, v_BTKH=v)
+    out, pair = attend(cache, q_BTNH=q, k_BTKH=k, v_BTKV=v)
     outs.append(out)
-    cache = cache.append((k,), (v,), mask[:, a:b])
+    cache = cache.append((pair,), mask[:, a:b])
   return np.concatenate(outs, 1)
 
 
@@ -201,7 +204,8 @@ def test_a_window_leaves_out_the_padding_of_a_shared_prompt(padding, window):
   for x in qkv:
     x[:, :S] = np.repeat(x[::G, :S], G, axis=0)
   k, v = (x[None, ::G, :S].swapaxes(2, 3) for x in qkv[1:])
-  cache = kv.share_prefix(kv.from_prefill(k, v, prompts), DENSE, G, R)
+  cache = kv.from_prefill({"attention": (k, v)}, ONE, prompts)
+  cache = kv.share_prefix(cache, ONE, G, R)
   options = {"window": window, "sinks_N": sinks_N}
   responses = [x[:, S:] for x in qkv]
   out = attend_in_passes(cache, responses, mask[:, S:], (1, 2, R), **options)
@@ -214,7 +218,7 @@ def test_a_window_over_a_prompt_in_chunks(padding, window):
   mask = prompt_mask(padding)
   qkv, sinks_N = random_heads(mask)
   options = {"window": window, "sinks_N": sinks_N}
-  cache = kv.empty(DENSE, P, S)
+  cache = kv.empty(ONE, P, S)
   out = attend_in_passes(cache, qkv, mask, (2, 4, S), **options)
   assert_equals_plain_attention(out, qkv, mask, **options)
 
@@ -223,8 +227,11 @@ def test_share_prefix_keeps_one_copy_of_each_prompt():
   cache = kv.share_prefix(kv.empty(LOW, P, S), LOW, G, 7)
   prompt = (P, LOW.num_kv_heads, S, LOW.head_dim)
   response = (B, LOW.num_kv_heads, 7, LOW.head_dim)
-  assert [x.shape for x in cache.prefix.k] == [prompt] * LOW.num_layers
-  assert [x.shape for x in cache.k] == [response] * LOW.num_layers
-  assert all(x.dtype == stored("bfloat16") for x in (*cache.k, *cache.v))
+  shapes = jax.tree.map(jnp.shape, (cache.prefix.kv, cache.kv))
+  assert shapes == tuple(
+    ((shape,) * 2,) * LOW.num_layers for shape in (prompt, response)
+  )
+  leaves = jax.tree.leaves(cache.kv)
+  assert all(x.dtype == stored("bfloat16") for x in leaves)
   assert cache.length == 0
   assert not cache.valid.any()

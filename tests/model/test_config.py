@@ -45,6 +45,7 @@ PUBLISHED = {
   "gpt-oss-120b": (116_829_156_672, 64, 8, 64, 4, 1.5e5),
   # Of the text model: images' encoder and the layer that predicts another token
   # are not trained.
+  "qwen3.5-35b-a3b": (34_660_610_688, 16, 2, 256, 8, 1e7),
   "qwen3.6-35b-a3b": (34_660_610_688, 16, 2, 256, 8, 1e7),
   "qwen3.5-122b-a10b": (122_111_526_912, 32, 2, 256, 8, 1e7),
   "qwen3.5-0.8b": (752_393_024, 8, 2, 256, 0, 1e7),

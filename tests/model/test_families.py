@@ -1,4 +1,4 @@
-"""GLM-4.5, MiniMax-M2 and gpt-oss: packing, scans, decoding, frozen state.
+"""Families with layers of several kinds: packing, scans, meshes, frozen state.
 
 Biases, sinks and choice biases are random, not zero as at first.
 """
@@ -20,7 +20,7 @@ from gspo_jax.model import hf
 from gspo_jax.runtime import sharding
 
 T = 9
-MOST = "glm-4.5", "minimax-m2"  # whose mesh is the more usual one
+MOST = "glm-4.5", "minimax-m2", "deepseek-v3"
 forward = jax.jit(model.forward, static_argnums=1)
 
 
@@ -88,7 +88,10 @@ def test_a_scan_equals_a_loop_over_layers(name):
 
 @pytest.mark.parametrize(
   "name",
-  ["gpt-oss", *(pytest.param(n, marks=pytest.mark.slow) for n in MOST)],
+  [
+    *("gpt-oss", "qwen3.5"),
+    *(pytest.param(n, marks=pytest.mark.slow) for n in MOST),
+  ],
 )
 def test_a_mesh_gives_what_one_device_gives(name):
   """With heads, sinks, tokens and experts split, and what is not."""
@@ -168,18 +171,27 @@ def test_an_update_leaves_the_choice_bias(name, rule):
     assert same == path.endswith("choice_bias"), path
 
 
-@CHOOSING
-def test_the_choice_bias_is_never_rounded(name, tmp_path):
+@pytest.mark.parametrize(
+  ("name", "module", "parameter"),
+  [
+    ("glm-4.5", "moe", "choice_bias"),
+    ("qwen3.5", "delta_net", "A_log"),
+    ("qwen3.5", "delta_net", "dt_bias"),
+  ],
+)
+def test_some_parameters_are_never_rounded(name, module, parameter, tmp_path):
   cfg = dataclasses.replace(FAMILIES[name], dtype="bfloat16")
-  bias = weights(cfg)["layers"]["moe"]["choice_bias"]
-  assert (bias != bias.astype(jnp.bfloat16)).all()
+  x = weights(cfg)["layers"][module][parameter]
+  assert (x != x.astype(jnp.bfloat16)).all()
   decoding = model.unstack_layers(weights(cfg), cfg)
-  found = [x["moe"]["choice_bias"] for x in decoding["layers"] if "moe" in x]
+  found = [
+    layer[module][parameter] for layer in decoding["layers"] if module in layer
+  ]
   assert found[0].dtype == np.float32
-  np.testing.assert_array_equal(np.stack(found), bias)
+  np.testing.assert_array_equal(np.stack(found), x)
   hf.save_hf(weights(cfg), cfg, tmp_path / "low", dtype="bfloat16")
-  again = hf.load_hf(tmp_path / "low", cfg)["layers"]["moe"]
-  np.testing.assert_array_equal(again["choice_bias"], bias)
+  again = hf.load_hf(tmp_path / "low", cfg)["layers"]
+  np.testing.assert_array_equal(again[module][parameter], x)
   assert not np.array_equal(
-    again["down"], weights(cfg)["layers"]["moe"]["down"]
+    again["moe"]["down"], weights(cfg)["layers"]["moe"]["down"]
   )

@@ -37,6 +37,12 @@ CFG = model.variant(
 # The options of each layer's `attend`; the window starts within a page.
 SINKS = np.float32([-1.0, 0.5, 2.0, 3.0, 0.0, 5.0])
 OPTIONS = {}, {"window": 6, "sinks_N": SINKS}
+NONE = ((),) * L  # states
+
+
+def by_layer(keys_and_values):
+  """`Pages.kv` of arrays [2, L, ...]."""
+  return tuple(zip(*keys_and_values, strict=True))
 
 
 class Oracle:
@@ -80,9 +86,9 @@ class Oracle:
     return np.array([len(tokens) for tokens in self.rows], np.int32)
 
   def pages(self):
-    k, v = self.expected.copy()
     active = np.zeros(len(self.rows), bool)
-    return paged.Pages(tuple(k), tuple(v), self.table, self.lengths(), active)
+    kv = by_layer(self.expected.copy())
+    return paged.Pages(kv, NONE, self.table, self.lengths(), active)
 
   def decode(self, pages, steps, activity=0.7, scale=1.0):
     """Feeds tokens to random rows and compares everything after each step."""
@@ -103,7 +109,7 @@ class Oracle:
           expected = attention(q[i, row], k[i], v[i], **OPTIONS[i])
           np.testing.assert_allclose(out[i, row], expected, atol=5e-6 * scale)
       # Bit for bit: the new tokens are in place, and nothing else changed.
-      np.testing.assert_array_equal([pages.k, pages.v], self.expected)
+      np.testing.assert_array_equal(pages.kv, self.expected.swapaxes(0, 1))
       np.testing.assert_array_equal(pages.lengths, self.lengths())
 
 
@@ -119,9 +125,7 @@ def step(pages, q, new, mask):
     out_BTNH, pair = pages.attend(i, q_BTNH, k_BTKH, v_BTKH, **OPTIONS[i])
     outs.append(out_BTNH[:, 0])
     layers.append(pair)
-  return jnp.stack(outs), pages.append(
-    *zip(*layers, strict=True), mask[:, None]
-  )
+  return jnp.stack(outs), pages.append(tuple(layers), mask[:, None])
 
 
 @pytest.mark.parametrize(
@@ -156,23 +160,26 @@ def test_store_and_copy_write_the_given_pages():
   C, n = 2, oracle.n
   kv = random_bf16(rng, 2, L, 3, K, C * S, H)
   numbers = np.array([[5, 2], [n, 7], [0, n + 9]], np.int32)
-  stored = jax.jit(paged.store)(oracle.pages(), *map(tuple, kv), numbers)
+  stored = jax.jit(paged.store)(oracle.pages(), by_layer(kv), numbers)
   for p, c in np.argwhere(numbers < n):
     part = kv[:, :, p, :, c * S : (c + 1) * S]
     oracle.expected[:, :, :, numbers[p, c]] = part
-  np.testing.assert_array_equal([stored.k, stored.v], oracle.expected)
+  equal = lambda pages: np.testing.assert_array_equal(
+    pages.kv, oracle.expected.swapaxes(0, 1)
+  )
+  equal(stored)
   source, target = np.array([2, 5, 5, 7]), np.array([3, n, 1, n + 1])
   copied = jax.jit(paged.copy)(stored, source, target)
   oracle.expected[:, :, :, [3, 1]] = oracle.expected[:, :, :, [2, 5]]
-  np.testing.assert_array_equal([copied.k, copied.v], oracle.expected)
+  equal(copied)
 
 
 D = 4  # shards of rows and pages; the heads have two
-SHARDED_AXES = paged.Pages((1,) * L, (1,) * L, 0, 0, 0)
+SHARDED_AXES = paged.Pages(((1, 1),) * L, NONE, 0, 0, 0)
 
 
 def store_copy_and_step(pages, prompts, numbers, source, target, q, new, mask):
-  pages = paged.store(pages, *prompts, numbers)
+  pages = paged.store(pages, prompts, numbers)
   return step(paged.copy(pages, source, target), q, new, mask)
 
 
@@ -180,11 +187,11 @@ def one_shard(seed, n=6):
   """Two rows of one prompt in pages 0 and 1; page 1 is copied to 2."""
   rng = np.random.default_rng(seed)
   ints = lambda *x: np.array(x, np.int32)
-  k, v = random_bf16(rng, 2, L, K, n, S, H)
+  kv = by_layer(random_bf16(rng, 2, L, K, n, S, H))
   table = ints([0, 1, 4], [0, 2, 5])
   lengths = rng.integers(S, 3 * S, 2).astype(np.int32)
-  pages = paged.Pages(tuple(k), tuple(v), table, lengths, np.zeros(2, bool))
-  prompts = tuple(map(tuple, random_bf16(rng, 2, L, 1, K, 2 * S, H)))
+  pages = paged.Pages(kv, NONE, table, lengths, np.zeros(2, bool))
+  prompts = by_layer(random_bf16(rng, 2, L, 1, K, 2 * S, H))
   numbers, source, target = ints([seed % 2 * n, 1]), ints(1, 0), ints(2, n)
   q, new = random_bf16(rng, L, 2, N, H), random_bf16(rng, 2, 2, L, K, H)
   return pages, prompts, numbers, source, target, q, new, rng.random(2) < 0.7
@@ -193,18 +200,17 @@ def one_shard(seed, n=6):
 def test_heads_side_by_side_are_written_side_by_side():
   pages, *rest = one_shard(1)
   expected_out, expected = jax.jit(store_copy_and_step)(pages, *rest)
-  pair = lambda x: tuple(side_by_side(np.asarray(layer), 2) for layer in x)
-  pages = dataclasses.replace(pages, k=pair(pages.k), v=pair(pages.v))
+  pair = lambda kv: jax.tree.map(lambda x: side_by_side(np.asarray(x), 2), kv)
+  pages = dataclasses.replace(pages, kv=pair(pages.kv))
   out, actual = jax.jit(store_copy_and_step)(pages, *rest)
   np.testing.assert_allclose(out, expected_out, atol=1e-6)
-  np.testing.assert_array_equal(actual.k, pair(expected.k))
-  np.testing.assert_array_equal(actual.v, pair(expected.v))
+  np.testing.assert_array_equal(actual.kv, pair(expected.kv))
 
 
 def test_a_device_uses_only_its_own_pages():
   join = lambda axis, *parts: np.concatenate(parts, axis)
   shards = [one_shard(seed) for seed in range(D)]
-  axes = (SHARDED_AXES, ((0,) * L,) * 2, 0, 0, 0, 1, 0, 0)
+  axes = (SHARDED_AXES, ((0, 0),) * L, 0, 0, 0, 1, 0, 0)
   inputs = jax.tree.map(join, axes, *shards)
   alone = [jax.jit(store_copy_and_step)(*shard) for shard in shards]
   expected_out, expected = jax.tree.map(join, (1, SHARDED_AXES), *alone)
@@ -213,7 +219,7 @@ def test_a_device_uses_only_its_own_pages():
     out, pages = compiled(*inputs)
   np.testing.assert_allclose(out, expected_out, atol=2e-6)
   jax.tree.map(np.testing.assert_array_equal, pages, expected)
-  for x in (*pages.k, *pages.v):
+  for x in jax.tree.leaves(pages.kv):
     assert x.sharding.shard_shape(x.shape) == (K // 2, 6, S, H)
   for name in ("all-gather", "all-reduce", "all-to-all", "collective"):
     assert name not in compiled.as_text()
@@ -226,7 +232,7 @@ def test_an_empty_cache_is_created_sharded():
   with jax.set_mesh(sharding.make_mesh(data=2, expert=2, tensor=2)):
     pages = jax.jit(make)()
   local = lambda x: x.sharding.shard_shape(x.shape)
-  assert {local(x) for x in (*pages.k, *pages.v)} == {(K // 2, 5, S, H)}
+  assert {local(x) for x in jax.tree.leaves(pages.kv)} == {(K // 2, 5, S, H)}
   rows = pages.table, pages.lengths, pages.active
   assert [local(x) for x in rows] == [(2, W), (2,), (2,)]
   assert not any(x.any() for x in jax.tree.leaves(pages))
@@ -245,9 +251,9 @@ def test_an_empty_cache_of_a_platform(monkeypatch, platform, dtype, shape):
   pages = paged.empty(
     low, num_slots=3, num_pages=5, page_size=S, pages_per_slot=W
   )
-  layers = *pages.k, *pages.v
-  assert {(x.dtype, x.shape) for x in layers} == {(jnp.dtype(dtype), shape)}
-  assert (len(pages.k), len(pages.v)) == (L, L)
+  arrays = jax.tree.leaves(pages.kv)
+  assert {(x.dtype, x.shape) for x in arrays} == {(jnp.dtype(dtype), shape)}
+  assert [len(layer) for layer in pages.kv] == [2] * L
 
 
 def several_steps(pages, q, new):
@@ -271,15 +277,16 @@ def temporaries(name, dtype, H, n, B=8, C=2):
   pages = jax.tree.map(lambda x: shape(x.shape, x.dtype), jax.eval_shape(make))
   floats = lambda *x: shape(x, dtype)
   ints = lambda *x: shape(x, jnp.int32)
-  prompts = (floats(B, K, C * 16, H),) * L
+  prompts = ((floats(B, K, C * 16, H),) * 2,) * L
   function, *inputs = {
     "steps": (several_steps, floats(L, B, N, H), floats(B, 2, L, K, H)),
-    "store": (paged.store, prompts, prompts, ints(B, C)),
+    "store": (paged.store, prompts, ints(B, C)),
     "copy": (paged.copy, ints(B), ints(B)),
   }[name]
   compiled = jax.jit(function, donate_argnums=0).lower(pages, *inputs).compile()
-  keys = pages.k[0].size * pages.k[0].dtype.itemsize
-  return compiled.memory_analysis().temp_size_in_bytes / keys
+  keys, _ = pages.kv[0]
+  key_bytes = keys.size * keys.dtype.itemsize
+  return compiled.memory_analysis().temp_size_in_bytes / key_bytes
 
 
 @pytest.mark.parametrize("name", ["steps", "store", "copy"])

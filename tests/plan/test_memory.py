@@ -147,16 +147,16 @@ def test_states_of_slots_and_whole_latents(tensor):
     shards=1,
   )
   cfg = model.variant("tiny-qwen3.5", dtype="float32")
-  # Three layers with 4 heads of [16, 16], and 3 tokens of 2 groups of heads.
-  states = 8 * 3 * 4 * (4 * 16 * 16 + 2 * 3 * 64) // tensor
+  # One layer, 4 heads of [16, 16], and 3 tokens of 2 groups of heads.
+  states = 8 * 4 * (4 * 16 * 16 + 2 * 3 * 64) // tensor
   assert plan_memory.state_bytes(cfg, sampler) == states
-  # Of one layer alone, keys and values, 2 heads, padded to 128 columns.
+  # Of the other layer, keys and values, 2 heads, padded to 128 columns.
   size = plan_memory.page_bytes(cfg, sampler)
   assert size == 2 * 2 // tensor * 4 * 128 * 4
   assert plan_memory.advice_on_slots(cfg, sampler) == (
     "continuous_batching.slots=8: their states take 0.00 GiB of it"
   )
-  cfg = model.variant("tiny-deepseek-v3", dtype="float32")
+  cfg = model.variant("tiny-moonlight", dtype="float32")
   assert plan_memory.state_bytes(cfg, sampler) == 0
   assert plan_memory.page_bytes(cfg, sampler) == 3 * 4 * 128 * 4
 

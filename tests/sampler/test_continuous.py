@@ -393,12 +393,12 @@ def test_log_probs_behind_appended_tokens_are_teacher_forced_ones(make):
   """
   prefills, casts = [], []
 
-  def prefill(params, state, tokens, lengths, pages, num_cached):
+  def prefill(params, state, tokens, lengths, pages, num_cached, *rest):
     counts = np.zeros_like(lengths) if num_cached is None else num_cached
     rows = np.asarray(lengths) > 0
     prefills.extend(zip(np.asarray(lengths)[rows], counts[rows], strict=True))
     return generate.jitted.prefill(
-      params, state, tokens, lengths, pages, num_cached
+      params, state, tokens, lengths, pages, num_cached, *rest
     )
 
   def decode_params(params):

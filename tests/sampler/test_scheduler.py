@@ -116,7 +116,8 @@ class SimulatedDevices:
 
   def apply_admission(self, admission):
     n, size = self.sizes.num_pages, self.sizes.page_size
-    for prefix, pages, _ in admission.prefill:
+    for prefill in admission.prefill:
+      prefix, pages = prefill.prefix, prefill.pages
       m = self.prefix_lengths[prefix] - 1
       assert len(pages) == -(-m // size) > 0
       self.prefilled.append(prefix)
@@ -545,8 +546,10 @@ class Turns:
     at = {}
     while not scheduler.done:
       admission = scheduler.admit()
-      for prefix, pages, cached in admission.prefill:
-        a, m = owner[prefix], self.lengths[owner[prefix]] - 1
+      for prefill in admission.prefill:
+        pages, cached = prefill.pages, prefill.num_cached
+        a = owner[prefill.prefix]
+        m = self.lengths[a] - 1
         tokens = self.tokens(a, m)
         np.testing.assert_array_equal(self.read(pages, cached), tokens[:cached])
         for t in range(cached // size * size, m):

@@ -299,7 +299,7 @@ def pool(config):
     return None
   with bigram.by_the_operation():
     state, _ = made.jitted.begin(made.jitted.empty_samples(P), None)
-  return len(state.num_tokens), *state.pages.k[0].shape[1:3]
+  return len(state.num_tokens), *state.pages.kv[0][0].shape[1:3]
 
 
 def prefill_lengths(config):

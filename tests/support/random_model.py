@@ -15,7 +15,7 @@ def weights(cfg, seed=0):
   shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
 
   def fill(path, leaf):
-    mean = 1.0 if path[-1].key == "scale" else 0.0
+    mean = float(path[-1].key == "scale" and not cfg.norm_plus_one)
     return rng.normal(mean, 0.3, leaf.shape).astype(np.float32)
 
   return jax.tree.map_with_path(fill, shapes)

@@ -57,7 +57,7 @@ class _CountingSampler:
     state = SimpleNamespace(num_tokens=zeros, pages=pages, response=zeros)
     return state, samples
 
-  def prefill(self, params, state, tokens, lengths, pages, num_cached):
+  def prefill(self, params, state, tokens, *others):
     self.prefilled += tokens.size
     return state, None
 

@@ -6,6 +6,8 @@ from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.key import AT_LEAST_1, ZERO_OR_MORE, check, key
 from gspo_jax.sampler.samples import SamplerConfig
 
+PROMPT_ROWS = 2  # states of prefixes that a shard keeps for later slots
+
 
 @dataclasses.dataclass(frozen=True)
 class ShardSizes:

@@ -56,7 +56,7 @@ def jit_sampler(
 ) -> JittedSampler:
   batch = sharding.batch_sharding(sampler_mesh)
   pages = paged_cache.shardings(cfg, sampler_mesh)
-  state = DecodeState(pages, *[batch] * 5)
+  state = DecodeState(pages, *[batch] * 5, pages.states)
   shards = sharding.batch_shards(sampler_mesh)
   decode_samples = samples_sharding(sampler, sampler_mesh)
   train_samples = samples_sharding(sampler, mesh)
@@ -72,6 +72,7 @@ def jit_sampler(
     if state is None:
       state = paged_decode.empty(
         cfg,
+        shards=shards,
         num_slots=sizes.slots * shards,
         num_pages=sizes.num_pages * shards,
         page_size=sizes.page_size,
@@ -80,11 +81,12 @@ def jit_sampler(
     # The steps of one call are counted.
     return state, dataclasses.replace(samples, slot_steps=jnp.int32(0))
 
-  def prefill(params, state, tokens, lengths, pages, num_cached):
+  def prefill(params, state, tokens, lengths, pages, num_cached, sources):
     """Stores keys and values in `pages` [Q, C]; see `paged_decode.prefill`.
 
     If `num_cached` [Q] is given, the pages already hold that many first tokens;
-    full pages of these tokens are not written.
+    full pages of these tokens are not written. `sources`: where states go, see
+    `paged_decode.store_states`; None for a model without states.
     """
     cached = None
     if num_cached is not None:
@@ -103,7 +105,10 @@ def jit_sampler(
       cached=cached,
     )
     stored = paged_cache.store(state.pages, cache.kv, pages)
-    return dataclasses.replace(state, pages=stored), experts
+    state = dataclasses.replace(state, pages=stored)
+    if sources is not None:
+      state = paged_decode.store_states(state, cache.states, *sources)
+    return state, experts
 
   def decode(params, state, samples, plan, compute_slots, min_active, key):
     """Decodes a segment of the slots `compute_slots` [m], or of all.
@@ -113,7 +118,7 @@ def jit_sampler(
     slot, and [M] bool, whether it goes on.
     """
     everything = compute_slots is None
-    state = paged_decode.apply_plan(state, plan, copy_pages=everything)
+    state = paged_decode.apply_plan(state, plan, start=everything)
     computed, samples = paged_decode.decode(
       params,
       cfg,

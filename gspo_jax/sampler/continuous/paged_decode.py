@@ -17,6 +17,7 @@ from gspo_jax.model import paged_cache
 from gspo_jax.model.moe import number_type
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler import next_token
+from gspo_jax.sampler.continuous.config import PROMPT_ROWS
 from gspo_jax.sampler.samples import (
   STOPPED,
   TRUNCATED,
@@ -26,12 +27,13 @@ from gspo_jax.sampler.samples import (
 )
 
 _BATCH = jax.sharding.PartitionSpec(sharding.BATCH_AXES)
+_STATES = jax.sharding.PartitionSpec(sharding.BATCH_AXES, "tensor")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-  """State of the decode slots; the arrays are [M] int32."""
+  """State of the decode slots; the arrays after `pages` are [M] int32."""
 
   pages: paged_cache.Pages  # of the tokens already fed
   response: jax.Array  # which of the B responses the slot decodes
@@ -39,6 +41,9 @@ class DecodeState:
   num_tokens: jax.Array  # of the response so far
   stop_at: jax.Array  # tokens at which the response leaves the slot
   stop_state: jax.Array  # of `StopStrings` after the newest token
+  # The layers' states after prefixes from which slots are to start later,
+  # PROMPT_ROWS rows a shard.
+  prompt_states: kv.Arrays
 
 
 @jax.tree_util.register_dataclass
@@ -62,13 +67,17 @@ class SegmentPlan:
   last_token: jax.Array  # of its prefix, to be fed first
   copy_source: jax.Array  # the page to copy
   copy_target: jax.Array  # where to copy it; beyond the pool: nothing is copied
+  # The shard's row of `prompt_states` to start from; beyond them: the slot has
+  # its state. () for a model without states.
+  prompt_row: jax.Array | tuple[()]
 
 
-def empty(cfg: model.ModelConfig, **sizes: int) -> DecodeState:
+def empty(cfg: model.ModelConfig, *, shards: int, **sizes: int) -> DecodeState:
   """A state without responses; sizes as of `paged_cache.empty`."""
   pages = paged_cache.empty(cfg, **sizes)
   zeros = jnp.zeros_like(pages.lengths)
-  return DecodeState(pages, zeros, zeros, zeros, zeros, zeros)
+  prompt_states = kv.empty_states(cfg, PROMPT_ROWS * shards)
+  return DecodeState(pages, *[zeros] * 5, prompt_states)
 
 
 def prefill(
@@ -167,13 +176,40 @@ def write_prompt_routing(
   )
 
 
-def apply_plan(
-  state: DecodeState, plan: SegmentPlan, *, copy_pages: bool
+def store_states(
+  state: DecodeState,
+  states: kv.Arrays,
+  slot_source: jax.Array,
+  row_source: jax.Array,
 ) -> DecodeState:
-  """Applies the plan; without new slots `copy_pages` (static) may be False."""
+  """Copies states [Q, ...] after prefixes into slots and `prompt_states`.
+
+  The sources, [M] and [PROMPT_ROWS * shards] int32, count the rows of a shard;
+  beyond them nothing is copied.
+  """
+  copy = paged_cache.copy_states
+  pages = dataclasses.replace(
+    state.pages, states=copy(state.pages.states, states, slot_source)
+  )
+  return dataclasses.replace(
+    state,
+    pages=pages,
+    prompt_states=copy(state.prompt_states, states, row_source),
+  )
+
+
+def apply_plan(
+  state: DecodeState, plan: SegmentPlan, *, start: bool
+) -> DecodeState:
+  """Applies the plan; without new slots `start` (static) may be False."""
   pages = state.pages
-  if copy_pages:
+  if start:
     pages = paged_cache.copy(pages, plan.copy_source, plan.copy_target)
+  if start and jax.tree.leaves(pages.states):
+    states = paged_cache.copy_states(
+      pages.states, state.prompt_states, plan.prompt_row
+    )
+    pages = dataclasses.replace(pages, states=states)
   select = lambda new, old: jnp.where(plan.new, new, old)
   pages = dataclasses.replace(
     pages,
@@ -189,6 +225,7 @@ def apply_plan(
     num_tokens=select(plan.num_tokens, state.num_tokens),
     stop_at=select(plan.stop_at, state.stop_at),
     stop_state=select(plan.stop_state, state.stop_state),
+    prompt_states=state.prompt_states,
   )
 
 
@@ -273,8 +310,8 @@ def select_slots(state: DecodeState, slots: jax.Array) -> DecodeState:
   def local(arrays, slot_m):
     return jax.tree.map(lambda x: x[slot_m % len(x)], arrays)
 
-  read = sharding.shard_map(local, (_BATCH,) * 2, _BATCH)
-  return _with_pages(read(_with_pages(state, None), slots), state.pages.kv)
+  read = sharding.shard_map(local, (_OF_SLOTS, _BATCH), _OF_SLOTS)
+  return _with_shared(read(_with_shared(state), slots), state)
 
 
 def scatter_slots(
@@ -286,9 +323,10 @@ def scatter_slots(
     write = lambda old, new: old.at[slot_m % len(old)].set(new)
     return jax.tree.map(write, arrays, new)
 
-  write = sharding.shard_map(local, (_BATCH,) * 3, _BATCH)
-  arrays = [_with_pages(s, None) for s in (state, subset)]
-  return _with_pages(write(*arrays, slots), subset.pages.kv)
+  specs = _OF_SLOTS, _OF_SLOTS, _BATCH
+  write = sharding.shard_map(local, specs, _OF_SLOTS)
+  arrays = map(_with_shared, (state, subset))
+  return _with_shared(write(*arrays, slots), subset)
 
 
 def read_tokens(samples: Samples, responses: jax.Array) -> jax.Array:
@@ -301,9 +339,20 @@ def read_tokens(samples: Samples, responses: jax.Array) -> jax.Array:
   return read(samples.tokens, responses)
 
 
-def _with_pages(state: DecodeState, kv) -> DecodeState:
-  pages = dataclasses.replace(state.pages, kv=kv)
-  return dataclasses.replace(state, pages=pages)
+# The arrays of `_with_shared`.
+_OF_SLOTS = DecodeState(
+  paged_cache.Pages(None, _STATES, *[_BATCH] * 3), *[_BATCH] * 5, None
+)
+
+
+def _with_shared(
+  state: DecodeState, source: DecodeState | None = None
+) -> DecodeState:
+  """With what slots share, pages and `prompt_states`, of `source`, or none."""
+  pages = dataclasses.replace(state.pages, kv=source and source.pages.kv)
+  return dataclasses.replace(
+    state, pages=pages, prompt_states=source and source.prompt_states
+  )
 
 
 def _write_token(

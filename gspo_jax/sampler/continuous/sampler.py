@@ -16,12 +16,14 @@ import jax
 import numpy as np
 
 from gspo_jax import model
+from gspo_jax.model.cache import has_states
 from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler.continuous import jit
 from gspo_jax.sampler.continuous.config import (
+  PROMPT_ROWS,
   ContinuousBatchingConfig,
   ShardSizes,
 )
@@ -55,11 +57,12 @@ class PrefixCache:
   The next call prefills only the new tokens of the responses that it continues,
   and does not prepare weights. All calls have the same weights, prompts and
   key. This object keeps the weights of `decode_params` and all pages in device
-  memory; what does not fit is prefilled again.
+  memory; what does not fit is prefilled again, and so are all tokens of a model
+  with states.
   """
 
   state: DecodeState | None = None
-  tokens: list[dict] | None = None  # of each shard, by response
+  tokens: list[dict | None] | None = None  # of each shard, by response
   params: model.Params | None = None  # of `decode_params`
 
 
@@ -132,7 +135,7 @@ class ContinuousSampler:
       )
     so_far = multihost.to_host((samples.lengths, samples.finish))
     cache, cached = prefix_cache or PrefixCache(), [None] * self.shards
-    if prefix_cache:
+    if prefix_cache and not has_states(self.cfg):
       cached = cache.tokens or [{} for _ in range(self.shards)]
     state, samples = self.jitted.begin(samples, cache.state)
     cache.state = cache.tokens = None  # the state was donated
@@ -144,6 +147,7 @@ class ContinuousSampler:
         shard.prefix_index,
         shard.stop_at - shard.num_tokens,
         kept,
+        has_states=has_states(self.cfg),
       )
       for shard, kept in zip(requests, cached, strict=True)
     ]
@@ -246,12 +250,15 @@ class ContinuousSampler:
     slots = dict.fromkeys(SegmentPlan.__dataclass_fields__, state.num_tokens)
     slots |= {"table": state.pages.table}
     slots |= {"active": state.pages.active, "new": state.pages.active}
+    sources = whole(self.batching.slots), whole(PROMPT_ROWS * self.shards)
+    if not has_states(self.cfg):
+      slots["prompt_row"], sources = (), None
     T = self.buckets(continues=continues)[-1]
     Q, C = self.prefill_batch(T) * self.shards, T // self.sizes.page_size
     return {
       "decode_params": decode_params,
       "prefill": jitted.prefill.lower(
-        params, state, whole(Q, T), whole(Q), whole(Q, C), None
+        params, state, whole(Q, T), whole(Q), whole(Q, C), None, sources
       ),
       "generate": jitted.decode.lower(
         params,
@@ -304,7 +311,7 @@ class ContinuousSampler:
 
   def _prefill_batches(
     self, admissions: list[Admission], requests: list[Requests]
-  ) -> Iterator[tuple[np.ndarray, ...]]:
+  ) -> Iterator[tuple]:
     """The prefills of all shards' admissions, in few different shapes.
 
     Each shard has equally many rows, and counts responses from its first one.
@@ -314,15 +321,15 @@ class ContinuousSampler:
     for shard, (admission, request) in enumerate(
       zip(admissions, requests, strict=True)
     ):
-      for prefix, pages, num_cached in admission.prefill:
-        tokens = request.prefixes[prefix][:-1]
+      for prefill in admission.prefill:
+        tokens = request.prefixes[prefill.prefix][:-1]
         T = next(T for T in queues if len(tokens) <= T)
-        response = int(np.searchsorted(request.prefix_index, prefix))
-        queues[T][shard].append((num_cached, tokens, pages, response))
+        response = np.searchsorted(request.prefix_index, prefill.prefix)
+        queues[T][shard].append((prefill, tokens, int(response)))
     for T, by_shard in queues.items():
       for queue in by_shard:
         # The row with the fewest cached tokens decides what a batch computes.
-        queue.sort(key=lambda row: row[0])
+        queue.sort(key=lambda row: row[0].num_cached)
       while longest := max(map(len, by_shard)):
         # Padding costs as much as a prefix, so a few are prefilled one by one.
         count = self.prefill_batch(T)
@@ -332,27 +339,38 @@ class ContinuousSampler:
         pages_QC = np.full((Q, C), self.sizes.num_pages, np.int32)  # nowhere
         lengths_Q, num_cached_Q = np.zeros((2, Q), np.int32)
         first_response_Q = np.full(Q, -1, np.int32)
+        # Sources of `paged_decode.store_states`; a row more is for no row.
+        slots, rows = (
+          np.full((self.shards, n), count, np.int32)
+          for n in (self.sizes.slots, PROMPT_ROWS + 1)
+        )
         for shard, queue in enumerate(by_shard):
-          for row, prefill in enumerate(queue[:count], shard * count):
-            num_cached_Q[row], tokens, pages, first_response_Q[row] = prefill
+          for i, (prefill, tokens, response) in enumerate(queue[:count]):
+            row = shard * count + i
             tokens_QT[row, : len(tokens)] = tokens
             lengths_Q[row] = len(tokens)
-            pages_QC[row, : len(pages)] = pages
+            pages_QC[row, : len(prefill.pages)] = prefill.pages
+            num_cached_Q[row] = prefill.num_cached
+            first_response_Q[row] = response
+            slots[shard, prefill.slots], rows[shard, prefill.row] = i, i
           del queue[:count]
-        yield tokens_QT, lengths_Q, pages_QC, num_cached_Q, first_response_Q
+        sources = slots.ravel(), rows[:, :PROMPT_ROWS].ravel()
+        prefixes = tokens_QT, lengths_Q, pages_QC
+        yield prefixes, num_cached_Q, sources, first_response_Q
 
   def _prefill(
-    self, params, state, samples, tokens, lengths, pages, num_cached, response
+    self, params, state, samples, prefixes, num_cached, sources, response
   ):
     num_cached = num_cached if num_cached.any() else None
-    tokens, lengths, pages, num_cached = multihost.to_global(
-      (tokens, lengths, pages, num_cached), self.batch_sharding
+    sources = sources if has_states(self.cfg) else None
+    prefixes, num_cached, sources, response = multihost.to_global(
+      (prefixes, num_cached, sources, response), self.batch_sharding
     )
     state, experts = self.jitted.prefill(
-      params, state, tokens, lengths, pages, num_cached
+      params, state, *prefixes, num_cached, sources
     )
     if experts is not None:
-      response = multihost.to_global(response, self.batch_sharding)
+      lengths = prefixes[1]
       samples = self.jitted.write_prompt_routing(
         samples, experts, lengths, response
       )
@@ -378,6 +396,9 @@ class ContinuousSampler:
       num_cached=join(admissions, "num_cached"),
       copy_source=join(admissions, "copy_source"),
       copy_target=join(admissions, "copy_target"),
+      prompt_row=(
+        join(admissions, "prompt_row") if has_states(self.cfg) else ()
+      ),
       **{name: value_B[response] for name, value_B in fields.items()},
     )
 

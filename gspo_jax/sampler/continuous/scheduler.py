@@ -14,6 +14,12 @@ prefilled again), then the newest responses are preempted.
 
 A scheduler with `cached` keeps the tokens of finished responses in the pool;
 its `kept` is the `cached` of the next scheduler.
+
+A model may also have states, which are no pages. A prefill gives its state to
+the slots that start in the same round. If more responses wait, it also stores
+the state in a row, from which they start later. The queue is in order, so one
+prefix at a time has a row; of two rows it takes the one that no slot reads in
+this round. Without a row, a prefix is prefilled again.
 """
 
 import collections
@@ -24,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.continuous.config import ShardSizes
+from gspo_jax.sampler.continuous.config import PROMPT_ROWS, ShardSizes
 from gspo_jax.sampler.samples import UNFINISHED
 
 
@@ -35,6 +41,19 @@ class CachedTokens(NamedTuple):
   num_tokens: int
 
 
+@dataclasses.dataclass
+class Prefill:
+  """A prefix: the device computes and stores all its tokens but the last."""
+
+  prefix: int
+  # Of these tokens. Other slots may read full pages of cached tokens: do not
+  # write them. `num_pages` for a page that is not to be written, either.
+  pages: list[int]
+  num_cached: int  # tokens that the pages hold, and that are not computed
+  slots: list[int]  # that start from it in this round
+  row: int = PROMPT_ROWS  # for the state; PROMPT_ROWS: it is not stored
+
+
 @dataclasses.dataclass(frozen=True)
 class Admission:
   """Responses that got a slot: prefill, then copy pages, then allocate pages.
@@ -42,15 +61,13 @@ class Admission:
   The arrays after `new` are [M] int32.
   """
 
-  # (prefix, pages, count): a prefix of more than one token to store first, the
-  # pages of all its tokens but the last, and how many of these the pages hold
-  # already. Other slots may read full pages of these: do not write them.
-  prefill: list[tuple[int, list[int], int]]
+  prefill: list[Prefill]
   new: np.ndarray  # [M] bool, slots that got a response
   response: np.ndarray  # its number; 0 where no response is new
   num_cached: np.ndarray  # tokens of its prefix that the pages hold, or 0
   copy_source: np.ndarray  # the page to copy; `num_pages` for none
   copy_target: np.ndarray  # the page to copy it to; `num_pages` for none
+  prompt_row: np.ndarray  # with the state to copy; PROMPT_ROWS for none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +88,8 @@ class Scheduler:
     prefix_index: Sequence[int],
     max_tokens: Sequence[int],
     cached: Mapping[int, CachedTokens] | None = None,
+    *,
+    has_states: bool = False,
   ):
     """Queues all responses in order; UserError if a prefix is empty.
 
@@ -83,6 +102,7 @@ class Scheduler:
       cached: by response, the first tokens of its prefix that are in the pool:
         `kept` of the last scheduler. No other response has this prefix, and all
         other pages are free. None: keep nothing.
+      has_states: of the model; then `cached` is None.
     """
     self._sizes = sizes
     self.num_sampled = 0  # tokens so far, also of preempted responses
@@ -102,6 +122,8 @@ class Scheduler:
     # Every waiting response has a greater number than every active one, so the
     # greatest active one is the newest.
     self._queue = collections.deque(requested.tolist())
+    self._has_states = has_states
+    self._row, self._prefix_of_row = 0, None
     self._unknown_segments = 0  # planned, without results so far
     # By finished response, its tokens in the pool; None if they are not kept.
     self.kept = None if cached is None else {}
@@ -169,11 +191,18 @@ class Scheduler:
     M, n = self._sizes.slots, self._sizes.num_pages
     full = lambda value: np.full(M, value, np.int32)
     new = np.zeros(M, bool)
-    admission = Admission([], new, full(0), full(0), full(n), full(n))
+    admission = Admission(
+      [], new, full(0), full(0), full(n), full(n), full(PROMPT_ROWS)
+    )
     for slot in np.flatnonzero(self._response_M < 0).tolist():
       if not self._queue or not self._make_room(self._queue[0]):
         break
       self._start(slot, self._queue.popleft(), admission)
+    if self._has_states and self._queue and admission.prefill:
+      last = admission.prefill[-1]
+      if self._prefix_B[self._queue[0]] == last.prefix:
+        self._row, self._prefix_of_row = 1 - self._row, last.prefix
+        last.row = self._row
     return admission
 
   def allocate_pages(self) -> SegmentPages:
@@ -255,8 +284,7 @@ class Scheduler:
     stored, num_stored = self._cached(prefix)
     stored = stored + self._pop_pages(-(-cached // page_size) - len(stored))
     self._prefix_pages[prefix] = CachedTokens(stored, cached)
-    if num_stored < cached:
-      admission.prefill.append((prefix, stored, num_stored))
+    self._prefill(slot, prefix, stored, num_stored, admission)
     count = self._pages_after_segment(cached, 0, self._max_tokens_B[response])
     pages = stored[: cached // page_size]
     self._readers[pages] += 1
@@ -270,6 +298,21 @@ class Scheduler:
     self._response_M[slot], self._num_cached_M[slot] = response, cached
     self._num_generated_M[slot], self._num_pages_M[slot] = 0, len(pages)
     self._table[slot, : len(pages)] = pages
+
+  def _prefill(self, slot, prefix, pages, num_stored, admission):
+    """Prefills the prefix of a slot unless all that it needs is stored."""
+    prefill, size = admission.prefill, self._sizes.page_size
+    if prefill and prefill[-1].prefix == prefix:
+      prefill[-1].slots.append(slot)
+    elif self._has_states and prefix != self._prefix_of_row:
+      # All tokens are computed again for the state.
+      full = num_stored // size
+      pages = [self._sizes.num_pages] * full + pages[full:]
+      prefill.append(Prefill(prefix, pages, 0, [slot]))
+    elif num_stored < self._num_cached_Q[prefix]:
+      prefill.append(Prefill(prefix, pages, num_stored, [slot]))
+    else:
+      admission.prompt_row[slot] = self._row
 
   def _pages_after_segment(self, num_cached, num_generated, max_tokens):
     steps = self._sizes.segment_steps * (self._unknown_segments + 1)

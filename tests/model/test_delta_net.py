@@ -1,0 +1,246 @@
+"""The gated delta rule against its recurrence in float64, token by token."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax.model import delta_net
+
+B, G, R, K, V, W = 2, 2, 2, 8, 6, 4
+M, X = G * R, 2 * K + R * V
+EPS = 1e-6
+
+
+def normal(rng, *shape):
+  return rng.normal(size=shape).astype(np.float32)
+
+
+def operands(T, rate=1.0, seed=0):
+  """(queries, keys, values, b, a), and the weights of a device's heads."""
+  rng = np.random.default_rng(seed)
+  heads = [(G, K), (G, K), (M, V), (M,), (M,)]
+  inputs = tuple(normal(rng, B, T, *shape) for shape in heads)
+  weights = {
+    "q_conv": normal(rng, G, K, W),
+    "k_conv": normal(rng, G, K, W),
+    "v_conv": normal(rng, M, V, W),
+    "A_log": np.log(rate) + 0.3 * normal(rng, M),
+    "dt_bias": normal(rng, M),
+  }
+  return inputs, weights
+
+
+def row_segments(*lengths):
+  return np.repeat(np.arange(len(lengths)), lengths)
+
+
+SEGMENTS = {
+  1: (row_segments(1), row_segments(1)),
+  63: (row_segments(63), row_segments(5, 31, 27)),
+  64: (row_segments(63, 1), row_segments(1, 63)),
+  65: (row_segments(65), row_segments(33, 31, 1)),
+  512: (row_segments(512), row_segments(1, 63, 65, 127, 3, 200, 53)),
+}
+
+
+def silu(x):
+  return x / (1 + np.exp(-x))
+
+
+def by_token(inputs, weights, segments):
+  """The recurrence of one row in float64: outputs [T, M, V] and the state."""
+  q, k, v, b, a = (np.float64(x) for x in inputs)
+  weights = {name: np.float64(x) for name, x in weights.items()}
+  unit = lambda x: x / np.sqrt((x * x).sum(-1, keepdims=True) + EPS)
+  state, outs = np.zeros((M, K, V)), []
+  for t in range(len(q)):
+    first = max(0, t - W + 1)
+    own = [s for s in range(first, t + 1) if segments[s] == segments[t]]
+
+    def convolved(x, conv, t=t, own=own):
+      return silu(sum(x[s] * conv[..., W - 1 - (t - s)] for s in own))
+
+    q_t, k_t = (
+      unit(convolved(x, weights[f"{name}_conv"])).repeat(R, 0)
+      for x, name in ((q, "q"), (k, "k"))
+    )
+    v_t = convolved(v, weights["v_conv"])
+    if t and segments[t] != segments[t - 1]:
+      state = np.zeros_like(state)
+    step = np.log1p(np.exp(a[t] + weights["dt_bias"]))
+    state *= np.exp(-np.exp(weights["A_log"]) * step)[:, None, None]
+    error = v_t - np.einsum("mkv,mk->mv", state, k_t)
+    error /= 1 + np.exp(-b[t])[:, None]
+    state += k_t[:, :, None] * error[:, None]
+    outs.append(np.einsum("mkv,mk->mv", state, q_t) * K**-0.5)
+  return np.array(outs), state
+
+
+mix = jax.jit(delta_net.mix)
+
+
+@pytest.mark.parametrize("T", SEGMENTS)
+@pytest.mark.parametrize("rate", [0.02, 1.0, 20.0])  # nats a token, about
+def test_chunks_equal_the_recurrence(T, rate):
+  inputs, weights = operands(T, rate)
+  segments = np.stack(SEGMENTS[T])
+  out, (state, _) = mix(inputs, weights, segments, np.ones((B, T), bool))
+  for row in range(B):
+    expected, last = by_token([x[row] for x in inputs], weights, segments[row])
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(out[row], expected, atol=1e-5 * scale)
+    scale = np.abs(last).max()
+    np.testing.assert_allclose(state[row], last, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("rate", [0.02, 20.0])
+def test_no_gradient_crosses_a_border(rate):
+  """Exactly 0 at all other segments, finite and not 0 at its own tokens."""
+  T = 65
+  inputs, weights = operands(T, rate)
+  segments = np.stack([row_segments(33, 31, 1), row_segments(7, 2, 56)])
+  cotangent = normal(np.random.default_rng(1), B, T, M, V)
+
+  @jax.jit
+  @jax.grad
+  def gradient(inputs, segment):
+    out, _ = delta_net.mix(inputs, weights, segments, np.ones((B, T), bool))
+    here = (segments == segment)[..., None, None]
+    return jnp.where(here, out * cotangent, 0).sum()
+
+  for segment in range(3):
+    for x in gradient(inputs, segment):
+      assert np.isfinite(x).all()
+      assert not x[segments != segment].any()
+      assert x[segments == segment].any()
+
+
+def test_gradients_equal_differences():
+  """Of every input and weight, in float64."""
+  with jax.enable_x64(True):
+    T = 70
+    inputs, weights = operands(T)
+    segments = np.stack([row_segments(70), row_segments(40, 30)])
+    tree = jax.tree.map(np.float64, (inputs, weights))
+    rng = np.random.default_rng(2)
+    cotangent = rng.normal(size=(B, T, M, V))
+
+    @jax.jit
+    def loss(tree):
+      out, _ = delta_net.mix(*tree, segments, np.ones((B, T), bool))
+      return (out * cotangent).sum()
+
+    direction = jax.tree.map(lambda x: rng.normal(size=x.shape), tree)
+    at = lambda h: loss(jax.tree.map(lambda x, d: x + h * d, tree, direction))
+    measured = (at(1e-3) - at(-1e-3)) / 2e-3
+    products = jax.tree.map(
+      lambda g, d: (g * d).sum(), jax.grad(loss)(tree), direction
+    )
+    np.testing.assert_allclose(
+      sum(jax.tree.leaves(products)), measured, rtol=2e-3
+    )
+
+
+@pytest.mark.parametrize("ends", [(1, 2, 3, 4, 5), (3, 70, 71, 72), (80,)])
+def test_passes_over_a_row_equal_one_pass(ends):
+  """Prefill, then tokens: states carry over, from None or from zeros."""
+  T = ends[-1]
+  inputs, weights = operands(T)
+  real = lambda n: np.ones((B, n), bool)
+  none = lambda n: np.zeros((B, n), int)
+  whole, last = mix(inputs, weights, none(T), real(T))
+  outs, start = [], 0
+  states = (
+    np.zeros((B, M, K, V), np.float32),
+    np.zeros((B, G, W - 1, X), np.float32),
+  )
+  for end in ends:
+    part = tuple(x[:, start:end] for x in inputs)
+    n = end - start
+    out, states = mix(part, weights, none(n), real(n), states)
+    outs.append(out)
+    start = end
+  scale = np.abs(whole).max()
+  np.testing.assert_allclose(np.concatenate(outs, 1), whole, atol=3e-6 * scale)
+  for a, b in zip(states, last, strict=True):
+    np.testing.assert_allclose(a, b, atol=3e-6)
+
+
+@pytest.mark.parametrize("T", [1, 9])
+def test_padding_on_the_right_leaves_the_states(T):
+  """Bit for bit, if a row has no other token; else as without the padding."""
+  inputs, weights = operands(T)
+  rng = np.random.default_rng(3)
+  before = normal(rng, B, M, K, V), normal(rng, B, G, W - 1, X)
+  lengths = np.array([0, T - 2 if T > 2 else T])
+  real = np.arange(T) < lengths[:, None]
+  none = np.zeros((B, T), int)
+  out, after = mix(inputs, weights, none, real, before)
+  for a, b in zip(after, before, strict=True):
+    np.testing.assert_array_equal(a[0], b[0])
+  n = lengths[1]
+  part = tuple(x[:, :n] for x in inputs)
+  alone, states = mix(part, weights, none[:, :n], real[:, :n] | True, before)
+  np.testing.assert_allclose(out[1, :n], alone[1], atol=2e-6)
+  for a, b in zip(after, states, strict=True):
+    np.testing.assert_allclose(a[1], b[1], atol=2e-6)
+
+
+def test_a_copied_state_resumes_with_the_same_bits():
+  """Rows that hold copies of one state decode as it does."""
+  inputs, weights = operands(8)
+  real, none = np.ones((B, 8), bool), np.zeros((B, 8), int)
+  _, states = mix(inputs, weights, none, real)
+  copies = tuple(x[jnp.array([1, 1])] for x in states)
+  token = tuple(x[:, :1] for x in operands(1, seed=4)[0])
+  token = tuple(np.stack([x[1], x[1]]) for x in token)
+  out, after = mix(token, weights, none[:, :1], real[:, :1], copies)
+  plain, states = mix(token, weights, none[:, :1], real[:, :1], states)
+  for a, b in zip((out, *after), (plain, *states), strict=True):
+    np.testing.assert_array_equal(a[0], b[1])
+    np.testing.assert_array_equal(a[1], b[1])
+
+
+def test_a_state_after_a_prompt_padded_on_the_left():
+  """The convolution's inputs of padding are not those of the next token."""
+  inputs, weights = operands(6)
+  padding = 4
+  segments = np.array([0] * padding + [1] * 2)[None].repeat(B, 0)
+  _, states = mix(inputs, weights, segments, np.ones((B, 6), bool))
+  part = tuple(x[:, padding:] for x in inputs)
+  ones = np.ones((B, 2), int)
+  _, alone = mix(part, weights, ones, ones.astype(bool))
+  for a, b in zip(states, alone, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-6)
+  assert not states[1][:, :, 0].any()
+
+
+def test_a_tpu_has_longer_chunks_and_another_solver(monkeypatch):
+  inputs, weights = operands(300)
+  segments = np.stack([row_segments(300), row_segments(130, 1, 169)])
+  real = np.ones((B, 300), bool)
+  expected, _ = mix(inputs, weights, segments, real)
+  monkeypatch.setattr(delta_net.sharding, "platform", lambda: "tpu")
+  traced = jax.jit(lambda *x: delta_net.mix(*x)).trace(
+    inputs, weights, segments, real
+  )
+  assert "triangular_solve" in str(traced.jaxpr)
+  out, _ = traced.lower().compile()(inputs, weights, segments, real)
+  np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_equal_keys_without_decay_stay_finite():
+  """The inverse of I + A by powers of A would overflow."""
+  T = 512
+  inputs, weights = operands(T, rate=1e-6)
+  q, k, v, b, a = inputs
+  same = functools.partial(np.broadcast_to, shape=k.shape)
+  inputs = q, same(k[:, :1]), v, np.full_like(b, 8.0), a
+  weights = weights | {"k_conv": np.ones_like(weights["k_conv"])}
+  segments = np.zeros((B, T), int)
+  out, _ = mix(inputs, weights, segments, np.ones((B, T), bool))
+  expected, _ = by_token([x[0] for x in inputs], weights, segments[0])
+  np.testing.assert_allclose(out[0], expected, atol=1e-4)
