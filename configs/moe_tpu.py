@@ -256,6 +256,8 @@ _NO_THINKING = {
   "qwen3-30b-a3b": "enable_thinking=False",
   "qwen3-235b-a22b": "enable_thinking=False",
   "glm-4.5-air": "enable_thinking=False",
+  "glm-4.7-flash": "enable_thinking=False",
+  "qwen3.6-35b-a3b": "enable_thinking=False",
   "gpt-oss-20b": "reasoning_effort=low",  # it always thinks, but then little
 }
 _THINKING_TOKENS = 8192  # a response with fewer has no room for it
