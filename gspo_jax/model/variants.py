@@ -280,7 +280,7 @@ VARIANTS = {
   "minimax-m2": _minimax(62, 3072, 48, 8, 1536, num_experts=256),
   "gpt-oss-20b": _gpt_oss(24, 2880, 64, 8, 2880, num_experts=32),
   "gpt-oss-120b": _gpt_oss(36, 2880, 64, 8, 2880, num_experts=128),
-  # Qwen3.6-35B-A3B has the same sizes.
+  # Qwen3.6-35B-A3B and Qwen3.6-27B have the same sizes as Qwen3.5's.
   "qwen3.5-35b-a3b": _QWEN3_5_35B,
   "qwen3.6-35b-a3b": _QWEN3_5_35B,
   "qwen3.5-0.8b": _qwen3_5(
@@ -289,9 +289,19 @@ VARIANTS = {
     linear_num_value_heads=16,
     tie_embeddings=True,
   ),
+  "qwen3.5-4b": _qwen3_5(
+    *(32, 2560, 16, 4, 9216), experts=False, tie_embeddings=True
+  ),
   "qwen3.5-9b": _qwen3_5(32, 4096, 16, 4, 12288, experts=False),
   "qwen3.5-27b": _qwen3_5(
     64, 5120, 24, 4, 17408, experts=False, linear_num_value_heads=48
+  ),
+  "qwen3.5-122b-a10b": _qwen3_5(
+    *(48, 3072, 32, 2, 1024),
+    num_experts=256,
+    experts_per_token=8,
+    shared_dim=1024,
+    linear_num_value_heads=64,
   ),
   "qwen3-next-80b-a3b": _qwen3_next(
     *(48, 2048, 16, 2, 512),
@@ -325,6 +335,7 @@ VARIANTS = {
     v_head_dim=256,
     norm_eps=1e-5,
   ),
+  # DeepSeek-R1 has the same sizes.
   "deepseek-v3": _deepseek(
     *(61, 7168, 128, 2048),
     first=3,
@@ -340,6 +351,22 @@ VARIANTS = {
     rope_theta=1e4,
     rope_scaling=YarnScaling(
       40.0, 4096, attention_factor=1.0, mscale_all_dim=1.0
+    ),
+  ),
+  # Kimi-K2-Instruct-0905.
+  "kimi-k2": _deepseek(
+    *(61, 7168, 64, 2048),
+    first=1,
+    vocab_size=163_840,
+    dense_mlp_dim=18_432,
+    num_experts=384,
+    experts_per_token=8,
+    shared_dim=2048,
+    routed_scaling_factor=2.827,
+    q_lora_rank=1536,
+    rope_theta=5e4,
+    rope_scaling=YarnScaling(
+      64.0, 4096, beta_fast=1.0, attention_factor=1.0, mscale_all_dim=1.0
     ),
   ),
   "tiny-qwen3.5": _qwen3_5(

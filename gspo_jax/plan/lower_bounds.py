@@ -6,6 +6,12 @@ and a backward pass. The embedding is a look-up without FLOPs. The output head
 counts only for tokens that need logits. With low-rank adapters the base weights
 have no gradient: forward and backward count as two forward passes, and the
 adapters count nothing.
+
+A gated DeltaNet counts 6 K V for each head and token, with a state [K, V]: the
+state is read with the key, written, and read with the query (arXiv 2412.06464,
+eq. 10; by chunk it is more). MLA attends with heads of full width in a whole
+pass, and in the space of its latents in a decode step; what takes a query there
+and an output back are products with the parameters of keys and values.
 """
 
 import math
@@ -13,37 +19,44 @@ import math
 import numpy as np
 
 from gspo_jax.model import ModelConfig, parameters
+from gspo_jax.model import cache as kv_cache
+from gspo_jax.model.config import Layer
 
 
-def _layer_parameters(cfg: ModelConfig, module: str) -> int:
-  """The numbers of a module's matrices in all layers that have it."""
+def _layer_parameters(cfg: ModelConfig, of_experts: bool) -> int:
+  """The numbers of all layers' matrices, those of experts or the others.
+
+  A router is one of the others.
+  """
   return sum(
     math.prod(row.stack_shape(cfg))
     for row in parameters.rows(cfg)
-    if row.stacked and row.module == module and row.decays
+    if row.stacked and row.decays and bool(row.names[0]) == of_experts
   )
 
 
-def _expert_parameters(cfg: ModelConfig) -> int:
-  """The numbers of the matrices of all experts in all layers."""
-  if not cfg.num_experts:
-    return 0
-  router = cfg.num_moe_layers * cfg.embed_dim * cfg.num_experts
-  return _layer_parameters(cfg, "moe") - router
-
-
-def _other_parameters(cfg: ModelConfig) -> int:
-  """The numbers of the other matrices in all layers, the routers included."""
-  modules = "attention", "mlp", "moe", "shared"
-  total = sum(_layer_parameters(cfg, module) for module in modules)
-  return total - _expert_parameters(cfg)
-
-
 def active_parameters(cfg: ModelConfig) -> int:
-  experts = _expert_parameters(cfg)
+  experts = _layer_parameters(cfg, of_experts=True)
   if cfg.num_experts:
     experts = experts * cfg.experts_per_token // cfg.num_experts
-  return _other_parameters(cfg) + experts
+  return _layer_parameters(cfg, of_experts=False) + experts
+
+
+def _pair_flops(cfg: ModelConfig, layer: Layer, cached: bool) -> int:
+  """FLOPs of a query with one key and value, all heads."""
+  if layer.mixer == "delta_net":
+    return 0
+  key, value = cfg.head_dim, cfg.value_dim
+  if layer.mixer == "mla" and cached:
+    key, value = cfg.kv_lora_rank + cfg.rotary_width, cfg.kv_lora_rank
+  return 2 * cfg.num_heads * (key + value)
+
+
+def _state_flops(cfg: ModelConfig) -> int:
+  """FLOPs of a token with the states of all gated DeltaNets."""
+  state = cfg.linear_key_head_dim * cfg.linear_value_head_dim
+  layers = len(cfg.layers_with("delta_net"))
+  return layers * 6 * cfg.linear_num_value_heads * state
 
 
 def forward_flops(
@@ -64,11 +77,11 @@ def forward_flops(
     return inside**2 / 2 + (end - inside) * window
 
   attention = sum(
-    pairs(past + tokens, layer.window) - pairs(past, layer.window)
+    _pair_flops(cfg, layer, cached=bool(np.any(past)))
+    * (pairs(past + tokens, layer.window) - pairs(past, layer.window))
     for layer in cfg.layers
   )
-  attention = 4 * cfg.num_heads * cfg.head_dim * attention
-  return batch * (2.0 * products + attention)
+  return batch * (2.0 * products + _state_flops(cfg) * tokens + attention)
 
 
 def update_passes(cfg: ModelConfig) -> int:
@@ -80,19 +93,36 @@ def _element_bytes(cfg: ModelConfig) -> int:
   return 2 if cfg.dtype == "bfloat16" else 4
 
 
-def cache_bytes(cfg: ModelConfig, tokens: float, rows: int = 0) -> float:
-  """Bytes of the keys and values of `tokens`.
+def cache_bytes(
+  cfg: ModelConfig, tokens: float, *, rows: int = 0, tensor: int = 1
+) -> float:
+  """Bytes of what the layers keep of `tokens`.
 
   With `rows`, only what a decode step of that many sequences reads: a layer
-  with a window reads the last tokens.
+  with a window reads the last tokens. Each of `tensor` devices has all latents
+  of MLA, and its part of the heads of other keys and values.
   """
-  held = [
-    tokens
-    if layer.window is None or not rows
-    else min(tokens, layer.window * rows)
+  total = 0.0
+  for layer in cfg.layers:
+    held = tokens
+    if layer.window is not None and rows:
+      held = min(tokens, layer.window * rows)
+    copies = tensor if layer.mixer == "mla" else 1
+    shapes = kv_cache.token_shapes(cfg, layer)
+    total += copies * held * sum(heads * width for heads, width in shapes)
+  return _element_bytes(cfg) * total
+
+
+def state_bytes(cfg: ModelConfig) -> int:
+  """Bytes of the states of one sequence; a decode step reads and writes them.
+
+  A gated DeltaNet has them, of the same size at any length.
+  """
+  return sum(
+    math.prod(x.shape) * x.dtype.itemsize
     for layer in cfg.layers
-  ]
-  return _element_bytes(cfg) * 2 * cfg.num_kv_heads * cfg.head_dim * sum(held)
+    for x in kv_cache.state_shapes(cfg, layer)
+  )
 
 
 def decode_bytes(
@@ -104,11 +134,25 @@ def decode_bytes(
   expert: int,
   tensor: int,
 ) -> float:
-  """HBM bytes that a device reads to decode one token of each response.
+  """HBM bytes that a device moves to decode one token of each response.
 
-  It reads its shards of weights and cache once; an expert's weights only if a
-  token is routed to it, with an even load. `rows` and `tokens` (cached) are
-  totals over `devices`. Experts and vocabulary are sharded over `expert` x
+  It reads its weights and its part of the cache once, and reads and writes its
+  part of the states. `tokens` (cached) and the others are as of `weight_bytes`.
+  """
+  weights = weight_bytes(
+    cfg, rows=rows, devices=devices, expert=expert, tensor=tensor
+  )
+  cached = cache_bytes(cfg, tokens, rows=rows, tensor=tensor)
+  return weights + (cached + 2 * rows * state_bytes(cfg)) / devices
+
+
+def weight_bytes(
+  cfg: ModelConfig, *, rows: int, devices: int, expert: int, tensor: int
+) -> float:
+  """HBM bytes of the weights that a device reads in a decode step.
+
+  An expert's weights only if a token is routed to it, with an even load. `rows`
+  is a total over `devices`. Experts and vocabulary are sharded over `expert` x
   `tensor` devices, heads and other matrices over `tensor`.
   """
   group = expert * tensor
@@ -116,8 +160,7 @@ def decode_bytes(
   if cfg.num_experts:
     unused = 1 - cfg.experts_per_token / cfg.num_experts
     used = 1 - unused ** (rows * group / devices)
-  layers = _other_parameters(cfg) / tensor
-  layers += used * _expert_parameters(cfg) / group
+  layers = _layer_parameters(cfg, of_experts=False) / tensor
+  layers += used * _layer_parameters(cfg, of_experts=True) / group
   head = cfg.embed_dim * cfg.vocab_size / group
-  weights = _element_bytes(cfg) * (layers + head)
-  return weights + cache_bytes(cfg, tokens, rows) / devices
+  return _element_bytes(cfg) * (layers + head)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import jax
 
 from gspo_jax.model import ModelConfig, paged_cache
+from gspo_jax.model import cache as kv_cache
+from gspo_jax.plan import lower_bounds
 from gspo_jax.plan.chips import Slice
 from gspo_jax.plan.compile import Memory
 from gspo_jax.plan.lower import LEARNING, has_pages
@@ -85,11 +87,19 @@ def page_bytes(cfg: ModelConfig, sampler: ContinuousSampler) -> int:
       )
     )
   size = 0
-  for x in jax.tree.leaves(arrays.kv):
-    heads, _, tokens, width = x.shape
-    width = -(-width // _LANES) * _LANES
-    size += heads * tokens * width * x.dtype.itemsize
-  return size // mesh.shape["tensor"]
+  for layer in arrays.kv:
+    split = mesh.shape[kv_cache.split_heads(layer)] if len(layer) == 2 else 1
+    for x in layer:
+      heads, _, tokens, width = x.shape
+      width = -(-width // _LANES) * _LANES
+      size += heads // split * tokens * width * x.dtype.itemsize
+  return size
+
+
+def state_bytes(cfg: ModelConfig, sampler: ContinuousSampler) -> int:
+  """Bytes on one device of what its slots keep whatever their lengths."""
+  slots = sampler.sizes.slots
+  return slots * lower_bounds.state_bytes(cfg) // sampler.mesh.shape["tensor"]
 
 
 def room(
@@ -112,6 +122,7 @@ def room(
     "slots_of_longest": largest // (sizes.pages_per_slot + 1) * shards,
     "tokens_a_slot": largest * sizes.page_size // sizes.slots,
     "page_bytes": size,
+    "state_bytes": state_bytes(cfg, sampler),
     "margin": MARGIN,
   }
 
@@ -136,4 +147,13 @@ def advice(room: dict) -> str:
   return (
     f"{KEY}={room['num_pages']}: expected at most {room['largest']}, which "
     f"leave {room['margin']:.0%} of the HBM free"
+  )
+
+
+def advice_on_slots(cfg: ModelConfig, sampler: ContinuousSampler) -> str:
+  """What the states of the slots take, of a model that has them."""
+  slots, size = sampler.batching.slots, state_bytes(cfg, sampler)
+  return (
+    f"continuous_batching.slots={slots}: their states take "
+    f"{size / 2**30:.2f} GiB of it"
   )

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import jax
 
-from gspo_jax.plan import chips, lower, roofline
+from gspo_jax.plan import chips, lower, lower_bounds, roofline
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan import memory as plan_memory
 from gspo_jax.plan.iteration import cost as iteration_cost
 from gspo_jax.plan.iteration import lengths as plan_lengths
 from gspo_jax.program.config import ConfigDict, parse
-from gspo_jax.program.functions import build_program
+from gspo_jax.program.functions import Program, build_program
 from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError, nearest
@@ -59,7 +59,7 @@ def plan(
   for name, result in results.items():
     if lower.has_pages(name, program) and "pages" not in result:
       result |= _room_by_a_smaller_pool(name, config, program, tpu_slice)
-  _add_advice(results)
+  _add_advice(results, program)
   iteration = None
   if drawn and all("seconds" in result for result in results.values()):
     print("scheduling an iteration ...", file=sys.stderr, flush=True)
@@ -190,7 +190,7 @@ def _room_by_a_smaller_pool(name, config, program, tpu_slice) -> dict:
   return {}
 
 
-def _add_advice(results: dict) -> None:
+def _add_advice(results: dict, program: Program) -> None:
   """Reports one room for all functions, and advises the largest pool."""
   with_pages = [result for result in results.values() if "pages" in result]
   least = min(
@@ -202,3 +202,9 @@ def _add_advice(results: dict) -> None:
     result["pages"] = least
     if not result["fits"]:
       result["reason"] += f"; {plan_memory.advice(least)}"
+  # No pool is small enough where the states of the slots take too much.
+  cfg, generate = program.cfg, program.sampler.generate
+  for name, result in results.items():
+    states = lower.has_pages(name, program) and lower_bounds.state_bytes(cfg)
+    if states and not result["fits"]:
+      result["reason"] += f"; {plan_memory.advice_on_slots(cfg, generate)}"

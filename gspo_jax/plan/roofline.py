@@ -144,7 +144,10 @@ def _decode(step, steps, config, program, tpu_slice) -> dict:
   tokens, report = lower.cached_tokens(config, program), {}
   if program.sampler.generate.batching:
     rows = config.continuous_batching.slots
-    size = lower_bounds.cache_bytes(program.cfg, tokens, rows) / mesh.size
+    size = lower_bounds.cache_bytes(
+      program.cfg, tokens, rows=rows, tensor=mesh.shape["tensor"]
+    )
+    size /= mesh.size
     # Without the TPU kernel the pages are read in a loop of data-dependent
     # length, counted once.
     report = {

@@ -162,12 +162,15 @@ def _decode(d, by_compiler):
 
 
 def _room(room):
+  states = ""
+  if size := room["state_bytes"]:
+    states = f"\n  the states of all slots take {_gb(size)} GB of each device"
   return (
     f"generate: the HBM holds {KEY}={room['largest']}, with "
     f"{room['margin']:.0%} of it left free\n"
     f"  {room['num_pages']} are asked for; the most are "
     f"{room['tokens_a_slot']} tokens a slot, or the longest responses of\n"
-    f"  continuous_batching.slots={room['slots_of_longest']}"
+    f"  continuous_batching.slots={room['slots_of_longest']}" + states
   )
 
 

@@ -130,13 +130,18 @@ def _new_policy(seed: int, cfg, policy, mesh):
 
 
 def _check_heads(cfg, mesh):
-  """UserError unless attention can split its heads over `context`."""
+  """UserError unless all layers can split their heads over `context`."""
   context, tensor = mesh.shape["context"], mesh.shape["tensor"]
-  heads, key_heads = cfg.num_heads // tensor, cfg.num_kv_heads // tensor
-  works = lambda size: heads % math.lcm(key_heads, size) == 0
-  if key_heads and not works(context):
-    sizes = [n for n in range(1, heads + 1) if works(n)]
-    raise UserError(
-      f"mesh.context={context}: expected one of {sizes}, which split the "
-      f"{heads} heads of a device's attention"
-    )
+  counts = dict.fromkeys(
+    ("attention", "mla"), (cfg.num_heads, cfg.num_kv_heads)
+  )
+  counts["delta_net"] = cfg.linear_num_value_heads, cfg.linear_num_key_heads
+  for mixer in sorted({layer.mixer for layer in cfg.layers}):
+    heads, key_heads = (count // tensor for count in counts[mixer])
+    works = lambda n, h=heads, k=key_heads: h % math.lcm(k, n) == 0
+    if key_heads and not works(context):
+      sizes = [n for n in range(1, heads + 1) if works(n)]
+      raise UserError(
+        f"mesh.context={context}: expected one of {sizes}, which split the "
+        f"{heads} heads of a device's {mixer}"
+      )

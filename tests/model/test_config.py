@@ -43,6 +43,20 @@ PUBLISHED = {
   "minimax-m2": (228_689_764_864, 48, 8, 128, 8, 5e6),
   "gpt-oss-20b": (20_914_757_184, 64, 8, 64, 4, 1.5e5),
   "gpt-oss-120b": (116_829_156_672, 64, 8, 64, 4, 1.5e5),
+  # Of the text model: images' encoder and the layer that predicts another token
+  # are not trained.
+  "qwen3.5-35b-a3b": (34_660_610_688, 16, 2, 256, 8, 1e7),
+  "qwen3.6-35b-a3b": (34_660_610_688, 16, 2, 256, 8, 1e7),
+  "qwen3.5-122b-a10b": (122_111_526_912, 32, 2, 256, 8, 1e7),
+  "qwen3.5-0.8b": (752_393_024, 8, 2, 256, 0, 1e7),
+  "qwen3.5-4b": (4_205_751_296, 16, 4, 256, 0, 1e7),
+  "qwen3.5-9b": (8_953_803_264, 16, 4, 256, 0, 1e7),
+  "qwen3.5-27b": (26_895_998_464, 24, 4, 256, 0, 1e7),
+  "qwen3-next-80b-a3b": (79_674_391_296, 16, 2, 256, 10, 1e7),
+  "moonlight-16b-a3b": (15_960_110_208, 16, 16, 192, 6, 5e4),
+  "glm-4.7-flash": (29_943_393_920, 20, 20, 256, 4, 1e6),
+  "deepseek-v3": (671_026_419_200, 128, 128, 192, 8, 1e4),
+  "kimi-k2": (1_026_408_232_448, 64, 64, 192, 8, 5e4),
 }
 ACTIVE = {
   "qwen3-30b-a3b": 3.3e9,
@@ -50,6 +64,8 @@ ACTIVE = {
   "qwen3-coder-30b-a3b": 3.3e9,
   "qwen3-coder-480b-a35b": 35e9,
   "mixtral-8x7b": 12.9e9,
+  "qwen3.5-122b-a10b": 10e9,
+  "kimi-k2": 32e9,
 }
 
 
@@ -72,13 +88,18 @@ def test_a_variant_is_the_published_model(name):
     used = dataclasses.replace(cfg, num_experts=cfg.experts_per_token)
     assert parameters(used) == pytest.approx(ACTIVE[name], rel=0.03)
   begins = name.startswith
-  assert cfg.norm_eps == (1e-6 if begins(("qwen", "minimax")) else 1e-5)
+  small = begins(("qwen", "minimax", "deepseek", "kimi"))
+  assert cfg.norm_eps == (1e-6 if small else 1e-5)
   assert cfg.qk_norm_over_heads == begins(("olmoe", "minimax"))
   assert cfg.norm_topk_prob == (not begins(("olmoe", "qwen1.5-moe")))
   factor = {"llama3.2-1b": 32.0, "llama3.1-8b": 8.0}.get(name)
   scaling = factor and model.Llama3Scaling(factor, 1.0, 4.0, 8192)
   if begins("gpt-oss"):
     scaling = model.YarnScaling(32.0, 4096, truncate=False)
+  if stretch := {"deepseek-v3": (40.0, 32.0), "kimi-k2": (64.0, 1.0)}.get(name):
+    scaling = model.YarnScaling(
+      *(stretch[0], 4096, stretch[1], 1.0, 1.0), mscale_all_dim=1.0
+    )
   assert cfg.rope_scaling == scaling
 
 

@@ -62,7 +62,7 @@ def test_every_array_of_a_state_has_one_row(name):
     for path, leaf in sharding.leaves_by_path(tree).items():
       row = parameters.find(path)
       assert len(sharding.leaves_by_path(expected)[path]) == leaf.ndim
-      assert row.decays == (not re.search("norm|bias|sinks", path))
+      assert row.decays == (not re.search("norm|bias|sinks|A_log|conv", path))
     state = jax.eval_shape(ADAMW.init, tree)
     for moment in ("mu", "nu"):
       assert specs(optax.tree.get(state, moment), ONE) == expected
@@ -99,7 +99,10 @@ def test_muon_has_a_moment_for_each_matrix_and_adamw_two_for_the_rest(name):
       moments[match[1]].append(match[2])
   paths = sharding.leaves_by_path(params).keys()
   assert sorted(moments["mu"]) == sorted(paths)
-  matrix = "attention/[qkvo]|(mlp|shared)/(gate|up|down)|moe/(gate_up|down)"
+  mla = "mla/(q|q_a|q_b|kv_a|kv_b|o)|delta_net/[qkvzbao]"
+  matrix = (
+    f"attention/[qkvo]|{mla}|(mlp|shared)/(gate|up|down)|moe/(gate_up|down)"
+  )
   assert sorted(moments["nu"]) == sorted(
     path for path in paths if not re.search(f"({matrix})$", path)
   )
@@ -120,5 +123,5 @@ def test_no_large_array_is_replicated(name):
   shardings = sharding.leaves_by_path(model.shardings(params, CUBE))
   for path, leaf in sharding.leaves_by_path(params).items():
     held = np.prod(shardings[path].shard_shape(leaf.shape)) / leaf.size
-    small = re.search("norm|router|choice_bias|o_bias|sinks", path)
+    small = re.search("norm|router|bias|sinks|A_log|expert_gate|_a$|conv", path)
     assert held <= (1 if small else 1 / 4), path

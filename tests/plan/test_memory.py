@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from gspo_jax import model
 from gspo_jax.configs import tiny_cpu
 from gspo_jax.plan import chips
 from gspo_jax.plan import compile as plan_compile
@@ -134,6 +135,30 @@ def test_a_page_is_padded_to_the_lanes_of_a_tpu(paged):
   _, program = paged
   size = plan_memory.page_bytes(program.cfg, program.sampler.generate)
   assert size == 2 * 2 * program.cfg.num_kv_heads * 4 * 128 * 4
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_states_of_slots_and_whole_latents(tensor):
+  """Of 8 slots; a device has its part of the heads, and all latents."""
+  sampler = SimpleNamespace(
+    mesh=sharding.make_mesh(jax.devices()[:2], data=-1, tensor=tensor),
+    sizes=SimpleNamespace(page_size=4, pages_per_slot=3, slots=8),
+    batching=SimpleNamespace(slots=8),
+    shards=1,
+  )
+  cfg = model.variant("tiny-qwen3.5", dtype="float32")
+  # One layer, 4 heads of [16, 16], and 3 tokens of 2 groups of heads.
+  states = 8 * 4 * (4 * 16 * 16 + 2 * 3 * 64) // tensor
+  assert plan_memory.state_bytes(cfg, sampler) == states
+  # Of the other layer, keys and values, 2 heads, padded to 128 columns.
+  size = plan_memory.page_bytes(cfg, sampler)
+  assert size == 2 * 2 // tensor * 4 * 128 * 4
+  assert plan_memory.advice_on_slots(cfg, sampler) == (
+    "continuous_batching.slots=8: their states take 0.00 GiB of it"
+  )
+  cfg = model.variant("tiny-moonlight", dtype="float32")
+  assert plan_memory.state_bytes(cfg, sampler) == 0
+  assert plan_memory.page_bytes(cfg, sampler) == 3 * 4 * 128 * 4
 
 
 def test_the_largest_pool_leaves_the_margin_and_not_a_page_more(paged):

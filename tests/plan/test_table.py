@@ -155,13 +155,14 @@ def test_the_largest_pool_can_be_pasted():
   report = copy.deepcopy(REPORT)
   report["functions"]["generate"]["pages"] = {
     "num_pages": 384000, "largest": 391680, "slots_of_longest": 2816,
-    "tokens_a_slot": 6120, "margin": 0.08,
+    "tokens_a_slot": 6120, "margin": 0.08, "state_bytes": 3e9,
   }  # fmt: skip
   text = render(report)
   for words in (
     "generate: the HBM holds continuous_batching.num_pages=391680, with 8% of",
     "384000 are asked for; the most are 6120 tokens a slot",
     "continuous_batching.slots=2816",
+    "the states of all slots take 3 GB of each device",
   ):
     assert words in text
   narrow(text)

@@ -229,8 +229,17 @@ def test_heads_are_split_into_equal_parts(debug_config):
   debug_config.mesh.update({"data": 1, "context": 8})
   mesh = sharding.make_mesh(data=1, context=8)
   debug_config.data.prompts = 8
-  with pytest.raises(UserError, match=r"context=8: .* \[1, 2, 4\]"):
-    build_program(parse(debug_config), mesh, training=False)
+
+  def check(words):
+    with pytest.raises(UserError, match=words):
+      build_program(parse(debug_config), mesh, training=False)
+
+  check(r"context=8: .* \[1, 2, 4\], .* device's attention")
+  debug_config.model.variant = "tiny-moonlight"
+  check(r"context=8: .* \[1, 2, 4\], .* 4 heads of a device's mla")
+  debug_config.model.variant = "tiny-qwen3.5"
+  debug_config.model.update({"num_heads": 8, "linear_num_value_heads": 6})
+  check(r"context=8: .* \[1, 2, 3, 6\], .* 6 heads of a device's delta_net")
 
 
 @pytest.mark.parametrize(

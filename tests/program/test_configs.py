@@ -239,7 +239,10 @@ def test_a_hybrid_release_thinks_only_where_responses_have_room_for_it():
         "moe_tpu",
         f"checkpoint=./d,questions=q,variant={variant},topology={topology}",
       )
-      hybrid = variant in ("qwen3-30b-a3b", "qwen3-235b-a22b", "glm-4.5-air")
+      hybrid = variant in (
+        *("qwen3-30b-a3b", "qwen3-235b-a22b", "glm-4.5-air"),
+        *("glm-4.7-flash", "qwen3.6-35b-a3b"),
+      )
       short = where.new_tokens < 8192
       expected = "enable_thinking=False" if hybrid and short else ""
       if variant == "gpt-oss-20b" and short:

@@ -239,7 +239,9 @@ def _sampler_cost(functions, config, program, tpu_slice) -> _SamplerCost:
   rows = config.data.prompts * config.rollout.group_size
   if sampler.batching:
     rows = sampler.batching.slots
-  read = lower_bounds.cache_bytes(program.cfg, tokens, rows)
+  read = lower_bounds.cache_bytes(
+    program.cfg, tokens, rows=rows, tensor=mesh.shape["tensor"]
+  )
   cached = read / tokens / (mesh.size * bandwidth)
   without_cache = step
   if decode.get("kernel", True):  # else the compiled step counts no pages
@@ -253,10 +255,9 @@ def _sampler_cost(functions, config, program, tpu_slice) -> _SamplerCost:
   else:
     prefilled = config.data.prompts * config.data.max_prompt_length
     prefill = generate["seconds"]["scheduled"] - decode["steps"] * step
-  weight_bytes = lower_bounds.decode_bytes(
+  weight_bytes = lower_bounds.weight_bytes(
     program.cfg,
     rows=rows,
-    tokens=0,
     devices=mesh.size,
     expert=mesh.shape["expert"],
     tensor=mesh.shape["tensor"],
