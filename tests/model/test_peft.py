@@ -178,9 +178,9 @@ def test_weights_of_one_linear_layer_may_have_one_adapter(tmp_path):
   folder, lora = tmp_path / "peft", model.LoraConfig(3, 5.0, "attention")
   rows, rng = np.arange(24), np.random.default_rng(0)
   for cfg, module, groups in (
-    (OTHERS["qwen3.5"], "qkv", [range(16), range(16, 32), range(32, 56)]),
-    # q, k, v and z of a key head, of 8 + 8 + 12 + 12 rows, then of the other.
-    (NEXT, "qkvz", [rows[:8], rows[:8] + 8, rows[:12] + 16, rows[:12] + 28]),
+    (OTHERS["qwen3.5"], "qkv", [range(32), range(32, 64), range(64, 88)]),
+    # q, k, v and z of a key head, of 16 + 16 + 12 + 12 rows, then of the other.
+    (NEXT, "qkvz", [rows[:16], rows[:16] + 16, rows[:12] + 32, rows[:12] + 44]),
   ):
     cfg = dataclasses.replace(cfg, lora=lora)
     hf.save_peft(base_and_adapters(cfg)[1], cfg, folder, base="")
