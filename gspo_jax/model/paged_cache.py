@@ -211,12 +211,16 @@ def copy_states(
   """
 
   def local(states, source, rows_B):
-    def copy(old, new):
-      found_B = rows_B < len(new)
-      found = found_B.reshape(-1, *[1] * (old.ndim - 1))
-      return jnp.where(found, new.at[rows_B].get(mode="clip"), old)
+    found_B = rows_B < len(jax.tree.leaves(source)[0])
+    found_first_B = jnp.argsort(~found_B)
 
-    return jax.tree.map(copy, states, source)
+    # One by one and in place: a gather would take as much memory as all states.
+    def copy(i, states):
+      to = found_first_B[i]
+      write = lambda old, new: old.at[to].set(new[rows_B[to]])
+      return jax.tree.map(write, states, source)
+
+    return jax.lax.fori_loop(0, found_B.sum(), copy, states)
 
   write = sharding.shard_map(local, (_STATES, _STATES, _ROWS), _STATES)
   return write(states, source, rows)

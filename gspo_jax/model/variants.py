@@ -377,6 +377,7 @@ VARIANTS = {
   ),
   "tiny-qwen3.5-dense": _qwen3_5(
     *(2, 64, 4, 2, 128),
+    experts=False,
     pattern=(
       Layer(mixer="delta_net", experts=False),
       Layer(experts=False),

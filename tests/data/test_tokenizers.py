@@ -350,6 +350,10 @@ def test_stops_of_config_json(chat, tmp_path):
     assert tokenizer.stop_ids == stops
     prints.add(tokenizer.fingerprint)
   assert len(prints) == 3
+  # A model of images and texts.
+  nested = {"text_config": {"eos_token_id": [pad]}, "eos_token_id": None}
+  config.write_text(json.dumps(nested))
+  assert tokenizers.load(str(tmp_path / "a")).stop_ids == (stop, pad)
 
 
 def test_a_folder_in_a_bucket_is_copied(chat, tmp_path, monkeypatch):

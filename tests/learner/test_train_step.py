@@ -159,19 +159,26 @@ def test_many_devices_do_as_one(one, config, name):
       assert gate_up.addressable_shards[0].data.size == gate_up.size / devices
 
 
+# Without training a DeltaNet's outputs are so small that their norm multiplies
+# rounding errors by hundreds.
+DELTA_EPS = 1e-2
+
+
 @pytest.mark.parametrize(
   "variant",
   [
-    *("tiny-gpt-oss", "tiny-qwen3.5"),
+    "tiny-qwen3.5",
     *(
       pytest.param(f"tiny-{name}", marks=pytest.mark.slow)
-      for name in ("glm-4.5", "minimax-m2", "moonlight")
+      for name in ("glm-4.5", "minimax-m2", "gpt-oss", "moonlight")
     ),
   ],
 )
 def test_other_families_start_at_ratio_one_in_bfloat16(config, variant):
   """With routes of the sampler replayed, and RSPO's router shift."""
   config.model.variant, config.model.dtype = variant, "bfloat16"
+  if variant == "tiny-qwen3.5":
+    config.model.norm_eps = DELTA_EPS
   config.objective.update({"name": "rspo", "replay": "r3"})
   run = iterate(build(config), REWARDS)
   layers = run.program.cfg.num_moe_layers
@@ -229,6 +236,8 @@ def one_of_family(variant, replay="r3"):
   """An iteration of RSPO, which weighs tokens by the router's shift."""
   config = shrink(tiny_cpu.get_config("debug"))
   config.model.variant = variant
+  if variant == "tiny-qwen3.5":
+    config.model.norm_eps = DELTA_EPS
   config.objective.update({"name": "rspo", "replay": replay})
   return config, iterate(build(config), REWARDS)
 

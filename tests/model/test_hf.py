@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save, save_file
 
 from gspo_jax import model, sampler
-from gspo_jax.model import hf, layers, parameters, rounding
+from gspo_jax.model import hf, layers, rounding
 from gspo_jax.model.hf import checkpoint as hf_checkpoint
 from gspo_jax.model.hf import folder as hf_folder
 from gspo_jax.model.hf import tensors as hf_tensors
@@ -36,10 +37,19 @@ GOLDENS = ROOT / "tests/support/goldens"
 NAMES = (
   *("qwen3", "qwen3_moe", "qwen3_moe_raw", "qwen2", "llama3"),
   *("yarn", "olmoe", "mixtral", "qwen2_moe", "glm4_moe", "glm4_moe_air"),
-  *("minimax_m2", "gpt_oss"),
+  *("minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe", "qwen3_5"),
+  *("deepseek_v3", "deepseek_v3_plain", "glm4_moe_lite"),
 )
 DECODED = "qwen3_moe", "glm4_moe", "gpt_oss"
-every_model = pytest.mark.parametrize("name", NAMES)
+# Those of others share all code with them.
+COPIES = "qwen3_5_moe", "deepseek_v3_plain", "glm4_moe_lite"
+every_model = pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(n, marks=[pytest.mark.slow] if n in COPIES else [])
+    for n in NAMES
+  ],
+)
 MOE = {"vocab_size": 48, "num_layers": 3, "mlp_dim": 16}
 QWEN2 = MOE | {"num_experts": 0, "attention_bias": True, "qk_norm": False}
 
@@ -138,7 +148,7 @@ def test_bfloat16_logits_are_as_near_as_those_of_transformers(name):
     return np.median(np.sqrt(error.mean(-1)))
 
   theirs = distance(golden(name)["logits_bfloat16"])
-  assert theirs < 0.02
+  assert theirs < 0.04
   assert distance(logits) < 1.5 * theirs
 
 
@@ -147,11 +157,12 @@ def test_gradients_are_those_of_transformers(name):
   (value, _), grads = parity(name, "left")
   assert value == pytest.approx(golden(name)["loss"], abs=1e-5)
   theirs = hf.load_hf(GOLDENS / name / "gradients", config(name))
-  close = functools.partial(np.testing.assert_allclose, rtol=0, atol=5e-6)
-  jax.tree.map(close, grads, theirs)
+  grads = sharding.leaves_by_path(grads)
   for path, x in sharding.leaves_by_path(theirs).items():
     largest = float(jnp.abs(x).max())
-    assert largest == 0 if parameters.find(path).frozen else largest > 1e-3
+    assert largest == 0 if path.endswith("choice_bias") else largest > 1e-3
+    close = {"rtol": 0, "atol": 5e-5 * max(largest, 0.1), "err_msg": path}
+    np.testing.assert_allclose(grads[path], x, **close)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +271,89 @@ def test_load_and_save_is_the_identity(name, tmp_path):
   )
 
 
+def with_images(folder):
+  """Writes Qwen3.5 as it is published, with tensors of images and of MTP."""
+  raw = json.loads((GOLDENS / "qwen3_5_moe/config.json").read_text())
+  rope = raw["rope_parameters"] | {"mrope_section": [1, 1, 0]}
+  whole = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": raw | {"rope_parameters": rope, "mlp_only_layers": []},
+    "tie_word_embeddings": False,
+    "vision_config": {"depth": 1, "model_type": "qwen3_5_moe"},
+  }
+  theirs = load_file(GOLDENS / "qwen3_5_moe/model.safetensors")
+  rng = np.random.default_rng(0)
+  random = lambda *shape: rng.normal(size=shape).astype(jnp.bfloat16)
+  stored = {
+    "model.visual.patch_embed.proj.weight": random(4, 3, 2, 2, 2),
+    "model.visual.merger.norm.bias": random(4).astype(np.float32),
+    "mtp.layers.0.mlp.experts.gate_up_proj": random(5, 24, 16),
+  }
+  experts = {}
+  for name, x in theirs.items():
+    name = re.sub(r"^model\.", "model.language_model.", name)
+    start, _, end = name.partition(".mlp.experts.")
+    if end:
+      e, projection, _ = end.split(".")
+      experts.setdefault(f"{start}.mlp.experts", {})[projection, int(e)] = x
+    else:
+      stored[name] = x
+  for name, of in experts.items():
+    joined = lambda key, of=of: np.stack([of[key, e] for e in range(5)])
+    gate_up = joined("gate_proj"), joined("up_proj")
+    stored[f"{name}.gate_up_proj"] = np.concatenate(gate_up, 1)
+    stored[f"{name}.down_proj"] = joined("down_proj")
+  folder.mkdir()
+  (folder / "config.json").write_text(json.dumps(whole))
+  save_file(stored, folder / "model.safetensors", {"format": "pt"})
+  return whole, stored
+
+
+def test_a_model_of_images_is_read_and_exported(tmp_path, capsys):
+  like, out = tmp_path / "like", tmp_path / "out"
+  raw, stored = with_images(like)
+  cfg = hf.config_from_hf(like, dtype="float32", remat="none")
+  assert cfg == config("qwen3_5_moe")
+  assert hf.context_length(like) == 256
+  params = hf.load_hf(like, cfg)
+  assert (
+    "3 tensors of multi-token prediction or of i" in capsys.readouterr().out
+  )
+  require_equal(params, loaded("qwen3_5_moe"))
+  hf.save_hf(params, cfg, out, dtype="bfloat16", like=like)
+  files = sorted(out.glob("*.safetensors"))
+  ours = {name: x for file in files for name, x in load_file(file).items()}
+  assert ours.keys() == stored.keys()
+  for name, x in stored.items():
+    assert ours[name].dtype == x.dtype
+    np.testing.assert_array_equal(ours[name], x)
+  assert json.loads((out / "config.json").read_text()) == raw
+  (like / "model.safetensors").unlink()
+  hf.save_hf(params, cfg, tmp_path / "wide", like=like)
+  text = json.loads((tmp_path / "wide/config.json").read_text())["text_config"]
+  assert text["dtype"] == "float32"
+  index = json.loads((tmp_path / "wide" / hf_tensors.INDEX).read_text())
+  start = "model.language_model.layers.0.mlp.experts.4.up_proj"
+  assert f"{start}.weight" in index["weight_map"]
+
+
+def test_transformers_reads_the_same_from_a_model_of_images(tmp_path):
+  torch = pytest.importorskip("torch")
+  import transformers
+
+  with_images(tmp_path / "like")
+  theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path / "like", dtype=torch.float32
+  )
+  tokens = torch.tensor(golden("qwen3_5_moe")["tokens"]).long()
+  with torch.no_grad():
+    logits = theirs.eval()(tokens).logits
+  np.testing.assert_allclose(
+    logits, golden("qwen3_5_moe")["logits_plain"], atol=1e-5
+  )
+
+
 @pytest.mark.parametrize("name", model.VARIANTS)
 def test_the_config_of_a_variant_is_read_back(name, tmp_path):
   cfg = model.variant(name)
@@ -292,11 +386,45 @@ def test_each_layer_and_the_rest_have_a_file(tmp_path):
 # Meshes.
 
 
-@pytest.mark.parametrize("changes", [MOE, QWEN2], ids=["moe", "qwen2"])
-def test_a_mesh_loads_and_saves_the_same(changes, tmp_path, monkeypatch):
-  cfg = model.variant("tiny", dtype="float32", **changes)
+def on_a_mesh(name):
+  """A model whose axes two devices divide."""
+  if name in ("moe", "fused", "qwen2"):
+    changes = QWEN2 if name == "qwen2" else MOE
+    return model.variant("tiny", dtype="float32", **changes)
+  changes = {"v_head_dim": 6}
+  if name == "qwen3_next":  # with normed weights the names are Qwen3.5's
+    changes = {"num_experts": 8, "norm_topk_prob": False}
+    changes |= {"linear_value_head_dim": 10}
+  return dataclasses.replace(config(name), vocab_size=48, **changes)
+
+
+def save_for_mesh(name, params, cfg, folder):
+  """`fused`: all experts in one tensor, as in a folder without weights."""
+  like = None
+  if name == "fused":
+    like = folder.with_name("like")
+    like.mkdir()
+    raw = hf_checkpoint.config_to_hf(cfg, "float32", None)
+    (like / "config.json").write_text(json.dumps(raw))
+    names = {"model.layers.0.mlp.experts.gate_up_proj": "x"}
+    (like / hf_tensors.INDEX).write_text(json.dumps({"weight_map": names}))
+  hf.save_hf(params, cfg, folder, like=like)
+
+
+on_meshes = pytest.mark.parametrize(
+  "name",
+  [
+    *("moe", "fused", "qwen2", "qwen3_next"),
+    pytest.param("deepseek_v3", marks=pytest.mark.slow),
+  ],
+)
+
+
+@on_meshes
+def test_a_mesh_loads_and_saves_the_same(name, tmp_path, monkeypatch):
+  cfg = on_a_mesh(name)
   params = random_params(cfg)
-  hf.save_hf(params, cfg, tmp_path / "out")
+  save_for_mesh(name, params, cfg, tmp_path / "out")
   mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
   shardings = model.shardings(params, mesh)
   read, sizes = hf_checkpoint.HFCheckpoint.read, {}
@@ -319,10 +447,13 @@ def test_a_mesh_loads_and_saves_the_same(changes, tmp_path, monkeypatch):
     )
   )
   # No number is read twice, although some are on several devices.
-  for keys, leaf in jax.tree.leaves_with_path(params):
-    path = jax.tree_util.keystr(keys, simple=True, separator="/")
+  places = sharding.leaves_by_path(shardings)
+  for path, leaf in sharding.leaves_by_path(params).items():
     assert sum(sizes[path]) == leaf.size
-    assert len(sizes[path]) > cfg.num_layers or "norm" in path
+    whole = places[path].is_fully_replicated
+    assert (
+      len(sizes[path]) > len(leaf) or not path.startswith("layers") or whole
+    )
   monkeypatch.undo()
   hf.save_hf(again, cfg, tmp_path / "again")
   require_equal(hf.load_hf(tmp_path / "again", cfg), params)
@@ -503,12 +634,12 @@ def test_float16_is_read(checkpoint):
   jax.tree.map(close, write(), loaded("qwen3"))
 
 
-@pytest.mark.parametrize("changes", [MOE, QWEN2], ids=["moe", "qwen2"])
-def test_a_bucket_sends_each_byte_once(changes, tmp_path, monkeypatch):
+@on_meshes
+def test_a_bucket_sends_each_byte_once(name, tmp_path, monkeypatch):
   """Of tensors that devices share by columns, too; the store is a folder."""
-  cfg = model.variant("tiny", dtype="float32", **changes)
+  cfg = on_a_mesh(name)
   params = random_params(cfg)
-  hf.save_hf(params, cfg, tmp_path / "out")
+  save_for_mesh(name, params, cfg, tmp_path / "out")
   shapes = hf_tensors.expected(cfg).values()
   mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
   sent, at_once, most, read = [], set(), [], TensorFile.read
@@ -533,7 +664,8 @@ def test_a_bucket_sends_each_byte_once(changes, tmp_path, monkeypatch):
   )
   require_equal(jax.device_get(again), params)
   assert sum(sent) == 4 * sum(map(math.prod, shapes))
-  assert max(sent) <= 4096  # what a thread holds, beside the parts
+  # What a thread holds, beside the parts: at least an expert of a fused tensor.
+  assert max(sent) <= (8192 if name == "fused" else 4096)
   assert 8 < max(most) <= 32
 
 
@@ -759,12 +891,12 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
     (
       {"attention_factor": 1.5, "mscale": 1.0, "mscale_all_dim": 1.0},
       {},
-      model.YarnScaling(4.0, 256, attention_factor=1.5),
+      model.YarnScaling(4.0, 256, attention_factor=1.5, mscale_all_dim=1.0),
     ),
     (
       {"mscale": 0.5, "mscale_all_dim": 0.5},
       {},
-      model.YarnScaling(4.0, 256, attention_factor=1.0),
+      model.YarnScaling(4.0, 256, attention_factor=1.0, mscale_all_dim=0.5),
     ),
     ({"mscale": 0.5}, {}, model.YarnScaling(4.0, 256)),
   ],
@@ -792,8 +924,8 @@ def test_each_family_has_its_base_of_the_rotary_frequencies(tmp_path):
 @pytest.mark.parametrize(
   ("changes", "words"),
   [
-    ({"model_type": "qwen3_5_moe"}, "missing for it: gated delta-net layers"),
-    ({"model_type": "qwen3_mo"}, "are: glm4_moe, gpt_oss, llama, minimax_m2"),
+    ({"model_type": "qwen3_5"}, "text_config=None: expected a JSON object"),
+    ({"model_type": "qwen3_mo"}, "are: deepseek_v3, glm4_moe, glm4_moe_lite, "),
     ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv=8.0: not supported"),
     ({"model_type": "mixtral", "sliding_window": 64}, "sliding_window=64: not"),
     ({"mlp_only_layers": [0]}, "mlp_only_layers=[0]: expected []"),
@@ -825,6 +957,7 @@ def test_an_unsupported_config_is_refused(changes, words, tmp_path):
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+MIXED = ["dense", "sparse", "dense"]
 ODD_ROTARY = {"partial_rotary_factor": 0.4}
 
 
@@ -855,6 +988,30 @@ ODD_ROTARY = {"partial_rotary_factor": 0.4}
     ("gpt_oss", "swiglu_limit", -7.0, "swiglu_limit=-7.0: expected float"),
     ("gpt_oss", "swiglu_alpha", 1.0, "swiglu_alpha=1.0: expected 1.702"),
     ("gpt_oss", "attention_bias", False, "attention_bias=False: expected T"),
+    ("qwen3_next", "attn_output_gate", False, "gate=False: expected True"),
+    ("qwen3_next", "mlp_only_layers", [0], "mlp_only_layers=[0]: expected []"),
+    ("qwen3_next", "decoder_sparse_step", 2, "sparse_step=2: expected 1"),
+    ("qwen3_next", "hidden_act", "gelu", "hidden_act=gelu: expected 'silu'"),
+    ("qwen3_next", "attention_bias", True, "attention_bias=True: expected F"),
+    ("qwen3_next", "layer_types", [FULL], "for each of the 2 layers"),
+    ("qwen3_next", "layer_types", [SLIDING] * 2, "'linear_attention' or 'f"),
+    ("qwen3_next", "linear_key_head_dim", None, "key_head_dim is missing"),
+    ("qwen3_next", "linear_num_value_heads", 3, "=3: expected a multiple of"),
+    ("qwen3_next", "head_dim", None, "head_dim is missing"),
+    ("qwen3_5_moe", "norm_topk_prob", False, "prob=False: expected True"),
+    ("qwen3_5_moe", "shared_expert_intermediate_size", None, "is missing"),
+    ("deepseek_v3", "topk_method", "greedy", "greedy: expected 'noaux_tc'"),
+    ("deepseek_v3", "scoring_func", "softmax", "expected 'sigmoid'"),
+    ("deepseek_v3", "moe_layer_freq", 2, "moe_layer_freq=2: expected 1"),
+    ("deepseek_v3", "attention_bias", True, "attention_bias=True: expected F"),
+    ("deepseek_v3", "q_lora_rank", None, "q_lora_rank is missing"),
+    ("deepseek_v3", "kv_lora_rank", None, "kv_lora_rank is missing"),
+    ("deepseek_v3", "n_group", None, "n_group is missing"),
+    ("deepseek_v3", "first_k_dense_replace", None, "replace is missing"),
+    ("deepseek_v3", "num_key_value_heads", 2, "expected model.num_heads=4"),
+    ("glm4_moe_lite", "mlp_layer_types", ["dense"], "each of the 3 layers"),
+    ("glm4_moe_lite", "mlp_layer_types", MIXED, "'dense' for the first layers"),
+    ("glm4_moe_lite", "first_k_dense_replace", 2, "first_k_dense_replace=2"),
     ("qwen2_moe", "qkv_bias", False, "qkv_bias=False: expected True"),
     ("qwen2_moe", "shared_expert_intermediate_size", None, "size is missing"),
     ("qwen2_moe", "mlp_only_layers", [0], "mlp_only_layers=[0]: expected []"),
@@ -899,6 +1056,53 @@ def test_an_odd_config_of_a_family_is_refused(
     ),
     ("glm4_moe_air", {"use_qk_norm": None, "norm_topk_prob": None}),
     ("gpt_oss", {"layer_types": None, "swiglu_alpha": None}),
+    ("qwen3_5_moe", {"layer_types": None, "full_attention_interval": 4}),
+    ("qwen3_5_moe", {"layer_types": None}),
+    (
+      "qwen3_next",
+      {
+        "layer_types": None,
+        "full_attention_interval": 2,
+        "rope_parameters": None,
+        "rope_theta": 1000,
+        "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": None,
+      },
+    ),
+    (
+      "qwen3_5",
+      {
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+        "rope_parameters": {
+          "rope_type": "default",
+          "rope_theta": 1000,
+          "mrope_interleaved": True,
+          "mrope_section": [1, 1, 0],
+        },
+      },
+    ),
+    (
+      "deepseek_v3",
+      {
+        "head_dim": None,
+        "qk_head_dim": None,
+        "rope_interleave": None,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+      },
+    ),
+    ("deepseek_v3", {"model_type": "kimi_k2"}),
+    (
+      "glm4_moe_lite",
+      {
+        "mlp_layer_types": None,
+        "first_k_dense_replace": 1,
+        "partial_rotary_factor": 1.0,
+      },
+    ),
   ],
 )
 def test_other_keys_of_a_family_give_the_same_config(base, changes, tmp_path):

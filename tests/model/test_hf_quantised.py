@@ -1,7 +1,9 @@
 """Quantised folders of Hugging Face, and tensors that are only carried over."""
 
+import dataclasses
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +119,7 @@ def make(folder, plain, config=FP8):
   stored, meant = {}, {}
   for name, x in tensors_of(plain).items():
     stored[name] = meant[name] = x
-    if name.endswith("proj.weight"):
+    if re.search(r"proj(_qkvz?|_z|_with_mqa)?\.weight$", name):
       size = (1, x.shape[1]) if config is CHANNELS else (128, 128)
       codes, scale = quantise(x, size, rng)
       stored |= {name: codes, name + end: scale}
@@ -133,10 +135,10 @@ def make(folder, plain, config=FP8):
   return stored, meant
 
 
-def load_floats(folder, meant):
+def load_floats(folder, meant, cfg=CFG):
   folder.mkdir()
   write(folder / "model.safetensors", meant)
-  return hf.load_hf(folder, CFG)
+  return hf.load_hf(folder, cfg)
 
 
 @pytest.mark.parametrize("size", [(128, 128), (1, 300)])
@@ -174,6 +176,52 @@ def test_a_quantised_folder_is_read_on_any_mesh(config, plain, tmp_path):
   again = hf.load_hf(folder, cfg, shardings=shardings)
   require_equal(jax.device_get(again), params)
   assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(again))
+
+
+DELTA_NET = dataclasses.replace(
+  CFG,
+  pattern=(model.Layer(mixer="delta_net"), model.Layer()),
+  linear_num_key_heads=2,
+  linear_num_value_heads=4,
+  linear_key_head_dim=40,
+  linear_value_head_dim=52,
+  rotary_dim=4,
+  output_gate=True,
+  shared_dim=8,
+  shared_gate=True,
+  norm_plus_one=True,
+  norm_rounds_last=True,
+  norm_topk_prob=False,  # else the names are Qwen3.5's
+)
+MLA = dataclasses.replace(
+  CFG,
+  first=(model.Layer(mixer="mla", experts=False),),
+  pattern=(model.Layer(mixer="mla"),),
+  q_lora_rank=140,
+  kv_lora_rank=150,
+  rotary_dim=8,
+  v_head_dim=40,
+  rope_interleave=True,
+  shared_dim=136,
+  scoring_func="sigmoid",
+  choice_bias=True,
+)
+
+
+@pytest.mark.parametrize(
+  "cfg",
+  [DELTA_NET, pytest.param(MLA, marks=pytest.mark.slow)],
+  ids=["qwen3-next", "deepseek-v3"],
+)
+def test_parts_of_a_quantised_matrix_have_their_scales(cfg, tmp_path):
+  hf.save_hf(random_params(cfg), cfg, tmp_path / "plain")
+  stored, meant = make(tmp_path / "quantised", tmp_path / "plain")
+  assert sum(x.dtype == jnp.float8_e4m3fn for x in stored.values()) > 30
+  params = load_floats(tmp_path / "floats", meant, cfg)
+  mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
+  place = model.shardings(params, mesh)
+  again = hf.load_hf(tmp_path / "quantised", cfg, shardings=place)
+  require_equal(jax.device_get(again), params)
 
 
 def test_a_bucket_sends_each_byte_of_a_quantised_folder_once(
@@ -364,8 +412,8 @@ def test_multi_token_prediction_is_carried_over(
   added = add_multi_token_prediction(folder, stored)
   params = hf.load_hf(folder, CFG)
   assert capsys.readouterr().out == (
-    f"{folder}: 4 tensors of multi-token prediction are not loaded, from "
-    f"{MTP}eh_proj.weight on\n"
+    f"{folder}: 4 tensors of multi-token prediction or of images are not "
+    f"loaded, from {MTP}eh_proj.weight on\n"
   )
   hf.save_hf(params, CFG, out, dtype=dtype, like=folder)
   raw = json.loads((out / "config.json").read_text())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from gspo_jax import model
 from gspo_jax.model import hf, lora
+from gspo_jax.model.hf.peft import CONFIG
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 
@@ -37,6 +39,8 @@ OTHERS = {
 }
 # transformers has this limit in its code.
 OTHERS["gpt-oss"] = dataclasses.replace(OTHERS["gpt-oss"], swiglu_limit=7.0)
+# Its projections are Qwen3-Next's.
+NEXT = dataclasses.replace(OTHERS["qwen3.5"], norm_topk_prob=False)
 each_model = pytest.mark.parametrize(
   "cfg", [DENSE, MOE, *OTHERS.values()], ids=["dense", "moe", *OTHERS]
 )
@@ -138,8 +142,8 @@ def test_experts_are_numbered_as_in_peft(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "cfg",
-  [DENSE, MOE, EXPERTS_ALONE, MIXTRAL, *OTHERS.values()],
-  ids=["dense", "moe", "experts alone", "mixtral", *OTHERS],
+  [DENSE, MOE, EXPERTS_ALONE, MIXTRAL, NEXT, *OTHERS.values()],
+  ids=["dense", "moe", "experts alone", "mixtral", "next", *OTHERS],
 )
 def test_peft_gives_our_logits(cfg, tmp_path):
   torch = pytest.importorskip("torch")
@@ -163,6 +167,62 @@ def test_peft_gives_our_logits(cfg, tmp_path):
   assert np.abs(run(base) - expected).max() > 0.5
   theirs.save_pretrained(tmp_path / "again")
   again = hf.load_peft(tmp_path / "again", cfg)
+  jax.tree.map(np.testing.assert_array_equal, again, adapters)
+
+
+START = "base_model.model.model.layers.0.linear_attn.in_proj_"
+
+
+def test_weights_of_one_linear_layer_may_have_one_adapter(tmp_path):
+  """Each has the whole A, and its rows of B."""
+  folder, lora = tmp_path / "peft", model.LoraConfig(3, 5.0, "attention")
+  rows, rng = np.arange(24), np.random.default_rng(0)
+  for cfg, module, groups in (
+    (OTHERS["qwen3.5"], "qkv", [range(32), range(32, 64), range(64, 88)]),
+    # q, k, v and z of a key head, of 16 + 16 + 12 + 12 rows, then of the other.
+    (NEXT, "qkvz", [rows[:16], rows[:16] + 16, rows[:12] + 32, rows[:12] + 44]),
+  ):
+    cfg = dataclasses.replace(cfg, lora=lora)
+    hf.save_peft(base_and_adapters(cfg)[1], cfg, folder, base="")
+    file, path = folder / "adapter_model.safetensors", folder / CONFIG
+    tensors, config = load_file(file), json.loads(path.read_text())
+    names = [name for name in tensors if f"_{module}." in name]
+    n, rank = len(groups), config["rank_pattern"]
+    assert rank[f"in_proj_{module}"] == 3 * n
+    assert config["alpha_pattern"][f"in_proj_{module}"] == 5 * n
+    wrong = {name: x + 1 for name, x in tensors.items() if name in names}
+    save_file(tensors | wrong, file)
+    with pytest.raises(UserError, match=r"not 0 outside .* \(3\): "):
+      hf.load_peft(folder, cfg)
+    for name, x in tensors.items():
+      for key in rank:
+        if f".{key}." in name:
+          shape = (3, x.shape[1]) if "lora_A" in name else (len(x), 3)
+          tensors[name] = rng.normal(size=shape).astype("f4")
+    save_file(tensors, file)
+    with pytest.raises(UserError, match="misshapen"):
+      hf.load_peft(folder, cfg)
+    change(folder, rank_pattern={}, alpha_pattern={})
+    read = hf.load_peft(folder, cfg)["layers"]["delta_net"]
+    a, b = (tensors[f"{START}{module}.lora_{end}.weight"] for end in "AB")
+    b = b.reshape(2 if module == "qkvz" else 1, -1, 3)
+    for key, own in zip("qkvz", groups, strict=False):
+      np.testing.assert_array_equal(read[f"{key}_lora_a"][0], a.T)
+      expected = np.concatenate([x[list(own)] for x in b])
+      found = read[f"{key}_lora_b"][0].reshape(3, -1).T
+      np.testing.assert_array_equal(found, expected)
+    shutil.rmtree(folder)
+
+
+def test_adapters_to_a_model_of_images_are_read(tmp_path):
+  """As PEFT names them where it adapts the whole model."""
+  cfg, folder = OTHERS["qwen3.5"], tmp_path / "peft"
+  adapters = base_and_adapters(cfg)[1]
+  hf.save_peft(adapters, cfg, folder, base="")
+  file = folder / "adapter_model.safetensors"
+  names = lambda x: x.replace(".model.layers.", ".model.language_model.layers.")
+  save_file({names(name): x for name, x in load_file(file).items()}, file)
+  again = hf.load_peft(folder, cfg)
   jax.tree.map(np.testing.assert_array_equal, again, adapters)
 
 

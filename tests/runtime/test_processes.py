@@ -217,6 +217,11 @@ PARTIAL = {
   "rollout__max_staleness": 1,
 }
 GPT_OSS = PARTIAL | {"model__variant": "tiny-gpt-oss", "mesh__tensor": 2}
+QWEN = PARTIAL | {
+  "model__variant": "tiny-qwen3.5",
+  "mesh__tensor": 2,
+  "continuous_batching__slots": 4,
+}
 FILTERED = {
   "objective__kl_coef": 0.1,
   "objective__reference_every": 2,
@@ -241,13 +246,15 @@ CONTINUED = CONTINUOUS_BATCHING | {"rollout__dynamic_sampling_rounds": 2}
     (GUESSING | {"sampler_mesh__tensor": 2}, "conversation/turns", 1),
     # Windows and sinks, with pages and responses that are resumed.
     (GPT_OSS, "rollout/resumed_fraction", 0),
+    # States, copied to slots over several rounds.
+    (QWEN, "rollout/resumed_fraction", 0),
   ],
 )
 def test_rollouts_of_two_processes_equal_those_of_one(
   launch, reference, tmp_path, added, metric, least
 ):
   """`metric`, above `least` in a row, shows that there is what is compared."""
-  own_start = added is GPT_OSS or added.items() >= GUESSING.items()
+  own_start = "model__variant" in added or added.items() >= GUESSING.items()
   cold = {} if own_start else {"cold_start": reference / "cold_start"}
   launch(1, tmp_path / "one", devices=2, **cold, **added).finish()
   launch(2, tmp_path / "two", **cold, **added).finish()

@@ -20,11 +20,11 @@ from gspo_jax.sampler import continuous, static
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import UNFINISHED, Prompts, SamplerConfig
 
-P, S, G, R = 8, 9, 2, 12
+P, S, G, R = 8, 9, 3, 12
 B = P * G
 CONFIG = SamplerConfig(G, R, (3, 5), temperature=0.9, record_routing=True)
 BATCHING = ContinuousBatchingConfig(
-  slots=8, page_size=4, segment_steps=5, prefill_chunk=8
+  slots=16, page_size=4, segment_steps=5, prefill_chunk=8
 )
 KEY = jax.random.key(1)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.continuous.config import ShardSizes
+from gspo_jax.sampler.continuous.config import PROMPT_ROWS, ShardSizes
 from gspo_jax.sampler.continuous.scheduler import Scheduler, pending_requests
 from gspo_jax.sampler.samples import STOPPED, UNFINISHED
 
@@ -33,7 +33,7 @@ class SimulatedDevices:
 
   Each position of a page records the tag of the token last stored there: prefix
   q is sequence q, response b is sequence Q + b. A response of length 0 is not
-  requested.
+  requested. With states, a slot must start from that of its prefix.
   """
 
   def __init__(
@@ -46,14 +46,24 @@ class SimulatedDevices:
     max_tokens=None,
     idle=1.0,
     look_ahead=False,
+    has_states=False,
   ):
     self.lengths, self.prefix = np.asarray(lengths), np.asarray(prefix_index)
     if max_tokens is None:
       max_tokens = np.full(len(lengths), sizes.max_new_tokens)
     self.max_tokens = np.where(self.lengths, max_tokens, 0)
     self.scheduler = Scheduler(
-      sizes, prefix_lengths, prefix_index, self.max_tokens
+      sizes,
+      prefix_lengths,
+      prefix_index,
+      self.max_tokens,
+      has_states=has_states,
     )
+    self.has_states = has_states
+    # The prefix whose state is in each slot and in each row.
+    self.states = np.full(sizes.slots, EMPTY)
+    self.rows = np.full(PROMPT_ROWS, EMPTY)
+    self.copied = self.kept_pages = 0
     self.sizes = sizes
     self.prefix_lengths = np.asarray(prefix_lengths)
     self.idle = idle  # a segment ends early when this share of slots is idle
@@ -117,14 +127,24 @@ class SimulatedDevices:
   def apply_admission(self, admission):
     n, size = self.sizes.num_pages, self.sizes.page_size
     for prefill in admission.prefill:
-      prefix, pages = prefill.prefix, prefill.pages
+      prefix, pages = prefill.prefix, np.array(prefill.pages, int)
       m = self.prefix_lengths[prefix] - 1
-      assert len(pages) == -(-m // size) > 0
+      assert len(pages) == -(-m // size)
+      assert len(pages) or self.has_states
       self.prefilled.append(prefix)
-      self.stored[prefix] = pages
-      self.pool[pages] = EMPTY
-      page = np.array(pages).repeat(size)[:m]
-      self.pool[page, np.arange(m) % size] = tags(prefix, m)
+      if (written := pages < n).all():
+        self.stored[prefix] = prefill.pages
+      assert (
+        self.stored[prefix]
+        == np.where(written, pages, self.stored[prefix]).tolist()
+      )
+      self.kept_pages += (~written).sum()
+      self.pool[pages[written]] = EMPTY
+      at = np.flatnonzero(written.repeat(size)[:m])
+      self.pool[pages[at // size], at % size] = tags(prefix, m)[at]
+      self.states[prefill.slots] = prefix
+      if prefill.row < PROMPT_ROWS:
+        self.rows[prefill.row] = prefix
     new = admission.new
     assert (self.response[new] == EMPTY).all()
     assert not admission.response[~new].any()
@@ -139,6 +159,12 @@ class SimulatedDevices:
     prefix = self.prefix[self.response[new]]
     self.cached[new] = self.prefix_lengths[prefix] - 1
     np.testing.assert_array_equal(admission.num_cached[new], self.cached[new])
+    if self.has_states:
+      copied = admission.prompt_row < PROMPT_ROWS
+      self.states[copied] = self.rows[admission.prompt_row[copied]]
+      np.testing.assert_array_equal(self.states[new], prefix)
+      assert not (copied & ~new).any()
+      self.copied += copied.sum()
     started = self.response[new].tolist()
     for response in started:
       self.ages[response] = len(self.starts)
@@ -239,6 +265,7 @@ class SimulatedDevices:
 
   def clear(self, slot):
     self.pool[self.unshared[slot]] = EMPTY
+    self.states[slot] = EMPTY
     self.response[slot], self.held[slot] = EMPTY, 0
 
   def check_sequence(self, slot):
@@ -256,7 +283,7 @@ class SimulatedDevices:
     np.testing.assert_array_equal(stored, sequence)
 
 
-def random_run(seed, *, ample, look_ahead=False):
+def random_run(seed, *, ample, look_ahead=False, has_states=False):
   """A run of random sizes.
 
   An ample pool holds the longest response and prompt in each slot; else it has
@@ -287,6 +314,7 @@ def random_run(seed, *, ample, look_ahead=False):
     lengths,
     idle=rng.random(),
     look_ahead=look_ahead,
+    has_states=has_states,
   ).run()
 
 
@@ -303,6 +331,48 @@ def test_segments_planned_before_the_last_results(ample):
   """Each has the pages that it can fill, and preempts no response."""
   runs = [random_run(n, ample=ample, look_ahead=True) for n in range(40)]
   assert sum(run.planned_ahead for run in runs) > 100
+
+
+def test_every_response_starts_from_the_state_of_its_prefix():
+  """With few pages, states are made again of prefixes that are still stored."""
+  runs = [random_run(seed, ample=False, has_states=True) for seed in range(40)]
+  again = [len(run.prefilled) - len(set(run.prefilled)) for run in runs]
+  assert sum(again) > 10
+  assert sum(run.kept_pages for run in runs) > 10
+  assert sum(run.copied for run in runs) > 100
+  for seed in range(20):
+    run = random_run(seed, ample=True, has_states=True)
+    assert run.prefilled == list(range(len(run.prefix_lengths)))
+    assert run.kept_pages == 0
+
+
+def admitted(scheduler):
+  """(prefix, pages, slots, row) of each prefill, and `prompt_row`."""
+  admission = scheduler.admit()
+  prefills = [(p.prefix, p.pages, p.slots, p.row) for p in admission.prefill]
+  return prefills, admission.prompt_row.tolist()
+
+
+def test_no_slot_reads_a_row_that_is_written_in_the_same_round():
+  """Groups of three in two slots: the last of one starts beside the next."""
+  sizes = sizes_of(page_size=8, num_pages=20)
+  scheduler = Scheduler(
+    sizes, [5, 1, 5], np.repeat(range(3), 3), [3] * 9, has_states=True
+  )
+  none, rounds = PROMPT_ROWS, []
+  while not scheduler.done:
+    prefills, rows = admitted(scheduler)
+    rounds.append(([(p, *rest) for p, _, *rest in prefills], rows))
+    active = scheduler.allocate_pages().active
+    scheduler.apply_results([3, 3], ~active)
+  first, second = 1, 0
+  assert rounds == [
+    ([(0, [0, 1], first)], [none, none]),
+    ([(1, [1], second)], [first, none]),
+    ([], [second, second]),
+    ([(2, [0, 1], first)], [none, none]),
+    ([], [first, none]),
+  ]
 
 
 def test_no_segment_is_planned_ahead_while_responses_wait():

@@ -36,7 +36,7 @@ FAMILIES = {
     pattern=(model.Layer(mixer="delta_net"),) * 3 + (model.Layer(),),
     linear_num_key_heads=2,
     linear_num_value_heads=4,
-    linear_key_head_dim=8,
+    linear_key_head_dim=16,
     linear_value_head_dim=6,
     rotary_dim=2,
     output_gate=True,

@@ -97,6 +97,41 @@ SMALL_HEADS = SIZES | {
   "intermediate_size": 12,
   "num_experts_per_tok": 2,
 }
+# A quarter of a head is rotated, by two frequencies.
+DELTA = SIZES | {
+  "head_dim": 16,
+  "rope_parameters": SIZES["rope_parameters"] | {"partial_rotary_factor": 0.25},
+  "linear_num_key_heads": 2,
+  "linear_num_value_heads": 4,
+  "linear_key_head_dim": 6,
+  "linear_value_head_dim": 5,
+}
+DELTA_MOE = DELTA | {
+  "moe_intermediate_size": 12,
+  "shared_expert_intermediate_size": 20,
+  "num_experts": 5,
+  "num_experts_per_tok": 2,
+}
+LINEAR, FULL = "linear_attention", "full_attention"
+MLA = SIZES | {
+  "num_hidden_layers": 3,
+  "num_key_value_heads": 4,
+  "q_lora_rank": 12,
+  "kv_lora_rank": 10,
+  "qk_rope_head_dim": 8,
+  "qk_nope_head_dim": 6,
+  "v_head_dim": 5,
+  "moe_intermediate_size": 12,
+  "n_routed_experts": 8,
+  "n_shared_experts": 2,
+  "num_experts_per_tok": 3,
+  "routed_scaling_factor": 1.7,
+  "n_group": 1,
+  "topk_group": 1,
+}
+del MLA["head_dim"]
+# Both are 1 in DeepSeek-V3, where sines and cosines keep their size.
+MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.2}
 MODELS = {
   "qwen3": hf.Qwen3Config(**SIZES, tie_word_embeddings=True),
   "qwen3_moe": hf.Qwen3MoeConfig(**MOE, norm_topk_prob=True),
@@ -117,7 +152,28 @@ MODELS = {
     num_experts_per_tok=2,
   ),
   "gpt_oss": hf.GptOssConfig(**GPT_OSS),
+  "qwen3_next": hf.Qwen3NextConfig(**DELTA_MOE, layer_types=[LINEAR, FULL]),
+  "qwen3_5_moe": hf.Qwen3_5MoeTextConfig(
+    **DELTA_MOE | {"num_hidden_layers": 4}
+  ),
+  "qwen3_5": hf.Qwen3_5TextConfig(
+    **DELTA | {"num_hidden_layers": 3},
+    layer_types=[LINEAR, LINEAR, FULL],
+    tie_word_embeddings=True,
+  ),
+  "deepseek_v3": hf.DeepseekV3Config(
+    **MLA | {"n_group": 4, "topk_group": 2, "rope_parameters": YARN | MSCALES},
+    first_k_dense_replace=1,
+  ),
+  "deepseek_v3_plain": hf.DeepseekV3Config(
+    **MLA | {"num_hidden_layers": 2, "q_lora_rank": None},
+    first_k_dense_replace=1,
+    rope_interleave=False,
+  ),
+  "glm4_moe_lite": hf.Glm4MoeLiteConfig(**MLA),
 }
+# These stay in float32.
+FLOAT32 = "e_score_correction_bias", "A_log", "dt_bias"
 
 
 def checkpoint(folder, config, seed):
@@ -126,14 +182,14 @@ def checkpoint(folder, config, seed):
   model = hf.AutoModelForCausalLM.from_config(config)
   with torch.no_grad():
     for name, x in model.named_parameters():
-      mean, std = (1, 0.3) if "norm" in name else (0, 0.3)
+      is_norm = "norm" in name and not x.eq(0).all()  # some add 1 to it
+      mean, std = (1, 0.3) if is_norm else (0, 0.3)
       x.copy_(mean + std * torch.randn_like(x))
   # The mixture in shards, as large ones are.
   size = "4KB" if "qwen3_moe" in folder.name else "1GB"
   model.to(torch.bfloat16)
-  # transformers keeps this buffer in float32.
-  for name, x in model.named_buffers():
-    if name.endswith("e_score_correction_bias"):
+  for name, x in (*model.named_parameters(), *model.named_buffers()):
+    if name.endswith(FLOAT32):
       x.data = 0.2 * torch.randn(x.shape)
   model.save_pretrained(folder, max_shard_size=size)
 

@@ -384,10 +384,16 @@ def _parse_template_args(text: str) -> dict[str, Any]:
 
 
 def _stops_of_file(folder: epath.Path) -> tuple[str, list[int]]:
-  """The first of `_STOP_FILES` that has stop tokens, and its tokens."""
+  """The first of `_STOP_FILES` that has stop tokens, and its tokens.
+
+  A model of images and texts has them in its `text_config`.
+  """
   for name in _STOP_FILES:
     path = folder / name
-    eos = json_file.read(path).get("eos_token_id") if is_file(path) else None
+    raw = json_file.read(path) if is_file(path) else {}
+    parts = raw, raw.get("text_config") or {}
+    found = (part.get("eos_token_id") for part in parts)
+    eos = next((x for x in found if x is not None), None)
     if eos is None:
       continue
     stops = eos if isinstance(eos, list) else [eos]

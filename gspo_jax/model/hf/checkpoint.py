@@ -22,15 +22,16 @@ from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.hf import folder as folders
 from gspo_jax.model.hf.config import config_to_hf
 from gspo_jax.model.hf.tensors import (
-  EMBEDDING,
   FLOATS,
   HEAD,
   INDEX,
+  PLAIN,
   HFCheckpoint,
   Spans,
   StoredTensor,
   TensorMap,
-  has_multi_token_prediction,
+  has_carried,
+  layout_of,
   listed,
   save_tensors,
   swap_last,
@@ -68,13 +69,14 @@ def load_hf(
   source = multihost.run_on_all(lambda: HFCheckpoint(folder, cfg))
   if source.carried:
     multihost.print_once(
-      f"{folder}: {len(source.carried)} tensors of multi-token prediction are "
-      f"not loaded, from {min(source.carried)} on"
+      f"{folder}: {len(source.carried)} tensors of multi-token prediction or of"
+      f" images are not loaded, from {min(source.carried)} on"
     )
   by_path, params = leaves_by_path(shardings), {}
   one_device = SingleDeviceSharding(jax.local_devices()[0])
   shardings = {
-    tensor: by_path.get(tensor.path, one_device) for tensor in tensor_maps(cfg)
+    tensor: by_path.get(tensor.path, one_device)
+    for tensor in tensor_maps(cfg, source.layout)
   }
   for tensor, sharding in shardings.items():
     if tensor.stacked:
@@ -86,7 +88,7 @@ def load_hf(
     x, finite = _from_hf(array, tensor=tensor, sharding=sharding)
     params[tensor.path] = x
     _require_finite(source, 0, {tensor: (array, finite)})
-    if EMBEDDING in tensor.names and source.has_second_head(cfg):
+    if tensor.path == "embed" and source.has_second_head(cfg):
       _require_equal_head(source, array, tensor, sharding)
   stacked = {t: s for t, s in shardings.items() if t.stacked}
   with Progress(f"loading {folder}", cfg.num_layers, "layers") as progress:
@@ -129,9 +131,9 @@ def _require_equal_head(source, embedding, tensor: TensorMap, sharding) -> None:
   (array,) = _read(source, 0, {head: sharding}).values()
   if not jax.jit(jnp.array_equal)(array, embedding):
     raise multihost.AgreedError(
-      f"{source.folder}: {HEAD} differs from {EMBEDDING}, although config.json "
-      "has tie_word_embeddings=true: expected false, which is how transformers "
-      "treats such weights"
+      f"{source.folder}: {HEAD} differs from {tensor.names[0]}, although "
+      "config.json has tie_word_embeddings=true: expected false, which is how "
+      "transformers treats such weights"
     )
 
 
@@ -194,8 +196,8 @@ def save_hf(
   """Writes a checkpoint that transformers loads; all processes call this.
 
   There is a file for each layer, one for the other parameters, and one for what
-  `like` has of multi-token prediction, which is copied. `folder` (in
-  a bucket, its index) appears when all is written.
+  `like` has of multi-token prediction and of images, which is copied. `folder`
+  (in a bucket, its index) appears when all is written.
 
   Args:
     params: global arrays, as `load_hf` returns them.
@@ -203,8 +205,9 @@ def save_hf(
     folder: must not exist, or be empty.
     dtype: of the tensors, one of `config.DTYPES`.
     like: a checkpoint of the same model. Its tokenizer and generation config
-      are copied, and its config.json, with `dtype` changed. Its tensors of
-      multi-token prediction keep their dtype, or get `dtype` if quantised.
+      are copied, and its config.json, with `dtype` changed. Tensors have its
+      names. Those of multi-token prediction and of images keep their dtype, or
+      get `dtype` if quantised.
     beside: writes tokenizer and generation config into a local folder, in place
       of `like`'s.
 
@@ -220,7 +223,8 @@ def save_hf(
   # Only the primary process has and writes them.
   carried = on_primary(lambda: _carried(cfg, dtype, like)) or {}
   partial = on_primary(lambda: _create(folder, config, like, beside))
-  tensors, leaves = tensor_maps(cfg), leaves_by_path(params)
+  layout = multihost.run_on_all(lambda: layout_of(like) if like else PLAIN)
+  tensors, leaves = tensor_maps(cfg, layout), leaves_by_path(params)
   index, total = {}, 0
   layers = [*range(cfg.num_layers), None]
   count = len(layers) + bool(carried)
@@ -232,7 +236,7 @@ def save_hf(
         if tensor.stacked == (i is not None) and (i or 0) in tensor.layers:
           at = tensor.layers.index(i or 0)
           x = _to_hf(leaves[tensor.path], at, tensor=tensor, dtype=dtype)
-          arrays |= _split(tensor, multihost.to_host(x), i or 0)
+          _add(arrays, tensor, multihost.to_host(x), i or 0)
       index |= dict.fromkeys(arrays, file)
       total += sum(x.nbytes for x in arrays.values())
       on_primary(lambda file=file, x=arrays: save_tensors(x, partial / file))
@@ -255,10 +259,25 @@ def _to_hf(x, i, *, tensor: TensorMap, dtype: str):
   return layer.transpose(tensor.order)
 
 
+def _add(arrays: dict, tensor: TensorMap, array: np.ndarray, layer: int):
+  """Adds one layer's HF tensors, by name, or their rows to those tensors."""
+  for name, x in _split(tensor, array, layer).items():
+    if tensor.part is None:
+      arrays[name] = x
+      continue
+    if name not in arrays:
+      arrays[name] = np.empty(tensor.tensor_shape, x.dtype)
+    rows = tensor.part.of(arrays[name])
+    rows[...] = x.reshape(rows.shape)
+
+
 def _split(tensor: TensorMap, array: np.ndarray, layer: int) -> dict:
-  """Views of one layer's HF tensors, by name."""
+  """Views of what one layer has of HF tensors, by name."""
+  array = np.ascontiguousarray(array)
+  if tensor.part:
+    return {name: array for name, _ in tensor.tensors(layer)}
   shape = (tensor.experts or 1, len(tensor.names), *tensor.tensor_shape)
-  grid = np.ascontiguousarray(array).reshape(shape)
+  grid = array.reshape(shape)
   return {name: grid[index] for name, index in tensor.tensors(layer)}
 
 
@@ -283,7 +302,7 @@ class _Carried(NamedTuple):
 
 def _carried(cfg, dtype: str, like) -> dict[str, _Carried]:
   """What an export copies from `like`, which may be without tensors."""
-  if not like or not has_multi_token_prediction(like, cfg):
+  if not like or not has_carried(like, cfg):
     return {}
   carried = {}
   for name, tensor in HFCheckpoint(like, cfg).carried.items():

@@ -11,6 +11,7 @@ from etils import epath
 from gspo_jax.model.config import ModelConfig, changed
 from gspo_jax.model.hf.families import (
   FAMILIES,
+  WITH_IMAGES,
   require_family,
   require_supported,
 )
@@ -26,6 +27,7 @@ from gspo_jax.runtime.errors import (
 
 # Fields that a config.json does not have: how we run the model.
 _RUNTIME_FIELDS = ("dtype", "remat", "unroll", "lora")
+_DTYPES = ("torch_dtype", "dtype")
 
 
 def config_from_hf(folder: epath.PathLike, **changes) -> ModelConfig:
@@ -49,14 +51,33 @@ def context_length(folder: epath.PathLike) -> int | None:
   stretches texts; None: config.json has neither.
   """
   key, path = "max_position_embeddings", epath.Path(folder) / "config.json"
-  raw, scaling = read(path), config_from_hf(folder).rope_scaling
+  scaling = config_from_hf(folder).rope_scaling
+  raw = _language_model(path, read(path))
   lengths = [int(scaling.factor * scaling.length)] if scaling else []
   if raw.get(key) is not None:
     lengths.append(number(path, raw, [key]))
   return max(lengths, default=None)
 
 
+def has_images(raw: dict) -> bool:
+  """Whether a config.json is of a model of images and texts."""
+  return raw.get("model_type") in WITH_IMAGES
+
+
+def _language_model(path, raw) -> dict:
+  """The keys of the language model."""
+  if not has_images(raw):
+    return raw
+  text = raw.get("text_config")
+  if not isinstance(text, dict):
+    raise UserError(f"{path}: text_config={text!r:.80}: expected a JSON object")
+  outer = ("tie_word_embeddings", "quantization_config", *_DTYPES)
+  outer = {key: raw[key] for key in outer if key in raw}
+  return outer | text | {"model_type": WITH_IMAGES[raw["model_type"]]}
+
+
 def _model_config(path, raw) -> ModelConfig:
+  raw = _language_model(path, raw)
   model_type = raw.get("model_type")
   family = require_family(path, model_type)
   require_supported(path, raw, family)
@@ -68,7 +89,7 @@ def _model_config(path, raw) -> ModelConfig:
   head_dim = 128 if model_type == "qwen3" else width // heads
   head_dim = get("head_dim", default=head_dim)
   theta, scaling = rope(path, raw, family)
-  dtype = raw.get("torch_dtype") or raw.get("dtype")
+  dtype = next((raw[key] for key in _DTYPES if raw.get(key)), None)
   fields = family.fields | family.read(path, raw)
   if family.experts:
     expert_count, expert_width = family.experts
@@ -80,14 +101,16 @@ def _model_config(path, raw) -> ModelConfig:
     } | fields
   else:
     fields["mlp_dim"] = get("intermediate_size")
+  fields = {
+    "head_dim": head_dim,
+    "rotary_dim": rotary_dim(path, raw, family, head_dim),
+  } | fields
   return ModelConfig(
     vocab_size=get("vocab_size"),
     num_layers=get("num_hidden_layers"),
     embed_dim=width,
     num_heads=heads,
     num_kv_heads=get("num_key_value_heads", default=heads),
-    head_dim=head_dim,
-    rotary_dim=rotary_dim(path, raw, family, head_dim),
     rope_theta=theta,
     rope_scaling=scaling,
     norm_eps=get("rms_norm_eps", kind=float),
@@ -127,9 +150,13 @@ def config_to_hf(
         f"like={str(like)!r} has {field.name}={a}, the model to save has {b}"
       )
   raw = read(epath.Path(like) / "config.json")
-  raw.pop("quantization_config", None)
-  key = "dtype" if "dtype" in raw else "torch_dtype"
-  return raw | {key: dtype}
+  parts = [raw, raw["text_config"]] if has_images(raw) else [raw]
+  for part in parts:
+    part.pop("quantization_config", None)
+    part |= {key: dtype for key in _DTYPES if key in part}
+  if not any(key in part for part in parts for key in _DTYPES):
+    raw["torch_dtype"] = dtype
+  return raw
 
 
 def _new_config(cfg) -> dict:
@@ -173,6 +200,8 @@ def _plain(cfg: ModelConfig) -> ModelConfig:
   }
   if not cfg.num_experts:
     changes |= {"experts_per_token": 0, "norm_topk_prob": True}
+  if not cfg.layers_with("attention"):
+    changes["qk_norm"] = False
   return dataclasses.replace(cfg, **changes)
 
 

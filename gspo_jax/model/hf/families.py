@@ -3,7 +3,8 @@
 A family is an architecture of transformers.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from etils import epath
@@ -12,7 +13,7 @@ from gspo_jax.model.config import Layer, ModelConfig
 from gspo_jax.model.hf import quantised
 from gspo_jax.model.hf.rope import scaling_to_hf
 from gspo_jax.model.hf.values import number, unsupported
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, either
 
 
 class Family(NamedTuple):
@@ -24,7 +25,8 @@ class Family(NamedTuple):
   experts: tuple[str, str] | None = None
   rope_theta: float = 1e4  # where config.json has none
   supported: dict | None = None  # as `_SUPPORTED`, for this family
-  names: str = ""  # of its tensors, see `parameters.Parameter.other_names`
+  # Of its tensors, the first that a parameter has in its `other_names`.
+  names: tuple[str, ...] = ()
   # The rotated share of a head where config.json has none; None: always all.
   partial_rotary_factor: float | None = None
   # Keys that must be there: without them transformers takes a number of the
@@ -36,45 +38,187 @@ class Family(NamedTuple):
 
 
 def _read_glm(path, raw):
-  width = number(path, raw, ["moe_intermediate_size"])
-  shared = number(path, raw, ["n_shared_experts"])
+  return {
+    "first": (Layer(experts=False),) * _dense_layers(path, raw),
+    "pattern": (Layer(),),
+    "attention_bias": bool(raw.get("attention_bias")),
+    "qk_norm": bool(raw.get("use_qk_norm")),
+  } | _read_deepseek_experts(path, raw, default=1)
+
+
+def _dense_layers(path, raw):
   first = raw.get("first_k_dense_replace", 1)
   if not isinstance(first, int) or first < 0:
     raise UserError(
       f"{path}: first_k_dense_replace={first!r}: expected int, at least 0"
     )
-  return {
-    "first": (Layer(experts=False),) * first,
-    "pattern": (Layer(),),
-    "dense_mlp_dim": number(path, raw, ["intermediate_size"]),
-    "shared_dim": width * shared,
-    "attention_bias": bool(raw.get("attention_bias")),
-    "qk_norm": bool(raw.get("use_qk_norm")),
-    "norm_topk_prob": raw.get("norm_topk_prob") in (None, True),
-  } | _grouped_router(path, raw)
+  return first
 
 
-def _grouped_router(path, raw):
-  """DeepSeek-V3's router (arXiv 2412.19437, sec. 2.1.2)."""
+def _read_deepseek_experts(path, raw, default=None):
+  """DeepSeek-V3's router and shared expert (arXiv 2412.19437, sec. 2.1.2)."""
+  width = number(path, raw, ["moe_intermediate_size"])
+  shared = number(path, raw, ["n_shared_experts"])
   kinds = {"routed_scaling_factor": float, "n_group": int, "topk_group": int}
   return {
-    key: number(path, raw, [key], default=1, kind=kind)
+    "dense_mlp_dim": number(path, raw, ["intermediate_size"]),
+    "shared_dim": width * shared,
+    "norm_topk_prob": raw.get("norm_topk_prob") in (None, True),
+  } | {
+    key: number(path, raw, [key], default=default, kind=kind)
     for key, kind in kinds.items()
   }
 
 
-def _write_glm(cfg):
+def _write_deepseek_experts(cfg):
   return {
     "intermediate_size": cfg.dense_dim,
     "n_shared_experts": cfg.shared_dim // cfg.mlp_dim,
     "first_k_dense_replace": len(cfg.first),
-    "use_qk_norm": cfg.qk_norm,
     "routed_scaling_factor": cfg.routed_scaling_factor,
     "n_group": cfg.n_group,
     "topk_group": cfg.topk_group,
     "num_nextn_predict_layers": 0,
+  }
+
+
+def _write_glm(cfg):
+  return _write_deepseek_experts(cfg) | {
+    "use_qk_norm": cfg.qk_norm,
     "attention_bias": cfg.attention_bias,
   }
+
+
+def _read_mla(path, raw):
+  width = lambda key: number(path, raw, [key])
+  rope = width("qk_rope_head_dim")
+  # Without these keys transformers takes numbers of DeepSeek-V3.
+  if "q_lora_rank" not in raw:
+    raise UserError(f"{path}: q_lora_rank is missing; null: no latent")
+  is_plain = raw["q_lora_rank"] is None
+  return {
+    "q_lora_rank": 0 if is_plain else width("q_lora_rank"),
+    "kv_lora_rank": width("kv_lora_rank"),
+    "head_dim": width("qk_nope_head_dim") + rope,
+    "rotary_dim": rope,
+    "v_head_dim": width("v_head_dim"),
+    "rope_interleave": bool(raw.get("rope_interleave", True)),
+  } | _read_deepseek_experts(path, raw)
+
+
+def _write_mla(cfg):
+  return _write_deepseek_experts(cfg) | {
+    "q_lora_rank": cfg.q_lora_rank or None,
+    "kv_lora_rank": cfg.kv_lora_rank,
+    "qk_nope_head_dim": cfg.head_dim - cfg.rotary_width,
+    "qk_rope_head_dim": cfg.rotary_width,
+    "head_dim": cfg.rotary_width,  # what transformers writes
+    "v_head_dim": cfg.value_dim,
+    "rope_interleave": cfg.rope_interleave,
+    # What servers read that run the model's own code.
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+  }
+
+
+def _read_deepseek(path, raw):
+  if raw.get("first_k_dense_replace") is None:
+    raise UserError(f"{path}: first_k_dense_replace is missing")
+  return _read_mla(path, raw) | {
+    "first": (Layer(experts=False, mixer="mla"),) * _dense_layers(path, raw),
+    "pattern": (Layer(mixer="mla"),),
+  }
+
+
+def _read_glm_lite(path, raw):
+  count = number(path, raw, ["num_hidden_layers"])
+  sparse = Layer(mixer="mla")
+  kinds = {"dense": Layer(experts=False, mixer="mla"), "sparse": sparse}
+  default = ["dense"] + ["sparse"] * (count - 1)
+  layers = _layers(path, raw, "mlp_layer_types", default, kinds)
+  first = next((i for i, x in enumerate(layers) if x.experts), count)
+  dense = raw.get("first_k_dense_replace")  # what servers read
+  dense = first if dense is None else dense
+  if (dense, set(layers[first:])) != (first, {sparse}):
+    raise UserError(
+      f"{path}: mlp_layer_types: expected 'dense' for the first layers,"
+      f" as many as first_k_dense_replace={dense!r}, then 'sparse'"
+    )
+  return _read_mla(path, raw) | {"first": layers[:first], "pattern": (sparse,)}
+
+
+def _write_glm_lite(cfg):
+  kinds = ["sparse" if layer.experts else "dense" for layer in cfg.layers]
+  return _write_mla(cfg) | {"mlp_layer_types": kinds}
+
+
+def _layers(path, raw, key, default, kinds) -> tuple[Layer, ...]:
+  """The layers that a list names."""
+  count, names = number(path, raw, ["num_hidden_layers"]), raw.get(key)
+  names = default if names is None else names
+  if len(names) != count or not set(names) <= set(kinds):
+    raise UserError(
+      f"{path}: {key}: expected {either(kinds)} for each of the {count} layers"
+    )
+  return tuple(kinds[name] for name in names)
+
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_LINEAR_WIDTHS = (
+  *("linear_num_key_heads", "linear_num_value_heads"),
+  *("linear_key_head_dim", "linear_value_head_dim"),
+)
+_LINEAR_WINDOW = "linear_conv_kernel_dim"
+
+
+def _read_hybrid(path, raw, *, experts: bool):
+  """Layers of gated DeltaNets and of attention."""
+  count = number(path, raw, ["num_hidden_layers"])
+  interval = number(path, raw, ["full_attention_interval"], default=4)
+  turns = [_LINEAR] * (interval - 1) + [_FULL]
+  kinds = {
+    _LINEAR: Layer(experts=experts, mixer="delta_net"),
+    _FULL: Layer(experts=experts),
+  }
+  default = [turns[i % interval] for i in range(count)]
+  layers = _layers(path, raw, "layer_types", default, kinds)
+  return {
+    "pattern": _period(layers),
+    _LINEAR_WINDOW: number(path, raw, [_LINEAR_WINDOW], default=4),
+  } | {key: number(path, raw, [key]) for key in _LINEAR_WIDTHS}
+
+
+def _period(layers: Sequence[Layer]) -> tuple[Layer, ...]:
+  """The shortest pattern that `layers` repeat."""
+  n = len(layers)
+  return next(
+    layers[:k]
+    for k in range(1, n + 1)
+    if n % k == 0 and layers[:k] * (n // k) == layers
+  )
+
+
+def _read_hybrid_moe(path, raw):
+  return _read_hybrid(path, raw, experts=True) | _read_qwen2_moe(path, raw)
+
+
+def _read_qwen3_next(path, raw):
+  normed = raw.get("norm_topk_prob") in (None, True)
+  return _read_hybrid_moe(path, raw) | {"norm_topk_prob": normed}
+
+
+def _write_hybrid(cfg):
+  keys = *_LINEAR_WIDTHS, _LINEAR_WINDOW
+  names = {"delta_net": _LINEAR, "attention": _FULL}
+  return {key: getattr(cfg, key) for key in keys} | {
+    "layer_types": [names.get(layer.mixer) for layer in cfg.layers],
+    "attn_output_gate": True,
+  }
+
+
+def _write_hybrid_moe(cfg):
+  return _write_hybrid(cfg) | _write_qwen2_moe(cfg)
 
 
 def _read_olmoe(path, raw):
@@ -138,8 +282,40 @@ def _read_qwen2_moe(path, raw):
   return {"shared_dim": number(path, raw, [key])}
 
 
+def _write_qwen2_moe(cfg):
+  return {"shared_expert_intermediate_size": cfg.shared_dim} | _ALL_LAYERS
+
+
 # Every layer has experts.
 _ALL_LAYERS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_SUPPORTED_ALL_LAYERS = {key: (value,) for key, value in _ALL_LAYERS.items()}
+_HYBRID_FIELDS = {
+  "output_gate": True,
+  "norm_plus_one": True,
+  "norm_rounds_last": True,
+}
+_HYBRID_SUPPORTED = {"attn_output_gate": (True,), "layer_types": None}
+_HYBRID_MOE_SUPPORTED = {
+  **_HYBRID_SUPPORTED,
+  **_SUPPORTED_ALL_LAYERS,
+  "shared_expert_intermediate_size": None,
+}
+_MLA_FIELDS = {"scoring_func": "sigmoid", "choice_bias": True, "qk_norm": False}
+_MLA_SUPPORTED = {
+  "n_shared_experts": None,
+  "scoring_func": ("sigmoid",),
+  "topk_method": ("noaux_tc",),
+  "moe_layer_freq": (1,),
+}
+_DEEPSEEK = Family(
+  "DeepseekV3ForCausalLM",
+  _MLA_FIELDS,
+  experts=("n_routed_experts", "moe_intermediate_size"),
+  supported=_MLA_SUPPORTED,
+  required=("num_key_value_heads",),
+  read=_read_deepseek,
+  write=_write_mla,
+)
 # By model_type.
 FAMILIES = {
   "qwen3": Family("Qwen3ForCausalLM", {}),
@@ -147,7 +323,7 @@ FAMILIES = {
     "Qwen3MoeForCausalLM",
     {},
     experts=("num_experts", "moe_intermediate_size"),
-    supported={key: (value,) for key, value in _ALL_LAYERS.items()},
+    supported=_SUPPORTED_ALL_LAYERS,
     write=lambda cfg: _ALL_LAYERS,
   ),
   "qwen2": Family(
@@ -160,16 +336,14 @@ FAMILIES = {
     {"attention_bias": True, "qk_norm": False, "shared_gate": True},
     experts=("num_experts", "moe_intermediate_size"),
     supported={
-      **{key: (value,) for key, value in _ALL_LAYERS.items()},
+      **_SUPPORTED_ALL_LAYERS,
       "attention_bias": (False, True),
       "qkv_bias": (True,),
       "shared_expert_intermediate_size": None,
     },
-    names="qwen2_moe",
+    names=("qwen2_moe",),
     read=_read_qwen2_moe,
-    write=lambda cfg: (
-      {"shared_expert_intermediate_size": cfg.shared_dim} | _ALL_LAYERS
-    ),
+    write=_write_qwen2_moe,
   ),
   "llama": Family("LlamaForCausalLM", {"qk_norm": False}),
   "olmoe": Family(
@@ -185,7 +359,7 @@ FAMILIES = {
     experts=("num_local_experts", "intermediate_size"),
     rope_theta=1e6,
     supported={"router_jitter_noise": (0,), "sliding_window": ()},
-    names="mixtral",
+    names=("mixtral",),
   ),
   "glm4_moe": Family(
     "Glm4MoeForCausalLM",
@@ -219,7 +393,7 @@ FAMILIES = {
       "shared_intermediate_size": (0,),
       "rotary_dim": None,
     },
-    names="mixtral",
+    names=("mixtral",),
     partial_rotary_factor=1.0,
     read=_read_minimax,
     write=lambda cfg: {
@@ -251,20 +425,59 @@ FAMILIES = {
       "swiglu_alpha": (1.702,),
       "layer_types": None,
     },
-    names="gpt_oss",
+    names=("gpt_oss",),
     required=("head_dim", "num_key_value_heads"),
     read=_read_gpt_oss,
     write=_write_gpt_oss,
   ),
+  "qwen3_5_moe_text": Family(
+    "Qwen3_5MoeForCausalLM",
+    _HYBRID_FIELDS | {"shared_gate": True, "norm_topk_prob": True},
+    experts=("num_experts", "moe_intermediate_size"),
+    supported=_HYBRID_MOE_SUPPORTED | {"norm_topk_prob": (True,)},
+    names=("qwen2_moe",),
+    partial_rotary_factor=0.25,
+    required=("head_dim", "num_key_value_heads"),
+    read=_read_hybrid_moe,
+    write=_write_hybrid_moe,
+  ),
+  "qwen3_next": Family(
+    "Qwen3NextForCausalLM",
+    _HYBRID_FIELDS | {"shared_gate": True},
+    experts=("num_experts", "moe_intermediate_size"),
+    supported=_HYBRID_MOE_SUPPORTED,
+    names=("qwen3_next", "qwen2_moe"),
+    partial_rotary_factor=0.25,
+    required=("head_dim", "num_key_value_heads"),
+    read=_read_qwen3_next,
+    write=_write_hybrid_moe,
+  ),
+  "qwen3_5_text": Family(
+    "Qwen3_5ForCausalLM",
+    _HYBRID_FIELDS,
+    supported=_HYBRID_SUPPORTED,
+    partial_rotary_factor=0.25,
+    required=("head_dim", "num_key_value_heads"),
+    read=functools.partial(_read_hybrid, experts=False),
+    write=_write_hybrid,
+  ),
+  "deepseek_v3": _DEEPSEEK,
+  "kimi_k2": _DEEPSEEK,
+  "glm4_moe_lite": Family(
+    "Glm4MoeLiteForCausalLM",
+    _MLA_FIELDS,
+    experts=("n_routed_experts", "moe_intermediate_size"),
+    supported=_MLA_SUPPORTED,
+    required=("num_key_value_heads",),
+    read=_read_glm_lite,
+    write=_write_glm_lite,
+  ),
 }
-_DELTA_NET = (
-  "gated delta-net layers, an output gate of attention, and norms by 1 + weight"
-)
-# What ModelConfig lacks, by the start of a model_type.
-_MISSING = {
-  "deepseek_v3": "latent attention",
-  "qwen3_5": _DELTA_NET,
-  "qwen3_next": _DELTA_NET,
+# Models of images and texts: the language model of each, which has the keys of
+# `text_config`.
+WITH_IMAGES = {
+  "qwen3_5": "qwen3_5_text",
+  "qwen3_5_moe": "qwen3_5_moe_text",
 }
 # By key of any family: the supported values, or None where `read` checks them.
 # A key may also be missing.
@@ -280,14 +493,11 @@ _SUPPORTED = {
 
 
 def require_family(path, model_type) -> Family:
-  """UserError, with what is missing, unless it is one of `FAMILIES`."""
+  """UserError unless it is one of `FAMILIES`."""
   if model_type in FAMILIES:
     return FAMILIES[model_type]
-  error = unsupported(path, "model_type", model_type, sorted(FAMILIES))
-  for name, missing in _MISSING.items():
-    if str(model_type).startswith(name):
-      error = UserError(f"{error}; missing for it: {missing}")
-  raise error
+  supported = sorted({*FAMILIES, *WITH_IMAGES})
+  raise unsupported(path, "model_type", model_type, supported)
 
 
 def require_supported(path, raw, family: Family) -> None:

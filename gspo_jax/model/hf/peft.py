@@ -4,6 +4,12 @@ A linear layer has the tensors `lora_A` [rank, inputs] and `lora_B`
 [outputs, rank]. In transformers 5 all experts are two parameters, gate_up_proj
 and down_proj. PEFT adapts them by `target_parameters`: one `lora_A`
 [experts * rank, inputs] and one `lora_B` [outputs, rank * experts].
+
+Where n of our weights are the rows of one linear layer, such as the queries,
+keys and values of a gated DeltaNet, its adapter has n times the rank: A has
+their n parts one above the other, B is 0 but for a block of each. An adapter of
+such a layer that has the rank itself is read as well: the n weights begin with
+the same A.
 """
 
 import json
@@ -21,7 +27,12 @@ from gspo_jax.model.hf import folder as folders
 from gspo_jax.model.hf.config import read
 from gspo_jax.model.hf.tensors import (
   FLOATS,
+  PLAIN,
+  Layout,
+  Part,
   import_safetensors,
+  layout_in,
+  layout_of,
   listed,
   require_tensors,
   save_tensors,
@@ -48,8 +59,6 @@ _SUPPORTED = {
   "use_dora": (False,),
   "lora_bias": (False,),
   "modules_to_save": (None, []),
-  "rank_pattern": ({},),
-  "alpha_pattern": ({},),
   "layer_replication": (None,),
   "alora_invocation_tokens": (None,),
   "kasa_config": (None,),
@@ -69,20 +78,49 @@ class _Matrix(NamedTuple):
   sizes: tuple[int, int, int]  # of this shape: experts, rows, columns
   # The outputs of gates and ups take turns in the file.
   interleaved: bool
+  # The rows of the linear layer's weight; None: all. Of how many weights this
+  # is which one.
+  part: Part | None
+  number: int = 0
+  count: int = 1
 
-  @property
-  def tensor_shape(self) -> tuple[int, int]:
+  def file_shape(self, is_wide: bool) -> tuple[int, int]:
+    """The shape of the tensor; `is_wide`: each weight has its own columns."""
     experts, rows, columns = self.sizes
-    if self.is_b:  # output by (rank, expert)
-      return columns, rows * experts
-    return experts * columns, rows  # (expert, rank) by input
+    count = self.count if is_wide else 1
+    if not self.is_b:  # (weight, expert, rank) by input
+      return count * experts * columns, rows
+    if self.part:
+      columns = self.part.groups * self.part.size
+    return columns, count * rows * experts  # output by (weight, rank, expert)
+
+  def put(self, array: np.ndarray, tensors: dict, layer: int) -> None:
+    """Adds one layer to the tensors by name."""
+    own, name = self.to_peft(array), self.key.format(i=layer)
+    if name not in tensors:
+      tensors[name] = np.zeros(self.file_shape(True), own.dtype)
+    view = self._own(tensors[name], True)
+    view[...] = own.reshape(view.shape)
+
+  def take(self, tensors: dict, layer: int, is_wide: bool) -> np.ndarray:
+    """The inverse of `put`."""
+    return self.from_peft(self._own(tensors[self.key.format(i=layer)], is_wide))
+
+  def _own(self, tensor: np.ndarray, is_wide: bool) -> np.ndarray:
+    """A view of what this matrix has of a tensor."""
+    experts, rows, columns = self.sizes
+    if is_wide:
+      size = experts * (rows if self.is_b else columns)
+      own = slice(self.number * size, (self.number + 1) * size)
+      tensor = tensor[:, own] if self.is_b else tensor[own]
+    return self.part.of(tensor) if self.is_b and self.part else tensor
 
   def to_peft(self, array: np.ndarray) -> np.ndarray:
     grid = array.reshape(self.sizes)
     if self.interleaved:
       grid = swap_last(grid, (2, -1))
     grid = grid.T if self.is_b else grid.swapaxes(1, 2)
-    return np.ascontiguousarray(grid).reshape(self.tensor_shape)
+    return np.ascontiguousarray(grid)
 
   def from_peft(self, tensor: np.ndarray) -> np.ndarray:
     experts, rows, columns = self.sizes
@@ -95,38 +133,48 @@ class _Matrix(NamedTuple):
     return grid.astype(np.float32).reshape(self.shape)
 
 
-def _matrices(cfg: ModelConfig) -> list[_Matrix]:
+def _matrices(cfg: ModelConfig, layout: Layout) -> list[_Matrix]:
   matrices = []
-  tensors = {tensor.path: tensor for tensor in tensor_maps(cfg)}
+  layout = layout._replace(fused_experts=False)
+  tensors = {tensor.path: tensor for tensor in tensor_maps(cfg, layout)}
   for row in parameters.adapted(cfg):
     tensor = tensors[row.path]
     module = tensor.names[0].removesuffix(".weight")
+    start, layer, rest = module.partition("layers.{i}.")
     is_parameter = bool(cfg.num_experts) and row.target == "mlp"
     if row.end in _EXPERT_PARAMETERS:
       name, end = _EXPERT_PARAMETERS[row.end]
-      module = "model.layers.{i}." + end
+      module = start + layer + end
     elif is_parameter:
       # Beside experts, PEFT takes a module gate_proj for a part of an expert.
-      name = tensor.names[0].removeprefix("model.layers.{i}.")
+      name = f"{rest}.weight"
     else:
       name = module.rpartition(".")[2]
+    sharers = [
+      x.part.first
+      for x in tensors.values()
+      if x.names == tensor.names and x.part
+    ]
     for kind, x in zip("AB", row.adapters, strict=True):
       shape = x.shape(cfg)
       sizes = tuple(math.prod(shape[a] for a in axes) for axes in x.groups)
       key = f"base_model.model.{module}.lora_{kind}.weight"
-      matrices.append(
-        _Matrix(
-          x.path,
-          name,
-          is_parameter,
-          key,
-          kind == "B",
-          row.layers(cfg),
-          shape,
-          sizes,
-          kind == "B" and tensor.interleaved,
-        )
+      matrix = _Matrix(
+        x.path,
+        name,
+        is_parameter,
+        key,
+        kind == "B",
+        row.layers(cfg),
+        shape,
+        sizes,
+        kind == "B" and tensor.interleaved,
+        tensor.part,
       )
+      if part := tensor.part:
+        number = sorted(sharers).index(part.first)
+        matrix = matrix._replace(number=number, count=len(sharers))
+      matrices.append(matrix)
   return matrices
 
 
@@ -142,15 +190,31 @@ def save_peft(
     lambda: multihost.is_primary() and write()
   )
   on_primary(lambda: folders.require_new(folder, "float32"))
-  leaves, matrices = sharding.leaves_by_path(adapters), _matrices(cfg)
-  arrays = {
-    matrix.key.format(i=i): matrix.to_peft(layer)
-    for matrix in matrices
-    for i, layer in zip(
-      matrix.layers, multihost.to_host(leaves[matrix.path]), strict=True
-    )
+  layout = multihost.run_on_all(lambda: layout_of(base) if base else PLAIN)
+  # Without images, as `AutoModelForCausalLM` reads the folder.
+  matrices = _matrices(cfg, layout._replace(with_images=False))
+  leaves = sharding.leaves_by_path(adapters)
+  arrays = {x.path: multihost.to_host(leaves[x.path]) for x in matrices}
+  tensors, config = _tensors(matrices, arrays), _config(matrices, cfg, base)
+  on_primary(lambda: _write(folder, config, tensors))
+
+
+def _tensors(matrices, arrays: dict) -> dict[str, np.ndarray]:
+  """By name, from stacks of layers by path."""
+  tensors = {}
+  for matrix in matrices:
+    for i, layer in zip(matrix.layers, arrays[matrix.path], strict=True):
+      matrix.put(layer, tensors, i)
+  return tensors
+
+
+def _patterns(matrices, lora: LoraConfig) -> dict[str, dict]:
+  """PEFT's settings of linear layers that have several weights in them."""
+  counts = {x.name: x.count for x in matrices if x.count > 1}
+  return {
+    "rank_pattern": {name: n * lora.rank for name, n in counts.items()},
+    "alpha_pattern": {name: n * lora.alpha for name, n in counts.items()},
   }
-  on_primary(lambda: _write(folder, _config(matrices, cfg, base), arrays))
 
 
 def _config(matrices, cfg, base) -> dict:
@@ -168,7 +232,7 @@ def _config(matrices, cfg, base) -> dict:
     "target_modules": list(modules),
     "target_parameters": list(arrays) or None,
     "inference_mode": True,
-  }
+  } | _patterns(matrices, cfg.lora)
 
 
 def _write(folder, config, arrays):
@@ -196,10 +260,17 @@ def load_peft(folder: epath.PathLike, cfg: ModelConfig, shardings=None) -> dict:
 
 def _read(folder: epath.Path, cfg) -> dict[str, np.ndarray]:
   """All adapters by path, with stacked layers."""
-  _require_supported(folder / CONFIG, read(folder / CONFIG), cfg.lora)
-  stored, matrices = _stored(folder / WEIGHTS), _matrices(cfg)
+  raw = read(folder / CONFIG)
+  _require_supported(folder / CONFIG, raw, cfg.lora)
+  stored = _stored(folder / WEIGHTS)
+  matrices = _matrices(cfg, layout_in(stored))
+  is_wide = bool(raw.get("rank_pattern"))
+  for key, pattern in _patterns(matrices, cfg.lora).items():
+    wanted = pattern if is_wide else {}
+    if (got := raw.get(key) or {}) != wanted:
+      raise UserError(f"{folder / CONFIG}: {key}={got}: expected {wanted}")
   shapes = {
-    x.key.format(i=i): x.tensor_shape for x in matrices for i in x.layers
+    x.key.format(i=i): x.file_shape(is_wide) for x in matrices for i in x.layers
   }
   kinds = {name: (tuple(t["shape"]), t["dtype"]) for name, t in stored.items()}
   require_tensors(folder, kinds, shapes, _DTYPES, "among model.lora.targets")
@@ -210,12 +281,17 @@ def _read(folder: epath.Path, cfg) -> dict[str, np.ndarray]:
   infinite = [name for name, x in tensors.items() if not np.isfinite(x).all()]
   if infinite:
     raise UserError(f"{folder}: {listed('NaN or infinite weights', infinite)}")
-  return {
-    x.path: np.stack(
-      [x.from_peft(tensors[x.key.format(i=i)]) for i in x.layers]
-    )
+  arrays = {
+    x.path: np.stack([x.take(tensors, i, is_wide) for i in x.layers])
     for x in matrices
   }
+  if is_wide:
+    again = _tensors(matrices, arrays)
+    mixed = [name for name, x in again.items() if (x != tensors[name]).any()]
+    if mixed:
+      problem = "not 0 outside of the blocks of several weights"
+      raise UserError(f"{folder}: {listed(problem, mixed)}")
+  return arrays
 
 
 def _stored(path: epath.Path) -> dict[str, dict]:

@@ -13,6 +13,8 @@ from gspo_jax.runtime.errors import UserError
 
 
 def _keys(raw) -> dict:
+  # `mrope_section` and `mrope_interleaved` say which frequencies turn by a
+  # token's place in an image. In a text all turn by the same place.
   keys = dict(raw.get("rope_scaling") or {})
   keys |= raw.get("rope_parameters") or {}
   return keys
@@ -79,7 +81,8 @@ def _yarn(get, rope, max_length):
     attention_factor = over / under
   betas = value("beta_fast", 32.0), value("beta_slow", 1.0)
   truncate = bool(rope.get("truncate", True))
-  return factor, length, *betas, attention_factor, truncate
+  all_dim = value("mscale_all_dim") if rope.get("mscale_all_dim") else 0.0
+  return factor, length, *betas, attention_factor, truncate, all_dim
 
 
 _LENGTH = "original_max_position_embeddings"
@@ -99,4 +102,6 @@ def scaling_to_hf(scaling: RopeScaling) -> dict:
   raw[_LENGTH] = raw.pop("length")
   if raw["attention_factor"] is None:
     del raw["attention_factor"]
+  if not raw["mscale_all_dim"]:
+    del raw["mscale_all_dim"]
   return {"rope_type": "yarn"} | raw

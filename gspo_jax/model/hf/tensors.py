@@ -24,7 +24,7 @@ from etils import epath
 from gspo_jax.model import parameters
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.hf import quantised
-from gspo_jax.model.hf.config import family_name
+from gspo_jax.model.hf.config import family_name, has_images
 from gspo_jax.model.hf.families import FAMILIES
 from gspo_jax.record import json_file
 from gspo_jax.record.run_files import in_bucket, is_file
@@ -50,9 +50,59 @@ _OUTAGE = re.compile(
 )
 _MAX_TENSORS = 1 << 20  # of a model; the largest published ones have 70,000
 _MAX_NAMES = 16  # in one error; a wrong folder has thousands
-# Tensors that predict further tokens (multi-token prediction).
-_MTP = re.compile(r"mtp\..+|(model\.layers\.(\d+))\..+")
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Tensors that predict further tokens (multi-token prediction), or that see
+# images.
+_CARRIED = re.compile(r"mtp\..+|model\.visual\..+|(model\.layers\.(\d+))\..+")
+_GROUPED = re.compile(r"\.in_proj_(qkvz|ba)\.")
+HEAD = "lm_head.weight"
+
+
+class Layout(NamedTuple):
+  """What may differ between folders of the same model."""
+
+  # Names begin with "model.language_model.", beside those of images.
+  with_images: bool = False
+  # All experts are one tensor, and not one each.
+  fused_experts: bool = False
+  # The projections of a gated DeltaNet are Qwen3-Next's.
+  grouped: bool = False
+
+
+PLAIN = Layout()
+
+
+def layout_in(names: Collection[str]) -> Layout:
+  """Of tensors, or of PEFT's adapters to them."""
+  has = lambda pattern: any(re.search(pattern, name) for name in names)
+  layer = r"(^|\.)model\.(language_model\.)?layers\.\d+"
+  return Layout(
+    has(r"(^|\.)model\.language_model\.layers\."),
+    has(layer + r"\.mlp\.experts\.gate_up_proj$"),
+    has(layer + r"\.linear_attn\.in_proj_qkvz\."),
+  )
+
+
+def layout_of(folder: epath.PathLike) -> Layout:
+  """Of a folder that may be without tensors, or not be there."""
+  if names := _names(epath.Path(folder)):
+    return layout_in(names)
+  path = epath.Path(folder) / "config.json"
+  raw = json_file.read(path) if is_file(path) else {}
+  return Layout(has_images(raw), grouped=raw.get("model_type") == "qwen3_next")
+
+
+class Part(NamedTuple):
+  """The rows of a tensor that are those of a parameter."""
+
+  groups: int  # that the tensor's rows are in
+  size: int  # rows of a group
+  first: int  # of the parameter's rows in each group
+  count: int  # of the parameter's rows in each group
+
+  def of(self, tensor: np.ndarray) -> np.ndarray:
+    """A view of these rows, [groups, count, ...]."""
+    grid = tensor.reshape(self.groups, self.size, *tensor.shape[1:])
+    return grid[:, self.first : self.first + self.count]
 
 
 class TensorMap(NamedTuple):
@@ -62,11 +112,13 @@ class TensorMap(NamedTuple):
   shape: tuple[int, ...]  # of the parameter, without the axis of layers
   names: tuple[str, ...]  # of the tensors, for `.format(i=layer, e=expert)`
   # Axes of the parameter that are a tensor's rows, and its columns. A tensor of
-  # all experts has three groups: experts, rows and columns.
+  # all experts has three groups: experts, rows and columns. So has one of a
+  # convolution, whose second axis is 1: channels, none, and tokens.
   axes: tuple[tuple[int, ...], ...]
   layers: tuple[int, ...]  # the numbers of the layers that have it
   # The columns of gates and ups take turns in the file.
   interleaved: bool = False
+  part: Part | None = None  # the rows of the parameter; None: all
 
   @property
   def stacked(self) -> bool:
@@ -93,6 +145,8 @@ class TensorMap(NamedTuple):
     rows, *columns = (
       math.prod(self.shape[a] for a in group) for group in self.axes
     )
+    if self.part:
+      rows = self.part.groups * self.part.size
     return rows // len(self.names), *columns
 
   def tensors(self, layer: int) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -102,31 +156,65 @@ class TensorMap(NamedTuple):
         yield name.format(i=layer, e=e), (e, part)
 
 
-def tensor_maps(cfg: ModelConfig) -> list[TensorMap]:
+def tensor_maps(cfg: ModelConfig, layout: Layout = PLAIN) -> list[TensorMap]:
   """All parameters of a model, in the order of its tree."""
   family = FAMILIES.get(family_name(cfg))
+  styles = ("qwen3_next",) * layout.grouped + (family.names if family else ())
   maps = []
-  for row in sorted(parameters.rows(cfg), key=lambda row: row.path.split("/")):
-    prefix = "model.layers.{i}." if row.stacked else ""
-    names = row.tensors
-    if family:
-      names = row.other_names.get(family.names, names)
+  for row in parameters.rows(cfg):
+    names = next(
+      (row.other_names[x] for x in styles if x in row.other_names), row.tensors
+    )
     experts, inputs, outputs = row.groups
     axes = (outputs, inputs) if row.transposed else (inputs, outputs)
-    fused = bool(experts) and "{e}" not in names[0]
-    if fused:  # gpt-oss' order
+    gpt_oss = bool(experts) and "{e}" not in names[0]
+    if gpt_oss:
       axes = experts, inputs, outputs
+    elif experts and layout.fused_experts:
+      end = row.end.rpartition("/")[2]
+      names, axes = (f"mlp.experts.{end}_proj",), (experts, outputs, inputs)
+    axes = tuple(filter(None, axes))  # a vector has no inputs
+    if row.init == "convolution":
+      axes = outputs[:-1], (), outputs[-1:]
+    start = "model.layers.{i}." if row.stacked else ""
+    names = tuple(start + name for name in names)
+    if layout.with_images:
+      add = "model.language_model."
+      names = tuple(re.sub(r"^model\.", add, name) for name in names)
     maps.append(
       TensorMap(
         row.path,
         row.shape(cfg),
-        tuple(prefix + name for name in names),
-        tuple(filter(None, axes)),  # a vector has no inputs
+        names,
+        axes,
         row.layers(cfg),
-        fused and "2F" in row.dims,
+        gpt_oss and "2F" in row.dims,
       )
     )
-  return maps
+  maps = _with_parts(maps, cfg.linear_num_key_heads)
+  return sorted(maps, key=lambda tensor: tensor.path.split("/"))
+
+
+def _with_parts(maps: list[TensorMap], key_heads: int) -> list[TensorMap]:
+  """Parameters of one tensor are its rows one after the other.
+
+  In Qwen3-Next's projections they are so for each of the `key_heads`.
+  """
+  found, by_names = [], {}
+  for tensor in maps:
+    by_names.setdefault(tensor.names, []).append(tensor)
+  for (name, *_), tensors in by_names.items():
+    if len(tensors) == 1:
+      found += tensors
+      continue
+    groups = key_heads if _GROUPED.search(name) else 1
+    counts = [math.prod(x.hf_shape[: len(x.axes[0])]) for x in tensors]
+    counts = [count // groups for count in counts]
+    firsts = [sum(counts[:i]) for i in range(len(counts))]
+    for tensor, first, count in zip(tensors, firsts, counts, strict=True):
+      part = Part(groups, sum(counts), first, count)
+      found.append(tensor._replace(part=part))
+  return found
 
 
 def swap_last(x, shape):
@@ -135,11 +223,13 @@ def swap_last(x, shape):
   return grid.swapaxes(-1, -2).reshape(x.shape)
 
 
-def expected(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+def expected(
+  cfg: ModelConfig, layout: Layout = PLAIN
+) -> dict[str, tuple[int, ...]]:
   """The shape of every HF tensor of a model, by name."""
   return {
     name: tensor.tensor_shape
-    for tensor in tensor_maps(cfg)
+    for tensor in tensor_maps(cfg, layout)
     for layer in tensor.layers
     for name, _ in tensor.tensors(layer)
   }
@@ -182,8 +272,8 @@ class HFCheckpoint:
   """Reads parts of the tensors in a folder of safetensors files.
 
   UserError if there are no such files, a file is damaged, or the tensors are
-  not exactly the model's. Those of multi-token prediction may also be there:
-  `carried` has them by name.
+  not exactly the model's. Those of multi-token prediction and of images may
+  also be there: `carried` has them by name.
   """
 
   def __init__(self, folder: epath.PathLike, cfg: ModelConfig):
@@ -201,11 +291,12 @@ class HFCheckpoint:
       if not name.endswith("rotary_emb.inv_freq")
     }
     self._tensors = tensors
+    self.layout = layout_in(tensors)
     self._require_count(cfg)
-    self.carried = _multi_token_prediction(tensors, cfg.num_layers)
-    shapes = expected(cfg)
+    self.carried = _carried(tensors, cfg.num_layers)
+    shapes = expected(cfg, self.layout)
     if self.has_second_head(cfg):
-      shapes[HEAD] = shapes[EMBEDDING]
+      shapes[HEAD] = cfg.vocab_size, cfg.embed_dim
     shapes |= {name: tensor.shape for name, tensor in self.carried.items()}
     kinds = {name: (x.shape, x.dtype) for name, x in tensors.items()}
     require_tensors(self.folder, kinds, shapes, FLOATS, "of this model")
@@ -218,7 +309,7 @@ class HFCheckpoint:
     layers, experts = cfg.num_layers, cfg.num_experts
     count = sum(
       len(tensor.layers) * (tensor.experts or 1) * len(tensor.names)
-      for tensor in tensor_maps(cfg)
+      for tensor in tensor_maps(cfg, self.layout)
     )
     if count > _MAX_TENSORS:
       raise UserError(
@@ -256,33 +347,45 @@ class HFCheckpoint:
     by_rows = {}
     for spans, array in parts.items():
       by_rows.setdefault(spans[: axis + 1], {})[spans] = array
-    length = tensor.hf_shape[axis] // len(tensor.names)
-    size = math.prod(tensor.tensor_shape) // length * 4  # bytes, at most
-    step = max(1, _BLOCK_BYTES // size)
+    # Where the rows of the file begin that are one after the other.
+    begins = [(name, e, 0) for name, (e, _) in tensor.tensors(layer)]
+    if part := tensor.part:
+      ((name, e, _),) = begins
+      starts = range(part.first, part.groups * part.size, part.size)
+      begins = [(name, e, start) for start in starts]
+    runs = len(begins) // (tensor.experts or 1)
+    length = tensor.hf_shape[axis] // runs
+    stride = math.prod(tensor.shape[a] for a in tensor.axes[0][1:])
+    columns = math.prod(tensor.tensor_shape[1:])
+    step = max(1, _BLOCK_BYTES // (stride * columns * 4))  # bytes, at most
     for rows, same_rows in by_rows.items():
       *experts, (first, end) = rows
-      for name, (e, position) in tensor.tensors(layer):
+      for n, (name, e, begin) in enumerate(begins):
         if experts and e not in range(*experts[0]):
           continue
-        offset = position * length
+        offset = n % runs * length
         end_here = min(end, offset + length)
         for start in range(max(first, offset), end_here, step):
           span = start, min(start + step, end_here)
-          yield tensor, name, e, offset, span, same_rows
+          row = begin + (start - offset) * stride
+          yield tensor, name, e, row, span, same_rows
 
-  def _fill(self, tensor, name, e, offset, span, parts):
+  def _fill(self, tensor, name, e, row, span, parts):
     """Copies a block of a tensor's rows into the parts that have them.
 
     Rows and columns may have several axes: the file is sliced along the first,
-    the block in memory along the others. `offset` is the tensor's first row.
+    the block in memory along the others. `row` is the first in the file.
     """
     axis = 0 if tensor.experts is None else 1
     rows, *columns = ([tensor.shape[a] for a in group] for group in tensor.axes)
     start, end = span
     stride = math.prod(rows[1:])
-    in_file = [slice((start - offset) * stride, (end - offset) * stride)]
+    in_file = [slice(row, row + (end - start) * stride)]
     shape, shifts = [end - start, *rows[1:]], [0] * (len(rows) - 1)
     for sizes in columns:
+      if not sizes:
+        in_file.append(slice(None))
+        continue
       of_parts = [spans[axis + len(shape)] for spans in parts]
       first, last = min(a for a, _ in of_parts), max(b for _, b in of_parts)
       stride = math.prod(sizes[1:])
@@ -391,11 +494,11 @@ class StoredTensor(NamedTuple):
     return rows[(slice(None), *slices[1:])]
 
 
-def _multi_token_prediction(tensors: Mapping, num_layers: int) -> dict:
-  """The tensors of `mtp.*`, or of layers after the model's with `eh_proj`."""
+def _carried(tensors: Mapping, num_layers: int) -> dict:
+  """The tensors of `mtp.*`, of images, or of later layers with `eh_proj`."""
   found = {}
   for name, tensor in tensors.items():
-    if match := _MTP.fullmatch(name):
+    if match := _CARRIED.fullmatch(name):
       layer, number = match.groups()
       is_after = number and int(number) >= num_layers
       if not number or (is_after and f"{layer}.eh_proj.weight" in tensors):
@@ -403,16 +506,18 @@ def _multi_token_prediction(tensors: Mapping, num_layers: int) -> dict:
   return found
 
 
-def has_multi_token_prediction(folder: epath.PathLike, cfg) -> bool:
+def has_carried(folder: epath.PathLike, cfg) -> bool:
   """Whether a folder, which may be without weights, names such tensors."""
-  folder = epath.Path(folder)
+  return bool(_carried(_names(epath.Path(folder)), cfg.num_layers))
+
+
+def _names(folder: epath.Path) -> Mapping:
+  """The names of a folder's tensors, which may have none, as keys."""
   if (folder / SINGLE).exists():
-    names = _open(folder / SINGLE).tensors
-  elif (folder / INDEX).exists():
-    names = json_file.read(folder / INDEX)["weight_map"]
-  else:
-    return False
-  return bool(_multi_token_prediction(names, cfg.num_layers))
+    return _open(folder / SINGLE).tensors
+  if (folder / INDEX).exists():
+    return json_file.read(folder / INDEX)["weight_map"]
+  return {}
 
 
 def _files(folder: epath.Path) -> list[epath.Path]:

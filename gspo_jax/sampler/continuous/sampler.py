@@ -57,12 +57,12 @@ class PrefixCache:
   The next call prefills only the new tokens of the responses that it continues,
   and does not prepare weights. All calls have the same weights, prompts and
   key. This object keeps the weights of `decode_params` and all pages in device
-  memory; what does not fit is prefilled again, and so are all tokens of a model
-  with states.
+  memory; what does not fit is prefilled again. A model with states computes all
+  tokens again.
   """
 
   state: DecodeState | None = None
-  tokens: list[dict | None] | None = None  # of each shard, by response
+  tokens: list[dict] | None = None  # of each shard, by response
   params: model.Params | None = None  # of `decode_params`
 
 
@@ -135,7 +135,7 @@ class ContinuousSampler:
       )
     so_far = multihost.to_host((samples.lengths, samples.finish))
     cache, cached = prefix_cache or PrefixCache(), [None] * self.shards
-    if prefix_cache and not has_states(self.cfg):
+    if prefix_cache:
       cached = cache.tokens or [{} for _ in range(self.shards)]
     state, samples = self.jitted.begin(samples, cache.state)
     cache.state = cache.tokens = None  # the state was donated
@@ -363,14 +363,14 @@ class ContinuousSampler:
   ):
     num_cached = num_cached if num_cached.any() else None
     sources = sources if has_states(self.cfg) else None
-    prefixes, num_cached, sources, response = multihost.to_global(
-      (prefixes, num_cached, sources, response), self.batch_sharding
+    (tokens, lengths, pages), num_cached, sources = multihost.to_global(
+      (prefixes, num_cached, sources), self.batch_sharding
     )
     state, experts = self.jitted.prefill(
-      params, state, *prefixes, num_cached, sources
+      params, state, tokens, lengths, pages, num_cached, sources
     )
     if experts is not None:
-      lengths = prefixes[1]
+      response = multihost.to_global(response, self.batch_sharding)
       samples = self.jitted.write_prompt_routing(
         samples, experts, lengths, response
       )

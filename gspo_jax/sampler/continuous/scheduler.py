@@ -43,13 +43,13 @@ class CachedTokens(NamedTuple):
 
 @dataclasses.dataclass
 class Prefill:
-  """A prefix: the device computes and stores all its tokens but the last."""
+  """A prefix to store first: all its tokens but the last."""
 
   prefix: int
-  # Of these tokens. Other slots may read full pages of cached tokens: do not
-  # write them. `num_pages` for a page that is not to be written, either.
-  pages: list[int]
-  num_cached: int  # tokens that the pages hold, and that are not computed
+  pages: list[int]  # of these tokens; `num_pages` for one not to be written
+  # Tokens that the pages hold, and that need not be computed. Other slots may
+  # read full pages of these: do not write them.
+  num_cached: int
   slots: list[int]  # that start from it in this round
   row: int = PROMPT_ROWS  # for the state; PROMPT_ROWS: it is not stored
 
@@ -102,7 +102,7 @@ class Scheduler:
       cached: by response, the first tokens of its prefix that are in the pool:
         `kept` of the last scheduler. No other response has this prefix, and all
         other pages are free. None: keep nothing.
-      has_states: of the model; then `cached` is None.
+      has_states: of the model.
     """
     self._sizes = sizes
     self.num_sampled = 0  # tokens so far, also of preempted responses
@@ -301,18 +301,20 @@ class Scheduler:
 
   def _prefill(self, slot, prefix, pages, num_stored, admission):
     """Prefills the prefix of a slot unless all that it needs is stored."""
-    prefill, size = admission.prefill, self._sizes.page_size
+    prefill = admission.prefill
     if prefill and prefill[-1].prefix == prefix:
       prefill[-1].slots.append(slot)
-    elif self._has_states and prefix != self._prefix_of_row:
-      # All tokens are computed again for the state.
-      full = num_stored // size
-      pages = [self._sizes.num_pages] * full + pages[full:]
-      prefill.append(Prefill(prefix, pages, 0, [slot]))
-    elif num_stored < self._num_cached_Q[prefix]:
-      prefill.append(Prefill(prefix, pages, num_stored, [slot]))
-    else:
+      return
+    has_state = not self._has_states or prefix == self._prefix_of_row
+    if has_state and num_stored == self._num_cached_Q[prefix]:
       admission.prompt_row[slot] = self._row
+      return
+    if self._has_states:
+      # All tokens are computed, for the state; full pages are not written.
+      full = num_stored // self._sizes.page_size
+      pages = [self._sizes.num_pages] * full + pages[full:]
+      num_stored = 0
+    prefill.append(Prefill(prefix, pages, num_stored, [slot]))
 
   def _pages_after_segment(self, num_cached, num_generated, max_tokens):
     steps = self._sizes.segment_steps * (self._unknown_segments + 1)
