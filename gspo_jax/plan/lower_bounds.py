@@ -118,11 +118,12 @@ def state_bytes(cfg: ModelConfig) -> int:
 
   A gated DeltaNet has them, of the same size at any length.
   """
-  return sum(
-    math.prod(x.shape) * x.dtype.itemsize
-    for layer in cfg.layers
-    for x in kv_cache.state_shapes(cfg, layer)
-  )
+  total = 0
+  for i in cfg.layers_with("delta_net"):
+    state, tail = kv_cache.state_shapes(cfg, cfg.layers[i])
+    total += 4 * math.prod(state.shape)
+    total += _element_bytes(cfg) * math.prod(tail.shape)
+  return total
 
 
 def decode_bytes(

@@ -155,5 +155,5 @@ def advice_on_slots(cfg: ModelConfig, sampler: ContinuousSampler) -> str:
   slots, size = sampler.batching.slots, state_bytes(cfg, sampler)
   return (
     f"continuous_batching.slots={slots}: their states take "
-    f"{size / 2**30:.2f} GiB of it"
+    f"{size / 2**30:.2f} GiB of a device"
   )

@@ -377,6 +377,9 @@ def test_the_platform_is_that_of_the_mesh():
     (16384, (32, 8, 64), {}, 1.5),  # Llama-3.2-1B; 18.6 in blocks of queries
     (16384, (64, 8, 64), {"sinks": True}, 2.8),  # gpt-oss; 33.6 in blocks
     (16384, (64, 8, 64), {"sinks": True, "window": 128}, 1.4),  # 3.1 in blocks
+    (4096, (16, 2, 256), {}, 0.4),  # Qwen3.6-35B-A3B
+    (4096, (16, 16, 192), {"value": 128}, 0.5),  # Moonlight
+    (4096, (20, 20, 256), {}, 0.5),  # GLM-4.7-Flash
   ],
 )
 def test_temporaries_of_one_layer_on_a_v5p(tokens, heads, options, gib):
@@ -391,6 +394,9 @@ def test_temporaries_of_one_layer_on_a_v5p(tokens, heads, options, gib):
   )
   *numbers, width = heads
   query, key = (shape(1, tokens, n, width) for n in numbers)
+  output, value = (
+    shape(1, tokens, n, options.get("value", width)) for n in numbers
+  )
   sinks = shape(heads[0], dtype=jnp.float32) if "sinks" in options else None
 
   def backward(q, k, v, sinks_N, segments, dout):
@@ -400,6 +406,6 @@ def test_temporaries_of_one_layer_on_a_v5p(tokens, heads, options, gib):
     return jax.vjp(attend, q, k, v, sinks_N)[1](dout)
 
   segments = shape(1, tokens, dtype=jnp.int32)
-  lowered = jax.jit(backward).lower(query, key, key, sinks, segments, query)
+  lowered = jax.jit(backward).lower(query, key, value, sinks, segments, output)
   memory = plan_compile.compile_one(lowered).memory
   assert memory.temporaries < gib * 2**30

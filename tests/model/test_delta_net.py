@@ -1,6 +1,7 @@
 """The gated delta rule against its recurrence in float64, token by token."""
 
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,9 @@ import numpy as np
 import pytest
 
 from gspo_jax.model import delta_net
+from gspo_jax.plan import chips, hlo
+from gspo_jax.plan import compile as plan_compile
+from gspo_jax.runtime import sharding
 
 B, G, R, K, V, W = 2, 2, 2, 8, 6, 4
 M, X = G * R, 2 * K + R * V
@@ -244,3 +248,44 @@ def test_equal_keys_without_decay_stay_finite():
   out, _ = mix(inputs, weights, segments, np.ones((B, T), bool))
   expected, _ = by_token([x[0] for x in inputs], weights, segments[0])
   np.testing.assert_allclose(out[0], expected, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None, reason="no libtpu"
+)
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+def test_a_layer_of_qwen3_6_compiles_for_a_tpu(topology):
+  """Forward and backward pass of 4,096 tokens; the plan knows all of it."""
+  plan_compile.prepare()
+  where = chips.parse(topology)
+  mesh = sharding.make_mesh(plan_compile.devices(where, 1)[:1])
+  shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(
+    dims, dtype, sharding=sharding.replicated(mesh)
+  )
+  T, key, value, of_head = 4096, (16, 128), (32, 128), (32,)
+  heads = key, key, value, of_head, of_head
+  inputs = tuple(shape(1, T, *dims) for dims in heads)
+  weights = {
+    name: shape(*dims, 4)
+    for name, dims in {"q_conv": key, "k_conv": key, "v_conv": value}.items()
+  }
+  weights |= {
+    name: shape(32, dtype=jnp.float32) for name in ("A_log", "dt_bias")
+  }
+
+  @functools.partial(jax.grad, argnums=(0, 1))
+  def gradient(inputs, weights, segments):
+    real = jnp.ones(segments.shape, bool)
+    return delta_net.mix(inputs, weights, segments, real)[0].sum()
+
+  with jax.set_mesh(mesh):
+    lowered = jax.jit(gradient).lower(
+      inputs, weights, shape(1, T, dtype=jnp.int32)
+    )
+    compiled = plan_compile.compile_one(lowered)
+  assert compiled.memory.temporaries < 0.5 * 2**30
+  cost = hlo.cost_of(compiled.text, where.chip, lambda *_: 1.0, devices=1)
+  assert not cost.loops
+  assert not cost.unknown_kernels
+  assert cost.flops > 3 * T * 32 * 6 * 128 * 128

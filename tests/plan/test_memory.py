@@ -8,7 +8,7 @@ import pytest
 
 from gspo_jax import model
 from gspo_jax.configs import tiny_cpu
-from gspo_jax.plan import chips
+from gspo_jax.plan import chips, planner
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan import memory as plan_memory
 from gspo_jax.program.config import parse
@@ -137,15 +137,20 @@ def test_a_page_is_padded_to_the_lanes_of_a_tpu(paged):
   assert size == 2 * 2 * program.cfg.num_kv_heads * 4 * 128 * 4
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_states_of_slots_and_whole_latents(tensor):
-  """Of 8 slots; a device has its part of the heads, and all latents."""
-  sampler = SimpleNamespace(
+def slots_of(tensor):
+  """A sampler with 8 slots on each device, and pages of 4 tokens."""
+  return SimpleNamespace(
     mesh=sharding.make_mesh(jax.devices()[:2], data=-1, tensor=tensor),
     sizes=SimpleNamespace(page_size=4, pages_per_slot=3, slots=8),
-    batching=SimpleNamespace(slots=8),
+    batching=SimpleNamespace(slots=16),
     shards=1,
   )
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_states_of_slots_and_whole_latents(tensor):
+  """A device has its part of the heads, and all latents."""
+  sampler = slots_of(tensor)
   cfg = model.variant("tiny-qwen3.5", dtype="float32")
   # One layer, 4 heads of [16, 16], and 3 tokens of 2 groups of heads.
   states = 8 * 4 * (4 * 16 * 16 + 2 * 3 * 64) // tensor
@@ -153,12 +158,29 @@ def test_states_of_slots_and_whole_latents(tensor):
   # Of the other layer, keys and values, 2 heads, padded to 128 columns.
   size = plan_memory.page_bytes(cfg, sampler)
   assert size == 2 * 2 // tensor * 4 * 128 * 4
-  assert plan_memory.advice_on_slots(cfg, sampler) == (
-    "continuous_batching.slots=8: their states take 0.00 GiB of it"
-  )
   cfg = model.variant("tiny-moonlight", dtype="float32")
   assert plan_memory.state_bytes(cfg, sampler) == 0
   assert plan_memory.page_bytes(cfg, sampler) == 3 * 4 * 128 * 4
+
+
+def test_states_are_named_even_where_no_pool_is_small_enough():
+  def reasons(variant):
+    sampler = SimpleNamespace(generate=slots_of(1))
+    program = SimpleNamespace(cfg=model.variant(variant), sampler=sampler)
+    unfit = {"fits": False, "reason": "too much"}
+    results = {name: dict(unfit) for name in ("update", "generate")}
+    planner._add_advice(results, program)
+    return [result["reason"] for result in results.values()]
+
+  update, generate = reasons("qwen3.6-35b-a3b")
+  assert update == "too much"
+  # 30 layers with 32 heads of [128, 128], and 3 tokens of 16 key heads.
+  size = 8 * 30 * (4 * 32 * 128 * 128 + 2 * 16 * 3 * 512) / GIB
+  assert generate == (
+    "too much; continuous_batching.slots=16: their states take "
+    f"{size:.2f} GiB of a device"
+  )
+  assert reasons("moonlight-16b-a3b") == ["too much"] * 2
 
 
 def test_the_largest_pool_leaves_the_margin_and_not_a_page_more(paged):
