@@ -47,8 +47,8 @@ def attend(
   products of queries and keys are multiplied by `scale`, H^-0.5 by default. The
   output [B, T, N, V] has the dtype of the queries. By splash attention on a TPU
   if H is a multiple of 64; by cuDNN on a GPU for 16-bit numbers without sinks
-  if H is a multiple of 8, with a mask [B, 1, T, T]; else `in_blocks`. No scores
-  [B, N, T, T] are stored.
+  if H = V is a multiple of 8, with a mask [B, 1, T, T]; else `in_blocks`. No
+  scores [B, N, T, T] are stored.
   """
   platform, (T, H) = sharding.platform(), q_BTNH.shape[1::2]
   operands = q_BTNH, k_BTKH, v_BTKV, segments_BT

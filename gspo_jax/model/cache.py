@@ -10,6 +10,7 @@ copy the whole cache if it were [layers, B, S, K, H].
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +71,12 @@ def empty_states(cfg: ModelConfig, batch: int) -> Arrays:
   )
 
 
-def split_heads(arrays: tuple[jax.Array, ...]) -> str | None:
-  """The mesh axis of a layer's heads; None for the one latent of MLA."""
+def heads_axis(arrays: tuple) -> str | None:
+  """The mesh axis of a layer's heads, by its arrays or their shapes.
+
+  None for the latent of MLA, which has no heads: it is alone, keys and values
+  are two.
+  """
   return "tensor" if len(arrays) == 2 else None
 
 
@@ -169,13 +174,13 @@ class Cache:
 
   def append(self, arrays: Arrays, mask_BT: jax.Array) -> "Cache":
     """With the new arrays of all layers."""
-    kv, states = split(arrays, self.kv)
+    kv, states = separate(arrays, self.kv)
     length = self.length + mask_BT.shape[1]
     return dataclasses.replace(self, kv=kv, states=states, length=length)
 
 
-def split(arrays: Arrays, kv: Arrays) -> tuple[Arrays, Arrays]:
-  """Arrays by layer as those of tokens, where `kv` has some, and the states."""
+def separate(arrays: Arrays, kv: Sequence[tuple]) -> tuple[Arrays, Arrays]:
+  """What layers keep of tokens, if `kv` has something of them; the states."""
   pairs = list(zip(arrays, kv, strict=True))
   of_tokens = tuple(new if old else () for new, old in pairs)
   return of_tokens, tuple(() if old else new for new, old in pairs)
@@ -190,7 +195,7 @@ def empty(cfg: ModelConfig, batch: int, slots: int) -> Cache:
       constrain(
         jnp.zeros((batch, heads, slots, width), stored(cfg.dtype)),
         BATCH_AXES,
-        split_heads(shapes),
+        heads_axis(shapes),
       )
       for heads, width in shapes
     )
@@ -210,7 +215,7 @@ def from_prefill(
     at = places[layer.mixer]
     arrays.append(tuple(x[at] for x in stacks[layer.mixer]))
     places[layer.mixer] += 1
-  kv, states = split(arrays, [token_shapes(cfg, x) for x in cfg.layers])
+  kv, states = separate(arrays, [token_shapes(cfg, x) for x in cfg.layers])
   valid = mask_BT.astype(bool)
   return Cache(kv, states, valid, jnp.int32(valid.shape[1]))
 

@@ -22,9 +22,10 @@ _MAX_LAYERS = 4096  # of a model; the largest published ones have 126
 # Values that a rematerialised block may keep; each one kept saves a part of the
 # second forward pass. The bytes are per token and layer, at 16 bits, with D
 # model width, N query and K key-value heads of width H, k experts of width F,
-# and x devices along `expert`.
+# and x devices along `expert`. They are of attention: the heads of a gated
+# DeltaNet and of MLA have other widths.
 KEPT = (
-  "attention",  # attention's output, 2 N H
+  "attention",  # attention's output, or a DeltaNet's, 2 N H
   "stream",  # the residual stream between attention and experts, 2 D
   "heads",  # queries, keys and values before their norms, 2 (N + 2 K) H
   "tokens",  # tokens gathered along `expert`, 2 x D

@@ -26,13 +26,14 @@ from jax.sharding import PartitionSpec
 from gspo_jax.model import parameters
 from gspo_jax.model.config import Layer, ModelConfig
 from gspo_jax.model.layers import gathered, project
-from gspo_jax.model.rounding import recomputed, rounded, wide
+from gspo_jax.model.rounding import recomputed, rounded, stored, wide
 from gspo_jax.runtime import sharding
 
 _CHUNK = {"tpu": 128, "cpu": 32}  # tokens; elsewhere 64
 _BLOCK = 8  # rows that `_inverse` solves one by one
 _NORM_EPS = 1e-6  # of the norm of queries and keys
 _FLOAT32 = "A_log", "dt_bias"  # never rounded
+_BY_HEAD = ("q_conv", "k_conv", "v_conv", *_FLOAT32)
 _HEADS = PartitionSpec(sharding.BATCH_AXES, None, "tensor")  # [B, T, heads]
 _STATES = PartitionSpec(sharding.BATCH_AXES, "tensor")  # [B, heads, ...]
 _einsum = functools.partial(jnp.einsum, precision="highest")
@@ -46,8 +47,8 @@ class DeltaNet(nn.Module):
   def __call__(self, x_BTD, angles, segments_BT, cache, i):
     """Returns the output [B, T, D] and the layer's states, as in a cache.
 
-    With a cache a row is one sequence, and a token of segment 0 (padding)
-    leaves its states as they are.
+    A token of segment 0 is padding and leaves the states as they are. With a
+    cache a row is one sequence.
     """
     del angles
     weights = parameters.declare(self, "delta_net", self.cfg)
@@ -69,11 +70,11 @@ class DeltaNet(nn.Module):
     return _output(out_BTMV, z_BTMV, weights, self.cfg), states
 
 
-_BY_HEAD = ("q_conv", "k_conv", "v_conv", *_FLOAT32)
-
-
 def _project(x_BTD, weights):
-  """(queries, keys, values, b, a), and the gate of the output."""
+  """(queries, keys, values, b, a), and the gate of the output.
+
+  b is the logit of b_t, a is g_t before `softplus`, the bias and the rate.
+  """
   heads = lambda name: checkpoint_name(project(x_BTD, weights, name), "heads")
   return tuple(map(heads, ("q", "k", "v", "b", "a"))), heads("z")
 
@@ -139,21 +140,37 @@ def _mix_all_tokens(inputs, weights, segments_BT):
     return jax.lax.dynamic_slice_in_dim(x, start, n)
 
   segments_BT = sharding.gather(segments_BT, "context", dim=1)
+  real_BT = segments_BT != 0
   inputs = repeat(q_BTGK), repeat(k_BTGK), v_BTMV, b_BTM, a_BTM
+  inputs = tuple(map(exchange, inputs))
+  by_head = {name: heads_here(name) for name in _BY_HEAD}
+  states = _no_states(inputs, by_head["q_conv"].shape[-1])
   out_BTMV, states = mix(
-    tuple(map(exchange, inputs)),
-    {name: heads_here(name) for name in _BY_HEAD},
-    segments_BT,
-    jnp.ones(segments_BT.shape, bool),
+    inputs, by_head, _without_padding(segments_BT), real_BT, states
   )
   return sharding.all_to_all(out_BTMV, "context", split=1, join=2), states
+
+
+def _no_states(inputs, W):
+  """Before the first token; as `cache.state_shapes`, of a device's heads."""
+  q_BTGK, _, v_BTMV, *_ = inputs
+  (B, _, G, K), (M, V) = q_BTGK.shape, v_BTMV.shape[2:]
+  tail = B, G, W - 1, 2 * K + M // G * V
+  return jnp.zeros((B, M, K, V)), jnp.zeros(tail, stored(v_BTMV.dtype))
+
+
+def _without_padding(segments_BT):
+  """Padding has the number of the segment before it, and so keeps its state."""
+  token_T = jnp.arange(segments_BT.shape[1])
+  real = jax.lax.cummax(jnp.where(segments_BT != 0, token_T, 0), axis=1)
+  return jnp.take_along_axis(segments_BT, real, axis=1)
 
 
 def _continue(inputs, weights, real_BT, states):
   return mix(inputs, weights, jnp.zeros(real_BT.shape, int), real_BT, states)
 
 
-def mix(inputs, weights, segments_BT, real_BT, states=None):
+def mix(inputs, weights, segments_BT, real_BT, states):
   """The convolution and the rule, of all tokens of a device's heads.
 
   Args:
@@ -161,16 +178,16 @@ def mix(inputs, weights, segments_BT, real_BT, states=None):
       [B, T, M], as they are projected.
     weights: the convolutions' and `_FLOAT32`.
     segments_BT: a state begins at 0 where it changes.
-    real_BT: false at padding on the right, which leaves the states.
+    real_BT: false at padding, which leaves the states.
     states: after earlier tokens of the first segment: S [B, M, K, V], and the
-      last W - 1 inputs of the convolution [B, G, W - 1, X]; None: 0.
+      last W - 1 inputs of the convolution [B, G, W - 1, X].
 
   Returns:
     The output [B, T, M, V], rounded once, and the states.
   """
   q_BTGK, k_BTGK, v_BTMV, b_BTM, a_BTM = inputs
   (B, T, G, K), dtype = q_BTGK.shape, v_BTMV.dtype
-  state_BMKV, tail = states or (None, None)
+  state_BMKV, tail = states
   x_BTGX = jnp.concatenate([q_BTGK, k_BTGK, v_BTMV.reshape(B, T, G, -1)], -1)
   names = "q_conv", "k_conv", "v_conv"
   convs = [
@@ -187,11 +204,9 @@ def mix(inputs, weights, segments_BT, real_BT, states=None):
   b_BTGR = by_head(nn.sigmoid(wide(b_BTM)))
   rate_M = -jnp.exp(weights["A_log"])
   g_BTGR = by_head(rate_M * nn.softplus(wide(a_BTM) + weights["dt_bias"]))
-  if state_BMKV is None:
-    state_BMKV = jnp.zeros((B, b_BTM.shape[-1], K, v_BTMV.shape[-1]))
   state = state_BMKV.reshape(B, G, -1, *state_BMKV.shape[2:])
   operands = q_BTGK, k_BTGK, v_BTGRV, g_BTGR, b_BTGR
-  if T == 1 and states:
+  if T == 1:
     state, out = _step(state, *(x[:, 0] for x in operands))
     out = out[:, None]
   else:
@@ -202,10 +217,8 @@ def mix(inputs, weights, segments_BT, real_BT, states=None):
 
 def _convolve(x_BTGX, conv_GXW, segments_BT, real_BT, tail):
   """Sums of W tokens in float32; and the inputs that the next token needs."""
-  B, T, G, X = x_BTGX.shape
-  W = conv_GXW.shape[-1]
-  if tail is None:
-    tail = jnp.zeros((B, G, W - 1, X), x_BTGX.dtype)
+  T, W = x_BTGX.shape[1], conv_GXW.shape[-1]
+  x_BTGX = jnp.where(real_BT[..., None, None], x_BTGX, 0)
   before = tail.swapaxes(1, 2).astype(x_BTGX.dtype)
   x = jnp.concatenate([before, x_BTGX], 1)
   first = jnp.repeat(segments_BT[:, :1], W - 1, axis=1)

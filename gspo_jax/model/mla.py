@@ -38,8 +38,10 @@ class MLA(nn.Module):
     """Returns the output [B, T, D] and the latents of layer `i` in the cache.
 
     Without a cache, keys and values of all heads are made from the latents.
-    With one, queries and outputs are moved into the space of the latents
-    instead: the same sums in another order.
+    With one, queries and outputs are moved into the space of the latents: the
+    same sums in another order. A query and a token then take 2 (2 C + R) FLOPs
+    a head, not 2 (H + V), but the cache has one latent in place of N keys and
+    values, which a decode step would make again.
     """
     cfg = self.cfg
     weights = parameters.declare(self, "mla", cfg)

@@ -69,6 +69,8 @@ def read(
       lengths_B,
       scale,
       value_dim=value_dim,
+      window=window,
+      sinks_N=sinks_N,
     )
     return out_BKUV.reshape(B, N, value_dim)
   supported = width % _LANES == 0 and q_BNH.dtype == jnp.bfloat16

@@ -49,7 +49,7 @@ class Pages:
 
   def append(self, arrays: kv_cache.Arrays, mask_BT: jax.Array) -> "Pages":
     """With the new arrays of all layers."""
-    kv, states = kv_cache.split(arrays, self.kv)
+    kv, states = kv_cache.separate(arrays, self.kv)
     lengths = self.lengths + mask_BT[:, 0].astype(jnp.int32)
     return dataclasses.replace(self, kv=kv, states=states, lengths=lengths)
 
@@ -71,7 +71,7 @@ class Pages:
     """
     pages = self.kv[layer]
     new = (k_BTKH,) if v_BTKV is None else (k_BTKH, v_BTKV)
-    heads = PartitionSpec(BATCH_AXES, None, kv_cache.split_heads(pages))
+    heads = PartitionSpec(BATCH_AXES, None, kv_cache.heads_axis(pages))
     attend = sharding.shard_map(
       functools.partial(
         _attend, value_dim=value_dim, window=window, scale=scale
@@ -85,7 +85,7 @@ class Pages:
 
 def _pages_spec(pages: tuple) -> PartitionSpec:
   """Of a layer's pages [K, n, t, H]."""
-  return PartitionSpec(kv_cache.split_heads(pages), BATCH_AXES)
+  return PartitionSpec(kv_cache.heads_axis(pages), BATCH_AXES)
 
 
 def _specs(kv: kv_cache.Arrays) -> tuple:
@@ -110,7 +110,11 @@ def empty(
     return tuple(zeros_of(shapes, heads, width) for heads, width in shapes)
 
   def zeros_of(shapes, heads, width):
-    j = paged_attention.side_by_side(heads, width) if len(shapes) == 2 else 1
+    j = (
+      paged_attention.side_by_side(heads, width)
+      if kv_cache.heads_axis(shapes)
+      else 1
+    )
     shape = heads // j, num_pages, page_size, j * width
     return constrain(jnp.zeros(shape, stored(cfg.dtype)), *_pages_spec(shapes))
 
@@ -159,7 +163,7 @@ def store(pages: Pages, kv: kv_cache.Arrays, numbers: jax.Array) -> Pages:
 def _prompt_specs(kv: kv_cache.Arrays) -> tuple:
   """Of the arrays [P, K, C * t, H] of prompts."""
   return tuple(
-    PartitionSpec(BATCH_AXES, kv_cache.split_heads(pages)) for pages in kv
+    PartitionSpec(BATCH_AXES, kv_cache.heads_axis(pages)) for pages in kv
   )
 
 

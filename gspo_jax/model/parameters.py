@@ -286,6 +286,7 @@ TABLE = (
                          "gpt_oss": ("mlp.router.weight",)}),
   Parameter("layers/moe/router_bias", "E", "whole", ("mlp.router.bias",),
             **_in("moe", "router_bias", init="zeros")),
+  # State of pre-training: it has no gradient.
   Parameter("layers/moe/choice_bias", "E", "whole",
             ("mlp.gate.e_score_correction_bias",),
             **_in("moe", "choice_bias", init="zeros"), float32=True,

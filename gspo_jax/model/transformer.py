@@ -151,7 +151,13 @@ def prefill(
   positions: jax.Array,
   mask: jax.Array,
 ) -> HiddenStates:
-  """`hidden_states` without a cache, which returns a cache of the T tokens."""
+  """`hidden_states` without a cache, which returns a cache of the T tokens.
+
+  ValueError for gated DeltaNets on a mesh with `context`, whose devices may
+  have copies of a head.
+  """
+  if sharding.size("context") > 1 and kv.has_states(cfg):
+    raise ValueError("prefill of a model with states: expected mesh.context=1")
   run = functools.partial(_scan_layers, store=True)
   return _run_blocks(run, params, cfg, tokens, positions, mask)
 

@@ -15,6 +15,7 @@ from gspo_jax.plan.lower import LEARNING, has_pages
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
 from gspo_jax.sampler.continuous import ContinuousSampler
+from gspo_jax.sampler.continuous.config import PROMPT_ROWS
 
 KEY = "continuous_batching.num_pages"
 # Share of the HBM that stays free, for executables and fragmentation.
@@ -88,7 +89,8 @@ def page_bytes(cfg: ModelConfig, sampler: ContinuousSampler) -> int:
     )
   size = 0
   for layer in arrays.kv:
-    split = mesh.shape[kv_cache.split_heads(layer)] if len(layer) == 2 else 1
+    axis = kv_cache.heads_axis(layer)
+    split = mesh.shape[axis] if axis else 1
     for x in layer:
       heads, _, tokens, width = x.shape
       width = -(-width // _LANES) * _LANES
@@ -97,8 +99,8 @@ def page_bytes(cfg: ModelConfig, sampler: ContinuousSampler) -> int:
 
 
 def state_bytes(cfg: ModelConfig, sampler: ContinuousSampler) -> int:
-  """Bytes on one device of what its slots keep whatever their lengths."""
-  slots = sampler.sizes.slots
+  """Bytes on one device of states: of its slots and of waiting prompts."""
+  slots = sampler.sizes.slots + PROMPT_ROWS
   return slots * lower_bounds.state_bytes(cfg) // sampler.mesh.shape["tensor"]
 
 

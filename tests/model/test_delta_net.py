@@ -83,7 +83,15 @@ def by_token(inputs, weights, segments):
   return np.array(outs), state
 
 
-mix = jax.jit(delta_net.mix)
+ZEROS = (
+  np.zeros((B, M, K, V), np.float32),
+  np.zeros((B, G, W - 1, X), np.float32),
+)
+
+
+@jax.jit
+def mix(inputs, weights, segments, real, states=ZEROS):
+  return delta_net.mix(inputs, weights, segments, real, states)
 
 
 @pytest.mark.parametrize("T", SEGMENTS)
@@ -111,7 +119,8 @@ def test_no_gradient_crosses_a_border(rate):
   @jax.jit
   @jax.grad
   def gradient(inputs, segment):
-    out, _ = delta_net.mix(inputs, weights, segments, np.ones((B, T), bool))
+    real = np.ones((B, T), bool)
+    out, _ = delta_net.mix(inputs, weights, segments, real, ZEROS)
     here = (segments == segment)[..., None, None]
     return jnp.where(here, out * cotangent, 0).sum()
 
@@ -128,13 +137,16 @@ def test_gradients_equal_differences():
     T = 70
     inputs, weights = operands(T)
     segments = np.stack([row_segments(70), row_segments(40, 30)])
+    real = np.ones((B, T), bool)
     tree = jax.tree.map(np.float64, (inputs, weights))
     rng = np.random.default_rng(2)
     cotangent = rng.normal(size=(B, T, M, V))
 
     @jax.jit
     def loss(tree):
-      out, _ = delta_net.mix(*tree, segments, np.ones((B, T), bool))
+      out, _ = delta_net.mix(
+        *tree, segments, real, jax.tree.map(np.float64, ZEROS)
+      )
       return (out * cotangent).sum()
 
     direction = jax.tree.map(lambda x: rng.normal(size=x.shape), tree)
@@ -150,7 +162,7 @@ def test_gradients_equal_differences():
 
 @pytest.mark.parametrize("ends", [(1, 2, 3, 4, 5), (3, 70, 71, 72), (80,)])
 def test_passes_over_a_row_equal_one_pass(ends):
-  """Prefill, then tokens: states carry over, from None or from zeros."""
+  """Prefill, then tokens: states carry over."""
   T = ends[-1]
   inputs, weights = operands(T)
   real = lambda n: np.ones((B, n), bool)
@@ -229,10 +241,10 @@ def test_a_tpu_has_longer_chunks_and_another_solver(monkeypatch):
   expected, _ = mix(inputs, weights, segments, real)
   monkeypatch.setattr(delta_net.sharding, "platform", lambda: "tpu")
   traced = jax.jit(lambda *x: delta_net.mix(*x)).trace(
-    inputs, weights, segments, real
+    inputs, weights, segments, real, ZEROS
   )
   assert "triangular_solve" in str(traced.jaxpr)
-  out, _ = traced.lower().compile()(inputs, weights, segments, real)
+  out, _ = traced.lower().compile()(inputs, weights, segments, real, ZEROS)
   np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
@@ -277,7 +289,8 @@ def test_a_layer_of_qwen3_6_compiles_for_a_tpu(topology):
   @functools.partial(jax.grad, argnums=(0, 1))
   def gradient(inputs, weights, segments):
     real = jnp.ones(segments.shape, bool)
-    return delta_net.mix(inputs, weights, segments, real)[0].sum()
+    states = jnp.zeros((1, *value, 128)), jnp.zeros((1, 16, 3, 512))
+    return delta_net.mix(inputs, weights, segments, real, states)[0].sum()
 
   with jax.set_mesh(mesh):
     lowered = jax.jit(gradient).lower(

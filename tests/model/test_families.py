@@ -16,7 +16,7 @@ from random_model import weights
 
 from gspo_jax import model
 from gspo_jax.learner import optimizer
-from gspo_jax.model import hf
+from gspo_jax.model import cache, hf
 from gspo_jax.runtime import sharding
 
 T = 9
@@ -194,4 +194,34 @@ def test_some_parameters_are_never_rounded(name, module, parameter, tmp_path):
   np.testing.assert_array_equal(again[module][parameter], x)
   assert not np.array_equal(
     again["moe"]["down"], weights(cfg)["layers"]["moe"]["down"]
+  )
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_padding_leaves_the_states_of_a_prompt(padding, cached):
+  """The next token's logits are those after the prompt alone."""
+  cfg, n = FAMILIES["qwen3.5"], 5
+  ids = np.random.default_rng(0).integers(0, 24, (1, n + 1))
+
+  def next_logits(mask):
+    real = np.flatnonzero(mask)
+    tokens = np.zeros((1, len(mask)), int)
+    tokens[0, real] = ids[0, :n]
+    positions = np.maximum(np.cumsum(mask) - 1, 0)[None]
+    if cached:
+      empty = cache.empty(cfg, 1, len(mask) + 1)
+      out = forward(weights(cfg), cfg, tokens, positions, mask[None], empty)
+      kept = out.cache
+    else:
+      out = model.prefill(weights(cfg), cfg, tokens, positions, mask[None])
+      kept = cache.share_prefix(out.cache, cfg, 1, 1)
+    one = np.ones((1, 1), int)
+    out = forward(weights(cfg), cfg, ids[:, n:], n * one, one, kept)
+    return out.logits
+
+  real, none = np.ones(n, int), np.zeros(4, int)
+  sides = (none, real) if padding == "left" else (real, none)
+  np.testing.assert_allclose(
+    next_logits(np.concatenate(sides)), next_logits(real), atol=1e-5
   )

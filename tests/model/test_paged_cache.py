@@ -225,6 +225,18 @@ def test_a_device_uses_only_its_own_pages():
     assert name not in compiled.as_text()
 
 
+def test_states_are_copied_within_a_shard():
+  """Rows of the source count from the shard's first; others stay."""
+  rng = np.random.default_rng(7)
+  old, source = (rng.normal(size=(n, 4, 3)) for n in (8, 4))
+  rows = np.array([1, 9, 0, 2, 0, 1, 2, 1], np.int32)  # of two shards
+  expected = old.copy()
+  expected[[0, 2, 4, 5, 7]] = source[[1, 0, 2, 3, 3]]
+  with jax.set_mesh(sharding.make_mesh(data=2, tensor=4)):
+    copied = jax.jit(paged.copy_states)(((old,),), ((source,),), rows)
+  np.testing.assert_array_equal(copied[0][0], np.float32(expected))
+
+
 def test_an_empty_cache_is_created_sharded():
   make = lambda: paged.empty(
     CFG, num_slots=8, num_pages=20, page_size=S, pages_per_slot=W

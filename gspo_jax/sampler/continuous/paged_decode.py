@@ -311,7 +311,7 @@ def select_slots(state: DecodeState, slots: jax.Array) -> DecodeState:
     return jax.tree.map(lambda x: x[slot_m % len(x)], arrays)
 
   read = sharding.shard_map(local, (_OF_SLOTS, _BATCH), _OF_SLOTS)
-  return _with_shared(read(_with_shared(state), slots), state)
+  return _with_shared(read(_without_shared(state), slots), state)
 
 
 def scatter_slots(
@@ -325,7 +325,7 @@ def scatter_slots(
 
   specs = _OF_SLOTS, _OF_SLOTS, _BATCH
   write = sharding.shard_map(local, specs, _OF_SLOTS)
-  arrays = map(_with_shared, (state, subset))
+  arrays = map(_without_shared, (state, subset))
   return _with_shared(write(*arrays, slots), subset)
 
 
@@ -339,20 +339,23 @@ def read_tokens(samples: Samples, responses: jax.Array) -> jax.Array:
   return read(samples.tokens, responses)
 
 
-# The arrays of `_with_shared`.
+# Of what each slot has of its own.
 _OF_SLOTS = DecodeState(
   paged_cache.Pages(None, _STATES, *[_BATCH] * 3), *[_BATCH] * 5, None
 )
 
 
-def _with_shared(
-  state: DecodeState, source: DecodeState | None = None
-) -> DecodeState:
-  """With what slots share, pages and `prompt_states`, of `source`, or none."""
-  pages = dataclasses.replace(state.pages, kv=source and source.pages.kv)
+def _with_shared(state: DecodeState, source: DecodeState) -> DecodeState:
+  """With the pages and `prompt_states` of `source`, which slots share."""
+  pages = dataclasses.replace(state.pages, kv=source.pages.kv)
   return dataclasses.replace(
-    state, pages=pages, prompt_states=source and source.prompt_states
+    state, pages=pages, prompt_states=source.prompt_states
   )
+
+
+def _without_shared(state: DecodeState) -> DecodeState:
+  pages = dataclasses.replace(state.pages, kv=None)
+  return dataclasses.replace(state, pages=pages, prompt_states=None)
 
 
 def _write_token(
