@@ -18,9 +18,8 @@ import math
 
 import numpy as np
 
-from gspo_jax.model import ModelConfig, parameters
+from gspo_jax.model import Layer, ModelConfig, parameters
 from gspo_jax.model import cache as kv_cache
-from gspo_jax.model.config import Layer
 
 
 def _layer_parameters(cfg: ModelConfig, of_experts: bool) -> int:

@@ -18,28 +18,41 @@ from gspo_jax.record.identity import match
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError, how_to_download
 
-_LATER_FIELDS = (
-  *("first", "pattern", "dense_mlp_dim", "shared_dim", "shared_gate"),
-  *("scoring_func", "routed_scaling_factor", "n_group", "topk_group"),
-  *("choice_bias", "router_bias", "expert_bias", "swiglu_limit", "rotary_dim"),
-  *("output_bias", "sinks", "norm_rounds_last"),
+# The fields of a model in every saved run. Others, and the later fields of layers
+# and rotary scalings, are saved if they are not the default.
+_FIRST_FIELDS = (
+  *("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads"),
+  *("head_dim", "mlp_dim", "num_experts", "experts_per_token"),
+  *("norm_topk_prob", "rope_theta", "rope_scaling", "attention_bias"),
+  *("qk_norm", "qk_norm_over_heads", "norm_eps", "tie_embeddings", "dtype"),
 )
+_LATER_FIELDS = ("mixer", "mscale_all_dim")
+# They do not change the weights; a cold start comes before the adapters.
+_OF_RUNS = ("remat", "unroll", "lora")
 
 
 def identity(program: Program) -> dict:
   """What saved weights must agree with to fit this model and tokenizer."""
-  fields = {field.name: field for field in dataclasses.fields(program.cfg)}
-  # `remat` and `unroll` do not change the weights; a cold start comes before
-  # the adapters.
-  for name in ("remat", "unroll", "lora"):
-    del fields[name]
-  cfg = {name: getattr(program.cfg, name) for name in fields}
-  # A run that was saved before there were these fields had their defaults.
-  for name in _LATER_FIELDS:
-    if cfg[name] == fields[name].default:
-      del cfg[name]
-  cfg = json.loads(json.dumps(cfg, default=dataclasses.asdict))
+  cfg = {
+    field.name: value
+    for field in dataclasses.fields(program.cfg)
+    if field.name not in _OF_RUNS
+    and (
+      (value := getattr(program.cfg, field.name)) != field.default
+      or field.name in _FIRST_FIELDS
+    )
+  }
+  cfg = json.loads(json.dumps(cfg, default=_fields))
   return {"model": cfg, "tokenizer": program.tokenizer.fingerprint}
+
+
+def _fields(x) -> dict:
+  return {
+    field.name: value
+    for field in dataclasses.fields(x)
+    if (value := getattr(x, field.name)) != field.default
+    or field.name not in _LATER_FIELDS
+  }
 
 
 def lora_identity(program: Program) -> dict[str, Any]:
