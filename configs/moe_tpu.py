@@ -167,6 +167,14 @@ _QWEN3_6 = {
   "v5p:2x2x4": _Slice(
     devices=16, fsdp=4, expert=4, decoding=8, instruments=False
   ),
+  "v6e:8x8": _Slice(
+    devices=64,
+    fsdp=16,
+    expert=4,
+    decoding=16,
+    prompts=256,
+    instruments=False,
+  ),
 }
 # No kernel reads pages of latents: it decodes in blocks.
 _MOONLIGHT = {

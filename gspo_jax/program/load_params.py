@@ -18,8 +18,8 @@ from gspo_jax.record.identity import match
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError, how_to_download
 
-# The fields of a model in every saved run. Others, and the later fields of layers
-# and rotary scalings, are saved if they are not the default.
+# The fields of a model in every saved run. Others, and later ones of layers and
+# rotary scalings, are saved if they are not the default.
 _FIRST_FIELDS = (
   *("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads"),
   *("head_dim", "mlp_dim", "num_experts", "experts_per_token"),

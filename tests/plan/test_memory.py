@@ -152,8 +152,9 @@ def test_states_of_slots_and_whole_latents(tensor):
   """A device has its part of the heads, and all latents."""
   sampler = slots_of(tensor)
   cfg = model.variant("tiny-qwen3.5", dtype="float32")
-  # One layer, 4 heads of [16, 16], and 3 tokens of 2 groups of heads.
-  states = 8 * 4 * (4 * 16 * 16 + 2 * 3 * 64) // tensor
+  # One layer, 4 heads of [16, 16], and 3 tokens of 2 groups of heads; of 8 slots
+  # and of two prompts that wait for one.
+  states = 10 * 4 * (4 * 16 * 16 + 2 * 3 * 64) // tensor
   assert plan_memory.state_bytes(cfg, sampler) == states
   # Of the other layer, keys and values, 2 heads, padded to 128 columns.
   size = plan_memory.page_bytes(cfg, sampler)
@@ -175,7 +176,7 @@ def test_states_are_named_even_where_no_pool_is_small_enough():
   update, generate = reasons("qwen3.6-35b-a3b")
   assert update == "too much"
   # 30 layers with 32 heads of [128, 128], and 3 tokens of 16 key heads.
-  size = 8 * 30 * (4 * 32 * 128 * 128 + 2 * 16 * 3 * 512) / GIB
+  size = 10 * 30 * (4 * 32 * 128 * 128 + 2 * 16 * 3 * 512) / GIB
   assert generate == (
     "too much; continuous_batching.slots=16: their states take "
     f"{size:.2f} GiB of a device"
