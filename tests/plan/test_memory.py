@@ -152,8 +152,8 @@ def test_states_of_slots_and_whole_latents(tensor):
   """A device has its part of the heads, and all latents."""
   sampler = slots_of(tensor)
   cfg = model.variant("tiny-qwen3.5", dtype="float32")
-  # One layer, 4 heads of [16, 16], and 3 tokens of 2 groups of heads; of 8 slots
-  # and of two prompts that wait for one.
+  # One layer, 4 heads of [16, 16], and 3 tokens of 2 groups of heads; of 8
+  # slots, and of two prompts whose responses wait for one.
   states = 10 * 4 * (4 * 16 * 16 + 2 * 3 * 64) // tensor
   assert plan_memory.state_bytes(cfg, sampler) == states
   # Of the other layer, keys and values, 2 heads, padded to 128 columns.
