@@ -20,7 +20,6 @@ from gspo_jax.model import cache, hf
 from gspo_jax.runtime import sharding
 
 T = 9
-MOST = "glm-4.5", "minimax-m2", "deepseek-v3"
 forward = jax.jit(model.forward, static_argnums=1)
 
 
@@ -89,8 +88,12 @@ def test_a_scan_equals_a_loop_over_layers(name):
 @pytest.mark.parametrize(
   "name",
   [
-    *("gpt-oss", "qwen3.5"),
-    *(pytest.param(n, marks=pytest.mark.slow) for n in MOST),
+    "qwen3.5",
+    *(
+      pytest.param(n, marks=pytest.mark.slow)
+      for n in FAMILIES
+      if n != "qwen3.5"
+    ),
   ],
 )
 def test_a_mesh_gives_what_one_device_gives(name):
@@ -201,7 +204,7 @@ def test_some_parameters_are_never_rounded(name, module, parameter, tmp_path):
 @pytest.mark.parametrize("cached", [False, True])
 def test_padding_leaves_the_states_of_a_prompt(padding, cached):
   """The next token's logits are those after the prompt alone."""
-  cfg, n = FAMILIES["qwen3.5"], 5
+  cfg, n = dataclasses.replace(FAMILIES["qwen3.5"], num_layers=2), 5
   ids = np.random.default_rng(0).integers(0, 24, (1, n + 1))
 
   def next_logits(mask):

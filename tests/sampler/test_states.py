@@ -23,11 +23,7 @@ from gspo_jax.sampler.samples import (
 
 P, S, G, R = 2, 11, 3, 16
 B = P * G
-CFG = dataclasses.replace(
-  FAMILIES["qwen3.5"],
-  num_layers=2,
-  pattern=(model.Layer(mixer="delta_net"), model.Layer()),
-)
+CFG = dataclasses.replace(FAMILIES["qwen3.5"], num_layers=2)
 CONFIG = SamplerConfig(G, R, stop_ids=(3, 5), temperature=0.9)
 KEY = jax.random.key(3)
 

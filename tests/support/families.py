@@ -33,7 +33,7 @@ FAMILIES = {
   "qwen3.5": model.variant(
     "tiny",
     num_layers=4,
-    pattern=(model.Layer(mixer="delta_net"),) * 3 + (model.Layer(),),
+    pattern=(model.Layer(mixer="delta_net"), model.Layer()),
     linear_num_key_heads=2,
     linear_num_value_heads=4,
     linear_key_head_dim=16,
@@ -69,11 +69,14 @@ FAMILIES = {
     **_SIZES | {"num_kv_heads": 4},
   ),
 }
-# All layers of MiniMax-M2 are alike, as those of the models in other tests.
-each_family = pytest.mark.parametrize(
-  "name",
-  [
-    *(name for name in FAMILIES if name != "minimax-m2"),
-    pytest.param("minimax-m2", marks=pytest.mark.slow),
-  ],
-)
+# The others share what differs with these two, or with models of other tests.
+BY_DEFAULT = "gpt-oss", "qwen3.5"
+
+
+def family(name, *others):
+  """A parameter of a test; slow unless it is in `BY_DEFAULT`."""
+  marks = () if name in BY_DEFAULT else pytest.mark.slow
+  return pytest.param(*(others or (name,)), marks=marks, id=name)
+
+
+each_family = pytest.mark.parametrize("name", map(family, FAMILIES))
