@@ -5,8 +5,9 @@
 Three models of four layers with experts: Qwen3-MoE; three gated DeltaNets and
 one attention, as Qwen3.5; MLA in every layer, as DeepSeek-V3. The experts'
 width makes their active parameters equal within 1 %. Of each: the seconds of a
-forward and a backward pass over a row, and of a decode step of 16 rows, the
-medians of runs in turns; and what a response of that length keeps in memory.
+forward and a backward pass over a row, of a decode step of 16 rows, of the
+prefill of a row, and of a copy of its states, the medians of runs in turns; and
+what a response of that length keeps in memory.
 """
 
 import argparse
@@ -34,6 +35,7 @@ SIZES = {
   "vocab_size": 512,
   "dtype": "float32",
 }
+KINDS = "train", "decode", "prefill", "copy"
 DELTA = model.Layer(mixer="delta_net")
 MIXERS = {
   "attention": {"mlp_dim": 256},
@@ -59,7 +61,7 @@ MIXERS = {
 
 
 def functions(cfg, tokens: int, rows: int):
-  """A training pass and a decode step, compiled, with their arguments."""
+  """The compiled functions by `KINDS`, with their arguments."""
   params = model.init(jax.random.key(0), cfg)
   ids = jnp.asarray(
     np.random.default_rng(0).integers(0, cfg.vocab_size, (1, tokens))
@@ -79,8 +81,15 @@ def functions(cfg, tokens: int, rows: int):
     out = model.hidden_states(decoding, cfg, one, tokens * one, one, cache)
     return out.hidden
 
-  train, decode = jax.jit(jax.grad(loss)), jax.jit(step)
-  return {"train": (train, params), "decode": (decode, cache)}
+  def prefill(cache):
+    return model.hidden_states(decoding, cfg, ids, positions, mask, cache).cache
+
+  row = kv.empty(cfg, 1, tokens)
+  copy = lambda states: jax.tree.map(jnp.copy, states)
+  calls = (jax.grad(loss), params), (step, cache), (prefill, row)
+  calls = *calls, (copy, row.states)
+  pairs = zip(KINDS, calls, strict=True)
+  return {kind: (jax.jit(call), argument) for kind, (call, argument) in pairs}
 
 
 def kept_bytes(cfg, tokens: int) -> dict:
@@ -118,12 +127,12 @@ def main() -> None:
         "active_parameters": lower_bounds.active_parameters(cfg),
         "kept_bytes": kept_bytes(cfg, tokens),
       }
-      | {k: statistics.median(seconds[name, k]) for k in ("train", "decode")}
+      | {k: statistics.median(seconds[name, k]) for k in KINDS}
       for name, cfg in configs.items()
     }
     for name, row in found[tokens].items():
       base = found[tokens]["attention"]
-      ratios = (f"{k} {row[k] / base[k]:.2f}" for k in ("train", "decode"))
+      ratios = (f"{k} {row[k] / base[k]:.2f}" for k in KINDS[:2])
       print(f"{tokens} tokens, {name}: times as long: {', '.join(ratios)}")
   record.finish("mixers", {"by_tokens": found}, args.out)
 

@@ -54,40 +54,30 @@ def read(
   multiple of 128; it has neither windows nor sinks (see `attention.attend`), so
   with one of them, and elsewhere, `by_blocks`. Query head i uses key-value head
   i // (N / K). Keys and values may also be [K / j, n, t, j * H]. Without values
-  a value is the first `value_dim` (V) columns of its key; also `by_blocks`. A
-  row attends to the last `window` of its `lengths_B` tokens, or to all; if it
+  it is `by_blocks`; a value is the first `value_dim` (V) columns of its key.
+  A row attends to the last `window` of its `lengths_B` tokens, or to all; if it
   has none, its output [B, N, V] is finite, but meaningless.
   """
   (B, N, H), (K, _, _, width) = q_BNH.shape, k_KntH.shape
   scale = H**-0.5 if scale is None else scale
-  if v_KntH is None:
-    out_BKUV = by_blocks(
-      q_BNH.reshape(B, K, -1, H),
-      k_KntH,
-      None,
-      table_BW,
-      lengths_B,
-      scale,
-      value_dim=value_dim,
-      window=window,
-      sinks_N=sinks_N,
-    )
-    return out_BKUV.reshape(B, N, value_dim)
   supported = width % _LANES == 0 and q_BNH.dtype == jnp.bfloat16
   use_kernel = sharding.platform() == "tpu" and supported
-  if use_kernel and window is None and sinks_N is None:
+  plain = v_KntH is not None and window is None and sinks_N is None
+  if use_kernel and plain:
     attend = by_kernel
   else:
-    attend = functools.partial(by_blocks, window=window, sinks_N=sinks_N)
+    attend = functools.partial(
+      by_blocks, value_dim=value_dim, window=window, sinks_N=sinks_N
+    )
   # A query is padded with zeros at the other j - 1 heads of its page. The
   # output also has the values of these heads, which the einsum drops.
   j = width // H
   identity_jj = jnp.eye(j, dtype=q_BNH.dtype)
   q_BKUH = q_BNH.reshape(B, K, j, -1, 1, H) * identity_jj[:, None, :, None]
   q_BKUH = q_BKUH.reshape(B, K, -1, width)
-  out_BKUH = attend(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale)
-  out_BKjUjH = out_BKUH.reshape(B, K, j, -1, j, H)
-  return jnp.einsum("bkjujh->bkjuh", out_BKjUjH).reshape(B, N, H)
+  out_BKUV = attend(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale)
+  out_BKjUjV = out_BKUV.reshape(B, K, j, N // (K * j), j, -1)
+  return jnp.einsum("bkjujv->bkjuv", out_BKjUjV).reshape(B, N, -1)
 
 
 def by_kernel(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):

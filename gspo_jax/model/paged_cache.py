@@ -107,16 +107,15 @@ def empty(
 
   def zeros(layer):
     shapes = kv_cache.token_shapes(cfg, layer)
-    return tuple(zeros_of(shapes, heads, width) for heads, width in shapes)
-
-  def zeros_of(shapes, heads, width):
-    j = (
-      paged_attention.side_by_side(heads, width)
-      if kv_cache.heads_axis(shapes)
-      else 1
+    return tuple(
+      constrain(zeros_of(heads, width), *_pages_spec(shapes))
+      for heads, width in shapes
     )
+
+  def zeros_of(heads, width):
+    j = paged_attention.side_by_side(heads, width)
     shape = heads // j, num_pages, page_size, j * width
-    return constrain(jnp.zeros(shape, stored(cfg.dtype)), *_pages_spec(shapes))
+    return jnp.zeros(shape, stored(cfg.dtype))
 
   table = jnp.zeros((num_slots, pages_per_slot), jnp.int32)
   lengths, active = jnp.zeros(num_slots, jnp.int32), jnp.zeros(num_slots, bool)

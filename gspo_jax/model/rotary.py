@@ -133,10 +133,8 @@ def angles(
 def rotate_pairs(x_BTNH, sin_BTH, cos_BTH):
   """`rotate` of neighbours, (0, 1), (2, 3); they end H / 2 columns apart."""
   x = wide(x_BTNH)
-  a, b = x[..., 0::2], x[..., 1::2]
-  sin, cos = sin_BTH[:, :, None], cos_BTH[:, :, None]
-  turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-  return rounded(turned, x_BTNH.dtype)
+  turned = _turned(x[..., 0::2], x[..., 1::2], sin_BTH, cos_BTH)
+  return rounded(jnp.concatenate(turned, -1), x_BTNH.dtype)
 
 
 @recomputed
@@ -145,6 +143,10 @@ def rotate(x_BTNH, sin_BTH, cos_BTH):
   half, width = sin_BTH.shape[-1], x_BTNH.shape[-1]
   borders = [half] if width == 2 * half else [half, 2 * half]
   a, b, *others = jnp.split(wide(x_BTNH), borders, axis=-1)
-  sin, cos = sin_BTH[:, :, None], cos_BTH[:, :, None]
-  turned = [a * cos - b * sin, b * cos + a * sin]
+  turned = _turned(a, b, sin_BTH, cos_BTH)
   return rounded(jnp.concatenate(turned + others, -1), x_BTNH.dtype)
+
+
+def _turned(a, b, sin_BTH, cos_BTH):
+  sin, cos = sin_BTH[:, :, None], cos_BTH[:, :, None]
+  return [a * cos - b * sin, b * cos + a * sin]

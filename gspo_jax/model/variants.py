@@ -131,12 +131,9 @@ def _gpt_oss(*sizes, window=128, **changes) -> ModelConfig:
   return _qwen3(*sizes, **fields | changes)
 
 
-_DELTA = Layer(mixer="delta_net")
-
-
-def _qwen3_next(*sizes, experts=True, **changes) -> ModelConfig:
-  """Three gated DeltaNets, then attention, and so on."""
-  layers = (_DELTA, _DELTA, _DELTA, Layer())
+def _qwen3_next(*sizes, experts=True, delta_nets=3, **changes) -> ModelConfig:
+  """`delta_nets` gated DeltaNets, then attention, and so on."""
+  layers = (Layer(mixer="delta_net"),) * delta_nets + (Layer(),)
   fields = {
     "head_dim": 256,
     "pattern": tuple(
@@ -280,7 +277,7 @@ VARIANTS = {
   "minimax-m2": _minimax(62, 3072, 48, 8, 1536, num_experts=256),
   "gpt-oss-20b": _gpt_oss(24, 2880, 64, 8, 2880, num_experts=32),
   "gpt-oss-120b": _gpt_oss(36, 2880, 64, 8, 2880, num_experts=128),
-  # Qwen3.6-35B-A3B and Qwen3.6-27B have the same sizes as Qwen3.5's.
+  # Qwen3.6 has the sizes of Qwen3.5.
   "qwen3.5-35b-a3b": _QWEN3_5_35B,
   "qwen3.6-35b-a3b": _QWEN3_5_35B,
   "qwen3.5-0.8b": _qwen3_5(
@@ -370,18 +367,12 @@ VARIANTS = {
     ),
   ),
   "tiny-qwen3.5": _qwen3_5(
-    *(2, 64, 4, 2, 64),
-    pattern=(_DELTA, Layer()),
-    shared_dim=64,
-    **_TINY_DELTA,
+    *(2, 64, 4, 2, 64), delta_nets=1, shared_dim=64, **_TINY_DELTA
   ),
   "tiny-qwen3.5-dense": _qwen3_5(
     *(2, 64, 4, 2, 128),
+    delta_nets=1,
     experts=False,
-    pattern=(
-      Layer(mixer="delta_net", experts=False),
-      Layer(experts=False),
-    ),
     **_TINY_DELTA | {"num_experts": 0, "experts_per_token": 0},
   ),
   "tiny-moonlight": _deepseek(

@@ -298,7 +298,14 @@ def test_a_layer_of_qwen3_6_compiles_for_a_tpu(topology):
     )
     compiled = plan_compile.compile_one(lowered)
   assert compiled.memory.temporaries < 0.5 * 2**30
-  cost = hlo.cost_of(compiled.text, where.chip, lambda *_: 1.0, devices=1)
+  cost, by_cycles = (
+    hlo.cost_of(
+      compiled.text, where.chip, lambda *_: 1.0, devices=1, by_compiler=cycles
+    )
+    for cycles in (False, True)
+  )
+  for name, x in (("at best", cost), ("by cycles", by_cycles)):
+    print(f"{topology}: {1e3 * x.scheduled:.2f} ms {name}")
   assert not cost.loops
   assert not cost.unknown_kernels
   assert cost.flops > 3 * T * 32 * 6 * 128 * 128

@@ -78,11 +78,9 @@ class _Matrix(NamedTuple):
   sizes: tuple[int, int, int]  # of this shape: experts, rows, columns
   # The outputs of gates and ups take turns in the file.
   interleaved: bool
-  # The rows of the linear layer's weight; None: all. Of how many weights this
-  # is which one.
-  part: Part | None
-  number: int = 0
-  count: int = 1
+  part: Part | None  # its rows of the linear layer's weight; None: all
+  number: int  # of its weight, among those of this linear layer
+  count: int  # of these weights
 
   def file_shape(self, is_wide: bool) -> tuple[int, int]:
     """The shape of the tensor; `is_wide`: each weight has its own columns."""
@@ -107,7 +105,7 @@ class _Matrix(NamedTuple):
     return self.from_peft(self._own(tensors[self.key.format(i=layer)], is_wide))
 
   def _own(self, tensor: np.ndarray, is_wide: bool) -> np.ndarray:
-    """A view of what this matrix has of a tensor."""
+    """A view of this matrix in its tensor: the rows of A, or columns of B."""
     experts, rows, columns = self.sizes
     if is_wide:
       size = experts * (rows if self.is_b else columns)
@@ -150,31 +148,30 @@ def _matrices(cfg: ModelConfig, layout: Layout) -> list[_Matrix]:
       name = f"{rest}.weight"
     else:
       name = module.rpartition(".")[2]
-    sharers = [
-      x.part.first
-      for x in tensors.values()
-      if x.names == tensor.names and x.part
-    ]
+    number, count = 0, 1
+    if part := tensor.part:
+      same = [x.part for x in tensors.values() if x.names == tensor.names]
+      number, count = sum(x.first < part.first for x in same), len(same)
     for kind, x in zip("AB", row.adapters, strict=True):
       shape = x.shape(cfg)
       sizes = tuple(math.prod(shape[a] for a in axes) for axes in x.groups)
       key = f"base_model.model.{module}.lora_{kind}.weight"
-      matrix = _Matrix(
-        x.path,
-        name,
-        is_parameter,
-        key,
-        kind == "B",
-        row.layers(cfg),
-        shape,
-        sizes,
-        kind == "B" and tensor.interleaved,
-        tensor.part,
+      matrices.append(
+        _Matrix(
+          x.path,
+          name,
+          is_parameter,
+          key,
+          kind == "B",
+          row.layers(cfg),
+          shape,
+          sizes,
+          kind == "B" and tensor.interleaved,
+          tensor.part,
+          number,
+          count,
+        )
       )
-      if part := tensor.part:
-        number = sorted(sharers).index(part.first)
-        matrix = matrix._replace(number=number, count=len(sharers))
-      matrices.append(matrix)
   return matrices
 
 

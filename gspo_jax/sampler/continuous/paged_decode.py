@@ -339,7 +339,7 @@ def read_tokens(samples: Samples, responses: jax.Array) -> jax.Array:
   return read(samples.tokens, responses)
 
 
-# Of what each slot has of its own.
+# Specs of the arrays of slots, without what slots share.
 _OF_SLOTS = DecodeState(
   paged_cache.Pages(None, _STATES, *[_BATCH] * 3), *[_BATCH] * 5, None
 )
