@@ -200,8 +200,14 @@ def test_some_parameters_are_never_rounded(name, module, parameter, tmp_path):
   )
 
 
-@pytest.mark.parametrize("padding", ["left", "right"])
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(
+  ("cached", "padding"),
+  [
+    *((False, "right"), (True, "left")),
+    pytest.param(False, "left", marks=pytest.mark.slow),
+    pytest.param(True, "right", marks=pytest.mark.slow),
+  ],
+)
 def test_padding_leaves_the_states_of_a_prompt(padding, cached):
   """The next token's logits are those after the prompt alone."""
   cfg, n = dataclasses.replace(FAMILIES["qwen3.5"], num_layers=2), 5

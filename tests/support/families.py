@@ -69,13 +69,11 @@ FAMILIES = {
     **_SIZES | {"num_kv_heads": 4},
   ),
 }
-# The others share what differs with these two, or with models of other tests.
-BY_DEFAULT = "gpt-oss", "qwen3.5"
 
 
 def family(name, *others):
-  """A parameter of a test; slow unless it is in `BY_DEFAULT`."""
-  marks = () if name in BY_DEFAULT else pytest.mark.slow
+  """A parameter of a test; slow but for the one with most kinds of layers."""
+  marks = () if name == "qwen3.5" else pytest.mark.slow
   return pytest.param(*(others or (name,)), marks=marks, id=name)
 
 
