@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from gspo_jax.model import gpu
 from gspo_jax.model.rounding import rounded, wide
 from gspo_jax.runtime import sharding
 
@@ -46,26 +47,39 @@ def attend(
   Query head i uses key-value head i // (N / K); padding is a segment, too. The
   products of queries and keys are multiplied by `scale`, H^-0.5 by default. The
   output [B, T, N, V] has the dtype of the queries. By splash attention on a TPU
-  if H is a multiple of 64; by cuDNN on a GPU for 16-bit numbers without sinks
-  if H = V is a multiple of 8, with a mask [B, 1, T, T]; else `in_blocks`. No
-  scores [B, N, T, T] are stored.
+  if H is a multiple of 64; by `flash` on a GPU from compute capability 8.0 on,
+  for 16-bit numbers without sinks; else `in_blocks`. No scores [B, N, T, T] are
+  stored.
   """
-  platform, (T, H) = sharding.platform(), q_BTNH.shape[1::2]
-  operands = q_BTNH, k_BTKH, v_BTKV, segments_BT
-  if platform == "tpu" and H % _SPLASH_WIDTH == 0:
+  H, operands = q_BTNH.shape[-1], (q_BTNH, k_BTKH, v_BTKV, segments_BT)
+  if sharding.platform() == "tpu" and H % _SPLASH_WIDTH == 0:
     return splash(*operands, window=window, sinks_N=sinks_N, scale=scale)
-  cudnn = platform in ("gpu", "cuda") and q_BTNH.dtype != jnp.float32
-  # Sinks need the softmax's sum, and JAX has no gradient of cuDNN's.
-  if cudnn and H % 8 == 0 and v_BTKV.shape[-1] == H and sinks_N is None:
-    visible_BTS = _visible(segments_BT, (0, 0, T), window)
-    out_BTNH = jax.nn.dot_product_attention(
-      *operands[:3],
-      mask=visible_BTS[:, None],
-      scale=scale,
-      implementation="cudnn",
-    )
-    return checkpoint_name(out_BTNH, "attention")
+  if sinks_N is None and gpu.has_attention(q_BTNH.dtype, H):
+    return flash(*operands, window=window, scale=scale)
   return in_blocks(*operands, window, sinks_N, scale)
+
+
+def flash(
+  q_BTNH,
+  k_BTKH,
+  v_BTKV,
+  segments_BT,
+  *,
+  window: int | None = None,
+  scale: float | None = None,
+):
+  """tokamax's GPU kernel. It skips the blocks of keys that no query sees.
+
+  A segment is a run of tokens: equal numbers apart are two segments.
+  """
+  token_T = jnp.arange(segments_BT.shape[1])
+  is_first_BT = jnp.diff(segments_BT, prepend=segments_BT[:, :1]) != 0
+  first_BT = jax.lax.cummax(jnp.where(is_first_BT, token_T, 0), axis=1)
+  if window is not None:
+    first_BT = jnp.maximum(first_BT, token_T - window + 1)
+  scale = _scale(scale, q_BTNH.shape[-1])
+  out_BTNV = gpu.attend(q_BTNH, k_BTKH, v_BTKV, first_BT, scale)
+  return checkpoint_name(out_BTNV, "attention")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 6))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from gspo_jax.model import gpu
 from gspo_jax.model.rounding import rounded, wide
 from gspo_jax.runtime import sharding
 
@@ -54,11 +55,13 @@ def matmul(x_AD, weights_eDF, sizes_e):
   """Multiplies each row by the matrix of its group: [A, F].
 
   Rows are sorted by group; group e has `sizes_e[e]` rows. Rows beyond the sum
-  of the sizes are undefined. A CPU uses `in_blocks`, since ragged_dot
-  multiplies every row by every matrix there; a TPU v5 `in_tiles`; others
-  ragged_dot.
+  of the sizes are undefined. A TPU v5 uses `in_tiles`, other TPUs ragged_dot,
+  GPUs from compute capability 8.0 on tokamax's kernel. Others use `in_blocks`:
+  ragged_dot would multiply every row by every matrix there.
   """
-  if sharding.platform() == "cpu":
+  if gpu.has_kernels():
+    return gpu.grouped_matmul(x_AD, weights_eDF, sizes_e)
+  if sharding.platform() != "tpu":
     return in_blocks(x_AD, weights_eDF, sizes_e)
   if sharding.device_kind().startswith("TPU v5"):
     return in_tiles(x_AD, weights_eDF, sizes_e)

@@ -11,12 +11,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from gspo_jax.model import attention
+from gspo_jax.model import attention, gpu
 from gspo_jax.model.rounding import rounded, wide
 from gspo_jax.runtime import sharding
 
 _LANES = 128
 _KERNEL_TOKENS = 512  # keys in VMEM at one time
+_GPU_KERNEL_TOKENS = 64  # keys in registers at one time
+_GPU_PROGRAMS = 256  # that keep a GPU busy: two for each of an H100's 132 cores
 _BLOCK_BYTES = {"cpu": 2**18}  # of the keys of a block; elsewhere 2**25
 
 
@@ -50,21 +52,24 @@ def read(
 ):
   """Attention of one query per row and head to the tokens in its pages.
 
-  By JAX's kernel on a TPU for bfloat16 queries and pages whose width is a
-  multiple of 128; it has neither windows nor sinks (see `attention.attend`), so
-  with one of them, and elsewhere, `by_blocks`. Query head i uses key-value head
-  i // (N / K). Keys and values may also be [K / j, n, t, j * H]. Without values
-  it is `by_blocks`; a value is the first `value_dim` (V) columns of its key.
-  A row attends to the last `window` of its `lengths_B` tokens, or to all; if it
-  has none, its output [B, N, V] is finite, but meaningless.
+  By JAX's kernels for bfloat16 queries: on a TPU if the width of the pages is a
+  multiple of 128, on a GPU from compute capability 8.0 on if width and tokens
+  of a page are powers of two. They have neither windows nor sinks (see
+  `attention.attend`), so with one of them, and elsewhere, `by_blocks`. Query
+  head i uses key-value head i // (N / K). Keys and values may also be
+  [K / j, n, t, j * H]. Without values it is `by_blocks`; a value is the first
+  `value_dim` (V) columns of its key. A row attends to the last `window` of its
+  `lengths_B` tokens, or to all; if it has none, its output [B, N, V] is finite,
+  but meaningless.
   """
-  (B, N, H), (K, _, _, width) = q_BNH.shape, k_KntH.shape
+  (B, N, H), (K, _, t, width) = q_BNH.shape, k_KntH.shape
   scale = H**-0.5 if scale is None else scale
-  supported = width % _LANES == 0 and q_BNH.dtype == jnp.bfloat16
-  use_kernel = sharding.platform() == "tpu" and supported
   plain = v_KntH is not None and window is None and sinks_N is None
-  if use_kernel and plain:
+  plain &= q_BNH.dtype == jnp.bfloat16
+  if plain and sharding.platform() == "tpu" and width % _LANES == 0:
     attend = by_kernel
+  elif plain and gpu.has_kernels() and gpu.fills_tiles(width, t):
+    attend = by_gpu_kernel
   else:
     attend = functools.partial(
       by_blocks, value_dim=value_dim, window=window, sinks_N=sinks_N
@@ -99,6 +104,28 @@ def by_kernel(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
     pages_per_compute_block=block,
   )
   return out_BNH.reshape(q_BKUH.shape).astype(q_BKUH.dtype)
+
+
+def by_gpu_kernel(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
+  """JAX's GPU kernel. The tokens of a row are split if there are few rows."""
+  from jax.experimental.pallas.ops.gpu import paged_attention as pa
+
+  B, K, U, H = q_BKUH.shape
+  t, W = k_KntH.shape[2], table_BW.shape[1]
+  block = max(1, _GPU_KERNEL_TOKENS // t)
+  splits = min(-(-_GPU_PROGRAMS // (B * K)), -(-W // block))
+  table_BW = jnp.pad(table_BW, ((0, 0), (0, -W % (block * splits))))
+  q_BNH = rounded(wide(q_BKUH) * scale, q_BKUH.dtype).reshape(B, K * U, H)
+  out_BNH = pa.paged_attention(
+    q_BNH,
+    k_KntH,
+    v_KntH,
+    table_BW,
+    lengths_B,
+    pages_per_compute_block=block,
+    k_splits=splits,
+  )
+  return out_BNH.reshape(q_BKUH.shape)
 
 
 def by_blocks(

@@ -324,33 +324,6 @@ def test_splash_pads_to_a_multiple_of_its_block():
   np.testing.assert_allclose(out, plain(*inputs), atol=5e-6)
 
 
-def test_a_gpu_uses_cudnn(monkeypatch):
-  """JAX requires cuDNN while tracing, and it is not installed."""
-  with pytest.raises(RuntimeError, match="cuDNN"):
-    jaxpr("gpu", monkeypatch)
-  with pytest.raises(RuntimeError, match="cuDNN"):
-    jaxpr("gpu", monkeypatch, window=32)
-  assert "cudnn" not in jaxpr("gpu", monkeypatch, dtype=jnp.float32)
-  assert "cudnn" not in jaxpr("gpu", monkeypatch, sinks_N=SINKS)
-
-
-def test_cudnn_gets_the_mask_of_the_window(monkeypatch):
-  """XLA stands in for it."""
-  attend = jax.nn.dot_product_attention
-
-  def stand_in(*args, implementation, **options):
-    assert implementation == "cudnn"
-    return attend(*args, **options)
-
-  monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
-  monkeypatch.setattr(sharding, "platform", lambda: "gpu")
-  *qkv, segments = random_inputs(T=100, H=8)
-  low = [jnp.bfloat16(x) for x in qkv]
-  out = attention.attend(*low, segments, window=30)
-  exact = plain(*map(np.float32, low), segments, 30)
-  np.testing.assert_allclose(np.float32(out), exact, atol=0.03)
-
-
 def test_the_platform_is_that_of_the_mesh():
   tpu = jax.sharding.AbstractDevice("TPU v5", 1, "tpu")
   mesh = jax.sharding.AbstractMesh((2,), ("data",), abstract_device=tpu)

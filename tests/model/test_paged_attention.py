@@ -169,7 +169,6 @@ def test_the_kernel_is_used_for_wide_bfloat16_heads_on_a_tpu(monkeypatch):
   assert "pallas_call" not in traced("tpu", monkeypatch, H=64)
   # The kernel would round them to bfloat16.
   assert "pallas_call" not in traced("tpu", monkeypatch, dtype=jnp.float32)
-  assert "pallas_call" not in traced("gpu", monkeypatch)
   # It has neither.
   assert "pallas_call" not in traced("tpu", monkeypatch, window=5)
   assert "pallas_call" not in traced("tpu", monkeypatch, sinks_N=SINKS[:4])

@@ -1,0 +1,145 @@
+"""Kernels for NVIDIA GPUs: tokamax's, from compute capability 8.0 on.
+
+tokamax takes its Mosaic kernels on Hopper and Blackwell where they support the
+operands, else its Triton kernels. Older GPUs, such as a T4, have neither.
+
+Dimension key: B rows, T tokens, N query heads, K key-value heads, H head width,
+V width of a value head, A sorted rows, e groups, D and F widths.
+"""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jax.extend import backend
+
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import missing_package
+
+_LEAST_TILE = 16  # rows and columns that tensor cores multiply
+# Of the gradient of a group's matrix: its rows and columns, and the rows of a
+# step. Three steps of 16-bit numbers are loaded at a time: 48 KiB.
+_TILE, _ROWS = 128, 32
+
+
+def has_kernels() -> bool:
+  """Whether the mesh's devices are GPUs that Triton compiles for."""
+  return sharding.platform() == "gpu" and _capability() >= 8
+
+
+def _capability() -> float:
+  """The compute capability; of an absent GPU if it is the default device."""
+  return float(backend.get_default_device().compute_capability)
+
+
+def fills_tiles(*sizes: int) -> bool:
+  """Whether Triton can load tiles of these sizes."""
+  return all(n >= _LEAST_TILE and n & (n - 1) == 0 for n in sizes)
+
+
+def has_attention(dtype, head_dim: int) -> bool:
+  """Whether `attend` takes heads of this width.
+
+  The shared memory of 8.6 and 8.9, 99 KiB, holds no tiles of wider heads.
+  """
+  if dtype == jnp.float32 or head_dim < _LEAST_TILE or not has_kernels():
+    return False
+  return head_dim <= 192 or _capability() not in (8.6, 8.9)
+
+
+def attend(q_BTNH, k_BTKH, v_BTKV, first_BT, scale: float):
+  """Attention [B, T, N, V] of each token to the tokens `first_BT` to itself."""
+  _prepare()
+  from tokamax._src.ops.attention import api, base
+
+  # The public function has no first keys, from which whole blocks are skipped.
+  mask = base.Mask(k_start=first_BT[:, None], is_causal=True)
+  operands = q_BTNH, k_BTKH, v_BTKV
+  try:
+    kernel = api.IMPLEMENTATIONS["mosaic_gpu"]
+    return kernel(*operands, mask=mask, logits_scale=scale)
+  except NotImplementedError:
+    kernel = api.IMPLEMENTATIONS["triton"]
+    return kernel(*operands, mask=mask, logits_scale=scale)
+
+
+@jax.custom_vjp
+def grouped_matmul(x_AD, weights_eDF, sizes_e):
+  """`grouped_matmul.matmul`; products of float32 numbers are TensorFloat-32."""
+  _prepare()
+  import tokamax
+
+  # Mosaic's copies take whole lines of 128 bytes: no adapters of rank 8.
+  whole_lines = all(n % 64 == 0 for n in weights_eDF.shape[1:])
+  kernels = ("mosaic", "triton") if whole_lines else ("triton",)
+  return tokamax.ragged_dot(x_AD, weights_eDF, sizes_e, implementation=kernels)
+
+
+def _backward(operands, dy_AF):
+  x_AD, weights_eDF, sizes_e = operands
+  dx_AD = grouped_matmul(dy_AF, weights_eDF.mT, sizes_e)
+  return dx_AD, _weight_gradient(x_AD, dy_AF, sizes_e), None
+
+
+grouped_matmul.defvjp(
+  lambda *operands: (grouped_matmul(*operands), operands), _backward
+)
+
+
+def _weight_gradient(x_AD, dy_AF, sizes_e):
+  """[e, D, F]. That of tokamax 0.0.12 is not zero for an empty group."""
+  D, F = x_AD.shape[1], dy_AF.shape[1]
+  ends_e = jnp.cumsum(sizes_e)
+  dtype = jnp.promote_types(x_AD.dtype, dy_AF.dtype)
+
+  def kernel(x_ref, dy_ref, starts_ref, ends_ref, out_ref):
+    group, i, j = (pl.program_id(axis) for axis in range(3))
+    start, end = starts_ref[group], ends_ref[group]
+
+    def load(ref, row, column):
+      rows, columns = row + jnp.arange(_ROWS), column + jnp.arange(_TILE)
+      inside = (rows < end)[:, None] & (columns < ref.shape[1])
+      tile = ref.at[pl.ds(row, _ROWS), pl.ds(column, _TILE)]
+      return triton.load(tile, mask=inside, other=0)
+
+    def add(step, total):
+      row = start + step * _ROWS
+      x, dy = load(x_ref, row, i * _TILE), load(dy_ref, row, j * _TILE)
+      return total + triton.dot(x.T, dy)
+
+    steps = pl.cdiv(end - start, _ROWS)
+    total = jnp.zeros((_TILE, _TILE), jnp.float32)
+    total = jax.lax.fori_loop(0, steps, add, total)
+    rows, columns = (k * _TILE + jnp.arange(_TILE) for k in (i, j))
+    inside = (rows < D)[:, None] & (columns < F)
+    triton.store(out_ref, total.astype(dtype), mask=inside)
+
+  whole = pl.no_block_spec
+  return pl.pallas_call(
+    kernel,
+    grid=(len(sizes_e), pl.cdiv(D, _TILE), pl.cdiv(F, _TILE)),
+    in_specs=[whole] * 4,
+    out_specs=pl.BlockSpec((None, _TILE, _TILE), lambda e, i, j: (e, i, j)),
+    out_shape=jax.ShapeDtypeStruct((len(sizes_e), D, F), dtype),
+    compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
+    name="grouped_weight_gradient",
+  )(x_AD, dy_AF, ends_e - sizes_e, ends_e)
+
+
+@functools.cache
+def _prepare():
+  try:
+    import tokamax  # noqa: F401
+  except ImportError as error:
+    raise missing_package(error, "gpu", "a GPU") from error
+  # tokamax parses the command line, but that of a notebook has no flags.
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()
+  # It warns of each shape for which it has no measured tiles.
+  logging.getLogger("absl").addFilter(
+    lambda record: "Autotuning cache miss" not in record.msg
+  )

@@ -1,0 +1,166 @@
+"""The kernels of a GPU, interpreted on a CPU."""
+
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from gspo_jax.model import (
+  attention,
+  gpu,
+  grouped_matmul,
+  lora,
+  paged_attention,
+)
+
+tokamax = pytest.importorskip("tokamax", reason="needs the extra `gpu`")
+from tokamax._src.ops.attention import pallas_triton_vjp  # noqa: E402
+
+
+def interpret(kernel, *args, **keywords):
+  """`pl.pallas_call` on a CPU, which knows no `program_id` within loops."""
+  grid = keywords.get("grid") or keywords["grid_spec"].grid
+
+  @functools.wraps(kernel)
+  def with_ids(*refs):
+    ids = [program_id(axis) for axis in range(len(grid))]
+
+    def known(axis):
+      if axis >= len(ids):
+        raise ValueError("no such axis")
+      return ids[axis]
+
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(pl, "program_id", known)
+      kernel(*refs)
+
+  keywords["interpret"] = True
+  return pallas_call(with_ids, *args, **keywords)
+
+
+pallas_call, program_id = pl.pallas_call, pl.program_id
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+  """Triton kernels run on this CPU, and `gpu` takes it for a GPU."""
+  monkeypatch.setattr(pl, "pallas_call", interpret)
+  # Interpreted, a mask of bits is read as numbers.
+  where = lambda mask, *values: jnp.where(mask != 0, *values)
+  with_where = SimpleNamespace(**vars(jnp) | {"where": where})
+  monkeypatch.setattr(pallas_triton_vjp, "jnp", with_where)
+  monkeypatch.setattr(gpu, "has_kernels", lambda: True)
+  monkeypatch.setattr(gpu, "_capability", lambda: 8.0)
+  with tokamax.config.cross_compile(True):
+    yield
+
+
+def normal(seed, *shape, dtype=jnp.bfloat16):
+  return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+@pytest.mark.parametrize(
+  ("capability", "dtype", "H", "options", "by_kernel"),
+  [
+    (8.9, "bfloat16", 192, {}, True),
+    (8.9, "bfloat16", 256, {}, False),  # no room in shared memory
+    (8.0, "bfloat16", 256, {"window": 5}, True),
+    (9.0, "float32", 64, {}, False),
+    (9.0, "bfloat16", 64, {"sinks_N": jnp.zeros(4)}, False),
+    (7.5, "bfloat16", 64, {}, False),
+  ],
+)
+def test_attention_by_compute_capability(
+  capability, dtype, H, options, by_kernel, monkeypatch
+):
+  monkeypatch.setattr(attention.sharding, "platform", lambda: "gpu")
+  monkeypatch.setattr(gpu, "_capability", lambda: capability)
+  monkeypatch.setattr(gpu, "attend", lambda q, k, v, first, scale: "kernel")
+  monkeypatch.setattr(attention, "checkpoint_name", lambda x, name: x)
+  q, segments = normal(0, 1, 8, 4, H, dtype=dtype), jnp.zeros((1, 8), int)
+  out = attention.attend(q, q, q, segments, **options)
+  assert isinstance(out, str) == by_kernel
+
+
+def test_a_t4_multiplies_only_by_the_matrix_of_a_row(monkeypatch):
+  monkeypatch.setattr(attention.sharding, "platform", lambda: "gpu")
+  monkeypatch.setattr(gpu, "_capability", lambda: 7.5)
+  operands = normal(0, 8, 4), normal(1, 3, 4, 4), jnp.array([4, 0, 4])
+  jaxpr = str(jax.make_jaxpr(grouped_matmul.matmul)(*operands))
+  assert "ragged_dot" not in jaxpr
+
+
+@pytest.mark.parametrize(
+  ("T", "K", "H", "V", "window"),
+  [(96, 2, 32, 32, None), (96, 4, 32, 32, 20), (70, 1, 48, 32, None)],
+)
+@pytest.mark.usefixtures("interpreted")
+def test_flash_is_attention_within_segments(T, K, H, V, window):
+  q, k, v = normal(0, 2, T, 4, H), normal(1, 2, T, K, H), normal(2, 2, T, K, V)
+  dout = normal(3, 2, T, 4, V)
+  segments = jnp.array([[0] * 30 + [1] * 5 + [2] * (T - 35), [7] * T])
+  wide = lambda f: lambda *x: f(*(a.astype(jnp.float32) for a in x))
+  exact = lambda q, k, v: attention.in_blocks(q, k, v, segments, window)
+  ours = lambda q, k, v: attention.attend(q, k, v, segments, window=window)
+  got, pull = jax.vjp(ours, q, k, v)
+  want, pull_exact = jax.vjp(wide(exact), q, k, v)
+  assert jnp.abs(got - want).max() < 0.02
+  for dx, dx_exact in zip(
+    pull(dout), pull_exact(dout.astype(jnp.float32)), strict=True
+  ):
+    error = jnp.abs(dx.astype(jnp.float32) - dx_exact.astype(jnp.float32)).max()
+    assert error < 0.02 * jnp.abs(dx_exact).max()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("rank", [0, 4])
+def test_grouped_matmul_with_empty_groups_and_adapters(rank):
+  sizes = jnp.array([0, 20, 0, 1, 37, 0], jnp.int32)  # of 70 rows
+  e, A, D, F = len(sizes), 70, 32, 48
+  x, weights, dy = normal(0, A, D), normal(1, e, D, F), normal(2, A, F)
+  a, b = (normal(3, e, D, rank), normal(4, e, rank, F)) if rank else (None,) * 2
+  real = jnp.arange(A) < sizes.sum()
+  group = np.repeat(np.arange(e + 1), [*sizes, A - int(sizes.sum())])
+
+  def ours(x, weights, a, b):
+    y = lora.grouped_product(x, lora.Experts(weights, a, b), sizes)
+    return jnp.where(real[:, None], y.astype(jnp.float32), 0)
+
+  def exact(x, weights, a, b):
+    x, weights = x.astype(jnp.float32), weights.astype(jnp.float32)
+    if rank:
+      weights += a.astype(jnp.float32) @ b.astype(jnp.float32)
+    y = jnp.einsum("ad,adf->af", x, weights[np.minimum(group, e - 1)])
+    return jnp.where(real[:, None], y, 0)
+
+  got, pull = jax.vjp(ours, x, weights, a, b)
+  want, pull_exact = jax.vjp(exact, x, weights, a, b)
+  assert jnp.abs(got - want).max() < 0.02 * jnp.abs(want).max()
+  dy = jnp.where(real[:, None], dy.astype(jnp.float32), 0)
+  for dx, dx_exact in zip(
+    jax.tree.leaves(pull(dy)), jax.tree.leaves(pull_exact(dy)), strict=True
+  ):
+    dx, dx_exact = (y.astype(jnp.float32) for y in (dx, dx_exact))
+    if dx.shape == x.shape:  # undefined beyond the groups
+      dx, dx_exact = dx[real], dx_exact[real]
+    assert jnp.abs(dx - dx_exact).max() < 0.02 * jnp.abs(dx_exact).max()
+  assert not jnp.any(pull(dy)[1][jnp.array([0, 2, 5])])  # of empty groups
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("rows", [3, 256])
+def test_paged_attention_in_splits_and_whole(rows, monkeypatch):
+  K, n, t, H, W = 2, 9, 16, 32, 5
+  q, k, v = normal(0, 3, 4, H), normal(1, K, n, t, H), normal(2, K, n, t, H)
+  table = jax.random.randint(jax.random.key(3), (3, W), 0, n)
+  lengths = jnp.array([1, 37, 80], jnp.int32)
+  monkeypatch.setattr(paged_attention, "_GPU_PROGRAMS", 6 if rows > 3 else 256)
+  got = paged_attention.read(q, k, v, table, lengths)
+  wide = (x.astype(jnp.float32) for x in (q.reshape(3, K, 2, H), k, v))
+  want = paged_attention.by_blocks(*wide, table, lengths, H**-0.5)
+  want = want.reshape(got.shape)
+  assert jnp.abs(got - want).max() < 0.02
