@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from absl import flags
 from jax.experimental import pallas as pl
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import triton
 from jax.extend import backend
 
@@ -81,6 +82,9 @@ def grouped_matmul(x_AD, weights_eDF, sizes_e):
 
 def _backward(operands, dy_AF):
   x_AD, weights_eDF, sizes_e = operands
+  # Else XLA would keep a transposed copy of the matrices of all layers.
+  by_rows = Layout(major_to_minor=(0, 1, 2))
+  weights_eDF = with_layout_constraint(weights_eDF, by_rows)
   dx_AD = grouped_matmul(dy_AF, weights_eDF.mT, sizes_e)
   return dx_AD, _weight_gradient(x_AD, dy_AF, sizes_e), None
 
