@@ -46,10 +46,14 @@ _EXIT_CODES = (
 
 def run(work: Callable[[], int], start: str, doc: str) -> None:
   """Parses the flags (see `parse`), calls `work`, and exits with its code."""
+
+  def quietly(argv):
+    if not flags.FLAGS["verbosity"].present:
+      logging.set_verbosity(logging.WARNING)  # INFO has much of Orbax, tokamax
+    return work()
+
   try:
-    app.run(
-      lambda argv: work(), flags_parser=lambda argv: parse(argv, start, doc)
-    )
+    app.run(quietly, flags_parser=lambda argv: parse(argv, start, doc))
   except UserError as error:
     sys.exit(complain(error))
 
@@ -65,8 +69,6 @@ def on_hosts(work: Callable[[], int]) -> int:
     print("loading jax", file=sys.stderr, flush=True)
   from gspo_jax.runtime import multihost
 
-  if not flags.FLAGS["verbosity"].present:
-    logging.set_verbosity(logging.WARNING)  # Orbax logs a lot at INFO
   multihost.start(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
   try:
     code = work()
