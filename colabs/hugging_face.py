@@ -3,14 +3,20 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/gspo-jax/gspo_jax/blob/main/colabs/hugging_face.ipynb)
 #
-# Take a checkpoint folder (Qwen3, Qwen2, Llama, OLMoE or Mixtral), look at what is
-# in it, sample a group of responses, evaluate it, train it for two RL steps, and
-# export a folder that `transformers` loads. Name yours below. Without one, a
-# tiny Qwen3-MoE with random weights and a tokenizer of its own is made on the
-# spot: it babbles, but it takes the same path, in a minute.
+# Take a checkpoint folder, look at what is in it, sample a group of responses,
+# evaluate it, train it for two RL steps, and export a folder that
+# `transformers` loads. Name yours below. Without one, a tiny Qwen3-MoE with
+# random weights and a tokenizer of its own is made on the spot: it babbles, but
+# it takes the same path, in a minute.
+#
+# The package takes Qwen2, Qwen2.5, Qwen3, Qwen3-Next, Qwen3.5 and Qwen3.6, dense
+# and MoE; DeepSeek-V3, Moonlight and Kimi K2; GLM-4.5 to 4.7, GLM-4.7-Flash,
+# MiniMax-M2, gpt-oss, Llama 3, SmolLM2, OLMoE and Mixtral
+# ([your model](https://github.com/gspo-jax/gspo_jax/blob/main/docs/your_model.md)).
 
 # %%
-# Colab has to install the package first. GSPO_JAX names another source of it.
+# Installs what this machine needs, and says what it has. GSPO_JAX names another
+# source of the package.
 import importlib.util
 import os
 import subprocess
@@ -18,10 +24,14 @@ import sys
 
 if not importlib.util.find_spec("gspo_jax"):
   repository = "git+https://github.com/gspo-jax/gspo_jax"
-  package = f"gspo_jax[colab] @ {os.environ.get('GSPO_JAX', repository)}"
-  command = [sys.executable, "-m", "pip", "install", "-q", package]
+  package = f"gspo_jax @ {os.environ.get('GSPO_JAX', repository)}"
+  command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", package]
   subprocess.run(command, check=True)
   importlib.invalidate_caches()
+
+from gspo_jax.runtime import notebook
+
+DTYPE = notebook.prepare()
 
 # %%
 import json
@@ -161,7 +171,7 @@ for name, part in files.items():
 
 config = common.get_config()
 config.model.checkpoint = folder  # --config.model.checkpoint=FOLDER
-config.model.dtype = "float32"  # a CPU has no fast bfloat16
+config.model.dtype = DTYPE if CHECKPOINT else "float32"
 config.data.source = f"jsonl:{scratch}/train.jsonl"
 config.data.eval_source = f"jsonl:{scratch}/test.jsonl"
 config.data.instruction = "{problem} End with #### and a number."
@@ -176,6 +186,7 @@ config.optim.learning_rate = 1e-6 if CHECKPOINT else 1e-3
 config.num_steps = 2
 config.eval.prompts = 8
 
+# %%
 mesh = sharding.make_mesh(**config.mesh)
 jax.set_mesh(mesh)
 parsed, count = parse(config), len(files["test"])

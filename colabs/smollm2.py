@@ -4,12 +4,18 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/gspo-jax/gspo_jax/blob/main/colabs/smollm2.ipynb)
 #
 # SmolLM2-135M-Instruct learns to keep rules that a program checks: between 5
-# and 12 words, no commas, a numbered list of three points. On a GPU the whole
-# run of `configs/smollm2_cpu.py`; on a CPU two small iterations, since one of
-# its 40 takes more than a minute there.
+# and 12 words, no commas, a numbered list of three points. On a GPU or TPU the
+# 40 iterations of `configs/smollm2_cpu.py`; on a CPU, where they take an hour,
+# two small ones. Before it trains, it says how many and how long.
+#
+# The package takes Qwen2, Qwen2.5, Qwen3, Qwen3-Next, Qwen3.5 and Qwen3.6, dense
+# and MoE; DeepSeek-V3, Moonlight and Kimi K2; GLM-4.5 to 4.7, GLM-4.7-Flash,
+# MiniMax-M2, gpt-oss, Llama 3, SmolLM2, OLMoE and Mixtral
+# ([your model](https://github.com/gspo-jax/gspo_jax/blob/main/docs/your_model.md)).
 
 # %%
-# Colab has to install the package first. GSPO_JAX names another source of it.
+# Installs what this machine needs, and says what it has. GSPO_JAX names another
+# source of the package.
 import importlib.util
 import os
 import subprocess
@@ -17,10 +23,14 @@ import sys
 
 if not importlib.util.find_spec("gspo_jax"):
   repository = "git+https://github.com/gspo-jax/gspo_jax"
-  package = f"gspo_jax[colab] @ {os.environ.get('GSPO_JAX', repository)}"
-  command = [sys.executable, "-m", "pip", "install", "-q", package]
+  package = f"gspo_jax @ {os.environ.get('GSPO_JAX', repository)}"
+  command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", package]
   subprocess.run(command, check=True)
   importlib.invalidate_caches()
+
+from gspo_jax.runtime import notebook
+
+DTYPE = notebook.prepare()
 
 # %%
 import json
@@ -45,7 +55,7 @@ plt.rcParams.update({"figure.constrained_layout.use": True, "axes.grid": True})
 plt.rcParams.update({"grid.alpha": 0.25, "axes.spines.top": False})
 plt.rcParams.update({"axes.spines.right": False, "figure.dpi": 100})
 
-WHOLE = jax.default_backend() != "cpu"  # else two small iterations
+ITERATIONS = None  # a number; None: 40, on a CPU 2 small ones
 scratch = Path(tempfile.mkdtemp())
 
 # %% [markdown]
@@ -78,11 +88,17 @@ for problem in problems[:4]:
 # %%
 config = smollm2_cpu.get_config()
 config.model.checkpoint = str(folder)
-if not WHOLE:
+config.model.dtype = DTYPE
+on_cpu = jax.default_backend() == "cpu"
+if on_cpu:
   config.num_steps, config.eval.every = 2, 2
   config.data.prompts = config.eval.prompts = 8
   config.eval.samples = 2
   config.rollout.group_size = 4
+if ITERATIONS:
+  config.num_steps = ITERATIONS
+
+# %%
 mesh = sharding.make_mesh(**config.mesh)
 jax.set_mesh(mesh)
 cfg = hf.config_from_hf(folder, dtype=config.model.dtype)
@@ -115,6 +131,17 @@ for problem, (text, kept) in zip(problems[:4], before, strict=False):
 # --config=configs/smollm2_cpu.py --workdir=runs/smollm2`.
 
 # %%
+work = f"{config.num_steps} iterations of {config.data.prompts} x "
+work += f"{config.rollout.group_size} responses"
+if on_cpu:
+  seconds = 60 + 20 * config.num_steps
+  print(
+    f"{work}, small ones since this is a CPU: about {seconds} s on two cores."
+  )
+else:
+  kind = jax.devices()[0].device_kind
+  print(f"{work}. It has not been timed on a {kind}; see the first iterations.")
+print("Another number: ITERATIONS above, then run from there.")
 state = train_and_evaluate(config, f"{scratch}/run")
 
 # %%

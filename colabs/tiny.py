@@ -9,9 +9,15 @@
 # its mind about, and the importance ratios that GSPO clips. It takes 80 s on a
 # CPU core, with short chains; `FULL = True` runs `configs/tiny_cpu.py` as it is,
 # and takes longer.
+#
+# The package takes Qwen2, Qwen2.5, Qwen3, Qwen3-Next, Qwen3.5 and Qwen3.6, dense
+# and MoE; DeepSeek-V3, Moonlight and Kimi K2; GLM-4.5 to 4.7, GLM-4.7-Flash,
+# MiniMax-M2, gpt-oss, Llama 3, SmolLM2, OLMoE and Mixtral
+# ([your model](https://github.com/gspo-jax/gspo_jax/blob/main/docs/your_model.md)).
 
 # %%
-# Colab has to install the package first. GSPO_JAX names another source of it.
+# Installs what this machine needs, and says what it has. GSPO_JAX names another
+# source of the package.
 import importlib.util
 import os
 import subprocess
@@ -19,10 +25,14 @@ import sys
 
 if not importlib.util.find_spec("gspo_jax"):
   repository = "git+https://github.com/gspo-jax/gspo_jax"
-  package = f"gspo_jax[colab] @ {os.environ.get('GSPO_JAX', repository)}"
-  command = [sys.executable, "-m", "pip", "install", "-q", package]
+  package = f"gspo_jax @ {os.environ.get('GSPO_JAX', repository)}"
+  command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", package]
   subprocess.run(command, check=True)
   importlib.invalidate_caches()
+
+from gspo_jax.runtime import notebook
+
+DTYPE = notebook.prepare()
 
 # %%
 import json

@@ -2,12 +2,17 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+import time
 import venv
 
 import pytest
 from repository import ROOT
+
+from gspo_jax.model.hf.families import FAMILIES, WITH_IMAGES
 
 jupytext = pytest.importorskip("jupytext")
 nbformat = pytest.importorskip("nbformat")
@@ -57,41 +62,157 @@ def test_starts_with_a_title_and_the_installation(script):
   assert found[0][1].startswith("# ")
   assert f"/colabs/{script.stem}.ipynb)" in found[0][1]  # the badge
   assert found[1] == first[1]  # one installation for all
-  assert "pip" in found[1][1]
+  assert "notebook.prepare()" in found[1][1]
+
+
+# By model_type.
+NAMES = {
+  "deepseek_v3": "DeepSeek-V3, Moonlight",
+  "glm4_moe": "GLM-4.5 to 4.7",
+  "glm4_moe_lite": "GLM-4.7-Flash",
+  "gpt_oss": "gpt-oss",
+  "kimi_k2": "Kimi K2",
+  "llama": "Llama 3, SmolLM2",
+  "minimax_m2": "MiniMax-M2",
+  "mixtral": "Mixtral",
+  "olmoe": "OLMoE",
+  "qwen2": "Qwen2, Qwen2.5",
+  "qwen2_moe": "Qwen2, MoE",
+  "qwen3": "Qwen3",
+  "qwen3_5": "Qwen3.5",
+  "qwen3_5_moe": "Qwen3.5, Qwen3.6, MoE",
+  "qwen3_5_moe_text": "Qwen3.5, Qwen3.6, MoE",
+  "qwen3_5_text": "Qwen3.5",
+  "qwen3_moe": "Qwen3, MoE",
+  "qwen3_next": "Qwen3-Next",
+}
+
+
+def test_all_list_the_families():
+  assert set(NAMES) == {*FAMILIES, *WITH_IMAGES}
+  titles = [cells(jupytext.read(path, fmt="py:percent"))[0] for path in SCRIPTS]
+  (families,) = {title.rpartition("\n\n")[2] for _, title in titles}
+  words = " ".join(families.split())
+  for names in NAMES.values():
+    for name in names.split(", "):
+      assert re.search(rf"\b{re.escape(name)}[,;\s]", words), name
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("wheel")
+  pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps")
+  subprocess.run([*pip, f"--wheel-dir={folder}", str(ROOT)], check=True)
+  (wheel,) = folder.glob("*.whl")
+  return wheel
 
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-  """A new environment with a kernel alone, and the wheel of this checkout."""
+  """The Python of a new environment with a kernel alone."""
   folder = tmp_path_factory.mktemp("kernel")
-  pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps")
-  subprocess.run([*pip, f"--wheel-dir={folder}", str(ROOT)], check=True)
-  venv.create(folder / "venv", with_pip=True)
-  python = folder / "venv/bin/python"
-  install = (python, "-m", "pip", "install", "-q", "ipykernel", "nbclient")
-  subprocess.run(install, check=True)
-  (wheel,) = folder.glob("*.whl")
-  return python, wheel
+  venv.create(folder, with_pip=True)
+  pip_install(folder / "bin/python", "ipykernel", "nbclient")
+  return folder / "bin/python"
+
+
+def pip_install(python, *packages):
+  subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
+
+
+def execute(python, source, wheel, folder, timeout=1200):
+  """Runs a notebook in `folder`; the process, and the notebook with outputs."""
+  environment = os.environ | {"PYTHONPATH": "", "GSPO_JAX": wheel.as_uri()}
+  environment |= {"TMPDIR": str(folder)}
+  ran = folder / "ran.ipynb"
+  command = (python.with_name("jupyter-execute"), source, f"--output={ran}")
+  done = subprocess.run(
+    [*command, f"--timeout={timeout}"],
+    cwd=folder,
+    env=environment,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  return done, nbformat.read(ran, as_version=4) if ran.exists() else None
 
 
 @pytest.mark.slow
 @each
-def test_installs_itself_and_runs(script, kernel, tmp_path):
+def test_installs_itself_and_runs(script, kernel, wheel, tmp_path):
   """In an empty folder, on one device; the asserts are in the notebooks."""
-  python, wheel = kernel
-  environment = os.environ | {"PYTHONPATH": ""}
-  environment |= {"TMPDIR": str(tmp_path), "GSPO_JAX": wheel.as_uri()}
-  ran = tmp_path / "ran.ipynb"
-  source = script.with_suffix(".ipynb")
-  execute = (python.with_name("jupyter-execute"), source, f"--output={ran}")
-  subprocess.run(
-    [*execute, "--timeout=1200"], cwd=tmp_path, env=environment, check=True
+  done, notebook = execute(
+    kernel, script.with_suffix(".ipynb"), wheel, tmp_path
   )
-  notebook = nbformat.read(ran, as_version=4)
+  assert done.returncode == 0, done.stderr
   shown = {key for data in outputs(notebook) for key in data}
   assert "image/png" in shown
   errors = [text for text in streams(notebook, "stderr") if "Error" in text]
   assert not errors
+
+
+# What Colab had in 2026 beside jax and jaxlib 0.7.2, by runtime.
+IMAGES = {
+  "cpu": (),
+  "gpu": ("jax-cuda12-plugin==0.7.2", "jax-cuda12-pjrt==0.7.2"),
+  "tpu": ("libtpu==0.0.21",),
+}
+FIRST_STEP = """
+from gspo_jax.configs import tiny_cpu
+from gspo_jax.train import train_and_evaluate
+config = tiny_cpu.get_config("debug")
+config.num_steps = config.cold_start.steps = config.eval.every = 1
+train_and_evaluate(config, "run")
+import jax, importlib.metadata
+names = "jax", "jaxlib", "jax-cuda12-plugin", "libtpu", "numpy"
+found = {d.name: d.version for d in importlib.metadata.distributions()}
+print(*(f"{name} {found[name]}" for name in names if name in found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+@pytest.mark.parametrize("image", IMAGES)
+@pytest.mark.parametrize("imports", ["", "import jax"], ids=["", "imported"])
+def test_takes_a_step_in_an_image_of_colab(
+  version, image, imports, wheel, tmp_path
+):
+  """Without an accelerator; its old jax is replaced, also where imported."""
+  python = python_of(version, tmp_path / "venv")
+  numpy = {"3.12": "numpy==2.0.2", "3.13": "numpy==2.2.6"}[version]
+  usual = (numpy, "matplotlib", "ipykernel", "nbclient")
+  pip_install(python, "jax==0.7.2", "jaxlib==0.7.2", *usual)
+  if IMAGES[image]:
+    pip_install(python, "--no-deps", *IMAGES[image])
+  first = cells(jupytext.read(SCRIPTS[0], fmt="py:percent"))[1][1]
+  new_cell, source = nbformat.v4.new_code_cell, tmp_path / "source.ipynb"
+
+  def run(*parts):
+    notebook = nbformat.v4.new_notebook(cells=list(map(new_cell, parts)))
+    nbformat.write(notebook, source)
+    start = time.monotonic()
+    done, ran = execute(python, source, wheel, tmp_path)
+    said = "".join(streams(ran, "stdout")) if done.returncode == 0 else ""
+    line = f"{version} {image} {imports} {time.monotonic() - start:.0f} s"
+    print(f"\n{line}\n{said}", done.stderr[-2000:])
+    return done, said
+
+  if imports:
+    done, _ = run(imports, first, "print('the old kernel goes on')")
+    assert "SystemExit: the kernel restarts" in done.stderr
+  done, said = run(first, FIRST_STEP)
+  assert done.returncode == 0, done.stderr
+  assert "Runs on a CPU" in said
+  assert "jax 0.10" in said
+  assert "jax-cuda12-plugin" not in said  # there is no GPU
+
+
+def python_of(version: str, folder):
+  """The Python of a new environment of this version."""
+  found = shutil.which(f"python{version}")
+  make = [found, "-m", "venv", folder]
+  if not found or subprocess.run(make).returncode:
+    pytest.skip(f"no Python {version} here")
+  return folder / "bin/python"
 
 
 def outputs(notebook):
