@@ -7,6 +7,7 @@ attends to, to the last.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ _BLOCK = 512  # queries and keys of a tile of scores in VMEM
 # of width 128. Above it a separate kernel computes the gradient of the queries,
 # and the scores once more.
 _PARTS_BYTES = 4 * 2**30
-_CPU_BLOCK = 64  # queries of a block on a CPU
+_CPU_BLOCK = 64  # queries of a block on a CPU are a multiple
 _CACHED_SCORES = 2**18  # float32 scores that stay in the cache of a core
 _LANES = 128
 _SPLASH_WIDTH = 64  # of heads that splash takes, or a multiple
@@ -136,11 +137,11 @@ in_blocks.defvjp(_forward, _backward)
 
 def _map_rows(function, operands):
   """`function(*operands)`, the last the biases; on a CPU few rows at a time."""
-  B, T, N, _ = operands[0].shape
+  B, _, N, _ = operands[0].shape
   if sharding.platform() != "cpu":
     return function(*operands)
-  keys = max(bias_BQS.shape[2] for bias_BQS in operands[-1])
-  limit = max(1, _CACHED_SCORES // (N * min(T, _CPU_BLOCK) * keys))
+  scores = max(math.prod(bias_BQS.shape[1:]) for bias_BQS in operands[-1])
+  limit = max(1, _CACHED_SCORES // (N * scores))
   rows = max(n for n in range(1, min(limit, B) + 1) if B % n == 0)
   if rows == B:
     return function(*operands)
@@ -150,9 +151,16 @@ def _map_rows(function, operands):
 
 
 def _blocks(T, window):
-  """(first key, first query, first query of the next block) of each block."""
-  size = _CPU_BLOCK if sharding.platform() == "cpu" else _BLOCK
+  """(first key, first query, first query of the next block) of each block.
+
+  Each block is compiled, and costs some operations; longer ones compute more
+  masked scores. On a CPU the sum is least near 4 sqrt(T) queries.
+  """
   reach = T if window is None else window
+  size = _BLOCK
+  if sharding.platform() == "cpu":
+    size = min(4 * math.isqrt(T), reach) // _CPU_BLOCK * _CPU_BLOCK
+    size = max(_CPU_BLOCK, size)
   return [
     (max(0, start - reach + 1), start, min(start + size, T))
     for start in range(0, T, size)

@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from gspo_jax.model import lora
 from gspo_jax.model.grouped_matmul import gated
 from gspo_jax.model.rounding import rounded, wide
+from gspo_jax.runtime import sharding
 
 SLACK = 1.25  # rows of a chunk / mean load
 _TILE = 128  # a chunk's rows: a multiple of this, or all rows
@@ -87,8 +88,21 @@ def _take(x, i):
   return jnp.take(x, i, axis=0, mode="clip")
 
 
-def _add(x, i, rows):
-  return x.at[i].add(rows, mode="drop")
+def _add_to_tokens(total_MD, rows, values_AD, k):
+  """The total plus, for each token, the values of its rows.
+
+  A GPU would scatter in any order, so that two passes would differ; there each
+  token gathers its rows, and their sum is rounded once.
+  """
+  if sharding.platform() != "gpu":
+    return total_MD.at[rows // k].add(values_AD, mode="drop")
+  (M, _), A = total_MD.shape, len(rows)
+  row_Mk = jnp.full(M * k, A).at[rows].set(jnp.arange(A), mode="drop")
+  values_MkD = jnp.take(
+    values_AD, row_Mk.reshape(M, k), axis=0, mode="fill", fill_value=0
+  )
+  added_MD = values_MkD.sum(1, dtype=jnp.float32)
+  return rounded(wide(total_MD) + added_MD, total_MD.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -121,7 +135,8 @@ def _steps(operands: _Operands, k, A, limit):
     start, y_MD, num_rows = state
     rows, sizes_e = _chunk(operands, start, A)
     y = _project_down(h_AF, _take(weights, rows), down, sizes_e, limit)
-    return start + A, _add(y_MD, rows // k, y), num_rows + sizes_e.sum()
+    y_MD = _add_to_tokens(y_MD, rows, y, k)
+    return start + A, y_MD, num_rows + sizes_e.sum()
 
   zeros = jnp.zeros_like(x_MD), jnp.zeros_like(ends_e[-1])
   return body, (jnp.int32(0), *zeros)
@@ -163,8 +178,8 @@ def _backward(k, A, limit, residuals, cotangents):
     dx_AD, dgate_up_chunk = pull(dh_AF)
     return (
       start + A,
-      _add(dx_MD, rows // k, dx_AD),
-      _add(dweights, rows, dweights_A),
+      _add_to_tokens(dx_MD, rows, dx_AD, k),
+      dweights.at[rows].add(dweights_A, mode="drop"),
       jax.tree.map(jnp.add, dgate_up, dgate_up_chunk),
       jax.tree.map(jnp.add, ddown, ddown_chunk),
     )

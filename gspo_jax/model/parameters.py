@@ -381,10 +381,12 @@ def places(
   cfg: ModelConfig, layers: Sequence[Layer]
 ) -> list[tuple[Layer, dict[str, int]]]:
   """Each layer with its modules, and its place in the stack of each module."""
-  modules = {row.module for row in rows(cfg) if row.stacked}
-  counts, found = dict.fromkeys(modules, 0), []
+  # In the order of the table: a program must be the same in every process, or
+  # the compilation cache does not have it.
+  counts = dict.fromkeys((row.module for row in rows(cfg) if row.stacked), 0)
+  found = []
   for layer in layers:
-    own = [module for module in modules if cfg.has(layer, module)]
+    own = [module for module in counts if cfg.has(layer, module)]
     found.append((layer, {module: counts[module] for module in own}))
     for module in own:
       counts[module] += 1

@@ -1,13 +1,14 @@
-"""Compiles a config's functions for a TPU slice; no TPU is needed.
+"""Compiles a config's functions for TPUs or GPUs; none is needed.
 
   python -m gspo_jax.plan --config=configs/moe_tpu_v5.py --topology=v5p:4x4x4
+  python -m gspo_jax.plan --config=configs/tiny_cpu.py --topology=l4:1
 
 It takes the command line of gspo_jax.main unchanged; the workdir is not used.
-For each function it prints whether it fits, its time at best, and its time by
-libtpu's cycles; docs/scaling.md says what is counted. `generate` is shown
-twice: one decode step at the longest cache, and the whole call with responses
-of full length. With `continuous_batching.slots`, the call is a segment of
-decode steps with all pages full, and the largest
+For each function it prints whether it fits, its time at best, and for TPUs its
+time by libtpu's cycles; docs/scaling.md says what is counted. `generate` is
+shown twice: one decode step at the longest cache, and the whole call with
+responses of full length. With `continuous_batching.slots`, the call is a
+segment of decode steps with all pages full, and the largest
 `continuous_batching.num_pages` that fits into HBM is printed. The time of
 `old_logps` is for all minibatches, although a run needs only one micro-batch of
 the first.
@@ -35,7 +36,8 @@ from gspo_jax.program import command
 _TOPOLOGY = flags.DEFINE_string(
   "topology",
   None,
-  "A TPU slice: v5e:4x4, v5p:4x4x4, v6e:8x8, tpu7x:2x2x1; or a type: v5p-128.",
+  "A TPU slice: v5e:4x4, v5p:4x4x4, v6e:8x8, tpu7x:2x2x1; or a type: v5p-128. "
+  "Or GPUs of a host: h100:8, h200:8, a100:8, a100-40gb:1, l4:1, t4:1.",
 )
 _SLICES = flags.DEFINE_integer("slices", 1, "How many of them.")
 _FUNCTIONS = flags.DEFINE_list(

@@ -20,6 +20,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from gspo_jax.plan import gpus
 from gspo_jax.runtime.errors import UserError, nearest
 
 _GIB = 2**30
@@ -91,11 +92,24 @@ _UNDER_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 
 @dataclasses.dataclass(frozen=True)
+class DeviceCoordinates:
+  slice: int
+  coordinates: tuple[int, ...]  # in the torus of that slice
+
+
+# The bandwidth between two devices of a chip, in links: assumed.
+_NEIGHBOUR = 6
+
+
+@dataclasses.dataclass(frozen=True)
 class Slice:
   """A TPU slice: the kind of chip and the shape of the torus."""
 
   kind: str
   shape: tuple[int, ...]
+
+  platform = "tpu"
+  note = "compiler roofline, nothing ran on a chip"
 
   def __str__(self) -> str:
     return f"{self.kind}:{'x'.join(map(str, self.shape))}"
@@ -104,15 +118,90 @@ class Slice:
   def chip(self) -> Chip:
     return CHIPS[self.kind]
 
+  def described(self, slices: int) -> dict:
+    """Arguments of `topologies.get_topology_desc` for so many slices."""
+    return {"num_slices": slices} if slices > 1 else {}
 
-def parse(topology: str) -> Slice:
-  """Parses a topology, v5p:4x4x4, or an accelerator type, v5p-128."""
+  def bandwidth_between(
+    self,
+    here: Sequence[DeviceCoordinates],
+    there: Sequence[DeviceCoordinates],
+  ) -> float:
+    """Bytes a second that all devices of `here` together can send to `there`.
+
+    In a slice they use the torus links between their chips, and the links
+    inside chips that they share; between slices, the network of the smaller
+    group.
+    """
+    chip = self.chip
+    if {d.slice for d in here} != {d.slice for d in there}:
+      return min(len(here), len(there)) * chip.network
+    rings = chip.rings(self.shape)
+    sending, receiving = (
+      {(d.slice, d.coordinates) for d in group} for group in (here, there)
+    )
+    links = _NEIGHBOUR * len(sending & receiving)
+    for number, place in receiving:
+      for axis, size in enumerate(self.shape):
+        for step in {1, -1}:
+          at = place[axis] + step
+          if not (rings[axis] or 0 <= at < size):
+            continue
+          other = (*place[:axis], at % size, *place[axis + 1 :])
+          links += (number, other) in sending
+    return links * chip.link
+
+  def bandwidth(
+    self, devices: Sequence[DeviceCoordinates], to_all: bool
+  ) -> float:
+    """Bytes a second that each device of a group can send to the others.
+
+    A group uses two links of a torus axis that it closes to a ring, and one
+    link of any other axis. Between slices, the network is the limit. With
+    `to_all`, each device sends different bytes to every other device. These
+    pass through the devices in between, so the longest axis is the limit.
+
+    The devices of one chip share its links. Two groups that each have one of
+    them get half of the links. If a group has both, a ring passes the links
+    once; with `to_all` each device gets half.
+    """
+    chip = self.chip
+    if len({d.slice for d in devices}) > 1:
+      return chip.network
+    links, longest, links_of_longest = 0, 1, 1
+    rings = chip.rings(self.shape)
+    chips = {d.coordinates for d in devices}
+    if len(chips) == 1 < len(devices):
+      return _NEIGHBOUR * chip.link
+    together = len(devices) // len(chips)  # devices of a chip in the group
+    sending = chip.on_chip if to_all else chip.on_chip // together
+    for axis, size in enumerate(self.shape):
+      extent = len({d.coordinates[axis] for d in devices})
+      if extent == 1:
+        continue
+      axis_links = 2 if extent == size and rings[axis] else 1
+      links += axis_links
+      if extent > longest:
+        longest, links_of_longest = extent, axis_links
+    if to_all:
+      return chip.link * links_of_longest / max(longest / 4, 1) / sending
+    return chip.link * max(links, 1) / sending
+
+
+Topology = Slice | gpus.Host
+
+
+def parse(topology: str) -> Topology:
+  """Parses v5p:4x4x4, an accelerator type, v5p-128, or GPUs, h100:8."""
   family, _, count = topology.partition("-")
   if family in _TYPES and count.isdecimal():
     return _of_type(topology, family, int(count))
   kind, _, sizes = topology.partition(":")
+  if kind in gpus.GPUS:
+    return gpus.parse(topology)
   if kind not in CHIPS:
-    raise UserError(f"--topology={topology!r}: {nearest(kind, CHIPS)}")
+    known = nearest(kind, [*CHIPS, *gpus.GPUS])
+    raise UserError(f"--topology={topology!r}: {known}")
   chip = CHIPS[kind]
   example = {2: "4x4", 3: "4x4x4"}[chip.axes]
   shape = tuple(int(n) if n.isdigit() else 0 for n in sizes.split("x"))
@@ -163,79 +252,3 @@ def _compact(cubes: int) -> tuple[int, ...]:
     if cubes % (a * b) == 0 and cubes // (a * b) >= b
   )
   return tuple(4 * n for n in min(shapes, key=lambda shape: shape[::-1]))
-
-
-@dataclasses.dataclass(frozen=True)
-class DeviceCoordinates:
-  slice: int
-  coordinates: tuple[int, ...]  # in the torus of that slice
-
-
-# The bandwidth between two devices of a chip, in links: assumed.
-_NEIGHBOUR = 6
-
-
-def bandwidth_between(
-  tpu_slice: Slice,
-  here: Sequence[DeviceCoordinates],
-  there: Sequence[DeviceCoordinates],
-) -> float:
-  """Bytes a second that all devices of `here` together can send to `there`.
-
-  In a slice they use the torus links between their chips, and the links inside
-  chips that they share; between slices, the network of the smaller group.
-  """
-  chip = tpu_slice.chip
-  if {d.slice for d in here} != {d.slice for d in there}:
-    return min(len(here), len(there)) * chip.network
-  rings = chip.rings(tpu_slice.shape)
-  sending, receiving = (
-    {(d.slice, d.coordinates) for d in group} for group in (here, there)
-  )
-  links = _NEIGHBOUR * len(sending & receiving)
-  for number, place in receiving:
-    for axis, size in enumerate(tpu_slice.shape):
-      for step in {1, -1}:
-        at = place[axis] + step
-        if not (rings[axis] or 0 <= at < size):
-          continue
-        other = (*place[:axis], at % size, *place[axis + 1 :])
-        links += (number, other) in sending
-  return links * chip.link
-
-
-def bandwidth(
-  tpu_slice: Slice, devices: Sequence[DeviceCoordinates], to_all: bool
-) -> float:
-  """Bytes a second that each device of a group can send to the others.
-
-  A group uses two links of a torus axis that it closes to a ring, and one link
-  of any other axis. Between slices, the network is the limit. With `to_all`,
-  each device sends different bytes to every other device. These pass through
-  the devices in between, so the longest axis is the limit.
-
-  The devices of one chip share its links. Two groups that each have one of them
-  get half of the links. If a group has both, a ring passes the links once; with
-  `to_all` each device gets half.
-  """
-  chip = tpu_slice.chip
-  if len({d.slice for d in devices}) > 1:
-    return chip.network
-  links, longest, links_of_longest = 0, 1, 1
-  rings = chip.rings(tpu_slice.shape)
-  chips = {d.coordinates for d in devices}
-  if len(chips) == 1 < len(devices):
-    return _NEIGHBOUR * chip.link
-  together = len(devices) // len(chips)  # devices of a chip in the group
-  sending = chip.on_chip if to_all else chip.on_chip // together
-  for axis, size in enumerate(tpu_slice.shape):
-    extent = len({d.coordinates[axis] for d in devices})
-    if extent == 1:
-      continue
-    axis_links = 2 if extent == size and rings[axis] else 1
-    links += axis_links
-    if extent > longest:
-      longest, links_of_longest = extent, axis_links
-  if to_all:
-    return chip.link * links_of_longest / max(longest / 4, 1) / sending
-  return chip.link * max(links, 1) / sending

@@ -1,4 +1,4 @@
-"""Compiles functions for a TPU slice with libtpu, on any machine.
+"""Compiles functions for a TPU slice or for GPUs, on any machine.
 
 Nothing runs on a device. Call `prepare` before JAX starts a backend.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 from jax.experimental import topologies
 
-from gspo_jax.plan.chips import Slice
+from gspo_jax.plan.chips import Topology
 from gspo_jax.runtime.errors import UserError, install
 from gspo_jax.runtime.multihost import NO_TPU
 
@@ -28,8 +28,17 @@ _ENVIRONMENT = NO_TPU | {
   "TPU_STDERR_LOG_LEVEL": "3",
 }
 
-_DUMP = "*after_codegen.txt"
-_DUMPING_VERSION = "0.0.51"  # of libtpu
+# The compiled programs that they dump.
+_DUMPS = {"tpu": "*after_codegen.txt", "cuda": "*gpu_after_optimizations.txt"}
+# With a GPU at hand XLA tries which of its own kernels beat cuBLAS. Without
+# one it takes arbitrary ones, and fails for some shapes.
+_OPTIONS = {"tpu": {}, "cuda": {"xla_gpu_enable_triton_gemm": False}}
+# The package of each compiler, and the extra that installs it.
+_PACKAGES = {
+  "tpu": ("libtpu", "plan"),
+  "cuda": ("jax-cuda12-plugin", "plan-gpu"),
+}
+_DUMPING = {"tpu": "0.0.51", "cuda": "0.10.2"}  # versions that do
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,41 +64,44 @@ class Compiled:
 
   seconds: float  # to compile
   memory: Memory | None  # None if the program does not fit
-  text: str | None  # libtpu's dump of it; None if it does not fit
+  text: str | None  # the compiler's dump; None if it does not fit
   buffers: list[tuple[float, str]]  # in HBM: bytes and shapes, largest first
   reason: str = ""  # the compiler's message if it does not fit
 
 
-def prepare() -> str:
-  """Sets this process up to compile for TPUs; returns libtpu's version."""
-  if importlib.util.find_spec("libtpu") is None:
+def prepare(platform: str = "tpu") -> str:
+  """Sets this process up to compile; returns the compiler and its version."""
+  package, extra = _PACKAGES[platform]
+  try:
+    version = importlib.metadata.version(package)
+  except importlib.metadata.PackageNotFoundError as error:
     raise UserError(
-      f"libtpu, the TPU compiler, is not installed: {install('plan')}"
-    )
+      f"{package}, the compiler, is not installed: {install(extra)}"
+    ) from error
   os.environ.update(_ENVIRONMENT)
-  jax.config.update("jax_platforms", "cpu")  # do not open a local TPU
+  jax.config.update("jax_platforms", "cpu")  # do not open a local TPU or GPU
   # Programs for absent devices cannot be cached; JAX would warn about each.
   jax.config.update("jax_enable_compilation_cache", False)
-  return importlib.metadata.version("libtpu")
+  return f"{package} {version}"
 
 
-def devices(tpu_slice: Slice, slices: int) -> list:
-  more = {"num_slices": slices} if slices > 1 else {}
+def devices(topology: Topology, slices: int) -> list:
   try:
-    topology = topologies.get_topology_desc(
-      platform="tpu", topology_name=str(tpu_slice), **more
+    described = topologies.get_topology_desc(
+      str(topology), topology.platform, **topology.described(slices)
     )
   except jax.errors.JaxRuntimeError as error:
     reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
-    raise UserError(f"--topology={tpu_slice}: {reason}") from error
-  return list(topology.devices)
+    raise UserError(f"--topology={topology}: {reason}") from error
+  return list(described.devices)
 
 
-def compile_one(lowered: jax.stages.Lowered) -> Compiled:
+def compile_one(lowered: jax.stages.Lowered, platform: str = "tpu") -> Compiled:
   start = time.monotonic()
   with tempfile.TemporaryDirectory() as folder:
     # `as_text` crashes on many modules; the compiler's dump is complete.
     options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+    options |= _OPTIONS[platform]
     try:
       compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
@@ -108,16 +120,18 @@ def compile_one(lowered: jax.stages.Lowered) -> Compiled:
       code=m.generated_code_size_in_bytes,
       peak=m.peak_memory_in_bytes,
     )
-    return Compiled(seconds, memory, _text(folder), _buffers(folder))
+    text = _text(folder, platform)
+    return Compiled(seconds, memory, text, _buffers(folder))
 
 
-def _text(folder) -> str:
-  text = _largest(folder, _DUMP)
+def _text(folder, platform: str = "tpu") -> str:
+  text = _largest(folder, _DUMPS[platform])
   if not text:
-    version = importlib.metadata.version("libtpu")
+    package, _ = _PACKAGES[platform]
+    version = importlib.metadata.version(package)
     raise UserError(
-      f"libtpu {version} does not dump {_DUMP}, from which a plan is read; "
-      f"expected libtpu {_DUMPING_VERSION}"
+      f"{package} {version} does not dump {_DUMPS[platform]}, from which a "
+      f"plan is read; expected {_DUMPING[platform]}"
     )
   return text
 

@@ -1,5 +1,6 @@
 """The functions of a run, lowered with the shapes of its config."""
 
+import contextlib
 import functools
 
 import jax
@@ -9,6 +10,7 @@ from gspo_jax.learner.packing import Packing
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
 from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import missing_package
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.samples import Prompts
 
@@ -25,6 +27,11 @@ def functions(
   With a continuous sampler, `generate` is a segment of decode steps,
   `decode_params` prepares weights, and `prefill` takes the longest prompts.
   """
+  with _for_absent(program.mesh.devices.flat[0]):
+    return _functions(config, program)
+
+
+def _functions(config, program):
   rows = functools.partial(_with_batch_sharding, program.mesh)
   sampled = functools.partial(_with_batch_sharding, program.sampler.mesh)
   shape, S = jax.ShapeDtypeStruct, config.data.max_prompt_length
@@ -92,6 +99,20 @@ def sampler_weights(program: Program):
 def longest(config, sampler: ContinuousSampler) -> int:
   """The length T of the longest prefill: a prompt or a resumed response."""
   return sampler.buckets(continues=config.rollout.continues)[-1]
+
+
+@contextlib.contextmanager
+def _for_absent(device: jax.Device):
+  """Kernels for GPUs ask the default device what it can do."""
+  if device.platform != "gpu":
+    yield
+    return
+  try:
+    import tokamax
+  except ImportError as error:
+    raise missing_package(error, "plan-gpu", "a plan for GPUs") from error
+  with jax.default_device(device), tokamax.config.cross_compile(True):
+    yield
 
 
 def _with_batch_sharding(mesh, tree):

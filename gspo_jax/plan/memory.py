@@ -9,7 +9,7 @@ import jax
 from gspo_jax.model import ModelConfig, paged_cache
 from gspo_jax.model import cache as kv_cache
 from gspo_jax.plan import lower_bounds
-from gspo_jax.plan.chips import Slice
+from gspo_jax.plan.chips import Topology
 from gspo_jax.plan.compile import Memory
 from gspo_jax.plan.lower import LEARNING, has_pages
 from gspo_jax.program.config import Config
@@ -27,7 +27,7 @@ def memory(
   name: str,
   compiled: Memory,
   program: Program,
-  tpu_slice: Slice,
+  topology: Topology,
   max_staleness: int = 0,
 ) -> dict:
   """Report; `resident` is state that the function does not read."""
@@ -44,7 +44,7 @@ def memory(
       resident += array_bytes(program.abstract_policy)
     if separate:
       resident += array_bytes(separate.in_transit)
-  needed, hbm = compiled.needed + resident, tpu_slice.chip.hbm
+  needed, hbm = compiled.needed + resident, topology.chip.hbm
   sizes = {"resident": resident, "needed": needed, "free": hbm - needed}
   report = {"memory": dataclasses.asdict(compiled) | sizes}
   if needed > hbm:
@@ -75,7 +75,7 @@ def array_bytes(tree) -> int:
 
 
 def page_bytes(cfg: ModelConfig, sampler: ContinuousSampler) -> int:
-  """Bytes of a page on one device; an upper bound for heads under 128 wide."""
+  """Bytes of a page on a device; of a TPU at most, for heads under 128 wide."""
   mesh, sizes = sampler.mesh, sampler.sizes
   with jax.set_mesh(mesh):
     arrays = jax.eval_shape(
@@ -88,12 +88,13 @@ def page_bytes(cfg: ModelConfig, sampler: ContinuousSampler) -> int:
       )
     )
   size = 0
+  lanes = 1 if mesh.devices.flat[0].platform == "gpu" else _LANES
   for layer in arrays.kv:
     axis = kv_cache.heads_axis(layer)
     split = mesh.shape[axis] if axis else 1
     for x in layer:
       heads, _, tokens, width = x.shape
-      width = -(-width // _LANES) * _LANES
+      width = -(-width // lanes) * lanes
       size += heads // split * tokens * width * x.dtype.itemsize
   return size
 

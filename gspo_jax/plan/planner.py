@@ -1,4 +1,4 @@
-"""Compiles the functions of a config for a TPU slice, and costs them."""
+"""Compiles the functions of a config for TPUs or GPUs, and costs them."""
 
 import dataclasses
 import sys
@@ -17,14 +17,13 @@ from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError, nearest
 
-NOTE = "compiler roofline, nothing ran on a chip"
 FUNCTIONS = lower.FUNCTIONS
 _BUFFERS = 8  # how many of the largest are listed
 
 
 def plan(
   config: ConfigDict,
-  tpu_slice: chips.Slice,
+  topology: chips.Topology,
   *,
   slices: int = 1,
   functions: Sequence[str] = FUNCTIONS,
@@ -33,8 +32,8 @@ def plan(
   """Compiles and costs `functions`; returns the report that `--json` prints.
 
   `lengths` (see `plan.iteration.lengths`) adds the cost of an iteration. Raises
-  UserError if libtpu is missing, an argument is invalid, or the config cannot
-  work on the slice.
+  UserError if the compiler is missing, an argument is invalid, or the config
+  cannot work on the topology.
   """
   for name in functions or [""]:
     if name not in FUNCTIONS:
@@ -46,39 +45,39 @@ def plan(
     )
   if slices < 1:
     raise UserError(f"--slices={slices}: expected at least 1")
-  libtpu = plan_compile.prepare()
+  compiler = plan_compile.prepare(topology.platform)
   config = parse(config)
   devices, sampler_devices = sharding.split_devices(
-    config.sampler_mesh.devices, plan_compile.devices(tpu_slice, slices)
+    config.sampler_mesh.devices, plan_compile.devices(topology, slices)
   )
   mesh = sharding.make_mesh(devices, **dataclasses.asdict(config.mesh))
   program = build_program(config, mesh, sampler_devices=sampler_devices)
-  transfer = _transfer(program, tpu_slice) if sampler_devices else None
+  transfer = _transfer(program, topology) if sampler_devices else None
   drawn = lengths and plan_lengths.draw(lengths, config, program.tokenizer)
-  results = _analyze(functions, config, program, tpu_slice)
+  results = _analyze(functions, config, program, topology)
   for name, result in results.items():
     if lower.has_pages(name, program) and "pages" not in result:
-      result |= _room_by_a_smaller_pool(name, config, program, tpu_slice)
+      result |= _room_by_a_smaller_pool(name, config, program, topology)
   _add_advice(results, program)
   iteration = None
   if drawn and all("seconds" in result for result in results.values()):
     print("scheduling an iteration ...", file=sys.stderr, flush=True)
     with Progress("scheduling", file=sys.stderr):
       iteration = iteration_cost.cost(
-        results, config, program, tpu_slice, drawn, transfer
+        results, config, program, topology, drawn, transfer
       )
   if sampler_devices and iteration:
-    iteration["in_turns"] = _in_turns(config, tpu_slice, slices, lengths)
+    iteration["in_turns"] = _in_turns(config, topology, slices, lengths)
   return {
-    "topology": str(tpu_slice),
+    "topology": str(topology),
     "slices": slices,
     "devices": mesh.size + len(sampler_devices),
     "mesh": dict(mesh.shape),
     "sampler_mesh": dict(program.sampler.generate.mesh.shape),
     "jax": jax.__version__,
-    "libtpu": libtpu,
-    "note": NOTE,
-    "hbm": tpu_slice.chip.hbm,
+    "compiled_by": compiler,
+    "note": topology.note,
+    "hbm": topology.chip.hbm,
     "functions": results,
     "fits": all(result["fits"] for result in results.values()),
     **({"transfer": transfer} if transfer else {}),
@@ -86,7 +85,7 @@ def plan(
   }
 
 
-def _analyze(functions, config, program, tpu_slice) -> dict:
+def _analyze(functions, config, program, topology) -> dict:
   lowered = lower.functions(config, program)
   absent = [name for name in functions if name not in lowered]
   if absent and set(functions) != set(FUNCTIONS):
@@ -103,12 +102,12 @@ def _analyze(functions, config, program, tpu_slice) -> dict:
       continue
     program_id = id(lowered[name])
     if program_id not in done:
-      done[program_id] = _compile(name, lowered[name])
-    results[name] = _report(name, done[program_id], config, program, tpu_slice)
+      done[program_id] = _compile(name, lowered[name], topology)
+    results[name] = _report(name, done[program_id], config, program, topology)
   return results
 
 
-def _report(name, done, config, program, tpu_slice) -> dict:
+def _report(name, done, config, program, topology) -> dict:
   report = {
     "compile_seconds": done.seconds,
     "fits": done.memory is not None,
@@ -118,19 +117,19 @@ def _report(name, done, config, program, tpu_slice) -> dict:
   if done.memory is None:
     return report
   report |= plan_memory.memory(
-    name, done.memory, program, tpu_slice, config.rollout.max_staleness
+    name, done.memory, program, topology, config.rollout.max_staleness
   )
   if lower.has_pages(name, program):
     report["pages"] = plan_memory.room(
       report["memory"]["needed"],
-      tpu_slice.chip.hbm,
+      topology.chip.hbm,
       program.cfg,
       program.sampler.generate,
     )
-  return report | roofline.work(name, done.text, config, program, tpu_slice)
+  return report | roofline.work(name, done.text, config, program, topology)
 
 
-def _in_turns(config, tpu_slice, slices, lengths) -> dict:
+def _in_turns(config, topology, slices, lengths) -> dict:
   """Seconds of an iteration in which all devices sample, then all train.
 
   The sampler's devices join the mesh axis that is -1, or else `data`.
@@ -141,21 +140,24 @@ def _in_turns(config, tpu_slice, slices, lengths) -> dict:
   print("the same, devices in turns:", file=sys.stderr, flush=True)
   try:
     mesh = sharding.make_mesh(
-      plan_compile.devices(tpu_slice, slices), **dataclasses.asdict(config.mesh)
+      plan_compile.devices(topology, slices), **dataclasses.asdict(config.mesh)
     )
     program = build_program(config, mesh)
     drawn = plan_lengths.draw(lengths, config, program.tokenizer)
   except UserError as error:
     return {"reason": str(error)}
-  results = _analyze(FUNCTIONS, config, program, tpu_slice)
+  results = _analyze(FUNCTIONS, config, program, topology)
   if unfit := [name for name, result in results.items() if not result["fits"]]:
     return {"reason": f"does not fit: {', '.join(unfit)}"}
-  iteration = iteration_cost.cost(results, config, program, tpu_slice, drawn)
-  by_compiler = iteration["compiler"]["seconds"]
-  return {"seconds": iteration["seconds"], "compiler": {"seconds": by_compiler}}
+  iteration = iteration_cost.cost(results, config, program, topology, drawn)
+  estimate = iteration["compiler"]
+  return {
+    "seconds": iteration["seconds"],
+    "compiler": estimate and {"seconds": estimate["seconds"]},
+  }
 
 
-def _transfer(program, tpu_slice) -> dict:
+def _transfer(program, topology) -> dict:
   """The least bytes and seconds to send weights to a separate sampler."""
   size = plan_memory.array_bytes(program.sampler.separate.weights)
   here, there = (
@@ -165,26 +167,26 @@ def _transfer(program, tpu_slice) -> dict:
   total = size * len(there)
   return {
     "bytes_per_device": size,
-    "seconds": total / chips.bandwidth_between(tpu_slice, here, there),
+    "seconds": total / topology.bandwidth_between(here, there),
   }
 
 
-def _compile(label: str, lowered) -> plan_compile.Compiled:
+def _compile(label: str, lowered, topology) -> plan_compile.Compiled:
   print(f"compiling {label} ...", file=sys.stderr, flush=True)
   with Progress(f"compiling {label}", file=sys.stderr):
-    return plan_compile.compile_one(lowered)
+    return plan_compile.compile_one(lowered, topology.platform)
 
 
-def _room_by_a_smaller_pool(name, config, program, tpu_slice) -> dict:
+def _room_by_a_smaller_pool(name, config, program, topology) -> dict:
   """The room for pages if the pool is too large; {} if unknown."""
-  generate, hbm = program.sampler.generate, tpu_slice.chip.hbm
+  generate, hbm = program.sampler.generate, topology.chip.hbm
   asked = {"num_pages": generate.sizes.num_pages * generate.shards}
   for less in plan_memory.smaller_pools(config, program.cfg, generate, hbm):
     devices = lower.sampler_devices(program)
     smaller = build_program(less, program.mesh, sampler_devices=devices)
     lowered = lower.functions(less, smaller)[name]
-    done = _compile(f"{name}, fewer pages", lowered)
-    report = _report(name, done, less, smaller, tpu_slice)
+    done = _compile(f"{name}, fewer pages", lowered, topology)
+    report = _report(name, done, less, smaller, topology)
     if "pages" in report:
       return {"pages": report["pages"] | asked}
   return {}

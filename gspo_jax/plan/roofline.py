@@ -20,21 +20,27 @@ _TOP = 40  # how many operations are listed
 
 
 def work(
-  name: str, text: str, config: Config, program: Program, tpu_slice: chips.Slice
+  name: str,
+  text: str,
+  config: Config,
+  program: Program,
+  topology: chips.Topology,
 ) -> dict:
-  """The work of a function and its time at best; `text` is libtpu's dump.
+  """The work of a function and its time at best; `text` is the compiler's dump.
 
   `compiler` has the times by the compiler's estimate; its `share` is the part
-  of the operations' time that the compiler states.
+  of the operations' time that the compiler states. It is None for a GPU.
   """
-  report, _ = _cost(name, text, config, program, tpu_slice, by_compiler=False)
+  report, _ = _cost(name, text, config, program, topology, by_compiler=False)
+  if topology.chip.clock is None:
+    return report | {"compiler": None}
   estimate, total = _cost(
-    name, text, config, program, tpu_slice, by_compiler=True
+    name, text, config, program, topology, by_compiler=True
   )
   share = total.roofline_seconds and (
     total.estimated_seconds / total.roofline_seconds
   )
-  compiler = {"share": share, "clock": tpu_slice.chip.clock}
+  compiler = {"share": share, "clock": topology.chip.clock}
   compiler |= {k: estimate[k] for k in ("seconds", "mfu")}
   if "parts" in estimate:
     compiler["parts"] = estimate["parts"]
@@ -43,14 +49,14 @@ def work(
   return report | {"compiler": compiler}
 
 
-def _cost(name, text, config, program, tpu_slice, by_compiler):
+def _cost(name, text, config, program, topology, by_compiler):
   mesh = program.mesh if name in LEARNING else program.sampler.generate.mesh
 
   def cost_of(micro_batches=0) -> hlo.HloCost:
     return hlo.cost_of(
       text,
-      tpu_slice.chip,
-      _bandwidth(mesh, tpu_slice),
+      topology.chip,
+      _bandwidth(mesh, topology),
       mesh.size,
       branches={train_step.BACKWARD: name == "update", WANTED_TOKENS: True},
       trips={train_batch.MICRO_BATCHES: micro_batches},
@@ -67,9 +73,9 @@ def _cost(name, text, config, program, tpu_slice, by_compiler):
   steps = _steps(name, config, program)
   step = _unroll(cost, steps) if steps else None
   if step is not None and name == "generate":
-    report["decode"] = _decode(step, steps, config, program, tpu_slice)
+    report["decode"] = _decode(step, steps, config, program, topology)
   model_flops = _model_flops(name, config, program) / mesh.size
-  return report | _summary(cost, model_flops, tpu_slice), cost
+  return report | _summary(cost, model_flops, topology), cost
 
 
 def _learning(cost_of, config, program):
@@ -128,17 +134,17 @@ def place(device: jax.Device) -> chips.DeviceCoordinates:
   )
 
 
-def _bandwidth(mesh, tpu_slice):
+def _bandwidth(mesh, topology):
   places = [*map(place, mesh.devices.flat)]
 
   @functools.cache
   def bandwidth(members, to_all):
-    return chips.bandwidth(tpu_slice, [places[n] for n in members], to_all)
+    return topology.bandwidth([places[n] for n in members], to_all)
 
   return bandwidth
 
 
-def _decode(step, steps, config, program, tpu_slice) -> dict:
+def _decode(step, steps, config, program, topology) -> dict:
   mesh = program.sampler.generate.mesh
   rows = config.data.prompts * config.rollout.group_size
   tokens, report = lower.cached_tokens(config, program), {}
@@ -148,12 +154,12 @@ def _decode(step, steps, config, program, tpu_slice) -> dict:
       program.cfg, tokens, rows=rows, tensor=mesh.shape["tensor"]
     )
     size /= mesh.size
-    # Without the TPU kernel the pages are read in a loop of data-dependent
+    # Without a kernel the pages are read in a loop of data-dependent
     # length, counted once.
     report = {
       "pages_bytes": size,
       "kernel": "paged_attention" in step.unknown_kernels,
-      "pages_seconds": size / tpu_slice.chip.hbm_bandwidth,
+      "pages_seconds": size / topology.chip.hbm_bandwidth,
     }
   least = lower_bounds.decode_bytes(
     program.cfg,
@@ -168,7 +174,7 @@ def _decode(step, steps, config, program, tpu_slice) -> dict:
     "hbm_bytes": step.hbm_bytes,
     "least_bytes": least,
     "ratio": step.hbm_bytes / least,
-    "least_seconds": least / tpu_slice.chip.hbm_bandwidth,
+    "least_seconds": least / topology.chip.hbm_bandwidth,
     "seconds": _seconds(step),
     "collectives": _collectives(step),
     "top": _top(step),
@@ -202,8 +208,8 @@ def _model_flops(name, config, program) -> float:
   return forward
 
 
-def _summary(cost, model_flops, tpu_slice) -> dict:
-  seconds, ideal_seconds = _seconds(cost), model_flops / tpu_slice.chip.flops
+def _summary(cost, model_flops, topology) -> dict:
+  seconds, ideal_seconds = _seconds(cost), model_flops / topology.chip.flops
   return {
     "model_flops": model_flops,
     "flops": cost.flops,

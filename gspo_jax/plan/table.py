@@ -24,9 +24,9 @@ def render(report: dict, *, top: int = 0) -> str:
   for name, f in costed.items():
     parts.append(_collectives(name, f["collectives"]))
     if "decode" in f:
-      parts.append(_decode(f["decode"], f["compiler"]["decode"]))
+      parts.append(_decode(f["decode"], f["compiler"]))
     if top:
-      parts.append(_top(f"{name}: most expensive operations", f["top"][:top]))
+      parts.append(_top(name, f["top"][:top], bool(f["compiler"])))
     if f["loops"] or f["branches"] or f["unknown_kernels"]:
       parts.append(_data_dependent(name, f))
   if room := functions.get("generate", {}).get("pages"):
@@ -54,7 +54,7 @@ def _heading(report):
     f"{report['devices']} devices{split}\n"
     f"mesh: {mesh(report['mesh'])}; sampler mesh: "
     f"{mesh(report['sampler_mesh'])}\n"
-    f"jax {report['jax']}, libtpu {report['libtpu']}; {report['note']}"
+    f"jax {report['jax']}, {report['compiled_by']}; {report['note']}"
   )
 
 
@@ -109,6 +109,8 @@ def _costs(functions):
   )
   work = _table("work a device and call", functions, rows)
   compiler = {name: f["compiler"] for name, f in functions.items()}
+  if None in compiler.values():
+    return f"{work}\nby the compiler's cycles: it states none for a GPU"
   clock = next(iter(compiler.values()))["clock"] / 1e9
   rows = (
     ("operations", seconds("roofline")),
@@ -145,8 +147,10 @@ def _decode(d, by_compiler):
     f"{_time(d['seconds']['roofline'])}, collectives "
     f"{_time(d['seconds']['collectives'])}; lower bound "
     f"{_time(d['least_seconds'])}",
-    f"  {_time(by_compiler['seconds']['scheduled'])} by libtpu's cycles",
   ]
+  if by_compiler:
+    seconds = by_compiler["decode"]["seconds"]["scheduled"]
+    lines.append(f"  {_time(seconds)} by libtpu's cycles")
   if not paged:
     return "\n".join(
       [*lines, f"  above: the prefill and {d['steps']} such steps"]
@@ -196,12 +200,12 @@ def _iteration(report):
   if transfer := report.get("transfer"):
     lines.append(_iteration_part("transfer", transfer))
   lines.append(_iteration_part("all", i))
-  compiler = i["compiler"]
-  lines.append(
-    f"  by libtpu's cycles {_time(compiler['seconds'])}, useful MFU "
-    f"{compiler['mfu']:.1%}: "
-    + ", ".join(f"{k} {_time(v)}" for k, v in compiler["parts"].items())
-  )
+  if compiler := i["compiler"]:
+    lines.append(
+      f"  by libtpu's cycles {_time(compiler['seconds'])}, useful MFU "
+      f"{compiler['mfu']:.1%}: "
+      + ", ".join(f"{k} {_time(v)}" for k, v in compiler["parts"].items())
+    )
   if turns := i.get("in_turns"):
     lines.append(_in_turns(i, turns))
   generate, update = i["parts"]["generate"], i["parts"]["update"]
@@ -220,18 +224,18 @@ def _iteration(report):
 def _in_turns(split, turns):
   if "reason" in turns:
     return f"  all devices in turns: {turns['reason']}"
-  pays = [
-    a["seconds"] < b["seconds"]
-    for a, b in ((split, turns), (split["compiler"], turns["compiler"]))
-  ]
+  pairs, estimate = [(split, turns)], ""
+  if compiler := turns["compiler"]:
+    pairs.append((split["compiler"], compiler))
+    estimate = f", by libtpu's cycles {_time(compiler['seconds'])}"
+  pays = [a["seconds"] < b["seconds"] for a, b in pairs]
   verdict = "the estimates differ on whether the split pays"
   if all(pays):
     verdict = "the split pays"
   elif not any(pays):
     verdict = "the split does not pay: set sampler_mesh.devices=0"
   return (
-    f"  all devices in turns: {_time(turns['seconds'])}, by libtpu's cycles "
-    f"{_time(turns['compiler']['seconds'])}; {verdict}"
+    f"  all devices in turns: {_time(turns['seconds'])}{estimate}; {verdict}"
   )
 
 
@@ -244,14 +248,16 @@ def _iteration_part(name, part):
   return cells
 
 
-def _top(title, operations):
+def _top(name, operations, estimated):
+  by_libtpu = lambda cell: f"{cell:>14}" if estimated else ""
   lines = [
-    f"{title:46}{'time':>14}{'by libtpu':>14}{'FLOPs':>11}{'HBM, GB':>11}"
+    f"{name + ': most expensive operations':46}{'time':>14}"
+    f"{by_libtpu('by libtpu')}{'FLOPs':>11}{'HBM, GB':>11}"
   ]
   for t in operations:
     lines.append(
       f"  {_tail(t['source'], 44):44}{_time(t['seconds']):>14}"
-      f"{_time(t['compiler_seconds']):>14}"
+      f"{by_libtpu(_time(t['compiler_seconds']))}"
       f"{t['flops']:>11.2e}{_gb(t['hbm_bytes']):>11}"
     )
   return "\n".join(lines)

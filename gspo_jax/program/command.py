@@ -36,7 +36,12 @@ _NUM_PROCESSES = flags.DEFINE_integer(
 _PROCESS_ID = flags.DEFINE_integer(
   "process_id", None, "Which of them this is, from 0.", lower_bound=0
 )
-
+_COMPILATION_CACHE = flags.DEFINE_string(
+  "compilation_cache",
+  None,
+  'A folder that keeps compiled programs for the next run; "": none. By '
+  "default JAX_COMPILATION_CACHE_DIR, else ~/.cache/gspo_jax/compiled.",
+)
 
 _EXIT_CODES = (
   "Exit codes: 0 done; 2 a mistake of the caller's, in one line; anything else "
@@ -46,10 +51,14 @@ _EXIT_CODES = (
 
 def run(work: Callable[[], int], start: str, doc: str) -> None:
   """Parses the flags (see `parse`), calls `work`, and exits with its code."""
+
+  def quietly(argv):
+    if not flags.FLAGS["verbosity"].present:
+      logging.set_verbosity(logging.WARNING)  # INFO has much of Orbax, tokamax
+    return work()
+
   try:
-    app.run(
-      lambda argv: work(), flags_parser=lambda argv: parse(argv, start, doc)
-    )
+    app.run(quietly, flags_parser=lambda argv: parse(argv, start, doc))
   except UserError as error:
     sys.exit(complain(error))
 
@@ -63,11 +72,10 @@ def on_hosts(work: Callable[[], int]) -> int:
   # Not at the top: JAX takes seconds, and a wrong flag is found without it.
   if "jax" not in sys.modules:
     print("loading jax", file=sys.stderr, flush=True)
-  from gspo_jax.runtime import multihost
+  from gspo_jax.runtime import compilation_cache, multihost
 
-  if not flags.FLAGS["verbosity"].present:
-    logging.set_verbosity(logging.WARNING)  # Orbax logs a lot at INFO
   multihost.start(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+  compilation_cache.enable(_COMPILATION_CACHE.value)
   try:
     code = work()
   except multihost.AgreedError as error:

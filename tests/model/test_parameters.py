@@ -69,6 +69,13 @@ def test_every_array_of_a_state_has_one_row(name):
     specs(jax.eval_shape(MUON.init, tree), ONE)
 
 
+def test_modules_have_the_order_of_the_table_in_every_process():
+  """Else the compilation cache of another process has other programs."""
+  cfg = model.variant("tiny")
+  [(_, places)] = parameters.places(cfg, cfg.layers[:1])
+  assert [*places] == ["attention_norm", "attention", "mlp_norm", "moe"]
+
+
 def test_every_row_belongs_to_an_array():
   trees = [
     model.shapes(dataclasses.replace(model.variant(n), lora=LORA))

@@ -8,7 +8,7 @@ import pytest
 from repository import ROOT
 
 from gspo_jax.plan import chips
-from gspo_jax.plan.chips import DeviceCoordinates, bandwidth, parse
+from gspo_jax.plan.chips import DeviceCoordinates, parse
 from gspo_jax.runtime.errors import UserError
 
 
@@ -50,7 +50,11 @@ def test_accelerator_types_are_those_of_the_launch_scripts():
   ("topology", "words"),
   [
     ("v5x:4x4", "'v5x:4x4': did you mean 'v5"),
-    ("h200:1x1", "choose one of tpu7x, v5e, v5p, v6e"),
+    (
+      "v4:2x2x1",
+      "choose one of a100, a100-40gb, h100, h200, l4, t4, tpu7x, v5e",
+    ),
+    ("h200:1x1", "h200:1 to h200:8"),
     ("v5p:4x4", "expected 3 sizes, as in v5p:4x4x4"),
     ("v5e:4x4x4", "expected 2 sizes, as in v5e:4x4"),
     ("v5e", "expected 2 sizes"),
@@ -73,13 +77,13 @@ def test_a_ring_is_twice_as_fast_as_a_line():
   line = box(range(8), [0])
   ring = box([0], range(16))
   part = box([0], range(8))
-  assert bandwidth(tpu_slice, line, to_all=False) == link
-  assert bandwidth(tpu_slice, ring, to_all=False) == 2 * link
-  assert bandwidth(tpu_slice, part, to_all=False) == link
-  assert bandwidth(tpu_slice, box(range(8), range(16)), False) == 3 * link
+  assert tpu_slice.bandwidth(line, to_all=False) == link
+  assert tpu_slice.bandwidth(ring, to_all=False) == 2 * link
+  assert tpu_slice.bandwidth(part, to_all=False) == link
+  assert tpu_slice.bandwidth(box(range(8), range(16)), False) == 3 * link
   # Between slices, the network is the limit.
   both = [*box([0], [0]), *box([0], [0], of_slice=1)]
-  assert bandwidth(tpu_slice, both, to_all=False) == tpu_slice.chip.network
+  assert tpu_slice.bandwidth(both, to_all=False) == tpu_slice.chip.network
 
 
 @pytest.mark.parametrize(
@@ -92,7 +96,7 @@ def test_all_to_all_is_limited_by_the_smallest_cut(topology, cut_links):
   # Half the devices send half their bytes over the cut, `cut_links`
   # links in each line of n devices.
   seconds_a_byte = n / 2 / 2 / (cut_links * tpu_slice.chip.link)
-  assert bandwidth(tpu_slice, everyone, to_all=True) == pytest.approx(
+  assert tpu_slice.bandwidth(everyone, to_all=True) == pytest.approx(
     1 / seconds_a_byte
   )
 
@@ -111,20 +115,20 @@ def test_between_two_halves_are_the_links_of_the_cut(topology, links):
   *whole, last = map(range, tpu_slice.shape)
   half = len(last) // 2
   here, there = box(*whole, last[:half]), box(*whole, last[half:])
-  found = chips.bandwidth_between(tpu_slice, here, there)
+  found = tpu_slice.bandwidth_between(here, there)
   assert found == links * tpu_slice.chip.link
   other = [DeviceCoordinates(1, d.coordinates) for d in here]
   network = len(here) * tpu_slice.chip.network
-  assert chips.bandwidth_between(tpu_slice, here, other) == network
+  assert tpu_slice.bandwidth_between(here, other) == network
 
 
 def test_between_the_devices_of_a_chip_are_links_too():
   tpu_slice = parse("tpu7x:2x1x1")
   here, there = box([0], [0], [0]), box(range(2), [0], [0])
-  found = chips.bandwidth_between(tpu_slice, here, here)
+  found = tpu_slice.bandwidth_between(here, here)
   assert found == 6 * tpu_slice.chip.link
   # The chip of both, and the link to its neighbour.
-  found = chips.bandwidth_between(tpu_slice, here, there)
+  found = tpu_slice.bandwidth_between(here, there)
   assert found == (6 + 1) * tpu_slice.chip.link
 
 
@@ -135,8 +139,8 @@ def test_two_devices_of_one_chip_share_its_links(to_all):
   one_each = box(range(2), [0], [0])
   both = [*one_each, *one_each]
   # The other devices of these chips are a group of their own.
-  assert 2 * bandwidth(tpu_slice, one_each, to_all) == link
+  assert 2 * tpu_slice.bandwidth(one_each, to_all) == link
   # In a ring, one of two devices sends to the other on its chip.
-  assert bandwidth(tpu_slice, both, to_all) == (link / 2 if to_all else link)
+  assert tpu_slice.bandwidth(both, to_all) == (link / 2 if to_all else link)
   alone = [one_each[0], one_each[0]]
-  assert bandwidth(tpu_slice, alone, to_all) == 6 * link
+  assert tpu_slice.bandwidth(alone, to_all) == 6 * link

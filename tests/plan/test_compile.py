@@ -1,7 +1,7 @@
 """Compiling without a TPU: memory sizes, refusals and dumps."""
 
 import importlib.util
-import sys
+import re
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +29,17 @@ def compiled(topology, function, shape, dtype=jnp.float32):
   return plan_compile.compile_one(jitted.lower(argument))
 
 
-def test_without_libtpu_it_names_the_extra(monkeypatch):
-  monkeypatch.setitem(sys.modules, "libtpu", None)
-  with pytest.raises(UserError, match=r"pip install -e '\.\[plan\]'"):
-    plan_compile.prepare()
+@pytest.mark.parametrize(
+  ("platform", "extra"), [("tpu", "plan"), ("cuda", "plan-gpu")]
+)
+def test_without_the_compiler_it_names_the_extra(platform, extra, monkeypatch):
+  def absent(name):
+    raise plan_compile.importlib.metadata.PackageNotFoundError(name)
+
+  monkeypatch.setattr(plan_compile.importlib.metadata, "version", absent)
+  line = re.escape(f"pip install -e '.[{extra}]'")
+  with pytest.raises(UserError, match=f"compiler, is not installed: {line}"):
+    plan_compile.prepare(platform)
 
 
 @pytest.mark.parametrize(("peak", "needed"), [(5, 33), (50, 50)])

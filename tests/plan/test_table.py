@@ -44,7 +44,7 @@ REPORT = {
   "config": "configs/some.py", "topology": "v5p:4x4x4", "slices": 2,
   "devices": 128, "mesh": {"data": 2, "fsdp": 16, "expert": 4, "tensor": 1},
   "sampler_mesh": {"data": 32, "fsdp": 1, "expert": 4, "tensor": 1},
-  "jax": "0.10.2", "libtpu": "0.0.51",
+  "jax": "0.10.2", "compiled_by": "libtpu 0.0.51",
   "note": "compiler roofline, nothing ran on a chip",
   "hbm": 40 * GIB,
   "functions": {

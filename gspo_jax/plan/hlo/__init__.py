@@ -1,4 +1,4 @@
-"""What a compiled program costs on a TPU, read from libtpu's text dump.
+"""What a compiled program costs on a device, read from the compiler's dump.
 
 `plan` calls `cost_of` alone. All other code depends on the format of the text.
 """

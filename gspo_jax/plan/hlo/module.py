@@ -1,4 +1,4 @@
-"""Parses an HLO module from libtpu's dumps `*after_codegen.txt`."""
+"""Parses an HLO module from the compiler's dumps (plan/compile.py)."""
 
 import dataclasses
 import functools
@@ -60,7 +60,8 @@ class Instruction:
   @functools.cached_property
   def source(self) -> str:
     """The JAX operation that it was compiled from, else its name."""
-    return self.find(r'op_name="([^"]*)"') or self.name
+    # tokamax appends the arguments of its operations, a text with quotes.
+    return self.find(r'op_name="([^"]*?)(?:/tokamax:[^"]*)?"') or self.name
 
   def find(self, pattern: str) -> str | None:
     match = re.search(pattern, self.attributes)

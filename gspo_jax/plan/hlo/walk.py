@@ -1,4 +1,4 @@
-"""The cost of a compiled module on a TPU, with all trips of its loops.
+"""The cost of a compiled module on a device, with all trips of its loops.
 
 docs/scaling.md explains the two estimates. In the compiler's, an operation
 without stated cycles takes its time at best. A collective takes the longer of
@@ -17,6 +17,7 @@ layouts, and the slowdown of operations beside an asynchronous collective.
 import collections
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from gspo_jax.plan.chips import Chip
@@ -123,7 +124,7 @@ class _Walk:
       key=lambda c: c.no_overlap,
     )
     for scope, most_expensive in self.branches.items():
-      if i.source.endswith(f"/{scope}/cond"):
+      if re.search(rf"\b{scope}\)*/cond$", i.source):  # also jvp(scope)/cond
         total.add(costs[-1] if most_expensive else costs[0])
         return
     total.add(costs[0])
@@ -186,7 +187,7 @@ class _Walk:
     total.hbm_seconds += hbm_seconds
     total.roofline_seconds += compiler_seconds if self.by_compiler else seconds
     if work.is_unknown_kernel(computation, i):
-      total.unknown_kernels[i.name.rpartition(".")[0] or i.name] += 1
+      total.unknown_kernels[work.kernel_name(i)] += 1
     if seconds or compiler_seconds:
       operation = cost.OperationCost(
         seconds, w.flops, w.hbm_bytes, compiler_seconds

@@ -8,6 +8,7 @@ that it reads or writes.
 import math
 import re
 
+from gspo_jax.plan.hlo import gpu_kernels
 from gspo_jax.plan.hlo.collectives import is_collective
 from gspo_jax.plan.hlo.cost import Work
 from gspo_jax.plan.hlo.kernels import attention_flops, grouped_product
@@ -41,6 +42,8 @@ def work(
 ) -> Work:
   if grouped := grouped_product(computation, i, filled):
     return grouped
+  if product := gpu_kernels.product(computation, i, filled):
+    return product._replace(hbm_bytes=hbm_bytes(module, computation, i))
   return Work(
     flops(module, computation, i),
     attention_flops=attention_flops(computation, i),
@@ -133,7 +136,7 @@ def _copied(fused, name) -> bool:
 
 def _written(module, i) -> float:
   if i.op != "fusion":
-    return i.hbm_bytes
+    return i.arrays[0].bytes if gpu_kernels.scratch(i) else i.hbm_bytes
   fused = module.inlined(i.called("calls")[0])
   if fused.root.op != "tuple" or len(i.arrays) != len(fused.root.operands):
     return min(i.hbm_bytes, _changed(fused, fused.root))
@@ -184,6 +187,8 @@ def flops(module: Module, computation: Computation, i: Instruction) -> float:
     estimate = i.find(r'"cost_estimate":\{[^}]*"flops":"(\d+)"')
     if estimate:
       return float(estimate)
+    if product := gpu_kernels.product(computation, i):
+      return product.flops
     return attention_flops(computation, i)
   if i.op not in ("convolution", "dot"):
     return 0.0
@@ -193,6 +198,8 @@ def flops(module: Module, computation: Computation, i: Instruction) -> float:
 
 
 def is_unknown_kernel(computation: Computation, i: Instruction) -> bool:
+  if gpu_kernels.name(i):
+    return not gpu_kernels.product(computation, i)
   return (
     i.op == "custom-call"
     and 'custom_call_target="tpu_custom_call"' in i.attributes
@@ -200,6 +207,10 @@ def is_unknown_kernel(computation: Computation, i: Instruction) -> bool:
     and not attention_flops(computation, i)
     and not i.name.startswith("ragged-dot-metadata")  # no matrix product
   )
+
+
+def kernel_name(i: Instruction) -> str:
+  return gpu_kernels.name(i) or i.name.rpartition(".")[0] or i.name
 
 
 def _dot(i, left, right) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from gspo_jax.learner.packing import RowTokens
 from gspo_jax.plan import lower, lower_bounds
-from gspo_jax.plan.chips import Slice
+from gspo_jax.plan.chips import Topology
 from gspo_jax.plan.iteration.decoding import Decoding, decode_together, replay
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import Config
@@ -46,7 +46,7 @@ def cost(
   functions: Mapping[str, dict],
   config: Config,
   program: Program,
-  tpu_slice: Slice,
+  topology: Topology,
   lengths: Lengths,
   transfer: Mapping[str, float] | None = None,
 ) -> dict:
@@ -68,29 +68,33 @@ def cost(
   tokens = program.learner.row_tokens(*lengths, packed)
   flops = _flops(program, lengths)
   peak_of = lambda name: (
-    tpu_slice.chip.flops
+    topology.chip.flops
     * (program.sampler.mesh.size if name in _SAMPLING else program.mesh.size)
   )
   devices = program.mesh.size + len(lower.sampler_devices(program))
-  peak = tpu_slice.chip.flops * devices
-  parts, by_compiler = (
-    _parts(
-      reports, config, program, tpu_slice, decoding, lengths, tokens, flops
-    )
-    for reports in (functions, _by_compiler(functions))
+  peak = topology.chip.flops * devices
+  parts_of = lambda reports: _parts(
+    reports, config, program, topology, decoding, lengths, tokens, flops
   )
+  parts, compiler = parts_of(functions), None
   for name, part in parts.items():
     if "model_flops" in part:
       at_peak = part["seconds"] * peak_of(name)
       part["mfu"] = _ratio(part["model_flops"], at_peak)
-  total, compiler_total = (
-    _combine(p, config, transfer) for p in (parts, by_compiler)
-  )
+  total = _combine(parts, config, transfer)
   model_flops = sum(part.get("model_flops", 0.0) for part in parts.values())
   real, computed = (
     sum(part.get(key, 0) for part in parts.values())
     for key in ("real_tokens", "computed_tokens")
   )
+  if topology.chip.clock is not None:
+    by_compiler = parts_of(_by_compiler(functions))
+    seconds = _combine(by_compiler, config, transfer)
+    compiler = {
+      "seconds": seconds,
+      "mfu": _ratio(model_flops, seconds * peak),
+      "parts": {name: part["seconds"] for name, part in by_compiler.items()},
+    }
   return {
     "prompts": _summary(lengths.prompts),
     "responses": _summary(lengths.responses),
@@ -101,11 +105,7 @@ def cost(
     "useful_fraction": _ratio(real, computed),
     "mfu": _ratio(model_flops, total * peak),
     "tokens_per_second": int(lengths.responses.sum()) / total,
-    "compiler": {
-      "seconds": compiler_total,
-      "mfu": _ratio(model_flops, compiler_total * peak),
-      "parts": {name: part["seconds"] for name, part in by_compiler.items()},
-    },
+    "compiler": compiler,
   }
 
 
@@ -131,9 +131,9 @@ def _by_compiler(functions) -> dict:
 
 
 def _parts(
-  functions, config, program, tpu_slice, decoding, lengths, tokens, flops
+  functions, config, program, topology, decoding, lengths, tokens, flops
 ) -> dict:
-  sampler = _sampler_cost(functions, config, program, tpu_slice)
+  sampler = _sampler_cost(functions, config, program, topology)
   score = {k: rows for k, rows in tokens.items() if k != "update"}
   update = functions["update"]["parts"]
   return {
@@ -230,9 +230,9 @@ def _score_flops(tokens, flops, program) -> float:
   return total
 
 
-def _sampler_cost(functions, config, program, tpu_slice) -> _SamplerCost:
+def _sampler_cost(functions, config, program, topology) -> _SamplerCost:
   generate, sampler = functions["generate"], program.sampler.generate
-  decode, bandwidth = generate["decode"], tpu_slice.chip.hbm_bandwidth
+  decode, bandwidth = generate["decode"], topology.chip.hbm_bandwidth
   step = decode["seconds"]["scheduled"]
   mesh = program.sampler.generate.mesh
   tokens = lower.cached_tokens(config, program)

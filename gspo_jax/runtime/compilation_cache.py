@@ -1,0 +1,79 @@
+"""Compiled programs on disk, for the next process that needs the same ones.
+
+JAX's persistent compilation cache, in a folder of the user and bounded. JAX
+names an entry by program, versions, XLA's flags and features of the processor,
+so that different machines may share a folder; of several processes the first
+alone writes.
+"""
+
+import contextlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+
+MAX_BYTES = 2**30
+_PROBE_BYTES = 2**20
+
+
+def enable(folder: str | None) -> None:
+  """Keeps compiled programs in `folder`; "": keeps none.
+
+  None: as JAX's own options say, else in the user's cache folder. Beyond
+  `MAX_BYTES` the files go that were unused the longest; a bucket is not
+  bounded. A folder that cannot be written costs a line, not the run.
+  """
+  if folder == "":
+    jax.config.update("jax_enable_compilation_cache", False)
+    return
+  own = jax.config.jax_compilation_cache_dir
+  if folder is None and (own or not jax.config.jax_enable_compilation_cache):
+    return
+  try:
+    if folder is None or "://" not in folder:
+      folder = _local(Path(folder) if folder else _users())
+  except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+    print(f"compiled programs are not kept: {error}", file=sys.stderr)
+    return
+  jax.config.update("jax_compilation_cache_dir", folder)
+  # All of them: the many small ones take seconds together.
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _users() -> Path:
+  """Our folder in the one that the XDG specification has for caches."""
+  caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+  return Path(caches) / "gspo_jax" / "compiled"
+
+
+def _local(path: Path) -> str:
+  """A local folder that is there, can be written and is not too large."""
+  path = path.absolute()
+  path.mkdir(mode=0o700, parents=True, exist_ok=True)
+  with tempfile.TemporaryFile(dir=path) as probe:
+    probe.write(bytes(_PROBE_BYTES))
+  _evict(path, MAX_BYTES)
+  return str(path)
+
+
+def _evict(folder: Path, max_bytes: int) -> None:
+  """Deletes the files that were unused the longest, until the rest fit.
+
+  JAX's own bound, jax_compilation_cache_max_size, needs a lock of the folder
+  for each read and write, and one entry that a killed process left incomplete
+  ends it.
+  """
+  files = []
+  for path in folder.rglob("*"):
+    with contextlib.suppress(FileNotFoundError):  # another process deletes, too
+      if path.is_file():
+        files.append((path, path.stat()))
+  # Many file systems note a read at most once a day, or never.
+  last_used = lambda file: max(file[1].st_atime, file[1].st_mtime)
+  used = 0
+  for path, stat in sorted(files, key=last_used, reverse=True):
+    used += stat.st_size
+    if used > max_bytes:
+      path.unlink(missing_ok=True)
