@@ -116,8 +116,6 @@ def _chunks(operands: _Operands, k, A, limit):
   body, state = _steps(operands, k, A, limit)
   # Without a gradient nothing of a chunk is kept: one loop runs all chunks.
   step = lambda state: body(state, _widen(operands, state[0], k, A))
-  if operands.order.size <= A:  # a GPU asks the host whether a loop goes on
-    return step(state)[1:]
   more = lambda state: state[0] < operands.ends_e[-1]
   return jax.lax.while_loop(more, step, state)[1:]
 

@@ -169,7 +169,7 @@ def test_paged_attention_in_splits_and_whole(rows, monkeypatch):
 
 
 def test_experts_add_their_rows_in_one_order(monkeypatch):
-  """A sum by a scatter on a GPU depends on the order in which rows end."""
+  """The sum of a scatter on a GPU depends on the order in which rows end."""
   M, k, e, D, F = 40, 3, 4, 16, 8
   x, weights = (
     normal(0, M, D),
