@@ -1,21 +1,30 @@
 """Each notebook equals its script, has no outputs, and runs anywhere."""
 
+import functools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import time
+import tempfile
 import venv
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import SingleDeviceSharding
 from repository import ROOT
 
+from gspo_jax.configs import tiny_cpu
 from gspo_jax.model.hf.families import FAMILIES, WITH_IMAGES
+from gspo_jax.plan import chips, plan
+from gspo_jax.plan import compile as plan_compile
+from gspo_jax.runtime import notebook
 
 jupytext = pytest.importorskip("jupytext")
 nbformat = pytest.importorskip("nbformat")
+plt = pytest.importorskip("matplotlib.pyplot")
 
 SCRIPTS = sorted((ROOT / "colabs").glob("*.py"))
 each = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -156,7 +165,14 @@ IMAGES = {
   "gpu": ("jax-cuda12-plugin==0.7.2", "jax-cuda12-pjrt==0.7.2"),
   "tpu": ("libtpu==0.0.21",),
 }
+CLOCK = """
+import resource, time
+start = time.monotonic()
+"""
 FIRST_STEP = """
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(f"first cell: {time.monotonic() - start:.0f} s, ", end="")
+print(f"{used.ru_utime + used.ru_stime:.0f} s of CPU")
 from gspo_jax.configs import tiny_cpu
 from gspo_jax.train import train_and_evaluate
 config = tiny_cpu.get_config("debug")
@@ -170,13 +186,20 @@ print(*(f"{name} {found[name]}" for name in names if name in found))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", ["3.12", "3.13"])
-@pytest.mark.parametrize("image", IMAGES)
-@pytest.mark.parametrize("imports", ["", "import jax"], ids=["", "imported"])
+@pytest.mark.parametrize(
+  ("version", "image", "imports"),
+  [
+    *((v, image, "") for v in ("3.12", "3.13") for image in IMAGES),
+    ("3.12", "gpu", "import jax"),
+  ],
+)
 def test_takes_a_step_in_an_image_of_colab(
   version, image, imports, wheel, tmp_path
 ):
-  """Without an accelerator; its old jax is replaced, also where imported."""
+  """Without an accelerator; its old jax is replaced, also where imported.
+
+  With `-s` it prints the versions and the seconds of colabs/README.md.
+  """
   python = python_of(version, tmp_path / "venv")
   numpy = {"3.12": "numpy==2.0.2", "3.13": "numpy==2.2.6"}[version]
   usual = (numpy, "matplotlib", "ipykernel", "nbclient")
@@ -189,18 +212,15 @@ def test_takes_a_step_in_an_image_of_colab(
   def run(*parts):
     notebook = nbformat.v4.new_notebook(cells=list(map(new_cell, parts)))
     nbformat.write(notebook, source)
-    start = time.monotonic()
-    done, ran = execute(python, source, wheel, tmp_path)
-    said = "".join(streams(ran, "stdout")) if done.returncode == 0 else ""
-    line = f"{version} {image} {imports} {time.monotonic() - start:.0f} s"
-    print(f"\n{line}\n{said}", done.stderr[-2000:])
-    return done, said
+    return execute(python, source, wheel, tmp_path)
 
   if imports:
-    done, _ = run(imports, first, "print('the old kernel goes on')")
-    assert "SystemExit: the kernel restarts" in done.stderr
-  done, said = run(first, FIRST_STEP)
+    done, _ = run(imports, first, FIRST_STEP)
+    assert "the kernel restarts; then run all cells" in done.stderr
+  done, ran = run(CLOCK, first, FIRST_STEP)
   assert done.returncode == 0, done.stderr
+  said = "".join(streams(ran, "stdout"))
+  print(f"\n{version} {image} {imports}\n{said}")
   assert "Runs on a CPU" in said
   assert "jax 0.10" in said
   assert "jax-cuda12-plugin" not in said  # there is no GPU
@@ -213,6 +233,60 @@ def python_of(version: str, folder):
   if not found or subprocess.run(make).returncode:
     pytest.skip(f"no Python {version} here")
   return folder / "bin/python"
+
+
+TOPOLOGIES = ("t4:1", "l4:1", "a100:1", "v5e:1x1", "v6e:1x1")
+
+
+@pytest.mark.slow
+@each
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_fits_a_device_of_colab(script, topology, tmp_path, monkeypatch):
+  """The programs of its run, compiled; `-s` shows those of colabs/README.md."""
+  monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+  monkeypatch.setattr(plt, "show", plt.close)
+  # What a notebook asks for: the folder's weights are made on the CPU.
+  monkeypatch.setattr(jax, "default_backend", lambda: "not a CPU")
+  dtype = "float32" if topology == "t4:1" else "bfloat16"
+  monkeypatch.setattr(notebook, "prepare", lambda: dtype)
+  tpu_slice = chips.parse(topology)
+  found = what_runs(script)
+  monkeypatch.undo()
+  if callable(found):  # the training of `loss`
+    plan_compile.prepare()
+    device = plan_compile.devices(tpu_slice, 1)[0]
+    seeds = jax.ShapeDtypeStruct(
+      (3,), jnp.int32, sharding=SingleDeviceSharding(device)
+    )
+    done = plan_compile.compile_one(jax.jit(jax.vmap(found)).lower(seeds))
+    needed = {"train": done.memory.needed}
+  else:
+    report = plan(found, tpu_slice)
+    assert report["fits"]
+    functions = report["functions"].items()
+    needed = {name: one["memory"]["needed"] for name, one in functions}
+  print(f"\n{script.stem} {topology} {dtype}")
+  print(*(f"  {name} {size / 2**30:.3f} GiB" for name, size in needed.items()))
+
+
+def what_runs(script):
+  """The config that a notebook trains with, or what it compiles itself."""
+  names = {}
+  for kind, source in cells(jupytext.read(script, fmt="py:percent")):
+    if kind == "code":
+      exec(source, names)
+    if "config" in names:
+      return names["config"]
+    if "LONGER" in names:
+      config = tiny_cpu.get_config("debug")
+      for flag in names["SMALL"] + names["LONGER"]:
+        key, value = flag.removeprefix("--config.").split("=", 1)
+        kind = type(functools.reduce(getattr, key.split("."), config))
+        config.update_from_flattened_dict({key: kind(value)})
+      return config
+    if "train" in names:
+      return functools.partial(names["train"], names["gspo_loss"])
+  raise ValueError(f"{script}: found nothing that runs")
 
 
 def outputs(notebook):

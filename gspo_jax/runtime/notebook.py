@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 from gspo_jax.runtime.errors import UserError
 
@@ -84,12 +85,14 @@ def describe(devices) -> str:
   return f"{what}, {memory / 2**30:.1f} GiB"
 
 
-def fast_dtype(device) -> str:
-  """float32 on a device without bfloat16 products: a CPU, a T4."""
+def fast_dtype(device, cpuinfo: str = "/proc/cpuinfo") -> str:
+  """float32 on a device without bfloat16 products: a T4, a CPU without AMX."""
   if device.platform == "gpu":
     fast = float(device.compute_capability) >= 8.0
+  elif device.platform == "cpu":
+    fast = "amx_bf16" in Path(cpuinfo).read_text()
   else:
-    fast = device.platform != "cpu"
+    fast = True
   return "bfloat16" if fast else "float32"
 
 

@@ -20,14 +20,12 @@ def test_a_gpu_without_bfloat16(debug_config):
   t4 = types.SimpleNamespace(
     platform="gpu", device_kind="Tesla T4", compute_capability="7.5"
   )
-  mesh = sharding.make_mesh(data=8)
-  one = types.SimpleNamespace(
-    shape=mesh.shape, devices=np.array([t4]), size=mesh.size
-  )
+  shape = sharding.make_mesh(jax.devices()[:1]).shape
+  mesh = types.SimpleNamespace(shape=shape, devices=np.array([t4]), size=1)
   debug_config.model.dtype = "bfloat16"
   words = "model.dtype=bfloat16: Tesla T4 has compute capability 7.5, .*float32"
   with pytest.raises(UserError, match=words):
-    build_program(parse(debug_config), one)
+    build_program(parse(debug_config), mesh)
 
 
 @pytest.mark.parametrize(

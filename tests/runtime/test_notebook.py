@@ -154,20 +154,25 @@ def test_restarts_a_kernel_whose_packages_were_replaced(
 
 
 @pytest.mark.parametrize(
-  ("platform", "capability", "dtype"),
+  ("platform", "capability", "flags", "dtype"),
   [
-    ("cpu", None, "float32"),
-    ("tpu", None, "bfloat16"),
-    ("gpu", "7.5", "float32"),  # T4
-    ("gpu", "8.9", "bfloat16"),  # L4
-    ("gpu", "12.0", "bfloat16"),
+    ("cpu", None, "fma avx512_bf16", "float32"),
+    ("cpu", None, "fma amx_bf16", "bfloat16"),
+    ("tpu", None, "", "bfloat16"),
+    ("gpu", "7.5", "amx_bf16", "float32"),  # T4
+    ("gpu", "8.9", "", "bfloat16"),  # L4
+    ("gpu", "12.0", "", "bfloat16"),
   ],
 )
-def test_computes_in_bfloat16_where_it_is_fast(platform, capability, dtype):
+def test_computes_in_bfloat16_where_it_is_fast(
+  platform, capability, flags, dtype, tmp_path
+):
+  cpuinfo = tmp_path / "cpuinfo"
+  cpuinfo.write_text(f"flags : {flags}\n")
   device = types.SimpleNamespace(
     platform=platform, compute_capability=capability
   )
-  assert notebook.fast_dtype(device) == dtype
+  assert notebook.fast_dtype(device, str(cpuinfo)) == dtype
 
 
 def test_describes_devices(monkeypatch):
@@ -179,5 +184,5 @@ def test_describes_devices(monkeypatch):
   assert notebook.describe([gpu, gpu]) == "2 x NVIDIA L4, 1.5 GiB"
   found = json.loads(notebook._python(*FIND.split(), stdout=subprocess.PIPE))
   assert found["platform"] == "cpu"
-  assert found["dtype"] == "float32"
+  assert found["dtype"] in ("float32", "bfloat16")
   assert found["devices"].startswith("a CPU with ")
