@@ -25,6 +25,7 @@ _LEAST_TILE = 16  # rows and columns that tensor cores multiply
 # Of the gradient of a group's matrix: its rows and columns, and the rows of a
 # step. Three steps of 16-bit numbers are loaded at a time: 48 KiB.
 _TILE, _ROWS = 128, 32
+_MOSAIC_TILE = 128  # queries
 
 
 def has_kernels() -> bool:
@@ -60,8 +61,10 @@ def attend(q_BTNH, k_BTKH, v_BTKV, first_BT, scale: float):
   # The public function has no first keys, from which whole blocks are skipped.
   mask = base.Mask(k_start=first_BT[:, None], is_causal=True)
   operands = q_BTNH, k_BTKH, v_BTKV
+  # On Hopper, Mosaic reads first keys for a whole tile of queries.
+  whole_tiles = q_BTNH.shape[1] % _MOSAIC_TILE == 0
   try:
-    kernel = api.IMPLEMENTATIONS["mosaic_gpu"]
+    kernel = api.IMPLEMENTATIONS["mosaic_gpu" if whole_tiles else "triton"]
     return kernel(*operands, mask=mask, logits_scale=scale)
   except NotImplementedError:
     kernel = api.IMPLEMENTATIONS["triton"]

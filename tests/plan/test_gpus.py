@@ -144,7 +144,7 @@ def test_a_product_of_experts_pads_the_last_block_of_each_group():
 
 
 def test_the_gradient_of_experts():
-  name = 'metadata={op_name="jit(f)/grouped_weight_gradient/pallas_call"}'
+  name = 'backend_config={name = "grouped_weight_gradient", num_stages = 3}'
   rows = "bf16[1024,256], bf16[1024,128], s32[8], s32[8]"
   found = cost(rows, "bf16[8,256,128]", TRITON, name)
   assert found.flops == 2 * 1024 * 256 * 128
@@ -160,11 +160,9 @@ def test_a_product_by_cublas_does_not_write_its_scratch():
 
 
 def test_a_kernel_without_a_rule_is_listed():
-  name = "jit(f)/jit(paged_attention)/vmap(x)/pallas_call"
   pages = "bf16[256,8,16,128], bf16[8,99,64,128], bf16[8,99,64,128]"
-  found = cost(
-    pages, "bf16[256,8,128]", TRITON, f'metadata={{op_name="{name}"}}'
-  )
+  paged = 'backend_config={name = "paged_attention_block_h_16", num_warps = 2}'
+  found = cost(pages, "bf16[256,8,128]", TRITON, paged)
   assert found.unknown_kernels == {"paged_attention": 1}
   found = cost(pages, "bf16[4]", MOSAIC, 'metadata={op_name="jit(f)/other"}')
   assert found.unknown_kernels == {"call.1": 1}
