@@ -169,7 +169,8 @@ def test_a_kernel_without_a_rule_is_listed():
 
 
 @pytest.mark.slow  # compiles three functions: 30 s of CPU
-def test_a_config_compiled_for_an_l4():
+@pytest.mark.parametrize("topology", ["l4:1", "h100:1"])
+def test_a_config_compiled_for_a_gpu(topology):
   package = "jax-cuda12-plugin"
   try:
     importlib.metadata.version(package)
@@ -177,7 +178,8 @@ def test_a_config_compiled_for_an_l4():
     pytest.skip(f"no {package}: needs the extra `plan-gpu`")
   done = subprocess.run(
     [
-      *(sys.executable, "-m", "gspo_jax.plan", "--topology=l4:1", "--json"),
+      *(sys.executable, "-m", "gspo_jax.plan", "--json"),
+      f"--topology={topology}",
       f"--config={ROOT}/configs/tiny_cpu.py:debug",
       *("--config.model.dtype=bfloat16", "--lengths=lognormal:mean=.4,sigma=1"),
     ],
