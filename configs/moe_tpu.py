@@ -266,69 +266,28 @@ def get_config(arg: str = "") -> ConfigDict:
 
 
 def _config(arg: str) -> ConfigDict:
-  words = [word for word in arg.split(",") if word]
-  given = dict(word.split("=", 1) for word in words if "=" in word)
-  flags = {word for word in words if "=" not in word}
-  unknown = sorted((given.keys() - {*_ARGUMENTS}) | (flags - {*_FLAGS}))
-  if unknown:
-    raise ValueError(
-      f"{unknown[0]}: expected one of {_list((*_FLAGS, *_ARGUMENTS))}"
-    )
+  given, flags = recipes.arguments(arg, _ARGUMENTS, _FLAGS)
   variants = LONG if "long" in flags else SLICES
   variant = given.get("variant", next(iter(variants)))
   if variant not in variants:
     raise ValueError(
-      f"variant={variant}: expected one of {_list(variants)}"
+      f"variant={variant}: expected one of {recipes.listed(variants)}"
       + " with long" * ("long" in flags)
     )
   slices = variants[variant]
   topology = given.get("topology", next(iter(slices)))
   if topology not in slices:
     raise ValueError(
-      f"topology={topology}: expected one of {_list(slices)} with"
+      f"topology={topology}: expected one of {recipes.listed(slices)} with"
       f" variant={variant}"
-    )
-  checkpoint, questions = given.get("checkpoint"), given.get("questions")
-  if bool(checkpoint) != bool(questions) or ("eval" in given and not questions):
-    raise ValueError(
-      "expected checkpoint= and questions=, or neither of them and no eval="
     )
   c = _sized(variant, slices[topology])
   if "debug" in flags:
     recipes.shrink(c)
-  if checkpoint:
-    _train_on(c, checkpoint, questions, given.get("eval", ""))
-    if slices[topology].new_tokens < _THINKING_TOKENS:
-      c.data.template_args = _NO_THINKING.get(variant, "")
+  short = slices[topology].new_tokens < _THINKING_TOKENS
+  if recipes.train_on_questions(c, given) and short:
+    c.data.template_args = _NO_THINKING.get(variant, "")
   return recipes.with_recipe(c, given.get("recipe", ""))
-
-
-def _list(names) -> str:
-  return ", ".join(names)
-
-
-def _train_on(c: ConfigDict, checkpoint, questions, held_out) -> None:
-  """The keys of a run on maths questions, at any size."""
-  c.model.checkpoint = checkpoint
-  c.data.source = _source(questions)
-  c.data.eval_source = _source(held_out)
-  c.data.instruction = (
-    "{problem}\n\nReason step by step, and put the final answer in \\boxed{}."
-  )
-  c.data.max_prompt_length = 1024
-  c.data.too_long = "drop"
-  # DAPO (arXiv 2503.14476, sec. 3.4) punishes the last fifth of the length.
-  buffer = c.sampler.max_new_tokens // 5
-  c.reward.names = ("math", f"overlong:buffer={buffer}")
-  c.reward.weights = (1.0, 1.0)
-  c.reward.workers = 16
-
-
-def _source(file: str) -> str:
-  """A file as `data.source` names it; other sources as they are."""
-  if not file or ":" in file.replace("://", ""):
-    return file
-  return ("parquet:" if file.endswith(".parquet") else "jsonl:") + file
 
 
 def _sized(variant: str, where: _Slice) -> ConfigDict:

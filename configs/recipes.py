@@ -1,4 +1,7 @@
-"""Changes of a whole config: the method of a paper, or every size for a try."""
+"""Changes of a whole config: the method of a paper, or every size for a try.
+
+And the arguments that configs for several models share.
+"""
 
 from ml_collections import ConfigDict
 
@@ -28,6 +31,58 @@ def shrink(c: ConfigDict) -> ConfigDict:
   c.cold_start.steps = 0
   c.log.profile = ()
   return c
+
+
+def arguments(arg: str, names, flags) -> tuple[dict[str, str], set[str]]:
+  """Parses words with commas between: any of `flags`, and NAME=VALUE."""
+  words = [word for word in arg.split(",") if word]
+  given = dict(word.split("=", 1) for word in words if "=" in word)
+  given_flags = {word for word in words if "=" not in word}
+  unknown = sorted((given.keys() - {*names}) | (given_flags - {*flags}))
+  if unknown:
+    raise ValueError(
+      f"{unknown[0]}: expected one of {listed((*flags, *names))}"
+    )
+  return given, given_flags
+
+
+def listed(names) -> str:
+  return ", ".join(names)
+
+
+def train_on_questions(c: ConfigDict, given: dict[str, str]) -> bool:
+  """Takes the arguments checkpoint, questions and eval, at any size.
+
+  Returns whether they are there: the run is then one on maths questions.
+  """
+  checkpoint, questions = given.get("checkpoint"), given.get("questions")
+  if bool(checkpoint) != bool(questions) or ("eval" in given and not questions):
+    raise ValueError(
+      "expected checkpoint= and questions=, or neither of them and no eval="
+    )
+  if not checkpoint:
+    return False
+  c.model.checkpoint = checkpoint
+  c.data.source = _source(questions)
+  c.data.eval_source = _source(given.get("eval", ""))
+  c.data.instruction = (
+    "{problem}\n\nReason step by step, and put the final answer in \\boxed{}."
+  )
+  c.data.max_prompt_length = 1024
+  c.data.too_long = "drop"
+  # DAPO (arXiv 2503.14476, sec. 3.4) punishes the last fifth of the length.
+  buffer = c.sampler.max_new_tokens // 5
+  c.reward.names = ("math", f"overlong:buffer={buffer}")
+  c.reward.weights = (1.0, 1.0)
+  c.reward.workers = 16
+  return True
+
+
+def _source(file: str) -> str:
+  """A file as `data.source` names it; other sources as they are."""
+  if not file or ":" in file.replace("://", ""):
+    return file
+  return ("parquet:" if file.endswith(".parquet") else "jsonl:") + file
 
 
 def with_recipe(c: ConfigDict, name: str) -> ConfigDict:

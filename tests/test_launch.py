@@ -229,30 +229,40 @@ def test_the_image_holds_what_the_command_needs():
   *_, container = parts_of(JOBSET)
   (entry,) = after("ENTRYPOINT")
   assert json.loads(entry) == container["command"]  # JSON: no shell around it
-  copied = [w for line in after("COPY") for w in line.split()[:-1]]
+  copies = [x.split() for x in after("COPY") if not x.startswith("--from")]
+  copied = [word for words in copies for word in words[:-1]]
   assert {"gspo_jax", "configs", "setup.cfg", "pyproject.toml"} <= set(copied)
   assert all((ROOT / name).exists() for name in copied)
   ignore = (LAUNCH / "Dockerfile.dockerignore").read_text().splitlines()
   assert ignore[0] == "*"
   assert {f"!{name}" for name in copied} <= set(ignore)
-  packages, own, _ = after("RUN")
-  assert packages.endswith("--no-deps -r launch/requirements.txt")
-  assert own.endswith("--no-deps .")
+  # Each image has its packages; without --target it is the last one, for TPUs.
+  for image, file in ("gpu", "requirements_gpu"), ("tpu", "requirements"):
+    stage = lines[lines.index(f"FROM base AS {image}") :]
+    packages, own = (x for x in stage[:8] if x.startswith("RUN"))
+    assert packages.endswith(f"--no-deps -r /tmp/{file}.txt")
+    assert own.endswith("--no-deps /tmp/wheels/*.whl")
+    assert f"COPY launch/{file}.txt /tmp/" in stage
+  assert not [x for x in stage[1:] if x.startswith("FROM")]
 
 
-def test_the_image_has_the_versions_that_setup_cfg_asks_for():
-  """If not, make launch/requirements.txt anew: launch/README.md."""
-  lines = (LAUNCH / "requirements.txt").read_text().splitlines()
+@pytest.mark.parametrize(
+  ("file", "extra", "beside"),
+  [("requirements", "tpu", "plan"), ("requirements_gpu", "gpu", "gpu")],
+)
+def test_an_image_has_the_versions_that_setup_cfg_asks_for(file, extra, beside):
+  """If not, make the file anew: launch/README.md."""
+  lines = (LAUNCH / f"{file}.txt").read_text().splitlines()
   pins = dict(x.split("==") for x in lines if not x.startswith("#"))
   setup = configparser.ConfigParser()
   setup.read(ROOT / "setup.cfg")
   extras = setup["options.extras_require"]
-  names = "hf", "tfds", "datasets", "wandb", "tpu"
+  names = "hf", "tfds", "datasets", "wandb", extra
   asked = setup["options"]["install_requires"]
   asked += "".join(extras[name] for name in names)
   assert "gspo_jax[hf,tfds,datasets,wandb]" in asked
   # libtpu against the pin of jax[tpu]: launch/README.md.
-  for line in (asked + extras["plan"]).split():
+  for line in (asked + extras[beside]).split():
     requirement = Requirement(line)
     if requirement.name != "gspo_jax":
       version = pins[canonicalize_name(requirement.name)]

@@ -90,6 +90,7 @@ def build_program(
     config.check_training(sharding.batch_shards(mesh), mesh.shape["context"])
   cfg = settings.model_config(config.model)
   _check_heads(cfg, mesh)
+  _check_dtype(cfg, mesh)
   tokenizer = settings.load_tokenizer(config, cfg)
   params, policy = abstract.params(cfg, mesh), abstract.policy(cfg, mesh)
   learner = cold_start = None
@@ -127,6 +128,18 @@ def _new_policy(seed: int, cfg, policy, mesh):
     return lambda params: params
   make = functools.partial(abstract.with_adapters, cfg=cfg, seed=seed)
   return mesh_jit(make, mesh, out_shardings=abstract.shardings(policy))
+
+
+def _check_dtype(cfg, mesh):
+  """UserError if the GPUs have no bfloat16: XLA would emulate it."""
+  device = mesh.devices.flat[0]
+  old_gpu = device.platform == "gpu" and float(device.compute_capability) < 8
+  if old_gpu and cfg.dtype == "bfloat16":
+    raise UserError(
+      f"model.dtype=bfloat16: {device.device_kind} has compute capability "
+      f"{device.compute_capability}, and bfloat16 needs 8.0; expected float32 "
+      "(float16 would need scaled losses)"
+    )
 
 
 def _check_heads(cfg, mesh):

@@ -1,17 +1,19 @@
 """Processes and devices. Nothing here is specific to RL.
 
 Other wings take these modules:
-  errors         UserError, and the hint to the nearest valid choice
-  command        flags and exit codes of the small commands
-  key            a key of a config: default, meaning and range
-  spec           a name with arguments, such as `overlong:buffer=8`
-  multihost      one program on many processes: start, gather, agree, barrier
-  sharding       the device mesh, and the table of parameter shardings
-  preemption     Preemption: SIGTERM as a flag that all processes agree on
+  errors             UserError, and the hint to the nearest valid choice
+  command            flags and exit codes of the small commands
+  key                a key of a config: default, meaning and range
+  spec               a name with arguments, such as `overlong:buffer=8`
+  multihost          one program on many processes: start, gather, agree
+  compilation_cache  compiled programs on disk, for the next process
+  sharding           the device mesh, and the table of parameter shardings
+  preemption         Preemption: SIGTERM as a flag that all processes agree on
 """
 
 __all__ = (
   "command",
+  "compilation_cache",
   "errors",
   "key",
   "multihost",

@@ -174,7 +174,7 @@ def build_static_sampler(
     sampler_mesh,
     in_shardings=(params_sharding, batch, replicated),
     out_shardings=samples_sharding(sampler, mesh),
-    compiler_options=rounding.OPTIONS,
+    compiler_options=rounding.decoding_options(sampler_mesh),
   )
   return StaticSampler(sampler, jitted)
 

@@ -72,8 +72,7 @@ def test_kernels_temporaries_and_flops(gpu, name):
     assert any(re.search(kernel, line) for line in calls), kernel
   assert "ragged-dot" not in done.text
   # Two gradients of all weights, and the rows of the experts of a micro-batch.
-  limit = {"update": 22, "prefill": 1, "generate": 1}[name]
-  print(gpu, name, done.memory.temporaries / 2**30, work["flops"] / work["model_flops"])
+  limit = {"update": 13, "prefill": 1, "generate": 1}[name]
   assert done.memory.temporaries < limit * 2**30
   # With the recomputed ones; 16 times as many, were the products dense.
   assert work["flops"] < 1.5 * work["model_flops"]

@@ -114,6 +114,7 @@ ATTENTION = "attention.pallas_mosaic_gpu.PallasMosaicGpuFlashAttention"
   [
     (QKV, "bf16[4,128,16,64]", MOSAIC, ATTENTION, 2 * PAIRS * 128),
     (QKV, "bf16[4,128,16,64]", MOSAIC, f"{ATTENTION}Vjp", 3 * PAIRS * 128),
+    (QKV.replace("[4,", "["), "bf16[]", MOSAIC, ATTENTION, PAIRS * 64),
     (
       *(QKV, "(bf16[4,128,8,64], bf16[4,128,8,64])"),
       *(MOSAIC, f"{ATTENTION}Vjp", 4 * PAIRS * 128),

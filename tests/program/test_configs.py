@@ -10,7 +10,7 @@ import pytest
 from repository import ROOT
 
 from gspo_jax import model
-from gspo_jax.configs import common, moe_tpu
+from gspo_jax.configs import common, gpu, moe_tpu
 from gspo_jax.plan import chips
 from gspo_jax.plan.planner import plan
 from gspo_jax.program import settings
@@ -168,6 +168,49 @@ def test_a_pods_config_divides_on_its_slice(name, mode, shape):
   # No response waits for a slot, and the pool holds a quarter of the longest.
   assert batching.slots == config.data.prompts * config.rollout.group_size
   assert sizes.num_pages * 4 >= sizes.slots * sizes.pages_per_slot
+
+
+@pytest.mark.parametrize(
+  ("variant", "memory"),
+  [(name, memory) for name, cards in gpu.CARDS.items() for memory in cards],
+)
+def test_a_config_for_gpus_divides_on_its_cards(variant, memory):
+  cards = gpu.CARDS[variant][memory].cards
+  config = parse(load("gpu", f"variant={variant},memory={memory}"))
+  inner = config.mesh.fsdp * config.mesh.expert
+  assert cards % inner == 0
+  shape = (cards // inner, config.mesh.fsdp, 1, config.mesh.expert, 1)
+  mesh = jax.sharding.AbstractMesh(shape, sharding.AXES)
+  config.check_training(sharding.batch_shards(mesh), 1)
+  sizes = config.continuous_batching.shard_sizes(
+    SamplerConfig(8, config.sampler.max_new_tokens, (0,)),
+    config.data.max_prompt_length,
+    cards,
+  )
+  # A page for each slot, and a twentieth of the longest responses.
+  assert sizes.num_pages * 20 >= sizes.slots * sizes.pages_per_slot
+  assert sizes.num_pages > sizes.slots
+
+
+@pytest.mark.parametrize(
+  ("argument", "message"),
+  [
+    ("variant=qwen3-8b", "variant=qwen3-8b: expected one of qwen3-0.6b, "),
+    ("memory=40", "memory=40: expected 24 or 80 with variant=qwen3-0.6b"),
+    ("variant=olmoe-1b-7b,memory=24", "memory=24: expected 80 with variant=ol"),
+  ],
+)
+def test_gpus_that_a_model_has_no_config_for_are_refused(argument, message):
+  with pytest.raises(
+    ValueError, match=rf"configs/gpu.py:{argument}: {message}"
+  ):
+    load("gpu", argument)
+
+
+def test_a_qwen3_of_the_gpu_configs_is_told_not_to_think():
+  given = "checkpoint=./d,questions=q.jsonl"
+  assert load("gpu", given).data.template_args == "enable_thinking=False"
+  assert not load("gpu", f"variant=olmoe-1b-7b,{given}").data.template_args
 
 
 @pytest.mark.parametrize("variant", moe_tpu.SLICES)

@@ -16,6 +16,18 @@ from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import Prompts
 
 
+def test_a_gpu_without_bfloat16(debug_config):
+  t4 = types.SimpleNamespace(
+    platform="gpu", device_kind="Tesla T4", compute_capability="7.5"
+  )
+  shape = sharding.make_mesh(jax.devices()[:1]).shape
+  mesh = types.SimpleNamespace(shape=shape, devices=np.array([t4]), size=1)
+  debug_config.model.dtype = "bfloat16"
+  words = "model.dtype=bfloat16: Tesla T4 has compute capability 7.5, .*float32"
+  with pytest.raises(UserError, match=words):
+    build_program(parse(debug_config), mesh)
+
+
 @pytest.mark.parametrize(
   ("sampler_mesh", "words"),
   [

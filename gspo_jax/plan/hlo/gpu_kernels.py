@@ -74,10 +74,11 @@ def _dot(i, operands) -> Work:
 
 
 def _attention(i, floats, backward) -> Work:
-  """The causal half of the pairs of queries [B, T, N, H] and keys."""
-  (B, T, N, H), V = floats[0].dims, floats[2].dims[-1]
+  """The causal half of the pairs of queries [..., T, N, H] and keys."""
+  query, V = floats[0].dims, floats[2].dims[-1]
+  T, _, H = query[-3:]
   products = _BACKWARD[len(i.arrays)] if backward else 2
-  flops = products * (H + V) * B * N * T * (T + 1) / 2
+  flops = products * (H + V) * (math.prod(query) // H) * (T + 1) / 2
   return Work(flops, attention_flops=flops)
 
 

@@ -179,7 +179,7 @@ def jit_sampler(
       in_shardings=(None,) * 6 + (sharding.replicated(mesh),),
       out_shardings=(state, decode_samples, sharding.replicated(sampler_mesh)),
       donate_argnums=(1, 2),
-      compiler_options=rounding.OPTIONS,
+      compiler_options=rounding.decoding_options(sampler_mesh),
     ),
     read_tokens=jit(paged_decode.read_tokens, out_shardings=batch),
     finalize=jit(finalize, out_shardings=train_samples),
