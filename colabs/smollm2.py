@@ -134,14 +134,13 @@ for problem, (text, kept) in zip(problems[:4], before, strict=False):
 work = f"{config.num_steps} iterations of {config.data.prompts} x "
 work += f"{config.rollout.group_size} responses"
 if on_cpu:
-  seconds = 60 + 20 * config.num_steps
-  print(
-    f"{work}, small ones since this is a CPU: about {seconds} s on two cores."
-  )
+  minutes = f"about {2 + config.num_steps / 3:.0f} minutes on two cores"
+  print(f"{work}: {minutes}. They are small, since this is a CPU,")
+  print("where the 40 of configs/smollm2_cpu.py take an hour.")
 else:
   kind = jax.devices()[0].device_kind
-  print(f"{work}. It has not been timed on a {kind}; see the first iterations.")
-print("Another number: ITERATIONS above, then run from there.")
+  print(f"{work}. Not timed on a {kind} before: see the first ones.")
+print("For another number of them set ITERATIONS above, and run all cells.")
 state = train_and_evaluate(config, f"{scratch}/run")
 
 # %%

@@ -163,7 +163,12 @@ def test_installs_itself_and_runs(script, kernel, wheel, tmp_path):
 IMAGES = {
   "cpu": (),
   "gpu": ("jax-cuda12-plugin==0.7.2", "jax-cuda12-pjrt==0.7.2"),
-  "tpu": ("libtpu==0.0.21",),
+  "tpu": ("libtpu=={libtpu}",),
+}
+# By Python; numpy 2.0.2 and libtpu 0.0.21 are not there for 3.13.
+VERSIONS = {
+  "3.12": {"numpy": "2.0.2", "libtpu": "0.0.21"},
+  "3.13": {"numpy": "2.2.6", "libtpu": "0.0.21.1"},
 }
 CLOCK = """
 import resource, time
@@ -189,7 +194,7 @@ print(*(f"{name} {found[name]}" for name in names if name in found))
 @pytest.mark.parametrize(
   ("version", "image", "imports"),
   [
-    *((v, image, "") for v in ("3.12", "3.13") for image in IMAGES),
+    *((v, image, "") for v in VERSIONS for image in IMAGES),
     ("3.12", "gpu", "import jax"),
   ],
 )
@@ -201,11 +206,12 @@ def test_takes_a_step_in_an_image_of_colab(
   With `-s` it prints the versions and the seconds of colabs/README.md.
   """
   python = python_of(version, tmp_path / "venv")
-  numpy = {"3.12": "numpy==2.0.2", "3.13": "numpy==2.2.6"}[version]
+  old = VERSIONS[version]
+  numpy = f"numpy=={old['numpy']}"
   usual = (numpy, "matplotlib", "ipykernel", "nbclient")
   pip_install(python, "jax==0.7.2", "jaxlib==0.7.2", *usual)
-  if IMAGES[image]:
-    pip_install(python, "--no-deps", *IMAGES[image])
+  for package in IMAGES[image]:
+    pip_install(python, "--no-deps", package.format(**old))
   first = cells(jupytext.read(SCRIPTS[0], fmt="py:percent"))[1][1]
   new_cell, source = nbformat.v4.new_code_cell, tmp_path / "source.ipynb"
 
@@ -249,19 +255,19 @@ def test_fits_a_device_of_colab(script, topology, tmp_path, monkeypatch):
   monkeypatch.setattr(jax, "default_backend", lambda: "not a CPU")
   dtype = "float32" if topology == "t4:1" else "bfloat16"
   monkeypatch.setattr(notebook, "prepare", lambda: dtype)
-  tpu_slice = chips.parse(topology)
-  found = what_runs(script)
+  found, target = what_runs(script), chips.parse(topology)
   monkeypatch.undo()
   if callable(found):  # the training of `loss`
-    plan_compile.prepare()
-    device = plan_compile.devices(tpu_slice, 1)[0]
+    plan_compile.prepare(target.platform)
+    (device,) = plan_compile.devices(target, 1)
     seeds = jax.ShapeDtypeStruct(
       (3,), jnp.int32, sharding=SingleDeviceSharding(device)
     )
-    done = plan_compile.compile_one(jax.jit(jax.vmap(found)).lower(seeds))
+    lowered = jax.jit(jax.vmap(found)).lower(seeds)
+    done = plan_compile.compile_one(lowered, target.platform)
     needed = {"train": done.memory.needed}
   else:
-    report = plan(found, tpu_slice)
+    report = plan(found, target)
     assert report["fits"]
     functions = report["functions"].items()
     needed = {name: one["memory"]["needed"] for name, one in functions}
