@@ -20,10 +20,12 @@ packed rows in micro-batches of 4.
 
 import argparse
 import contextlib
+import functools
 import io
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -43,11 +45,11 @@ from gspo_jax.rollout.batch import prompts_on_device
 from gspo_jax.runtime import multihost, sharding
 
 
-def timed(function, *args):
+def timed(function, *args, clock=time.monotonic):
   """The result of a call, and the seconds until it is there."""
-  start = time.monotonic()
+  start = clock()
   result = jax.block_until_ready(function(*args))
-  return result, time.monotonic() - start
+  return result, clock() - start
 
 
 class Iterations:
@@ -64,6 +66,7 @@ class Iterations:
     workdir: of a run, for its weights; without it they are random.
     long_tails: whether the lengths of responses have a long tail.
     packed: whether responses share rows.
+    clock: returns seconds.
   """
 
   def __init__(
@@ -74,6 +77,7 @@ class Iterations:
     *,
     long_tails: bool = False,
     packed: bool = True,
+    clock: Callable[[], float] = time.monotonic,
   ):
     parsed, mesh = parse(config), sharding.make_mesh(jax.devices()[:1])
     self._mesh, self._rows = mesh, sharding.batch_sharding(mesh)
@@ -84,6 +88,7 @@ class Iterations:
       run.datasets.held_out, run.program.prompt_config, parsed.data.prompts
     )
     self._packed = packed
+    self._timed = functools.partial(timed, clock=clock)
     if long_tails:
       _set_lengths(self._batch, parsed.sampler.max_new_tokens)
     self.prompts = prompts_on_device(self._batch, self._rows)
@@ -103,18 +108,18 @@ class Iterations:
     """Seconds by phase of one iteration."""
     key, seconds = jax.random.key(step), {}
     with jax.set_mesh(self._mesh):
-      samples, seconds["generate"] = timed(
+      samples, seconds["generate"] = self._timed(
         self._program.sampler.generate, self._state.params, self.prompts, key
       )
       self.samples = samples
-      rewards, seconds["score"] = timed(self._rewards, samples)
-      (batch, old), seconds["logps"] = timed(
+      rewards, seconds["score"] = self._timed(self._rewards, samples)
+      (batch, old), seconds["logps"] = self._timed(
         self._train_batch, samples, rewards, key
       )
-      (self._state, _, metrics), seconds["update"] = timed(
+      (self._state, _, metrics), seconds["update"] = self._timed(
         self._program.learner.update, self._state, batch
       )
-    _, seconds["write"] = timed(_write, self._writer, step, old, metrics)
+    _, seconds["write"] = self._timed(_write, self._writer, step, old, metrics)
     return seconds
 
   def _rewards(self, samples):

@@ -6,6 +6,7 @@ block. In tiles, m rows, k contracted columns and n columns of the result.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from gspo_jax.model import gpu
 from gspo_jax.model.rounding import rounded, wide
 from gspo_jax.runtime import sharding
 
-_MIN_BLOCK, _MAX_BLOCK = 8, 64  # rows of a block
+_MIN_BLOCK, _MAX_BLOCK = 8, 64  # rows of a block, a multiple of the first
 _MAX_EXPERT_BLOCK = 128  # rows of a block that passes both products
 _LANES = 128  # tiles of a TPU are multiples of this
 _MAX_TILE = 2048 * 768  # bfloat16 numbers of a tile that fits in VMEM
@@ -332,8 +333,10 @@ class _Blocks(NamedTuple):
 
 def _blocks(A, sizes_e, limit=_MAX_BLOCK) -> _Blocks:
   e = len(sizes_e)
-  # About twice the mean size: most groups fit in one block with little padding.
-  b = min(limit, max(_MIN_BLOCK, 2 * A // e))
+  # A block reads a matrix, as long as some 20 rows take; a group's last one is
+  # padded by half. With A / e rows the sum is least at sqrt(40 A / e).
+  b = math.isqrt(40 * A // e) // _MIN_BLOCK * _MIN_BLOCK
+  b = min(limit, max(_MIN_BLOCK, b))
   n = -(-A // b) + min(e, A)
   ends_e, blocks_e = jnp.cumsum(sizes_e), -(-sizes_e // b)
   last_e = jnp.cumsum(blocks_e)
