@@ -18,10 +18,10 @@ What the plan said of the largest function, in GiB, with jax 0.10.2 for CUDA
 
   qwen3-0.6b     24  all weights  14.7 of the 16.5 of an L4
   qwen3-1.7b     24  adapters     14.1
-  qwen3-0.6b     80  all weights  49.5 of the 59.3 of an H100, the 59.4 of an A100
+  qwen3-0.6b     80  all weights  49.5 of the 59.3 of an H100
   qwen3-1.7b     80  all weights  52.2
   qwen3-4b       80  adapters     50.6
-  olmoe-1b-7b    80  adapters     51.4 (A100)
+  olmoe-1b-7b    80  adapters     51.4
   qwen3-30b-a3b  80  adapters     42.8 of each of eight A100
 
 docs/scaling.md has all of it, with the times at best.
