@@ -22,7 +22,7 @@ What the plan said of the largest function, in GiB, with jax 0.10.2 for CUDA
   qwen3-1.7b     80  all weights  52.2
   qwen3-4b       80  adapters     50.6
   olmoe-1b-7b    80  adapters     51.4
-  qwen3-30b-a3b  80  adapters     42.8 of each of eight A100
+  qwen3-30b-a3b  80  adapters     42.8 of each of eight cards
 
 docs/scaling.md has all of it, with the times at best.
 """
