@@ -7,6 +7,7 @@ Other wings take these modules:
   spec               a name with arguments, such as `overlong:buffer=8`
   multihost          one program on many processes: start, gather, agree
   compilation_cache  compiled programs on disk, for the next process
+  notebook           the jax for a machine, and what it runs on
   sharding           the device mesh, and the table of parameter shardings
   preemption         Preemption: SIGTERM as a flag that all processes agree on
 """
@@ -17,6 +18,7 @@ __all__ = (
   "errors",
   "key",
   "multihost",
+  "notebook",
   "preemption",
   "sharding",
   "spec",
