@@ -1,30 +1,38 @@
 """What a GPU shows that a CPU cannot, most telling first.
 
-  python -m benchmarks.gpu --out=benchmarks/gpu.json [--minutes=10] [--quick]
-  until python -m benchmarks.gpu --out=gpu.json; do :; done   # in pieces
+  python -m benchmarks.gpu --out=gpu.json [--minutes=10] [--quick]
 
-Each row is measured once and saved at once; a call goes on where the last one
-ended, and starts no row after --minutes. It exits with 0 once all are there.
+Each row is measured once, in a process of its own, and saved at once; a row
+that fails says why. A call goes on where the last one ended, for --minutes. It
+exits with 75 if rows are left, so that this measures all of them:
+
+  while python -m benchmarks.gpu --out=gpu.json; [ $? = 75 ]; do :; done
 
 ratio         the ratio of a policy that has not moved, in bfloat16, as in
-              benchmarks/ratio_one.py: dense, with experts, with replay
+              benchmarks/ratio_one.py: dense, with experts, with R3
 gap           mean |log-ratio| over a response of the sampler to the trainer,
               over the lower clip range of GSPO: random weights, dense and with
               experts, with and without R3
-speed         tokens a second of sampling and of an update, and their share of
-              the card's peak FLOPs (MFU): random weights, bfloat16
+speed         tokens a second of sampling and of an update, and the share of the
+              card's peak FLOPs (MFU): random weights, bfloat16
 transformers  the same of transformers with PyTorch, if they are installed
-families      40 iterations of each tiny family: pass@1 before and after
-smollm2       GSPO and GRPO on the rules task, 3 seeds, if --checkpoint is there
+families      each tiny family: pass@1 before and after
+smollm2       GSPO and GRPO on the rules task, 3 seeds, if --checkpoint is there;
+              a run that time stops goes on in the next call
 
-The model, P prompts of S tokens, G responses of R tokens to each and the
-learning rate are in each row. Nothing of it has been run on a GPU yet.
+P prompts, G responses of R tokens to each. Nothing of it has run on a GPU yet.
 """
 
 import argparse
+import functools
 import json
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -32,6 +40,7 @@ import jax
 from benchmarks import ratio_one, record, seeds
 from gspo_jax import model
 from gspo_jax.configs import common
+from gspo_jax.configs import gpu as config_for_gpu
 from gspo_jax.losses import gspo_loss
 from gspo_jax.model.hf import config as hf_config
 from gspo_jax.plan import lower_bounds
@@ -40,115 +49,108 @@ from gspo_jax.runtime import sharding
 from gspo_jax.train import train_and_evaluate
 
 _MODELS = ("qwen3-0.6b", "qwen3-1.7b")
-_SIZE = {"P": 32, "S": 256, "G": 8, "R": 1024}
-_QUICK = {"P": 4, "S": 32, "G": 2, "R": 16}
+_SIZE, _QUICK = {"P": 32, "G": 8, "R": 1024}, {"P": 4, "G": 2, "R": 16}
 _FAMILIES = sorted(name for name in model.VARIANTS if name.startswith("tiny-"))
+_MORE = 75
 
 
-def rows(quick: bool, checkpoint: Path):
-  """(name, function without arguments) of each row, in order."""
-  for experts, replay in ((False, "none"), (True, "none"), (True, "r3")):
-    yield f"ratio {experts=} {replay=}", lambda e=experts, r=replay: ratio(e, r)
+def rows(quick: bool, checkpoint: Path) -> dict[str, Callable[[], dict]]:
+  """What to measure, by name, in order."""
   size = _QUICK if quick else _SIZE
   dense, experts = ("tiny", "tiny") if quick else (_MODELS[0], "olmoe-1b-7b")
-  for variant, replay in ((dense, "none"), (experts, "none"), (experts, "r3")):
-    call = lambda v=variant, r=replay: gap(v, r, size)
-    yield f"gap {variant} {replay=}", call
-  for variant in ("tiny",) if quick else _MODELS:
-    yield f"speed {variant}", lambda v=variant: speed(v, size)
-    if not quick:
-      call = lambda v=variant: speed_of_transformers(v, size)
-      yield f"transformers {variant}", call
-  for variant in _FAMILIES[:1] if quick else _FAMILIES:
-    yield f"families {variant}", lambda v=variant: family(v, quick)
-  if checkpoint.exists():
-    for seed in range(3):
-      for name in ("gspo", "grpo"):
-        call = lambda n=name, s=seed: smollm2(n, s, checkpoint)
-        yield f"smollm2 {name} {seed}", call
+  models = ("tiny",) if quick else _MODELS
+  part = functools.partial
+  named = {}
+  for kind, replay in (("dense", ""), ("experts", ""), ("experts", "r3")):
+    named[f"ratio {kind} {replay}"] = part(ratio, kind == "experts", replay)
+  for name, replay in ((dense, ""), (experts, ""), (experts, "r3")):
+    named[f"gap {name} {replay}"] = part(gap, name, replay, size)
+  for name in models:
+    named[f"speed {name}"] = part(speed, name, size)
+  for name in () if quick else models:
+    named[f"transformers {name}"] = part(speed_of_transformers, name, size)
+  for name in _FAMILIES[:1] if quick else _FAMILIES:
+    named[f"families {name}"] = part(family, name, quick)
+  for seed in range(3) if checkpoint.exists() else ():
+    for name in ("gspo", "grpo"):
+      named[f"smollm2 {name} {seed}"] = part(smollm2, name, seed, checkpoint)
+  return named
 
 
 def ratio(experts: bool, replay: str) -> dict:
   """Standard deviation of the ratio, and the share of responses clipped."""
   mesh = sharding.make_mesh(jax.devices()[:1], data=1)
-  changes = {"replay": replay} if replay != "none" else {}
+  changes = {"replay": replay} if replay else {}
   got = ratio_one.measure(ratio_one.config_of(experts=experts, **changes), mesh)
   keys = "ratio/sequence_std", "ratio/token_std", "clip_frac/sequence"
   return {key: got[key] for key in keys}
 
 
-def _run(variant: str, size: dict, **changes) -> list[dict]:
-  """The metrics of three iterations of random weights; the first compiles."""
-  c = common.get_config()
-  c.model.variant, c.model.dtype = variant, "bfloat16"
-  c.data.prompts, c.data.max_prompt_length = size["P"], size["S"]
+def _run(variant: str, size: dict, **changes) -> dict:
+  """The metrics of the last of three iterations with random weights."""
+  if variant == "tiny":
+    c = common.get_config()
+    c.model.variant = variant
+  else:
+    c = config_for_gpu.get_config(f"variant={variant},memory=80")
+  c.data.prompts, c.data.max_prompt_length = size["P"], 32
   c.rollout.group_size, c.sampler.max_new_tokens = size["G"], size["R"]
   c.continuous_batching.slots = size["P"] * size["G"]
   c.learner.minibatches = 2
   c.learner.micro_batch_size = min(8, size["P"] * size["G"] // 2)
   c.num_steps, c.cold_start.steps, c.eval.every = 3, 0, 0
   c.optim.learning_rate = 0.0
+  c.log.instruments = True
   c.update_from_flattened_dict(changes)
   with tempfile.TemporaryDirectory() as folder:
     train_and_evaluate(c, folder)
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-  return [row for row in map(json.loads, lines) if "loss/policy" in row]
+  return json.loads(lines[-1])
 
 
 def gap(variant: str, replay: str, size: dict) -> dict:
   """The gap of sampler and trainer in clip ranges; the ratio's deviation."""
-  row = _run(variant, size, **{"objective.replay": replay})[-1]
-  mean = row["mismatch/sequence_abs_mean"]
+  changes = {"objective.replay": replay} if replay else {}
+  last = _run(variant, size, **changes)
+  mean = last["mismatch/sequence_abs_mean"]
   return {
     "clip_ranges": mean / gspo_loss.__kwdefaults__["clip_low"],
-    "ratio/sequence_std": row["ratio/sequence_std"],
+    "ratio/sequence_std": last["ratio/sequence_std"],
     **size,
   }
 
 
 def speed(variant: str, size: dict) -> dict:
-  """Tokens a second and MFU of sampling and of an update."""
-  last = _run(variant, size)[-1]
+  """Response tokens a second and MFU of sampling and of an update."""
+  last = _run(variant, size, **{"log.instruments": False})
   cfg = model.variant(variant, dtype="bfloat16")
-  tokens = size["P"] * size["G"] * (size["S"] + size["R"])
-  sampled = size["P"] * size["G"] * size["R"]
-  seconds = {name: last[f"time/{name}"] for name in ("generate", "update")}
-  # Nearly all FLOPs: 2 a parameter and token, and three times that to update.
-  flops = 2 * lower_bounds.active_parameters(cfg)
-  work = {"generate": flops * sampled, "update": 3 * flops * tokens}
+  tokens = size["P"] * size["G"] * last["response/length"]
   kind = jax.devices()[0].device_kind
   peak = next((gpu.flops for gpu in GPUS.values() if gpu.name == kind), None)
-  return {
-    "sampled tokens/s": sampled / seconds["generate"],
-    "updated tokens/s": tokens / seconds["update"],
-    "MFU": peak and {n: work[n] / seconds[n] / peak for n in work},
-    **size,
-  }
+  # Nearly all: two a parameter and token, three times that in an update.
+  flops = 2 * lower_bounds.active_parameters(cfg)
+  found = dict(size)
+  for name, passes in (("generate", 1), ("update", 3)):
+    found[f"{name}, tokens/s"] = tokens / last[f"time/{name}"]
+    if peak:
+      rate = found[f"{name}, tokens/s"] * passes * flops
+      found[f"{name}, MFU"] = rate / peak
+  return found
 
 
 def speed_of_transformers(variant: str, size: dict) -> dict:
-  """`speed` with PyTorch's attention and fused AdamW, in one process."""
-  try:
-    import torch
-    import transformers
-  except ImportError as error:
-    return {"not measured": str(error)}
+  """`speed` with PyTorch's attention and fused AdamW."""
+  import torch
+  import transformers
+
   cfg = model.variant(variant)
   settings = hf_config.config_to_hf(cfg, "bfloat16", None)
-  config = transformers.AutoConfig.for_model(**settings)
   policy = transformers.AutoModelForCausalLM.from_config(
-    config, dtype=torch.bfloat16
+    transformers.AutoConfig.for_model(**settings), dtype=torch.bfloat16
   ).cuda()
-  B, S, R = size["P"] * size["G"], size["S"], size["R"]
+  B, R, S = size["P"] * size["G"], size["R"], 10  # tokens of a chain's prompt
   tokens = torch.randint(cfg.vocab_size, (B, S + R), device="cuda")
-
-  def timed(call):
-    call()
-    torch.cuda.synchronize()
-    start = time.monotonic()
-    call()
-    torch.cuda.synchronize()
-    return time.monotonic() - start
+  optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, fused=True)
 
   def generate():
     with torch.inference_mode():
@@ -156,31 +158,29 @@ def speed_of_transformers(variant: str, size: dict) -> dict:
         tokens[:, :S], do_sample=True, min_new_tokens=R, max_new_tokens=R
       )
 
-  optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, fused=True)
-
   def update():
     for some in tokens.split(8):
       policy(input_ids=some, labels=some).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 
-  sampling, updating = timed(generate), timed(update)
-  return {
-    "sampled tokens/s": B * R / sampling,
-    "updated tokens/s": B * (S + R) / updating,
-    **size,
-  }
-
-
-def _train(config: str, **settings) -> dict:
-  with tempfile.TemporaryDirectory() as folder:
-    return seeds.train(config, Path(folder), **settings)
+  found = dict(size)
+  for call in (generate, update):
+    for _ in range(2):  # the first warms up
+      torch.cuda.synchronize()
+      start = time.monotonic()
+      call()
+      torch.cuda.synchronize()
+      seconds = time.monotonic() - start
+    found[f"{call.__name__}, tokens/s"] = B * R / seconds
+  return found
 
 
 def family(variant: str, quick: bool) -> dict:
   """A run of the embedded default with another model."""
   config = "configs/tiny_cpu.py" + (":debug" if quick else "")
-  return _train(config, **{"model.variant": variant})
+  with tempfile.TemporaryDirectory() as folder:
+    return seeds.train(config, Path(folder), **{"model.variant": variant})
 
 
 def smollm2(objective: str, seed: int, checkpoint: Path) -> dict:
@@ -191,34 +191,61 @@ def smollm2(objective: str, seed: int, checkpoint: Path) -> dict:
     "optim.learning_rate": 3e-5,
     "seed": seed,
   }
-  return _train("configs/smollm2_cpu.py", **settings)
+  workdir = Path("runs/gpu") / f"smollm2-{objective}-{seed}"
+  return seeds.train("configs/smollm2_cpu.py", workdir, **settings)
+
+
+def _measure(name: str, arguments: list[str], seconds: float) -> dict | None:
+  """A row, by a process of its own; None if its time ends first."""
+  process = subprocess.Popen(
+    [sys.executable, "-m", "benchmarks.gpu", f"--row={name}", *arguments],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    cwd=seeds.ROOT,
+    start_new_session=True,
+  )
+  try:
+    printed, errors = process.communicate(timeout=seconds)
+  except subprocess.TimeoutExpired:
+    os.killpg(process.pid, signal.SIGTERM)  # a run saves what it has
+    process.communicate()
+    return None
+  if process.returncode:
+    return {"failed": (errors.splitlines() or [""])[-1]}
+  return json.loads(printed.splitlines()[-1])
 
 
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument(
-    "--quick", action="store_true", help="tiny, on any device"
-  )
+  parser.add_argument("--quick", action="store_true", help="tiny sizes")
   parser.add_argument("--out", type=Path)
   parser.add_argument("--minutes", type=float, default=10)
   parser.add_argument("--checkpoint", type=Path, default="models/smollm2")
+  parser.add_argument("--row", help="measures this row, in this process")
   args = parser.parse_args()
-  device = jax.devices()[0]
-  if device.platform != "gpu" and not args.quick:
-    parser.error(f"expected a GPU, found {device.device_kind}")
+  every = rows(args.quick, args.checkpoint)
+  if args.row:
+    device = jax.devices()[0]
+    if device.platform != "gpu" and not args.quick:
+      parser.error(f"expected a GPU, found {device.device_kind}")
+    print(json.dumps({"device": device.device_kind} | every[args.row]()))
+    return 0
   found = {}
   if args.out and args.out.exists():
     found = json.loads(args.out.read_text())["rows"]
+  arguments = [f"--checkpoint={args.checkpoint.absolute()}"]
+  arguments += ["--quick"] if args.quick else []
   end = time.monotonic() + 60 * args.minutes
-  for name, measure in rows(args.quick, args.checkpoint):
+  for name in every:
     if name in found:
       continue
-    if time.monotonic() > end:
-      return 1
-    found[name] = measure()
-    print(name, found[name], flush=True)
-    results = {"device": device.device_kind, "rows": found}
-    record.finish("gpu", results, args.out)
+    row = _measure(name, arguments, max(1, end - time.monotonic()))
+    if row is None:
+      return _MORE
+    found[name] = row
+    print(name, row, flush=True)
+    record.finish("gpu", {"rows": found}, args.out)
   return 0
 
 

@@ -55,7 +55,7 @@ def attend(
   H, operands = q_BTNH.shape[-1], (q_BTNH, k_BTKH, v_BTKV, segments_BT)
   if sharding.platform() == "tpu" and H % _SPLASH_WIDTH == 0:
     return splash(*operands, window=window, sinks_N=sinks_N, scale=scale)
-  if sinks_N is None and gpu.has_attention(q_BTNH.dtype, H):
+  if sinks_N is None and gpu.has_attention(q_BTNH.dtype, H, v_BTKV.shape[-1]):
     return flash(*operands, window=window, scale=scale)
   return in_blocks(*operands, window, sinks_N, scale)
 

@@ -1,7 +1,7 @@
 """Kernels for NVIDIA GPUs: tokamax's, from compute capability 8.0 on.
 
-tokamax takes its Mosaic kernels on Hopper and Blackwell where they support the
-operands, else its Triton kernels. Older GPUs, such as a T4, have neither.
+On Hopper, tokamax's Mosaic kernels where they support the operands, else its
+Triton kernels. Older GPUs, such as a T4, have neither.
 
 Dimension key: B rows, T tokens, N query heads, K key-value heads, H head width,
 V width of a value head, A sorted rows, e groups, D and F widths.
@@ -26,6 +26,9 @@ _LEAST_TILE = 16  # rows and columns that tensor cores multiply
 # step. Three steps of 16-bit numbers are loaded at a time: 48 KiB.
 _TILE, _ROWS = 128, 32
 _MOSAIC_TILE = 128  # queries
+# Compute capabilities with at least 163 KiB for a block, after the CUDA C++
+# Programming Guide.
+_MUCH_SHARED_MEMORY = (8.0, 8.7, 9.0, 10.0, 10.3)
 
 
 def has_kernels() -> bool:
@@ -38,19 +41,27 @@ def _capability() -> float:
   return float(backend.get_default_device().compute_capability)
 
 
+def _has_mosaic() -> bool:
+  """Whether the GPU is a Hopper, the only one that they were compiled for."""
+  return _capability() == 9.0
+
+
 def fills_tiles(*sizes: int) -> bool:
   """Whether Triton can load tiles of these sizes."""
   return all(n >= _LEAST_TILE and n & (n - 1) == 0 for n in sizes)
 
 
-def has_attention(dtype, head_dim: int) -> bool:
-  """Whether `attend` takes heads of this width.
+def has_attention(dtype, head_dim: int, v_head_dim: int) -> bool:
+  """Whether `attend` takes heads of these widths.
 
-  The shared memory of 8.6 and 8.9, 99 KiB, holds no tiles of wider heads.
+  Triton pads a width to a power of two. Compiled for 8.9, keys and values of
+  more than 384 columns together exceed its 99 KiB of shared memory.
   """
-  if dtype == jnp.float32 or head_dim < _LEAST_TILE or not has_kernels():
+  narrow = min(head_dim, v_head_dim) < _LEAST_TILE
+  if dtype == jnp.float32 or narrow or not has_kernels():
     return False
-  return head_dim <= 192 or _capability() not in (8.6, 8.9)
+  columns = sum(pl.next_power_of_2(n) for n in (head_dim, v_head_dim))
+  return columns <= 384 or _capability() in _MUCH_SHARED_MEMORY
 
 
 def attend(q_BTNH, k_BTKH, v_BTKV, first_BT, scale: float):
@@ -60,15 +71,10 @@ def attend(q_BTNH, k_BTKH, v_BTKV, first_BT, scale: float):
 
   # The public function has no first keys, from which whole blocks are skipped.
   mask = base.Mask(k_start=first_BT[:, None], is_causal=True)
-  operands = q_BTNH, k_BTKH, v_BTKV
-  # On Hopper, Mosaic reads first keys for a whole tile of queries.
-  whole_tiles = q_BTNH.shape[1] % _MOSAIC_TILE == 0
-  try:
-    kernel = api.IMPLEMENTATIONS["mosaic_gpu" if whole_tiles else "triton"]
-    return kernel(*operands, mask=mask, logits_scale=scale)
-  except NotImplementedError:
-    kernel = api.IMPLEMENTATIONS["triton"]
-    return kernel(*operands, mask=mask, logits_scale=scale)
+  # Mosaic reads first keys for a whole tile of queries.
+  use_mosaic = _has_mosaic() and q_BTNH.shape[1] % _MOSAIC_TILE == 0
+  kernel = api.IMPLEMENTATIONS["mosaic_gpu" if use_mosaic else "triton"]
+  return kernel(q_BTNH, k_BTKH, v_BTKV, mask=mask, logits_scale=scale)
 
 
 @jax.custom_vjp
@@ -77,9 +83,11 @@ def grouped_matmul(x_AD, weights_eDF, sizes_e):
   _prepare()
   import tokamax
 
-  # Mosaic's copies take whole lines of 128 bytes: no adapters of rank 8.
-  whole_lines = all(n % 64 == 0 for n in weights_eDF.shape[1:])
-  kernels = ("mosaic", "triton") if whole_lines else ("triton",)
+  # Mosaic's copies take whole lines of 128 bytes, so no adapters of rank 8, and
+  # eight rows at a time.
+  whole = all(n % 64 == 0 for n in weights_eDF.shape[1:]) and len(x_AD) % 8 == 0
+  use_mosaic = _has_mosaic() and whole
+  kernels = ("mosaic", "triton") if use_mosaic else ("triton",)
   return tokamax.ragged_dot(x_AD, weights_eDF, sizes_e, implementation=kernels)
 
 
@@ -148,5 +156,5 @@ def _prepare():
     flags.FLAGS.mark_as_parsed()
   # It warns of each shape for which it has no measured tiles.
   logging.getLogger("absl").addFilter(
-    lambda record: "Autotuning cache miss" not in record.msg
+    lambda record: "Autotuning cache miss" not in str(record.msg)
   )

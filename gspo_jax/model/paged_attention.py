@@ -17,8 +17,9 @@ from gspo_jax.runtime import sharding
 
 _LANES = 128
 _KERNEL_TOKENS = 512  # keys in VMEM at one time
-_GPU_KERNEL_TOKENS = 64  # keys in registers at one time
-_GPU_PROGRAMS = 256  # that keep a GPU busy: two for each of an H100's 132 cores
+_GPU_KERNEL_TOKENS = 64  # keys in shared memory at one time
+# Programs that keep a GPU busy: about two for each of an H100's 132 cores.
+_GPU_PROGRAMS = 256
 _BLOCK_BYTES = {"cpu": 2**18}  # of the keys of a block; elsewhere 2**25
 
 
@@ -54,7 +55,7 @@ def read(
 
   By JAX's kernels for bfloat16 queries: on a TPU if the width of the pages is a
   multiple of 128, on a GPU from compute capability 8.0 on if width and tokens
-  of a page are powers of two. They have neither windows nor sinks (see
+  of a page are powers of two, and the tokens 16 to 64. They have neither windows nor sinks (see
   `attention.attend`), so with one of them, and elsewhere, `by_blocks`. Query
   head i uses key-value head i // (N / K). Keys and values may also be
   [K / j, n, t, j * H]. Without values it is `by_blocks`; a value is the first
@@ -68,7 +69,12 @@ def read(
   plain &= q_BNH.dtype == jnp.bfloat16
   if plain and sharding.platform() == "tpu" and width % _LANES == 0:
     attend = by_kernel
-  elif plain and gpu.has_kernels() and gpu.fills_tiles(width, t):
+  elif (
+    plain
+    and gpu.fills_tiles(width, t)
+    and t <= _GPU_KERNEL_TOKENS
+    and gpu.has_kernels()
+  ):
     attend = by_gpu_kernel
   else:
     attend = functools.partial(

@@ -21,9 +21,9 @@ _PROBE_BYTES = 2**20
 def enable(folder: str | None) -> None:
   """Keeps compiled programs in `folder`; "": keeps none.
 
-  None: as JAX's own options say, else in the user's cache folder. Beyond
-  `MAX_BYTES` the files go that were unused the longest; a bucket is not
-  bounded. A folder that cannot be written costs a line, not the run.
+  None: as JAX's own options say, else in the user's cache folder. There, beyond
+  `MAX_BYTES`, the files go that were unused the longest; a folder that the user
+  names is not bounded. One that cannot be written costs a line, not the run.
   """
   if folder == "":
     jax.config.update("jax_enable_compilation_cache", False)
@@ -31,9 +31,17 @@ def enable(folder: str | None) -> None:
   own = jax.config.jax_compilation_cache_dir
   if folder is None and (own or not jax.config.jax_enable_compilation_cache):
     return
+  # XLA shares out what it tries on GPUs among the processes that compile: one
+  # that read its program from a folder of its own would not take part.
+  several = folder is None and jax.distributed.is_initialized()
+  if several and jax.default_backend() == "gpu":
+    return
   try:
-    if folder is None or "://" not in folder:
-      folder = _local(Path(folder) if folder else _users())
+    if folder is None:
+      folder = _writable(_users())
+      _evict(Path(folder), MAX_BYTES)
+    elif "://" not in folder:
+      folder = _writable(Path(folder))
   except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
     print(f"compiled programs are not kept: {error}", file=sys.stderr)
     return
@@ -48,13 +56,12 @@ def _users() -> Path:
   return Path(caches) / "gspo_jax" / "compiled"
 
 
-def _local(path: Path) -> str:
-  """A local folder that is there, can be written and is not too large."""
+def _writable(path: Path) -> str:
+  """A local folder that is there and can be written."""
   path = path.absolute()
   path.mkdir(mode=0o700, parents=True, exist_ok=True)
   with tempfile.TemporaryFile(dir=path) as probe:
     probe.write(bytes(_PROBE_BYTES))
-  _evict(path, MAX_BYTES)
   return str(path)
 
 

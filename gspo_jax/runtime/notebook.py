@@ -21,6 +21,7 @@ from gspo_jax.runtime.errors import UserError
 
 # What a machine has -> the extras that bring the jax for it.
 _EXTRAS = {"gpu": "colab,gpu", "tpu": "colab,tpu", "cpu": "colab"}
+_JAX = {"gpu": "jax[cuda12]", "tpu": "jax[tpu]"}
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda12-pjrt")
 _PLUGINS += ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 
@@ -45,11 +46,13 @@ def prepare() -> str:
   if _needs_restart(before, _versions(), sys.modules):
     _restart()
   # A process of its own gives the device back: a notebook may start others.
-  found = json.loads(_python("-m", __name__, stdout=subprocess.PIPE))
+  printed = _python("-m", __name__, stdout=subprocess.PIPE)
+  found = json.loads(printed.splitlines()[-1])
   if platform not in ("cpu", found["platform"]):
     raise UserError(
       f"this machine has {name}, but jax finds only {found['devices']}: "
-      f"{sys.executable} -m pip install --upgrade '{package}', then restart; "
+      f"{sys.executable} -m pip install --force-reinstall "
+      f"'{_JAX[platform]}=={importlib.metadata.version('jax')}', then restart; "
       "to use the CPU, restart with JAX_PLATFORMS=cpu"
     )
   print(f"Runs on {found['devices']}; models compute in {found['dtype']}.")
@@ -111,8 +114,14 @@ def _versions() -> dict[str, str]:
 
 
 def _stale_plugins(versions: Mapping[str, str]) -> list[str]:
-  jaxlib = versions["jaxlib"]
-  return [name for name in _PLUGINS if versions.get(name, jaxlib) != jaxlib]
+  """Those of another jaxlib, and those of CUDA 13 beside CUDA 12."""
+  twice = "jax-cuda12-plugin" in versions
+  return [
+    name
+    for name in _PLUGINS
+    if name in versions
+    and (versions[name] != versions["jaxlib"] or (twice and "13" in name))
+  ]
 
 
 def _needs_restart(before, after, loaded: Collection[str]) -> bool:
@@ -134,7 +143,8 @@ def _restart() -> None:
   )
   from IPython import get_ipython
 
-  get_ipython().kernel.do_shutdown(True)
+  if kernel := getattr(get_ipython(), "kernel", None):  # none in a terminal
+    kernel.do_shutdown(True)
   raise SystemExit("the kernel restarts; then run all cells again")
 
 

@@ -68,8 +68,9 @@ def normal(seed, *shape, dtype=jnp.bfloat16):
 @pytest.mark.parametrize(
   ("capability", "dtype", "H", "options", "by_kernel"),
   [
-    (8.9, "bfloat16", 192, {}, True),
-    (8.9, "bfloat16", 256, {}, False),  # no room in shared memory
+    (8.9, "bfloat16", 128, {}, True),
+    (8.9, "bfloat16", 160, {}, False),  # no room in shared memory
+    (12.0, "bfloat16", 256, {}, False),
     (8.0, "bfloat16", 256, {"window": 5}, True),
     (9.0, "float32", 64, {}, False),
     (9.0, "bfloat16", 64, {"sinks_N": jnp.zeros(4)}, False),
