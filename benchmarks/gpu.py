@@ -17,8 +17,8 @@ speed         tokens a second of sampling and of an update, and the share of the
               card's peak FLOPs (MFU): random weights, bfloat16
 transformers  the same of transformers with PyTorch, if they are installed
 families      each tiny family: pass@1 before and after
-smollm2       GSPO and GRPO on the rules task, 3 seeds, if --checkpoint is there;
-              a run that time stops goes on in the next call
+smollm2       GSPO and GRPO on the rules task, 3 seeds, if --checkpoint is
+              there; a run that time stops goes on in the next call
 
 P prompts, G responses of R tokens to each. Nothing of it has run on a GPU yet.
 """

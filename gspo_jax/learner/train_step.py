@@ -192,7 +192,8 @@ def run_if(apply_updates, function, otherwise):
 def _run_in_place(apply_updates, function, otherwise):
   """`run_if` of a cheap function of `otherwise`, without a copy on a GPU.
 
-  A conditional there copies what it passes on: 12 bytes a parameter.
+  A conditional there copies what it passes on: parameters and two moments. Here
+  the function runs in any case, and nothing more is kept.
   """
   if apply_updates is True or sharding.platform() != "gpu":
     return run_if(apply_updates, function, otherwise)

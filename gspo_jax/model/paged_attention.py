@@ -55,13 +55,13 @@ def read(
 
   By JAX's kernels for bfloat16 queries: on a TPU if the width of the pages is a
   multiple of 128, on a GPU from compute capability 8.0 on if width and tokens
-  of a page are powers of two, and the tokens 16 to 64. They have neither windows nor sinks (see
-  `attention.attend`), so with one of them, and elsewhere, `by_blocks`. Query
-  head i uses key-value head i // (N / K). Keys and values may also be
-  [K / j, n, t, j * H]. Without values it is `by_blocks`; a value is the first
-  `value_dim` (V) columns of its key. A row attends to the last `window` of its
-  `lengths_B` tokens, or to all; if it has none, its output [B, N, V] is finite,
-  but meaningless.
+  of a page are powers of two, and the tokens 16 to 64. They have neither
+  windows nor sinks (see `attention.attend`), so with one of them, and
+  elsewhere, `by_blocks`. Query head i uses key-value head i // (N / K). Keys
+  and values may also be [K / j, n, t, j * H]. Without values it is `by_blocks`;
+  a value is the first `value_dim` (V) columns of its key. A row attends to the
+  last `window` of its `lengths_B` tokens, or to all; if it has none, its output
+  [B, N, V] is finite, but meaningless.
   """
   (B, N, H), (K, _, t, width) = q_BNH.shape, k_KntH.shape
   scale = H**-0.5 if scale is None else scale

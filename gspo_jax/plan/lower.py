@@ -25,7 +25,7 @@ def functions(
   With a continuous sampler, `generate` is a segment of decode steps,
   `decode_params` prepares weights, and `prefill` takes the longest prompts.
   """
-  with _for_absent(program.mesh.devices.flat[0]):
+  with for_absent(program.mesh.devices.flat[0]):
     return _functions(config, program)
 
 
@@ -84,7 +84,7 @@ def longest(config, sampler: ContinuousSampler) -> int:
 
 
 @contextlib.contextmanager
-def _for_absent(device: jax.Device):
+def for_absent(device: jax.Device):
   """Kernels for GPUs ask the default device what it can do."""
   if device.platform != "gpu":
     yield

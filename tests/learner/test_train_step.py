@@ -9,7 +9,7 @@ import pytest
 import unpacked
 
 from gspo_jax.configs import tiny_cpu
-from gspo_jax.learner import train_batch
+from gspo_jax.learner import train_batch, train_step
 from gspo_jax.program import abstract
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
@@ -318,6 +318,20 @@ def test_critic_reference_and_replay_on_many_devices_do_as_one(config):
     same(one.fields[name], many.fields[name])
   jax.tree.map(same, one.new.params, many.new.params)
   jax.tree.map(same, one.new.critic.params, many.new.critic.params)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_without_updates_all_stays(platform, monkeypatch):
+  """Also if the gradient of that pass is no number."""
+  here = SimpleNamespace(platform=lambda: platform)
+  monkeypatch.setattr(train_step, "sharding", here)
+  old, nan = np.float32([1, 2]), np.float32([np.nan, 4])
+  step = lambda yes, new: train_step._run_in_place(yes, lambda: new, old)
+  add = lambda yes, new: train_step._add_if(yes, old, lambda: new)
+  for function in (step, add):
+    np.testing.assert_array_equal(jax.jit(function)(False, nan), old)
+  np.testing.assert_array_equal(jax.jit(step)(True, nan), nan)
+  np.testing.assert_array_equal(jax.jit(add)(True, nan), old + nan)
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -7,9 +7,12 @@ import functools
 import importlib.util
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from gspo_jax.configs import common
+from gspo_jax.model import attention, grouped_matmul
 from gspo_jax.plan import chips, lower, roofline
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.program.config import parse
@@ -33,8 +36,9 @@ FLASH = {
 }
 
 
-def config():
+def config(dtype="bfloat16"):
   c = common.get_config()
+  c.model.dtype = dtype
   c.model.variant, c.model.num_layers = "qwen3-30b-a3b", 2
   c.model.vocab_size = 4096
   c.data.prompts, c.data.max_prompt_length = 32, 512
@@ -45,11 +49,12 @@ def config():
 
 
 @functools.cache
-def lowered(gpu):
+def lowered(gpu, dtype="bfloat16"):
   plan_compile.prepare("cuda")
   devices = plan_compile.devices(chips.parse(gpu), 1)
-  program = build_program(config(), sharding.make_mesh(devices, data=1))
-  return program, lower.functions(config(), program)
+  configured = config(dtype)
+  program = build_program(configured, sharding.make_mesh(devices, data=1))
+  return program, lower.functions(configured, program)
 
 
 @functools.cache
@@ -75,6 +80,48 @@ def test_kernels_temporaries_and_flops(gpu, name):
   limit = {"update": 13, "prefill": 1, "generate": 1}[name]
   assert done.memory.temporaries < limit * 2**30
   # With the recomputed ones; 16 times as many, were the products dense.
+  assert work["flops"] < 1.5 * work["model_flops"]
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_lengths_that_are_no_multiple_of_a_tile(gpu):
+  """Mosaic refuses them only while it compiles."""
+  plan_compile.prepare("cuda")
+  (device,) = plan_compile.devices(chips.parse(gpu), 1)
+  mesh = sharding.make_mesh([device], data=1)
+  everywhere = sharding.replicated(mesh)
+  shape = lambda dtype, *dims: jax.ShapeDtypeStruct(
+    dims, dtype, sharding=everywhere
+  )
+  numbers = functools.partial(shape, jnp.bfloat16)
+  ints = functools.partial(shape, jnp.int32)
+
+  def attend(q, k, segments):
+    total = lambda *x: attention.attend(*x, segments).sum()
+    return jax.grad(total, (0, 1, 2))(q, k, k)
+
+  def multiply(x, weights, sizes):
+    total = lambda *x: grouped_matmul.matmul(*x, sizes).sum()
+    return jax.grad(total, (0, 1))(x, weights)
+
+  queries, keys = numbers(2, 176, 4, 64), numbers(2, 176, 2, 64)
+  operands = numbers(70, 128), numbers(5, 128, 64), ints(5)
+  with jax.set_mesh(mesh), lower.for_absent(device):
+    for function, args in (
+      (attend, (queries, keys, ints(2, 176))),
+      (multiply, operands),
+    ):
+      text = jax.jit(function).lower(*args).compile().as_text()
+      assert "tokamax" in text
+
+
+def test_a_t4_has_no_kernels():
+  program, functions = lowered("t4:1", dtype="float32")
+  done = plan_compile.compile_one(functions["generate"], "cuda")
+  assert TRITON not in done.text
+  work = roofline.work(
+    "generate", done.text, config("float32"), program, chips.parse("t4:1")
+  )
   assert work["flops"] < 1.5 * work["model_flops"]
 
 
