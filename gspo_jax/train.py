@@ -21,7 +21,7 @@ from gspo_jax.learner import cold_start
 from gspo_jax.learner.health import HealthChecks, require_finite
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import EDGES
-from gspo_jax.program import ahead, load_params, settings
+from gspo_jax.program import load_params, settings
 from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.experiment import (
   Experiment,
@@ -403,13 +403,6 @@ def _start(run: Run) -> tuple[TrainState, dict | None] | None:
     learner.abstract, base=None, pending_rollouts=pending
   )
   restored = run.checkpoints.restore(abstract, accept)
-  if restored is None or restored.step < experiment.config.num_steps:
-    ahead.compile_first(
-      experiment.config,
-      experiment.program,
-      experiment.keys.evaluate,
-      resumed=restored is not None,
-    )
   if restored is not None:
     run.curriculum.set_state(restored.metadata["data"])
     run.source.set_state(

@@ -1,13 +1,15 @@
 """The functions of a run, lowered with the shapes of its config."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
 
-from gspo_jax.program import ahead
+from gspo_jax.learner.packing import Packing
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
+from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import missing_package
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.samples import Prompts
@@ -30,23 +32,39 @@ def functions(
 
 
 def _functions(config, program):
+  rows = functools.partial(_with_batch_sharding, program.mesh)
+  sampled = functools.partial(_with_batch_sharding, program.sampler.mesh)
   shape, S = jax.ShapeDtypeStruct, config.data.max_prompt_length
-  P = config.prompts_in_flight
+  prompts = lambda P: Prompts(shape((P, S), jnp.int32), shape((P,), jnp.int32))
+  P = config.data.prompts
   lowered = program.sampler.generate.lower(
     sampler_weights(program),
-    ahead.rows(
-      program.sampler.mesh,
-      Prompts(shape((P, S), jnp.int32), shape((P,), jnp.int32)),
-    ),
+    sampled(prompts(config.prompts_in_flight)),
     jax.eval_shape(lambda: jax.random.key(0)),
     continues=config.rollout.continues,
   )
-  _, *reference, update = ahead.learning(config, program)
-  if reference:
-    (lowered["reference_and_values"],) = reference
-  lowered["update"] = update
-  if program.learner.needs_old_logps:
-    lowered["old_logps"] = update  # the same program
+  samples = program.sampler.empty_samples.lower().out_info
+  ints = lambda size: shape((size,), jnp.int32)
+  rows_of_batch = ints(P * config.rollout.group_size)
+  packing = Packing(
+    rows_of_batch, rows_of_batch, ints(program.learner.packing.minibatches)
+  )
+  batch = jax.tree.map(
+    lambda x: shape(x.shape, x.dtype),
+    program.learner.make_train_batch.lower(
+      rows(prompts(P)), rows(samples), packing
+    ).out_info,
+  )
+  learner = program.learner
+  if learner.add_reference_and_values:
+    lowered["reference_and_values"] = learner.add_reference_and_values.lower(
+      learner.abstract, batch
+    )
+  lowered["update"] = learner.step.lower(
+    learner.abstract, batch, shape((), jnp.bool_)
+  )
+  if learner.needs_old_logps:
+    lowered["old_logps"] = lowered["update"]  # the same program
   return lowered
 
 
@@ -95,3 +113,13 @@ def for_absent(device: jax.Device):
     raise missing_package(error, "plan-gpu", "a plan for GPUs") from error
   with jax.default_device(device), tokamax.config.cross_compile(True):
     yield
+
+
+def _with_batch_sharding(mesh, tree):
+  batch, single = sharding.batch_sharding(mesh), sharding.replicated(mesh)
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=batch if x.shape else single
+    ),
+    tree,
+  )

@@ -6,7 +6,6 @@ Other wings take these modules:
   config_reference  what each key means; writes configs/common.py
   experiment   Experiment, what a run consists of, and `prepare`
   functions    Program and `build_program`: all jitted functions of a run
-  ahead        compiles what a run calls first, beside each other
   learner_functions, sampler_functions  its groups, each beside its shardings
   abstract     shapes and shardings of weights and states
   load_params  the weights of a checkpoint or Hugging Face folder
@@ -15,7 +14,6 @@ Other wings take these modules:
 
 __all__ = (
   "abstract",
-  "ahead",
   "command",
   "config",
   "config_reference",

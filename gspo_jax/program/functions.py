@@ -119,8 +119,11 @@ def _init_params(folder: str, cfg, params, mesh):
   places = abstract.shardings(params)
   if folder:
     return lambda key: hf.load_hf(folder, cfg, shardings=places)
-  init = functools.partial(model.init, cfg=cfg)
-  return mesh_jit(init, mesh, out_shardings=places)
+  init, options = functools.partial(model.init, cfg=cfg), {}
+  if mesh.devices.flat[0].platform == "cpu":
+    # The default, 3, compiles the many random numbers for twice as long.
+    options = {"xla_backend_optimization_level": 1}
+  return mesh_jit(init, mesh, out_shardings=places, compiler_options=options)
 
 
 def _new_policy(seed: int, cfg, policy, mesh):

@@ -86,7 +86,6 @@ class MadeRun:
       mock.patch.object(metric_writer, "WandbRun", self.wandb),
       mock.patch.object(experiment, "build_program", made),
       mock.patch.object(training, "prepare", keep),
-      mock.patch.object(training.ahead, "compile_first"),
       mock.patch.object(pool, "Process", worker),
       mock.patch.object(packing, "shuffled_groups", shuffle),
       contextlib.redirect_stdout(io.StringIO()),
