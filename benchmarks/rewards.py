@@ -3,9 +3,10 @@
   python -m benchmarks.rewards [--quick]
 
 GSM8K and MATH responses of about 100 tokens, and programs with two tests each,
-by 1 and 2 workers, the responses given at once; and the time of 256 responses
-of the embedded task, which every iteration of the default config waits for. A
-reward that this machine cannot run is left out.
+by 1 and 2 workers, the responses given at once; the time of 256 responses of
+the embedded task, which every iteration of the default config waits for; and
+that of one response, as a step of an environment or the end of a response in
+continuous batching gives it. A reward that this machine cannot run is left out.
 """
 
 import argparse
@@ -58,9 +59,9 @@ def rate(name: str, workers: int, count: int) -> float:
   return count / seconds
 
 
-def batch(workers: int, repeats: int) -> float:
-  """Median seconds of 256 responses of the embedded task."""
-  given, seconds = responses("final_answer", 256), []
+def batch(size: int, workers: int, repeats: int) -> float:
+  """Median seconds of responses of the embedded task."""
+  given, seconds = responses("final_answer", size), []
   with RewardPool(["final_answer"], [1.0], workers=workers) as scorer:
     for _ in range(repeats + 1):
       began = time.monotonic()
@@ -85,10 +86,10 @@ def main() -> None:
       else:
         record[f"{name} {workers}"] = round(speed, 1)
         print(f"{name} | {workers} | {speed:,.0f}", flush=True)
-  for workers in (1, 2):
-    seconds = batch(workers, 3 if quick else 50)
-    record[f"seconds of 256 by {workers}"] = round(seconds, 4)
-    print(f"256 responses by {workers} | {1e3 * seconds:.1f} ms")
+  for size, workers in ((256, 1), (256, 2), (1, 1)):
+    seconds = batch(size, workers, 3 if quick else 50 if size > 1 else 1000)
+    record[f"seconds of {size} by {workers}"] = round(seconds, 5)
+    print(f"{size} responses by {workers} | {1e3 * seconds:.2f} ms")
   print(json.dumps(record))
 
 

@@ -16,7 +16,7 @@ from gspo_jax.workers.process import Call, Process, Result, Setup, Tasks
 
 __all__ = ["Call", "Pool", "Result", "Started", "Tasks"]
 
-# Calls per request to a worker, which forks; that takes 1-3 ms.
+# Calls per request to a worker, which forks for each of this size: 1-3 ms.
 _CHUNK = 128
 
 

@@ -1,11 +1,13 @@
 """The program of a worker process; `workers.pool` starts it.
 
-The worker loads its tasks once and never calls one itself. For each request it
-forks a child, which makes the calls and reports each result; `async` tasks get
-a separate child, which makes up to `concurrency` calls at once. If a call
-hangs, the child and all processes that it started are killed. If a child dies,
-a new one goes on after the call that ended it. Concurrent calls that were not
-finished are then made again, one by one.
+The worker loads its tasks once and never calls one itself. It forks a child,
+which makes the calls of a request and reports each result. The child serves the
+next requests, too, until it has made `_CALLS`, or until a call leaves a thread
+or a process behind. `async` tasks get a child of their own for each request,
+which makes up to `concurrency` calls at once. If a call hangs, the child and
+all processes that it started are killed. If a child dies, a new one goes on
+after the call that ended it. Concurrent calls that were not finished are then
+made again, one by one.
 
 stdin: pickles, each after 8 bytes with its length; first a `process.Setup`,
 then lists of `process.Call`s. stdout: a line of JSON when ready, [facts, null]
@@ -25,7 +27,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +40,9 @@ _TIMERS = signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF
 # Seconds that a child may be silent after the time limit of its calls. A child
 # with concurrent calls also stops them in time.
 _SLACK = 1.0
+# After which a child ends, and with it what they have changed or leaked. A fork
+# takes 3 ms, as long as many calls.
+_CALLS = 128
 
 
 def main() -> None:
@@ -54,22 +59,25 @@ def main() -> None:
     return
   _prctl(_SET_CHILD_SUBREAPER, 1)
   _send(results, [facts, None])
-  child = _Child(setup, requests, results)
+  forked = _Children(setup, tasks, requests, results)
   while (request := _receive(requests)) is not None:
-    calls = [_Call(i, tasks[k], value) for i, (k, value) in enumerate(request)]
+    calls = [
+      _Call(i, k, tasks[k], value) for i, (k, value) in enumerate(request)
+    ]
     together = [call for call in calls if call.is_async]
     calls = [call for call in calls if not call.is_async]
     while together:
-      left = child.make_together(together)
+      left = forked.make_together(together)
       # One of the calls that ran is at fault; the other calls have not begun.
       calls += left[: setup.concurrency]
       together = left[setup.concurrency :]
     while calls:
-      calls = child.make_one_by_one(calls)
+      calls = forked.make_one_by_one(calls)
 
 
 class _Call(NamedTuple):
   number: int  # its place in the request
+  index: int  # of its task
   task: Callable[[Any], Any]
   request: Any
 
@@ -96,9 +104,35 @@ def _send(results: int, message) -> None:
 
 
 class _Child(NamedTuple):
-  setup: Setup
-  requests: int  # a file descriptor, from the pool
-  results: int  # a file descriptor, to the pool
+  pid: int
+  lines: int  # a file descriptor, from the child
+  feed: int  # a file descriptor, to the child
+  calls: int  # that it was given before
+
+  def is_idle(self) -> bool:
+    """Whether no thread or process is left of its calls; False off Linux."""
+    try:
+      threads = os.listdir(f"/proc/{self.pid}/task")
+    except OSError:
+      return False
+    processes = children(os.getpid()), children(self.pid)
+    return len(threads) == 1 and processes == ([self.pid], [])
+
+  def end(self) -> None:
+    os.close(self.lines)
+    os.close(self.feed)
+    _kill_all(self.pid)
+
+
+class _Children:
+  """The child, one at a time; the file descriptors are from and to the pool."""
+
+  def __init__(
+    self, setup: Setup, tasks: Sequence, requests: int, results: int
+  ):
+    self._setup, self._tasks = setup, tasks
+    self._requests, self._results = requests, results
+    self._idle: _Child | None = None  # waits for calls
 
   def make_together(self, calls: list[_Call]) -> list[_Call]:
     """Makes `async` calls at once; returns calls that are left over.
@@ -106,62 +140,92 @@ class _Child(NamedTuple):
     Calls are left over only if one of them ended the child or blocked its event
     loop; which one is unknown.
     """
-    silence = self.setup.seconds + _SLACK
-    lines, failure = self._run(_make_together, calls, silence)
+    if self._idle:
+      self._idle.end()
+      self._idle = None
+    child = self._fork(
+      lambda source, sink: _make_together(calls, sink, self._setup)
+    )
+    try:
+      silence = self._setup.seconds + _SLACK
+      lines, failure = self._forward(child.lines, len(calls), silence)
+    finally:
+      child.end()
     if not failure:
       return []
     done = {json.loads(line)[0] for line in lines}
     return [call for call in calls if call.number not in done]
 
   def make_one_by_one(self, calls: list[_Call]) -> list[_Call]:
-    """Makes calls in order, at least the first; returns the others."""
-    lines, failure = self._run(_make_one_by_one, calls, self.setup.seconds)
+    """Makes calls in order; returns the rest, if the child did not make all.
+
+    A new child makes at least the first.
+    """
+    child, self._idle = self._idle, None
+    is_new = child is None
+    if is_new:
+      child = self._fork(
+        lambda source, sink: _make_one_by_one(calls, source, sink, self._tasks)
+      )
+    stays = False
+    try:
+      if not is_new:
+        _feed(child, calls)
+      silence = self._setup.seconds
+      lines, failure = self._forward(child.lines, len(calls), silence)
+      made = child.calls + len(calls)
+      stays = not failure and made < _CALLS and child.is_idle()
+    finally:
+      if not stays:
+        child.end()
+    if stays:
+      self._idle = child._replace(calls=made)
     finished = len(lines)
-    # A child that died on its first call died of that call. Later it may have
-    # died of what an earlier call left behind, so the rest gets a new child.
-    if failure and (finished == 0 or failure != _DIED):
-      _send(self.results, [calls[finished].number, None, failure])
+    # A new child that died on its first call died of that call. Later it may
+    # have died of what an earlier call left behind, so the rest gets a new one.
+    if failure and ((is_new and not finished) or failure != _DIED):
+      _send(self._results, [calls[finished].number, None, failure])
       finished += 1
     return calls[finished:]
 
-  def _run(self, make, calls, silence) -> tuple[list[bytes], str | None]:
-    """The lines of a new child, and why some are missing (None if all came)."""
-    source, sink = os.pipe()
+  def _fork(self, make: Callable[[int, int], None]) -> _Child:
+    lines, sink = os.pipe()
+    source, feed = os.pipe()
     child = os.fork()
     if not child:
       try:
-        for fd in (self.requests, self.results, source):
+        for fd in (self._requests, self._results, lines, feed):
           os.close(fd)
-        _confine(self.setup.memory)
-        make(calls, sink, self.setup)
+        _confine(self._setup.memory)
+        make(source, sink)
       finally:
         os._exit(0)
     os.close(sink)
-    try:
-      return self._forward(source, len(calls), silence)
-    finally:
-      os.close(source)
-      _kill_all(child)
+    os.close(source)
+    return _Child(child, lines, feed, 0)
 
-  def _forward(self, source: int, count: int, silence: float):
+  def _forward(
+    self, source: int, count: int, silence: float
+  ) -> tuple[list[bytes], str | None]:
+    """The lines of a child, and why some are missing (None if all came)."""
     wait = select.poll()
     wait.register(source, select.POLLIN)
-    wait.register(self.requests, select.POLLIN)
+    wait.register(self._requests, select.POLLIN)
     lines, rest = [], b""
     end = time.monotonic() + silence
     while len(lines) < count:
       left = max(0, end - time.monotonic())
       ready = {fd for fd, _ in wait.poll(1000 * left)}
       if not ready:
-        return lines, f"took over {self.setup.seconds:g} s"
-      if self.requests in ready:  # no request comes now: it was closed
+        return lines, f"took over {self._setup.seconds:g} s"
+      if self._requests in ready:  # no request comes now: it was closed
         sys.exit()
       data = os.read(source, 1 << 16)
       if not data:
         return lines, _DIED
       *new, rest = (rest + data).split(b"\n")
       if new:
-        os.write(self.results, b"".join(line + b"\n" for line in new))
+        os.write(self._results, b"".join(line + b"\n" for line in new))
         lines += new
         end = time.monotonic() + silence
     return lines, None
@@ -196,15 +260,30 @@ def _confine(memory: float) -> None:
   _limit_memory(memory)
 
 
-def _make_one_by_one(calls: list[_Call], sink: int, _: Setup) -> None:
+def _feed(child: _Child, calls: list[_Call]) -> None:
+  """Gives an idle child calls; if it has died, `_forward` finds out."""
+  body = pickle.dumps([(c.number, c.index, c.request) for c in calls])
+  with (
+    contextlib.suppress(BrokenPipeError),
+    open(child.feed, "wb", closefd=False) as feed,
+  ):
+    feed.write(len(body).to_bytes(8, "big") + body)
+
+
+def _make_one_by_one(
+  calls: list[_Call], source: int, sink: int, tasks: Sequence
+) -> None:
   pid = os.getpid()
-  for call in calls:
-    line = _make(call)
-    for timer in _TIMERS:  # one set by a call would end the next call
-      signal.setitimer(timer, 0)
-    if os.getpid() != pid:  # a task forked, and both processes returned
-      return
-    _send(sink, line)
+  while calls:
+    for call in calls:
+      line = _make(call)
+      for timer in _TIMERS:  # one set by a call would end the next call
+        signal.setitimer(timer, 0)
+      if os.getpid() != pid:  # a task forked, and both processes returned
+        return
+      _send(sink, line)
+    fed = _receive(source) or ()
+    calls = [_Call(i, k, tasks[k], value) for i, k, value in fed]
 
 
 def _make(call: _Call) -> list:

@@ -133,11 +133,13 @@ async def count(_):
 
 def same(pair): return pair[0] == pair[1]
 def has(module): return module in sys.modules
+def pid(_): return os.getpid()
 
 def load(seconds):
-  return [act, act_async, child, parent, count, same, has], {"seconds": seconds}
+  tasks = [act, act_async, child, parent, count, same, has, pid]
+  return tasks, {"seconds": seconds}
 """
-ACT, ACT_ASYNC, CHILD, PARENT, COUNT, SAME, HAS = range(7)
+ACT, ACT_ASYNC, CHILD, PARENT, COUNT, SAME, HAS, PID = range(8)
 
 FAILS = {
   "raises": r"ValueError: this \n one \ud800",
@@ -242,6 +244,31 @@ def test_a_daemon_does_not_outlive_its_request(pool, tmp_path):
   path = tmp_path / "pid"
   assert values(act(pool, "daemon", "naps", argument=str(path))) == [1.0, 1.0]
   assert gone(int(path.read_text()))
+
+
+def test_small_requests_share_a_process_up_to_a_limit(pool):
+  """A fork takes longer than many calls."""
+  pool.start([Call(COUNT, None)]).wait()  # async: ends what was there
+  pids = [values(pool.start([Call(PID, None)] * 3))[0] for _ in range(50)]
+  # 43 requests of three reach the limit.
+  assert [len({*pids[:43]}), len({*pids[43:]})] == [1, 1]
+  assert pids[42] != pids[43]
+
+
+@pytest.mark.parametrize("kind", ["forks_and_stays", "dies_later", "daemon"])
+def test_a_process_that_a_call_left_busy_serves_no_other(pool, tmp_path, kind):
+  before = values(pool.start([Call(PID, None)]))
+  assert values(act(pool, kind, argument=str(tmp_path / "pid"))) == [1.0]
+  assert values(pool.start([Call(PID, None)])) != before
+  assert gone(before[0])
+
+
+def test_a_call_is_not_blamed_for_a_process_that_died_before_it(pool):
+  (pid,) = values(pool.start([Call(PID, None)]))
+  os.kill(pid, signal.SIGKILL)
+  assert (
+    act(pool, "good", "ends", "good").wait()[::2] == [Result(1.0, None)] * 2
+  )
 
 
 @pytest.mark.parametrize("size", [0, 1_000_000])
