@@ -23,6 +23,7 @@ def options():
   )
   before = {name: getattr(jax.config, name) for name in names}
   jax.config.update("jax_compilation_cache_dir", None)
+  jax.config.update("jax_enable_compilation_cache", True)  # `plan` does not
   yield jax.config
   for name, value in before.items():
     jax.config.update(name, value)
