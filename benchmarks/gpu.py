@@ -2,7 +2,7 @@
 
   python -m benchmarks.gpu --out=gpu.json [--minutes=10] [--quick]
 
-Each row is measured once, in a process of its own, and saved at once; a row
+Each row is measured once, in a separate process, and saved at once; a row
 that fails says why. A call goes on where the last one ended, for --minutes. It
 exits with 75 if rows are left, so that this measures all of them:
 
@@ -196,7 +196,7 @@ def smollm2(objective: str, seed: int, checkpoint: Path) -> dict:
 
 
 def _measure(name: str, arguments: list[str], seconds: float) -> dict | None:
-  """A row, by a process of its own; None if its time ends first."""
+  """A row, by a separate process; None if the time ends first."""
   process = subprocess.Popen(
     [sys.executable, "-m", "benchmarks.gpu", f"--row={name}", *arguments],
     stdout=subprocess.PIPE,

@@ -30,7 +30,7 @@ _ENVIRONMENT = NO_TPU | {
 
 # The compiled programs that they dump.
 _DUMPS = {"tpu": "*after_codegen.txt", "cuda": "*gpu_after_optimizations.txt"}
-# With a GPU at hand XLA tries which of its own kernels beat cuBLAS. Without
+# With a GPU at hand XLA tries which Triton kernels beat cuBLAS. Without
 # one it takes arbitrary ones, and fails for some shapes.
 _OPTIONS = {"tpu": {}, "cuda": {"xla_gpu_enable_triton_gemm": False}}
 # The package of each compiler, and the extra that installs it.

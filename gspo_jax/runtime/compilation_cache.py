@@ -32,7 +32,7 @@ def enable(folder: str | None) -> None:
   if folder is None and (own or not jax.config.jax_enable_compilation_cache):
     return
   # XLA shares out what it tries on GPUs among the processes that compile: one
-  # that read its program from a folder of its own would not take part.
+  # that read its program from a local folder would not take part.
   several = folder is None and jax.distributed.is_initialized()
   if several and jax.default_backend() == "gpu":
     return

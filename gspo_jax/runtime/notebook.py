@@ -45,7 +45,7 @@ def prepare() -> str:
   importlib.invalidate_caches()
   if _needs_restart(before, _versions(), sys.modules):
     _restart()
-  # A process of its own gives the device back: a notebook may start others.
+  # A separate process gives the device back: a notebook may start others.
   printed = _python("-m", __name__, stdout=subprocess.PIPE)
   found = json.loads(printed.splitlines()[-1])
   if platform not in ("cpu", found["platform"]):
