@@ -204,6 +204,18 @@ def copy(pages: Pages, source: jax.Array, target: jax.Array) -> Pages:
   return dataclasses.replace(pages, kv=write(pages.kv, source, target))
 
 
+def exchange(kv: kv_cache.Arrays, moves: sharding.Moves) -> kv_cache.Arrays:
+  """Copies pages between devices; in place if `kv` is donated."""
+
+  def local(kv, moves):
+    return jax.tree.map(
+      lambda x: sharding.exchange(x, moves, *BATCH_AXES, dim=1), kv
+    )
+
+  specs = _specs(kv)
+  return sharding.shard_map(local, (specs, _ROWS), specs)(kv, moves)
+
+
 def copy_states(
   states: kv_cache.Arrays, source: kv_cache.Arrays, rows: jax.Array
 ) -> kv_cache.Arrays:

@@ -18,6 +18,7 @@ from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import continuous, stop_strings
+from gspo_jax.sampler.continuous import placement
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Prompts, SamplerConfig
 
@@ -173,6 +174,7 @@ def test_another_call_another_key_and_other_weights():
     "read_tokens",
     "finalize",
     "append_tokens",
+    *("move_pages", "move_slots", "move_rows"),
   }
   for name, (function, most) in allowed.items():
     assert function.jitted._cache_size() <= most, name
@@ -242,6 +244,38 @@ def slot_steps_of(lengths, slots, segment_steps):
       if (left > 0).sum() <= min_active:
         break
   return total
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_samples_are_the_same_when_responses_move(monkeypatch, record):
+  """Every segment, as soon as one shard has more than another."""
+  for name, value in {"_MOST": 1, "_LEAST": 1, "_SEGMENTS": 1}.items():
+    monkeypatch.setattr(placement, name, value)
+  batching = dataclasses.replace(SMALL, slots=B, segment_steps=3)
+  config = dataclasses.replace(SAMPLED, record_routing=record)
+  generate, moved = build(batching, config, **MESH), []
+
+  def move_slots(state, moves, rows):
+    moved.append(int((np.asarray(moves.target) < B // 4).sum()))
+    return generate.jitted.move_slots(state, moves, rows)
+
+  jitted = dataclasses.replace(generate.jitted, move_slots=move_slots)
+  reported = {}
+  samples = run(
+    dataclasses.replace(generate, jitted=jitted), on_finished=reported.update
+  )
+  expected = static()
+  assert sum(moved) > 5
+  assert_same(samples, expected)
+  if record:
+    assert_same_routing(samples, expected)
+  assert sorted(reported) == list(range(B))
+  for number, response in reported.items():
+    assert response.length == samples.lengths[number]
+    np.testing.assert_array_equal(
+      response.tokens[: response.length],
+      samples.tokens[number][: response.length],
+    )
 
 
 def test_slot_steps_follow_the_lengths_of_the_responses():
@@ -533,6 +567,7 @@ def test_the_last_segments_are_planned_before_results_are_read(
   make, monkeypatch
 ):
   """At most one is unknown, and none while responses wait for a slot."""
+  monkeypatch.setattr(placement, "_SEGMENTS", 99)
   generate, unread = make(), [0]
   started, at_start = [], []
 

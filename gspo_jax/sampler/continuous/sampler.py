@@ -29,6 +29,7 @@ from gspo_jax.sampler.continuous.config import (
 )
 from gspo_jax.sampler.continuous.jit import JittedSampler
 from gspo_jax.sampler.continuous.paged_decode import DecodeState, SegmentPlan
+from gspo_jax.sampler.continuous.placement import Placement
 from gspo_jax.sampler.continuous.scheduler import (
   Admission,
   Requests,
@@ -154,25 +155,33 @@ class ContinuousSampler:
     if turn_start is None:
       turn_start = np.zeros_like(so_far[0])
     fields = _fields_by_response(requests, turn_start, self.config.stop)
+    placement = Placement(so_far[0], self.sizes, self.shards)
+    # Kept tokens stay with the row of their response.
+    may_migrate = self.shards > 1 and not prefix_cache
     params = cache.params or self.jitted.decode_params(params)
 
     def finished_in(results, samples) -> list[tuple]:
       before = sum(scheduler.num_sampled for scheduler in schedulers)
-      left = self._apply_results(schedulers, requests, results)
+      left = self._apply_results(schedulers, placement, results)
       if progress:
         tokens = sum(scheduler.num_sampled for scheduler in schedulers)
         progress.advance(sum(map(len, left)), tokens=tokens - before)
-      return list(self._finished(left, samples)) if on_finished else []
+      if not on_finished:
+        return []
+      return list(self._finished(left, placement, samples))
 
     results, finished = None, []  # of the last segment; not reported so far
     while True:
       look_ahead = all(scheduler.can_look_ahead for scheduler in schedulers)
       look_ahead &= any(scheduler.may_go_on for scheduler in schedulers)
-      if results and not look_ahead:
+      migrates = may_migrate and placement.should_migrate(schedulers)
+      if results and (migrates or not look_ahead):
         finished += finished_in(results, samples)
         results = None
       if not results and all(scheduler.done for scheduler in schedulers):
         break
+      if migrates:
+        state, samples = self._migrate(state, samples, schedulers, placement)
       admissions = [scheduler.admit() for scheduler in schedulers]
       for arrays in self._prefill_batches(admissions, requests):
         state, samples = self._prefill(params, state, samples, *arrays)
@@ -195,6 +204,9 @@ class ContinuousSampler:
     if prefix_cache:
       cache.state, cache.params = state, params
       cache.tokens = [scheduler.kept for scheduler in schedulers]
+    for rows in reversed(placement.swaps):
+      rows = multihost.to_global(rows, self.batch_sharding)
+      samples = self.jitted.move_rows(samples, rows)
     return self.jitted.finalize(samples)
 
   def append_tokens(
@@ -272,7 +284,10 @@ class ContinuousSampler:
     }
 
   def compilations(self) -> dict[str, tuple[MeshJit, int]]:
-    once = "decode_params", "read_tokens", "finalize", "append_tokens"
+    once = (
+      *("decode_params", "read_tokens", "finalize", "append_tokens"),
+      *("move_pages", "move_slots", "move_rows"),
+    )
     prefills = 4 * len(self.buckets())
     limits = dict.fromkeys(once, 1) | {
       "begin": 2,  # with an empty cache, and with the last turn's cache
@@ -376,6 +391,17 @@ class ContinuousSampler:
       )
     return state, samples
 
+  def _migrate(self, state, samples, schedulers, placement):
+    """Moves running responses from full shards to empty ones."""
+    migration = placement.migrate(schedulers)
+    if not migration:
+      return state, samples
+    pages, *slots, rows = multihost.to_global(migration, self.batch_sharding)
+    for moves in pages:
+      state = self.jitted.move_pages(state, moves)
+    state = self.jitted.move_slots(state, *slots)
+    return state, self.jitted.move_rows(samples, rows)
+
   def _segment_plan(
     self, schedulers, admissions: list[Admission], fields
   ) -> SegmentPlan:
@@ -431,39 +457,43 @@ class ContinuousSampler:
     return subset.ravel().astype(np.int32)
 
   def _apply_results(
-    self, schedulers, requests, results
+    self, schedulers, placement, results
   ) -> list[list[tuple[int, int]]]:
-    """Applies a segment's results; (number, tokens) of responses that left."""
+    """Applies a segment's results; (row, tokens) of responses that left."""
     num_tokens, active = (
       np.split(x, self.shards) for x in jax.device_get(results)
     )
     left = []
-    for shard, (scheduler, request) in enumerate(
-      zip(schedulers, requests, strict=True)
-    ):
-      response, first = scheduler.response, shard * len(request.num_tokens)
+    before = np.split(placement.num_tokens, self.shards)
+    for shard, scheduler in enumerate(schedulers):
+      row, first = scheduler.response, shard * len(before[shard])
       scheduler.apply_results(
-        num_tokens[shard] - request.num_tokens[response], active[shard]
+        num_tokens[shard] - before[shard][row], active[shard]
       )
-      slots = np.flatnonzero((response >= 0) & ~active[shard])
+      slots = np.flatnonzero((row >= 0) & ~active[shard])
       lengths = num_tokens[shard][slots].tolist()
-      numbers = (first + response[slots]).tolist()
-      left.append(list(zip(numbers, lengths, strict=True)))
+      rows = (first + row[slots]).tolist()
+      left.append(list(zip(rows, lengths, strict=True)))
     return left
 
-  def _finished(self, left, samples) -> Iterator[tuple]:
-    """Yields numbers [Q] (-1: padding), lengths [Q] and tokens [Q, R]."""
+  def _finished(self, left, placement, samples) -> Iterator[tuple]:
+    """Yields responses [Q] (-1: padding), lengths [Q] and tokens [Q, R]."""
     count = max(1, self.sizes.slots // _IDLE)  # rows of a shard
     while any(left):
-      responses = np.full((self.shards, count), -1, np.int32)
-      lengths = np.zeros_like(responses)
+      rows = np.full((self.shards, count), -1, np.int32)
+      lengths = np.zeros_like(rows)
       for shard, pairs in enumerate(left):
         for i, pair in enumerate(pairs[:count]):
-          responses[shard, i], lengths[shard, i] = pair
+          rows[shard, i], lengths[shard, i] = pair
         del pairs[:count]
-      responses, lengths = responses.ravel(), lengths.ravel()
-      rows = multihost.to_global(responses, self.batch_sharding)
-      yield responses, lengths, self.jitted.read_tokens(samples, rows)
+      rows, lengths = rows.ravel(), lengths.ravel()
+      responses = np.where(rows < 0, -1, placement.response[rows])
+      on_devices = multihost.to_global(rows, self.batch_sharding)
+      yield (
+        responses,
+        lengths,
+        self.jitted.read_tokens(samples, on_devices),
+      )
 
   def _read_finished(
     self, finished: list[tuple]
