@@ -47,7 +47,7 @@ from gspo_jax.sampler.samples import (
 from gspo_jax.sampler.stop_strings import StopStrings
 
 _IDLE = 8  # a segment ends when 1 of 8 slots is idle and responses wait
-_SUBSET = 4  # 1 of 4 slots is computed if no more are active
+_FEWEST_SLOTS = 8  # of a shard that a segment computes: the rows of a TPU tile
 _MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
 
 
@@ -432,14 +432,17 @@ class ContinuousSampler:
     count = plan.active.sum()
     if any(scheduler.num_waiting for scheduler in schedulers):
       return np.int32(count - max(1, count // _IDLE))
-    subset = self._compute_sizes[-1]
-    return np.int32(subset if count > subset else 0)
+    # A smaller program continues as soon as it has enough slots.
+    smaller = (n for n in self._compute_sizes if n < count)
+    return np.int32(max(smaller, default=0))
 
   @property
   def _compute_sizes(self) -> tuple[int, ...]:
-    """Numbers of slots that a segment can compute: all, or a subset."""
-    subset = self.sizes.slots // _SUBSET * self.shards
-    return (self.batching.slots, subset) if subset else (self.batching.slots,)
+    """Numbers of slots that a segment can compute: all, a half, and so on."""
+    slots, sizes = self.sizes.slots, [self.batching.slots]
+    while (slots := slots // 2) >= _FEWEST_SLOTS:
+      sizes.append(slots * self.shards)
+    return tuple(sizes)
 
   def _active_subset(self, plan: SegmentPlan) -> np.ndarray | None:
     """The slots to compute, equally many of each shard; None for all.
@@ -448,11 +451,12 @@ class ContinuousSampler:
     active at the end. A new slot needs all, to copy its prefix's partial page.
     """
     active = plan.active.reshape(self.shards, -1)
-    slots = active.shape[1]
-    if active.sum(1).max() > slots // _SUBSET or plan.new.any():
+    slots, most = active.shape[1], active.sum(1).max()
+    count = min(n for n in self._compute_sizes if n >= most * self.shards)
+    if count == self.batching.slots or plan.new.any():
       return None
     active_first = np.argsort(~active, axis=1, kind="stable")
-    subset = active_first[:, : slots // _SUBSET]
+    subset = active_first[:, : count // self.shards]
     subset = subset + slots * np.arange(self.shards)[:, None]
     return subset.ravel().astype(np.int32)
 
