@@ -243,11 +243,11 @@ class ContinuousSampler:
     key: jax.Array,
     *,
     continues: bool = False,
-    compute_slots: jax.ShapeDtypeStruct | None = None,
+    subsets: bool = False,
   ) -> dict[str, jax.stages.Lowered]:
     """Lowers a prefill of the longest prompts, and a segment; see `Sampler`.
 
-    With `compute_slots`, int32 [m], the segment computes only these slots.
+    With `subsets`, also the segments of fewer slots, as "generate SLOTS".
     """
     shape, jitted = jax.ShapeDtypeStruct, self.jitted
     whole = lambda *dims: shape(dims, np.int32, sharding=self.batch_sharding)
@@ -267,21 +267,25 @@ class ContinuousSampler:
       slots["prompt_row"], sources = (), None
     T = self.buckets(continues=continues)[-1]
     Q, C = self.prefill_batch(T) * self.shards, T // self.sizes.page_size
-    return {
+    decode = lambda compute_slots: jitted.decode.lower(
+      params,
+      state,
+      samples,
+      SegmentPlan(**slots),
+      compute_slots,
+      shape((), np.int32),
+      key,
+    )
+    lowered = {
       "decode_params": decode_params,
       "prefill": jitted.prefill.lower(
         params, state, whole(Q, T), whole(Q), whole(Q, C), None, sources
       ),
-      "generate": jitted.decode.lower(
-        params,
-        state,
-        samples,
-        SegmentPlan(**slots),
-        compute_slots,
-        shape((), np.int32),
-        key,
-      ),
+      "generate": decode(None),
     }
+    for m in self.compute_sizes[1:] if subsets else ():
+      lowered[f"generate {m}"] = decode(whole(m))
+    return lowered
 
   def compilations(self) -> dict[str, tuple[MeshJit, int]]:
     once = (
@@ -291,7 +295,7 @@ class ContinuousSampler:
     prefills = 4 * len(self.buckets())
     limits = dict.fromkeys(once, 1) | {
       "begin": 2,  # with an empty cache, and with the last turn's cache
-      "decode": len(self._compute_sizes),
+      "decode": len(self.compute_sizes),
       "prefill": prefills,
       "write_prompt_routing": prefills,
     }
@@ -301,7 +305,7 @@ class ContinuousSampler:
     }
 
   def describe(self, *, continues: bool) -> str:
-    slots = " or ".join(map(str, self._compute_sizes))
+    slots = " or ".join(map(str, self.compute_sizes))
     buckets = ", ".join(map(str, self.buckets(continues=continues)))
     return (
       f"continuous batching: {slots} slots, "
@@ -433,11 +437,11 @@ class ContinuousSampler:
     if any(scheduler.num_waiting for scheduler in schedulers):
       return np.int32(count - max(1, count // _IDLE))
     # A smaller program continues as soon as it has enough slots.
-    smaller = (n for n in self._compute_sizes if n < count)
+    smaller = (n for n in self.compute_sizes if n < count)
     return np.int32(max(smaller, default=0))
 
   @property
-  def _compute_sizes(self) -> tuple[int, ...]:
+  def compute_sizes(self) -> tuple[int, ...]:
     """Numbers of slots that a segment can compute: all, a half, and so on."""
     slots, sizes = self.sizes.slots, [self.batching.slots]
     while (slots := slots // 2) >= _FEWEST_SLOTS:
@@ -452,7 +456,7 @@ class ContinuousSampler:
     """
     active = plan.active.reshape(self.shards, -1)
     slots, most = active.shape[1], active.sum(1).max()
-    count = min(n for n in self._compute_sizes if n >= most * self.shards)
+    count = min(n for n in self.compute_sizes if n >= most * self.shards)
     if count == self.batching.slots or plan.new.any():
       return None
     active_first = np.argsort(~active, axis=1, kind="stable")
