@@ -443,6 +443,7 @@ def test_a_checkpoint_that_one_cannot_read_is_skipped_by_all(
 
 AGREEMENT = """
 import os, pathlib, sys
+import numpy as np
 from etils import epath
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
@@ -462,6 +463,7 @@ def fail():
 attempt(lambda: multihost.allgather_text(f"text {index}"))
 attempt(lambda: multihost.allgather_json([index] * (1 + index)))
 attempt(lambda: multihost.any_process(index == 1))
+attempt(lambda: multihost.sum_of_all(np.arange(3) * (1 + index)).tolist())
 attempt(lambda: multihost.run_on_all(lambda: "ran"))
 attempt(lambda: multihost.run_on_all(fail))
 def lose_connection():
@@ -492,6 +494,7 @@ def test_agreement(environment, tmp_path):
     "passed ['text 0', 'text 1']",
     "passed [[0], [1, 1]]",
     "passed True",
+    "passed [0, 3, 6]",
     "passed ran",
     "agreed: process 1: no such file",
     "fault: no answer",
@@ -506,9 +509,9 @@ def test_agreement(environment, tmp_path):
   ]
   assert first == expected
   # A process raises its own message, else that of the first other process.
-  expected[4] = "agreed: no such file"
-  expected[5] = "fault: process 0: TimeoutError: no answer"
-  expected[10] = f"agreed: process 0: --workdir='{work}/0' {apart}"
+  expected[5] = "agreed: no such file"
+  expected[6] = "fault: process 0: TimeoutError: no answer"
+  expected[11] = f"agreed: process 0: --workdir='{work}/0' {apart}"
   assert second == expected[:-1]
 
 
