@@ -314,15 +314,22 @@ def splash(
   scale: float | None = None,
   interpret: bool = False,
 ):
-  """JAX's TPU kernel; `interpret` runs it on any platform, slowly."""
+  """JAX's TPU kernel; `interpret` runs it on any platform, slowly.
+
+  Two TensorCores share the parts of a `vmap`, never the backward pass of one:
+  of a single row these are its key-value heads.
+  """
   from jax.experimental.pallas.ops.tpu import splash_attention as sa
 
-  B, T, N, H = q_BTNH.shape
+  (B, T, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
+  parts = K if B == 1 and sharding.cores() == 2 else 1
   padding = -T % _LANES  # at the end: no earlier token attends to it
   pad = lambda x: jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
   lanes = H + -H % _LANES  # in HBM
   query_bytes = B * (T + padding) * N * lanes * q_BTNH.dtype.itemsize
-  kernel = _splash_kernel(N, T + padding, query_bytes, interpret, window)
+  kernel = _splash_kernel(
+    N // parts, T + padding, query_bytes, interpret, window
+  )
   q_BTNH *= _scale(scale, H)
   qkv = (pad(x).swapaxes(1, 2) for x in (q_BTNH, k_BTKH, v_BTKV))
   if sinks_N is not None:
@@ -330,7 +337,14 @@ def splash(
 
   def row(q_NTH, k_KTH, v_KTV, segments_T):
     ids = sa.SegmentIds(q=segments_T, kv=segments_T)
-    return kernel(q_NTH, k_KTH, v_KTV, segment_ids=ids, sinks=sinks_N)
+    run = lambda *qkv, sinks: kernel(*qkv, segment_ids=ids, sinks=sinks)
+    if parts == 1:
+      return run(q_NTH, k_KTH, v_KTV, sinks=sinks_N)
+    split = lambda x: x.reshape(parts, -1, *x.shape[1:])
+    qkv = map(split, (q_NTH, k_KTH, v_KTV))
+    sinks = None if sinks_N is None else split(sinks_N)
+    out = jax.vmap(run)(*qkv, sinks=sinks)
+    return out.reshape(N, *out.shape[2:])
 
   out_BNTV = jax.vmap(row)(*qkv, pad(segments_BT))
   return out_BNTV.swapaxes(1, 2)[:, :T]

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -175,6 +176,28 @@ def test_gradients_of_splash_with_sinks_equal_those_of_the_formula(
     segments,
     window,
   )
+
+
+def test_two_cores_share_the_heads_of_a_single_row(monkeypatch):
+  """Key-value heads lead the grid of each kernel, and change no gradient."""
+  *qkv, segments = (x[1:] for x in random_inputs(H=64))
+
+  def run(cores):
+    monkeypatch.setattr(sharding, "cores", lambda: cores)
+    splash = lambda q, k, v, sinks_N: attention.splash(
+      q, k, v, segments, sinks_N=sinks_N, interpret=True
+    )
+    loss = lambda q, k, v, sinks_N: splash(q, k, v, sinks_N).sum()
+    traced = str(jax.make_jaxpr(jax.grad(loss))(*qkv, SINKS))
+    return traced, gradients_with_sinks(splash, qkv, SINKS)
+
+  (one, expected), (two, actual) = run(1), run(2)
+  grids = lambda traced: re.findall(r"grid=\(.*?\)", traced)
+  assert grids(one) == [f"grid=({N}, 1, 1)", f"grid=(1, {N}, 1)"]
+  U = N // K
+  assert grids(two) == [f"grid=({K}, {U}, 1, 1)", f"grid=({K}, 1, {U}, 1)"]
+  for a, b in zip(actual, expected, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", KERNELS)
