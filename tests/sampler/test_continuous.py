@@ -554,7 +554,8 @@ def test_the_last_segments_are_planned_before_results_are_read(
   monkeypatch.undo()
   assert_same(jax.device_get(samples), static())
   assert unread == [0]
-  assert set(at_start) == {(True, 0), (False, 0), (False, 1)}
+  assert {(True, 0), (False, 1)} <= set(at_start)
+  assert set(at_start) <= {(True, 0), (False, 0), (False, 1)}
 
 
 def test_hosts_exchange_the_lengths_and_no_token(monkeypatch):

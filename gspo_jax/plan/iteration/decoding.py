@@ -50,6 +50,9 @@ class _CountingSampler:
     zeros = np.zeros(B, np.int32)
     return Samples(tokens, None, zeros, np.full(B, UNFINISHED, np.int8), None)
 
+  def share(self, facts):
+    return facts
+
   def begin(self, samples, state):
     B = self._slots
     zeros, inactive = np.zeros(B, np.int32), np.zeros(B, bool)
@@ -86,7 +89,7 @@ class _CountingSampler:
     state = SimpleNamespace(
       num_tokens=num_tokens, pages=pages, response=response
     )
-    return state, samples, (num_tokens, active)
+    return state, samples, (num_tokens, active, sampled.sum())
 
   def finalize(self, samples):
     return samples

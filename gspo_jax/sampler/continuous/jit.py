@@ -35,6 +35,7 @@ class JittedSampler:
 
   decode_params: MeshJit
   empty_samples: MeshJit
+  share: MeshJit
   begin: MeshJit
   prefill: MeshJit
   write_prompt_routing: MeshJit
@@ -115,7 +116,7 @@ def jit_sampler(
 
     `compute_slots` has all active slots, no new slot, and equally many of each
     shard. Every device gets the results: the tokens [M] of the response in each
-    slot, and [M] bool, whether it goes on.
+    slot; [M] bool, whether it goes on; and the tokens sampled in all slots.
     """
     everything = compute_slots is None
     state = paged_decode.apply_plan(state, plan, start=everything)
@@ -131,7 +132,9 @@ def jit_sampler(
     )
     if not everything:
       computed = paged_decode.scatter_slots(state, computed, compute_slots)
-    return computed, samples, (computed.num_tokens, computed.pages.active)
+    num_sampled = (computed.num_tokens - state.num_tokens).sum()
+    results = computed.num_tokens, computed.pages.active, num_sampled
+    return computed, samples, results
 
   def finalize(samples):
     """Moves samples to the training mesh; pads the end of each response."""
@@ -155,6 +158,8 @@ def jit_sampler(
       static_argnums=0,
       out_shardings=train_samples,
     ),
+    # Every device gets what each host says of its own shards.
+    share=jit(lambda x: x, out_shardings=sharding.replicated(sampler_mesh)),
     begin=jit(
       begin,
       in_shardings=(train_samples, None),

@@ -105,7 +105,6 @@ class Scheduler:
       has_states: of the model.
     """
     self._sizes = sizes
-    self.num_sampled = 0  # tokens so far, also of preempted responses
     lengths_Q = np.asarray(prefix_lengths, np.int64)
     self._prefix_B = np.asarray(prefix_index, np.int64)
     self._max_tokens_B = np.asarray(max_tokens, np.int64)
@@ -237,8 +236,6 @@ class Scheduler:
     [M] is false where a response has finished.
     """
     self._unknown_segments -= 1
-    new_M = np.asarray(num_generated) - self._num_generated_M
-    self.num_sampled += int(new_M[self._response_M >= 0].sum())
     self._num_generated_M[:] = num_generated
     slots = np.flatnonzero((self._response_M >= 0) & ~np.asarray(active))
     responses = self._response_M[slots].tolist()
@@ -379,10 +376,10 @@ class Requests(NamedTuple):
 def pending_requests(
   prompts: np.ndarray,
   prompt_lengths: np.ndarray,
-  tokens: np.ndarray,
   lengths: np.ndarray,
   finish: np.ndarray,
   stop_at: np.ndarray,
+  tokens: Sequence[np.ndarray | None],
 ) -> Requests:
   """The unfinished responses of samples, with the prefix of each.
 
@@ -390,9 +387,9 @@ def pending_requests(
   other response has a separate prefix: its prompt, stored again, and its
   tokens.
 
-  `prompts` [P, S] are padded on the left; `tokens` [B, R] may be wrong for
-  responses on other hosts; `finish` [B] is as in Samples; a response pauses at
-  `stop_at` [B] tokens.
+  `prompts` [P, S] are padded on the left; `tokens` are [R] for each of B
+  responses, None if none has any; `finish` [B] is as in Samples; a response
+  pauses at `stop_at` [B] tokens.
   """
   group_size = len(lengths) // max(len(prompts), 1)
   pending = (finish == UNFINISHED) & (lengths < stop_at)
@@ -401,7 +398,9 @@ def pending_requests(
     p = response // group_size
     if pending[response] and (length or shared_prompt != p):
       prompt = prompts[p, prompts.shape[1] - prompt_lengths[p] :]
-      prefixes.append(np.concatenate([prompt, tokens[response, :length]]))
+      if length:
+        prompt = np.concatenate([prompt, tokens[response][:length]])
+      prefixes.append(prompt)
       shared_prompt = None if length else p
     prefix_index.append(max(len(prefixes) - 1, 0))
   stop_at = np.where(pending, stop_at, lengths).astype(np.int32)
