@@ -13,6 +13,7 @@ import numpy as np
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import Config
 from gspo_jax.sampler.continuous import ContinuousSampler
+from gspo_jax.sampler.continuous.paged_decode import SegmentResults
 from gspo_jax.sampler.samples import UNFINISHED, Prompts, Samples
 
 _PARTS = 10  # of the decode steps, for `slots_in_use`
@@ -50,6 +51,9 @@ class _CountingSampler:
     zeros = np.zeros(B, np.int32)
     return Samples(tokens, None, zeros, np.full(B, UNFINISHED, np.int8), None)
 
+  def share(self, facts):
+    return facts
+
   def begin(self, samples, state):
     B = self._slots
     zeros, inactive = np.zeros(B, np.int32), np.zeros(B, bool)
@@ -86,7 +90,14 @@ class _CountingSampler:
     state = SimpleNamespace(
       num_tokens=num_tokens, pages=pages, response=response
     )
-    return state, samples, (num_tokens, active)
+    results = SegmentResults(
+      num_tokens=num_tokens,
+      active=active,
+      response=response,
+      num_cached=(self._prefixes + num_tokens).astype(int),
+      num_sampled=sampled.sum(),
+    )
+    return state, samples, results
 
   def move_pages(self, state, moves):
     return state
