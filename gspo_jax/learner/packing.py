@@ -191,9 +191,9 @@ def pack_responses(
 ) -> PackedBatch:
   """Packs responses [B, R] behind their prompts [P, S]; B = P * G.
 
-  Each device gathers the tokens and log-probs of all responses, 8 B R bytes,
-  and the experts of one layer at a time, and keeps its rows. Log-probs and
-  advantages that are filled in later are zeros.
+  Tokens go to their rows by two exchanges, see `_mover`; a device holds about
+  as many as of its own responses and rows, however many devices there are.
+  Log-probs and advantages that are filled in later are zeros.
 
   Args:
     responses: [B, R] int32; responses to one prompt are neighbours.
@@ -204,36 +204,30 @@ def pack_responses(
     turns: [B, R] int; tokens of turn 0 are not in `response_mask`. None: all
       are.
   """
-  B, R = responses.shape
-  P, S = prompts.tokens.shape
+  B, (P, S) = len(responses), prompts.tokens.shape
   batch_axes = PartitionSpec(sharding.BATCH_AXES)
 
   def local(prompts, responses, lengths, packing, logps, experts, turns):
+    repeat = lambda x: jnp.repeat(x, B // P, axis=0)
+    prompt_lengths = repeat(prompts.lengths)
     whole = lambda x: sharding.gather(x, *sharding.BATCH_AXES, dim=0)
-    prompt_lengths = jnp.repeat(whole(prompts.lengths), B // P)
-    b, place, segment_ids = _slots(packing, prompt_lengths, whole(lengths), cfg)
-    real, i = segment_ids > 0, place - prompt_lengths[b]
-    is_response = real & (i >= 0)
-    at_response = lambda x: x[b, jnp.clip(i, 0, R - 1)]
-    prompt_column = jnp.clip(S + i, 0, S - 1)
-    tokens = jnp.where(
-      is_response,
-      at_response(whole(responses)),
-      whole(prompts.tokens)[b // (B // P), prompt_column],
-    )
+    tokens_B = whole(prompt_lengths + lengths)
+    b, place, segment_ids = _slots(packing, tokens_B, cfg)
+    real = segment_ids > 0
+    is_response = real & (place >= whole(prompt_lengths)[b])
+    move = _mover(packing, S - prompt_lengths, cfg)
+    at_response = lambda x: move(jnp.pad(x, ((0, 0), (S, 0))))[:, 1:]
+    tokens = move(jnp.concatenate([repeat(prompts.tokens), responses], axis=1))
     mask = is_response[:, 1:]
     if turns is not None:
-      turns = jnp.where(mask, at_response(whole(turns))[:, 1:], 0)
+      turns = jnp.where(mask, at_response(turns), 0)
       mask &= turns > 0
     zeros = jnp.zeros(mask.shape)
     if logps is not None:
-      logps = jnp.where(mask, at_response(whole(logps))[:, 1:], 0.0)
+      logps = jnp.where(mask, at_response(logps), 0.0)
     if experts is not None:
-      column = jnp.clip(S + i, 0, S + R - 1)
-      # Layer by layer: this is the largest field, and all devices gather it.
-      layers = jax.lax.map(
-        lambda x: whole(x)[b, column], jnp.moveaxis(experts, 1, 0)
-      )
+      # Layer by layer: this is the largest field.
+      layers = jax.lax.map(move, jnp.moveaxis(experts, 1, 0))
       experts = jnp.moveaxis(layers, 0, 1)
     rows = TrainBatch(
       tokens=jnp.where(real, tokens, 0),
@@ -265,7 +259,7 @@ def _shards() -> int:
   return sharding.size(*sharding.ROW_AXES)
 
 
-def _slots(packing, prompt_lengths, lengths, cfg):
+def _slots(packing, lengths, cfg):
   """This device's columns, [rows, W] int32: response, place, segment id."""
   B, size = len(lengths), cfg.micro_batch_size
   size_here = size // _shards()
@@ -275,20 +269,69 @@ def _slots(packing, prompt_lengths, lengths, cfg):
   here = (row >= 0) & (row < size_here) & (packing.row < B)
   rows = B // _shards()
   row = jnp.where(here, micro_batch * size_here + row, rows)
-  starts = jnp.full((rows, cfg.width), -1, jnp.int32)
-  starts = starts.at[row, packing.offset].set(
-    jnp.arange(B, dtype=jnp.int32), mode="drop"
-  )
   columns = jnp.arange(cfg.width, dtype=jnp.int32)
-  first_column = jax.lax.cummax(jnp.where(starts >= 0, columns, -1), axis=1)
-  response = jnp.take_along_axis(starts, jnp.maximum(first_column, 0), axis=1)
-  response = jnp.maximum(response, 0)
-  place = columns - first_column
-  length = prompt_lengths[response] + lengths[response]
-  real = (first_column >= 0) & (place < length)
-  ids = jnp.cumsum(starts >= 0, axis=1, dtype=jnp.int32)
+  response = _responses(packing.offset, row, rows, columns)
+  place = columns - packing.offset[response]
+  begun = response >= 0
+  real = begun & (place < lengths[response])
+  ids = jnp.cumsum(begun & (place == 0), axis=1, dtype=jnp.int32)
   # Places count from 0, ids from 1; at padding the id is 0 and the rest any.
-  return response, place, jnp.where(real, ids, 0)
+  return jnp.maximum(response, 0), place, jnp.where(real, ids, 0)
+
+
+def _responses(offset, row, rows, columns):
+  """The last response to begin at or before each column; -1 for none.
+
+  `columns` are neighbours. Response b begins at column `offset[b]` of `row[b]`;
+  rows from `rows` on are left out.
+  """
+  count = len(columns)
+  # In this order each row's responses come one after another.
+  order = jnp.lexsort((offset, row)).astype(jnp.int32)
+  at = jnp.maximum(offset - columns[0], 0)[order]
+  rank = jnp.full((rows, count), -1, jnp.int32)
+  rank = rank.at[row[order], at].max(
+    jnp.arange(len(order), dtype=jnp.int32), mode="drop"
+  )
+  rank = jax.lax.cummax(rank, axis=1)
+  return jnp.where(rank < 0, -1, order[rank])
+
+
+def _mover(packing, begins, cfg):
+  """Returns a function from this device's sequences [b, C, ...] to its rows.
+
+  Sequences begin at the columns `begins` [b]. Each is shifted to the columns
+  that it has in its row. After a first exchange a device has some columns of
+  all sequences; there each row takes its sequences. After a second exchange it
+  has all columns of its own rows, [rows, W, ...]. Padding is any token.
+  """
+  B, size, shards = len(packing.row), cfg.micro_batch_size, _shards()
+  axes = sharding.ROW_AXES
+  count = -(-cfg.width // shards)  # columns of a part
+  columns = sharding.index(*axes) * count + jnp.arange(count, dtype=jnp.int32)
+  source = _responses(packing.offset, packing.row, B, columns)
+  first = sharding.index(*sharding.BATCH_AXES) * len(begins)
+  offset = jax.lax.dynamic_slice_in_dim(packing.offset, first, len(begins))
+  context, expert = sharding.size("context"), sharding.size("expert")
+
+  def move(x):
+    padding = [(0, 0)] * x.ndim
+    padding[1] = 0, max(count * shards - x.shape[1], 0)
+    x = jax.vmap(lambda row, shift: jnp.roll(row, shift, axis=0))(
+      jnp.pad(x, padding), offset - begins
+    )
+    x = x[:, : count * shards]
+    x = sharding.gather(x, "context", dim=0)
+    x = sharding.all_to_all(x, *axes, split=1, join=0)
+    # Axes of devices: from ..., expert, context to the order of responses.
+    x = x.reshape(-1, expert, context, len(begins), *x.shape[1:])
+    x = x.swapaxes(1, 2).reshape(B, *x.shape[4:])
+    x = x[source, jnp.arange(count)]
+    x = x.reshape(-1, size, *x.shape[1:])
+    x = sharding.all_to_all(x, *axes, split=1, join=2)
+    return x.reshape(B // shards, *x.shape[2:])[:, : cfg.width]
+
+  return move
 
 
 def train_batch_from_samples(

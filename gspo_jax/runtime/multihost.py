@@ -345,11 +345,17 @@ def allgather_rows(values: Mapping[int, float], like: jax.Array) -> np.ndarray:
 
 
 def sum_of_all(local: np.ndarray) -> np.ndarray:
-  return _allgather(local).sum(0)
+  """The sum of the arrays of all processes; no process holds all of them."""
+  return _joined(local, _sum)
 
 
 def _allgather(local) -> np.ndarray:
-  """The arrays of all processes, which have one shape: [processes, ...].
+  """The arrays of all processes, which have one shape: [processes, ...]."""
+  return _joined(local, _identity)
+
+
+def _joined(local, join) -> np.ndarray:
+  """`join` of the arrays of all processes, [processes, ...].
 
   It runs on one device of each process, of the context's mesh if any. So two
   threads can call it at once if their meshes have no device in common: JAX does
@@ -357,7 +363,7 @@ def _allgather(local) -> np.ndarray:
   """
   local = np.asarray(local)
   if jax.process_count() == 1:
-    return local[None]
+    return np.array(join(local[None]))
   mesh = jax.sharding.get_mesh()
   devices = jax.devices() if mesh.empty else mesh.devices.flat
   first = {d.process_index: d for d in reversed([*devices])}
@@ -370,13 +376,16 @@ def _allgather(local) -> np.ndarray:
     gathered = jax.make_array_from_callback(
       (len(first), *local.shape), split, lambda _: local[None]
     )
-    return np.asarray(
-      jax.jit(_identity, out_shardings=whole)(gathered).addressable_data(0)
-    )
+    joined = jax.jit(join, out_shardings=whole)(gathered)
+  return np.array(joined.addressable_data(0))
 
 
 def _identity(x):
   return x
+
+
+def _sum(x):
+  return x.sum(0, dtype=x.dtype)
 
 
 def to_host(tree):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import pod_bytes
 from gspo_jax import model
 from gspo_jax.learner import packing, reference_pass, train_batch
 from gspo_jax.learner.objective import ObjectiveConfig
@@ -161,18 +162,36 @@ def test_rows_are_cut_into_minibatches_and_micro_batches(batch):
 
 
 @pytest.mark.parametrize(
-  "mesh", [{"data": 8}, {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}]
+  "mesh",
+  [
+    {"data": 8},
+    {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2},
+    {"data": 2, "context": 2, "expert": 2},
+  ],
 )
 def test_on_eight_devices_the_batch_is_the_same(mesh):
   """Each packs its own rows; experts at padding are any of the model's."""
-  _, one = pack()
-  _, eight = pack(devices=8, **mesh)
+  turns = np.random.default_rng(2).integers(0, 3, (B, R), np.int16)
+  _, one = pack(turns=turns)
+  _, eight = pack(devices=8, turns=turns, **mesh)
   same = np.testing.assert_array_equal
   real = np.moveaxis(one.rows.segment_ids > 0, -1, 0)
   experts = lambda x: np.moveaxis(x.rows.experts, 4, 0)[real]
   same(experts(one), experts(eight))
   bare = lambda x: x._replace(rows=dataclasses.replace(x.rows, experts=None))
   jax.tree.map(same, bare(one), bare(eight))
+
+
+def test_a_device_receives_its_part_however_many_there_are():
+  row = 128 * (1024 + 16384)
+  for devices in (8, 512):
+    received = pod_bytes.packing_bytes(
+      data=2, fsdp=devices // 8, expert=4, routing=True
+    )
+    # Tokens, log-probs and experts of 48 layers, twice.
+    assert received["all_to_all"] == 2 * row * (4 + 4 + 48 * 8)
+    # Lengths of prompts, and of prompts with responses.
+    assert received["all_gather"] == 2 * 4 * 128 * devices
 
 
 def test_the_reference_runs_on_the_micro_batches_that_hold_responses(

@@ -119,7 +119,7 @@ def test_heads_side_by_side_do_not_mix(platform, options, monkeypatch):
   monkeypatch.setattr(sharding, "platform", lambda: platform)
   q, k, v, *rows = random_inputs((5, 3 * S, 0), heads=3, H=64)
   dtype = jnp.bfloat16 if platform == "tpu" else jnp.float32
-  low = [jnp.asarray(x, dtype) for x in (q.reshape(3, -1, 64), k, v)]
+  low = [jnp.asarray(x, dtype) for x in (q.reshape(3, 1, -1, 64), k, v)]
   pages = side_by_side(low[1], 2), side_by_side(low[2], 2)
   read = jax.jit(lambda *inputs: attention.read(*inputs, **options))
   with pltpu.force_tpu_interpret_mode():
@@ -158,7 +158,7 @@ def test_bfloat16_loses_little_but_the_rounding_of_the_output(form):
 def traced(platform, monkeypatch, H=128, dtype=jnp.bfloat16, **options):
   monkeypatch.setattr(sharding, "platform", lambda: platform)
   q, k, v, *rows = random_inputs((5, 1), H=H)
-  q, k, v = (x.astype(dtype) for x in (q.reshape(2, -1, H), k, v))
+  q, k, v = (x.astype(dtype) for x in (q.reshape(2, 1, -1, H), k, v))
   # A new function each time: JAX caches its traces.
   read = lambda *inputs: attention.read(*inputs, **options)
   return str(jax.make_jaxpr(read)(q, k, v, *rows))

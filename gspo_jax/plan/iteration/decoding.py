@@ -36,7 +36,7 @@ class _CountingSampler:
   def __init__(self, sampler: ContinuousSampler, lengths: np.ndarray):
     self._steps, self._lengths = sampler.sizes.segment_steps, lengths
     self._max_new_tokens = sampler.config.max_new_tokens
-    self._slots = sampler.batching.slots
+    self._slots, self._shards = sampler.batching.slots, sampler.shards
     # (steps, slots of a step, sampled tokens, cached tokens summed over steps)
     self.segments: list[tuple[int, int, int, float]] = []
     self.prefilled = 0
@@ -87,6 +87,31 @@ class _CountingSampler:
       num_tokens=num_tokens, pages=pages, response=response
     )
     return state, samples, (num_tokens, active)
+
+  def move_pages(self, state, moves):
+    return state
+
+  def move_slots(self, state, moves, rows):
+    M = self._slots // self._shards
+    sent, source, target = (x.reshape(self._shards, -1) for x in moves)
+    first = M * np.arange(self._shards)[:, None]
+    stored, place = target < M, first + target
+    slot = (first + sent).ravel()[source]
+
+    def move(x):
+      moved = x.copy()
+      moved[place[stored]] = x[slot[stored]]
+      return moved
+
+    self._prefixes = move(self._prefixes)
+    return SimpleNamespace(
+      num_tokens=move(state.num_tokens),
+      pages=SimpleNamespace(active=move(state.pages.active)),
+      response=move(state.response),
+    )
+
+  def move_rows(self, samples, moves):
+    return samples
 
   def finalize(self, samples):
     return samples

@@ -30,7 +30,7 @@ class JittedSampler:
   """The jitted functions of a `ContinuousSampler`; see `jit_sampler`.
 
   All arguments are positional; `begin`, `prefill`, `write_prompt_routing`,
-  `decode` and `append_tokens` donate states and samples.
+  `decode`, the moves and `append_tokens` donate states and samples.
   """
 
   decode_params: MeshJit
@@ -39,6 +39,9 @@ class JittedSampler:
   prefill: MeshJit
   write_prompt_routing: MeshJit
   decode: MeshJit
+  move_pages: MeshJit
+  move_slots: MeshJit
+  move_rows: MeshJit
   read_tokens: MeshJit
   finalize: MeshJit
   append_tokens: MeshJit
@@ -56,7 +59,7 @@ def jit_sampler(
 ) -> JittedSampler:
   batch = sharding.batch_sharding(sampler_mesh)
   pages = paged_cache.shardings(cfg, sampler_mesh)
-  state = DecodeState(pages, *[batch] * 5, pages.states)
+  state = DecodeState(pages, *[batch] * 6, pages.states)
   shards = sharding.batch_shards(sampler_mesh)
   decode_samples = samples_sharding(sampler, sampler_mesh)
   train_samples = samples_sharding(sampler, mesh)
@@ -180,6 +183,15 @@ def jit_sampler(
       out_shardings=(state, decode_samples, sharding.replicated(sampler_mesh)),
       donate_argnums=(1, 2),
       compiler_options=rounding.decoding_options(sampler_mesh),
+    ),
+    move_pages=jit(
+      paged_decode.move_pages, donate_argnums=0, out_shardings=state
+    ),
+    move_slots=jit(
+      paged_decode.move_slots, donate_argnums=0, out_shardings=state
+    ),
+    move_rows=jit(
+      paged_decode.move_rows, donate_argnums=0, out_shardings=decode_samples
     ),
     read_tokens=jit(paged_decode.read_tokens, out_shardings=batch),
     finalize=jit(finalize, out_shardings=train_samples),

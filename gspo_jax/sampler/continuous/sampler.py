@@ -29,6 +29,7 @@ from gspo_jax.sampler.continuous.config import (
 )
 from gspo_jax.sampler.continuous.jit import JittedSampler
 from gspo_jax.sampler.continuous.paged_decode import DecodeState, SegmentPlan
+from gspo_jax.sampler.continuous.placement import Placement
 from gspo_jax.sampler.continuous.scheduler import (
   Admission,
   Requests,
@@ -46,7 +47,7 @@ from gspo_jax.sampler.samples import (
 from gspo_jax.sampler.stop_strings import StopStrings
 
 _IDLE = 8  # a segment ends when 1 of 8 slots is idle and responses wait
-_SUBSET = 4  # 1 of 4 slots is computed if no more are active
+_FEWEST_SLOTS = 8  # of a shard that a segment computes: the rows of a TPU tile
 _MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
 
 
@@ -154,25 +155,33 @@ class ContinuousSampler:
     if turn_start is None:
       turn_start = np.zeros_like(so_far[0])
     fields = _fields_by_response(requests, turn_start, self.config.stop)
+    placement = Placement(so_far[0], self.sizes, self.shards)
+    # Kept tokens stay with the row of their response.
+    may_migrate = self.shards > 1 and not prefix_cache
     params = cache.params or self.jitted.decode_params(params)
 
     def finished_in(results, samples) -> list[tuple]:
       before = sum(scheduler.num_sampled for scheduler in schedulers)
-      left = self._apply_results(schedulers, requests, results)
+      left = self._apply_results(schedulers, placement, results)
       if progress:
         tokens = sum(scheduler.num_sampled for scheduler in schedulers)
         progress.advance(sum(map(len, left)), tokens=tokens - before)
-      return list(self._finished(left, samples)) if on_finished else []
+      if not on_finished:
+        return []
+      return list(self._finished(left, placement, samples))
 
     results, finished = None, []  # of the last segment; not reported so far
     while True:
       look_ahead = all(scheduler.can_look_ahead for scheduler in schedulers)
       look_ahead &= any(scheduler.may_go_on for scheduler in schedulers)
-      if results and not look_ahead:
+      migrates = may_migrate and placement.should_migrate(schedulers)
+      if results and (migrates or not look_ahead):
         finished += finished_in(results, samples)
         results = None
       if not results and all(scheduler.done for scheduler in schedulers):
         break
+      if migrates:
+        state, samples = self._migrate(state, samples, schedulers, placement)
       admissions = [scheduler.admit() for scheduler in schedulers]
       for arrays in self._prefill_batches(admissions, requests):
         state, samples = self._prefill(params, state, samples, *arrays)
@@ -195,6 +204,9 @@ class ContinuousSampler:
     if prefix_cache:
       cache.state, cache.params = state, params
       cache.tokens = [scheduler.kept for scheduler in schedulers]
+    for rows in reversed(placement.swaps):
+      rows = multihost.to_global(rows, self.batch_sharding)
+      samples = self.jitted.move_rows(samples, rows)
     return self.jitted.finalize(samples)
 
   def append_tokens(
@@ -272,7 +284,10 @@ class ContinuousSampler:
     }
 
   def compilations(self) -> dict[str, tuple[MeshJit, int]]:
-    once = "decode_params", "read_tokens", "finalize", "append_tokens"
+    once = (
+      *("decode_params", "read_tokens", "finalize", "append_tokens"),
+      *("move_pages", "move_slots", "move_rows"),
+    )
     prefills = 4 * len(self.buckets())
     limits = dict.fromkeys(once, 1) | {
       "begin": 2,  # with an empty cache, and with the last turn's cache
@@ -376,6 +391,17 @@ class ContinuousSampler:
       )
     return state, samples
 
+  def _migrate(self, state, samples, schedulers, placement):
+    """Moves running responses from full shards to empty ones."""
+    migration = placement.migrate(schedulers)
+    if not migration:
+      return state, samples
+    pages, *slots, rows = multihost.to_global(migration, self.batch_sharding)
+    for moves in pages:
+      state = self.jitted.move_pages(state, moves)
+    state = self.jitted.move_slots(state, *slots)
+    return state, self.jitted.move_rows(samples, rows)
+
   def _segment_plan(
     self, schedulers, admissions: list[Admission], fields
   ) -> SegmentPlan:
@@ -406,14 +432,17 @@ class ContinuousSampler:
     count = plan.active.sum()
     if any(scheduler.num_waiting for scheduler in schedulers):
       return np.int32(count - max(1, count // _IDLE))
-    subset = self._compute_sizes[-1]
-    return np.int32(subset if count > subset else 0)
+    # A smaller program continues as soon as it has enough slots.
+    smaller = (n for n in self._compute_sizes if n < count)
+    return np.int32(max(smaller, default=0))
 
   @property
   def _compute_sizes(self) -> tuple[int, ...]:
-    """Numbers of slots that a segment can compute: all, or a subset."""
-    subset = self.sizes.slots // _SUBSET * self.shards
-    return (self.batching.slots, subset) if subset else (self.batching.slots,)
+    """Numbers of slots that a segment can compute: all, a half, and so on."""
+    slots, sizes = self.sizes.slots, [self.batching.slots]
+    while (slots := slots // 2) >= _FEWEST_SLOTS:
+      sizes.append(slots * self.shards)
+    return tuple(sizes)
 
   def _active_subset(self, plan: SegmentPlan) -> np.ndarray | None:
     """The slots to compute, equally many of each shard; None for all.
@@ -422,48 +451,53 @@ class ContinuousSampler:
     active at the end. A new slot needs all, to copy its prefix's partial page.
     """
     active = plan.active.reshape(self.shards, -1)
-    slots = active.shape[1]
-    if active.sum(1).max() > slots // _SUBSET or plan.new.any():
+    slots, most = active.shape[1], active.sum(1).max()
+    count = min(n for n in self._compute_sizes if n >= most * self.shards)
+    if count == self.batching.slots or plan.new.any():
       return None
     active_first = np.argsort(~active, axis=1, kind="stable")
-    subset = active_first[:, : slots // _SUBSET]
+    subset = active_first[:, : count // self.shards]
     subset = subset + slots * np.arange(self.shards)[:, None]
     return subset.ravel().astype(np.int32)
 
   def _apply_results(
-    self, schedulers, requests, results
+    self, schedulers, placement, results
   ) -> list[list[tuple[int, int]]]:
-    """Applies a segment's results; (number, tokens) of responses that left."""
+    """Applies a segment's results; (row, tokens) of responses that left."""
     num_tokens, active = (
       np.split(x, self.shards) for x in jax.device_get(results)
     )
     left = []
-    for shard, (scheduler, request) in enumerate(
-      zip(schedulers, requests, strict=True)
-    ):
-      response, first = scheduler.response, shard * len(request.num_tokens)
+    before = np.split(placement.num_tokens, self.shards)
+    for shard, scheduler in enumerate(schedulers):
+      row, first = scheduler.response, shard * len(before[shard])
       scheduler.apply_results(
-        num_tokens[shard] - request.num_tokens[response], active[shard]
+        num_tokens[shard] - before[shard][row], active[shard]
       )
-      slots = np.flatnonzero((response >= 0) & ~active[shard])
+      slots = np.flatnonzero((row >= 0) & ~active[shard])
       lengths = num_tokens[shard][slots].tolist()
-      numbers = (first + response[slots]).tolist()
-      left.append(list(zip(numbers, lengths, strict=True)))
+      rows = (first + row[slots]).tolist()
+      left.append(list(zip(rows, lengths, strict=True)))
     return left
 
-  def _finished(self, left, samples) -> Iterator[tuple]:
-    """Yields numbers [Q] (-1: padding), lengths [Q] and tokens [Q, R]."""
+  def _finished(self, left, placement, samples) -> Iterator[tuple]:
+    """Yields responses [Q] (-1: padding), lengths [Q] and tokens [Q, R]."""
     count = max(1, self.sizes.slots // _IDLE)  # rows of a shard
     while any(left):
-      responses = np.full((self.shards, count), -1, np.int32)
-      lengths = np.zeros_like(responses)
+      rows = np.full((self.shards, count), -1, np.int32)
+      lengths = np.zeros_like(rows)
       for shard, pairs in enumerate(left):
         for i, pair in enumerate(pairs[:count]):
-          responses[shard, i], lengths[shard, i] = pair
+          rows[shard, i], lengths[shard, i] = pair
         del pairs[:count]
-      responses, lengths = responses.ravel(), lengths.ravel()
-      rows = multihost.to_global(responses, self.batch_sharding)
-      yield responses, lengths, self.jitted.read_tokens(samples, rows)
+      rows, lengths = rows.ravel(), lengths.ravel()
+      responses = np.where(rows < 0, -1, placement.response[rows])
+      on_devices = multihost.to_global(rows, self.batch_sharding)
+      yield (
+        responses,
+        lengths,
+        self.jitted.read_tokens(samples, on_devices),
+      )
 
   def _read_finished(
     self, finished: list[tuple]

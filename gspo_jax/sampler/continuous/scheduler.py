@@ -78,6 +78,16 @@ class SegmentPages:
   active: np.ndarray
 
 
+class RunningResponse(NamedTuple):
+  """A response that leaves its slot for a slot of another shard."""
+
+  row: int  # its number on this shard
+  pages: list[int]  # that hold its tokens
+  num_cached: int  # tokens of its prefix in the pages
+  num_generated: int
+  max_tokens: int  # most tokens to generate
+
+
 class Scheduler:
   """Assigns one shard's slots and pages; its first response is number 0."""
 
@@ -137,6 +147,8 @@ class Scheduler:
       np.add.at(self._readers, tokens.pages, 1)
     self._free_pages = np.flatnonzero(self._readers == 0).tolist()
     self._response_M = np.full(M, -1)
+    # [B] bool, running responses of other shards, in the rows of finished ones.
+    self._moved_here = np.zeros(len(self._prefix_B), bool)
     self._num_cached_M = np.zeros(M, np.int64)
     self._num_generated_M = np.zeros(M, np.int64)
     self._num_pages_M = np.zeros(M, np.int64)  # shared pages included
@@ -162,6 +174,12 @@ class Scheduler:
   def response(self) -> np.ndarray:
     """[M] the response in each slot; -1 for none."""
     return self._response_M.copy()
+
+  @property
+  def num_tokens(self) -> np.ndarray:
+    """[M] tokens in the pages of each slot; 0 for an idle slot."""
+    tokens_M = self._num_cached_M + self._num_generated_M
+    return np.where(self._response_M >= 0, tokens_M, 0)
 
   @property
   def can_look_ahead(self) -> bool:
@@ -214,7 +232,9 @@ class Scheduler:
     queue. The oldest response is never preempted.
     """
     while (missing_M := self._missing_pages()).sum() > self.num_free_pages:
-      slot = int(self._response_M.argmax())  # of the newest response
+      is_moved_M = self._moved_here[self._response_M]
+      # Of the newest response.
+      slot = int(np.where(is_moved_M, -1, self._response_M).argmax())
       response = int(self._response_M[slot])
       if not self._evict(after=self._prefix_B[response]):
         self._queue.appendleft(response)
@@ -246,11 +266,69 @@ class Scheduler:
       if self.kept is not None:
         self.kept[response] = self._keep(slot)
       self._release_slot(slot)
-      prefix = self._prefix_B[response]
-      self._num_unfinished_Q[prefix] -= 1
-      if not self._num_unfinished_Q[prefix]:
-        self._release_pages(self._prefix_pages.pop(prefix).pages)
+      self._finish(response)
     return responses
+
+  def _finish(self, response):
+    """Releases the pages of its prefix with the last response to it."""
+    if self._moved_here[response]:
+      self._moved_here[response] = False
+      return
+    prefix = self._prefix_B[response]
+    self._num_unfinished_Q[prefix] -= 1
+    if not self._num_unfinished_Q[prefix]:
+      self._release_pages(self._prefix_pages.pop(prefix).pages)
+
+  def has_room_for(self, slot: int, other: "Scheduler") -> bool:
+    """Whether a response in a slot of `other` can move here, and stay.
+
+    It cannot start again on this shard. So it is never preempted, and all that
+    moved here, and one more, must fit into the pool even if they grow to their
+    longest.
+    """
+    reserved = (self._moved_here.sum() + 2) * self._sizes.pages_per_slot
+    pages = self._missing_pages().sum() + self._pages_after_segment(
+      other._num_cached_M[slot],
+      other._num_generated_M[slot],
+      other._max_tokens_B[other._response_M[slot]],
+    )
+    return bool(
+      self.num_active < len(self._response_M)
+      and reserved <= self._sizes.num_pages
+      and pages <= self.num_free_pages
+    )
+
+  def remove(self, slot: int) -> RunningResponse:
+    """Takes a response out of its slot, after all results were applied."""
+    row, page_size = int(self._response_M[slot]), self._sizes.page_size
+    used = -(-int(self.num_tokens[slot]) // page_size)
+    running = RunningResponse(
+      row=row,
+      pages=self._table[slot, :used].tolist(),
+      num_cached=int(self._num_cached_M[slot]),
+      num_generated=int(self._num_generated_M[slot]),
+      max_tokens=int(self._max_tokens_B[row]),
+    )
+    self._release_slot(slot)
+    self._finish(row)
+    return running
+
+  def insert(self, running: RunningResponse) -> tuple[int, int, list[int]]:
+    """Gives a response of another shard a slot, the row of a finished one, and
+    pages for its tokens."""
+    slot = int(self._response_M.argmin())
+    is_idle_B = np.ones(len(self._prefix_B), bool)
+    is_idle_B[self._response_M[self._response_M >= 0]] = False
+    row = int(is_idle_B.argmax())
+    pages = self._pop_pages(len(running.pages))
+    self._moved_here[row] = True
+    self._max_tokens_B[row] = running.max_tokens
+    self._response_M[slot] = row
+    self._num_cached_M[slot] = running.num_cached
+    self._num_generated_M[slot] = running.num_generated
+    self._num_pages_M[slot] = len(pages)
+    self._table[slot, : len(pages)] = pages
+    return slot, row, pages
 
   def _make_room(self, response):
     """Evicts until a response's first segment fits; False if it cannot fit.
