@@ -73,14 +73,26 @@ def flash(
 
   A segment is a run of tokens: equal numbers apart are two segments.
   """
-  token_T = jnp.arange(segments_BT.shape[1])
-  is_first_BT = jnp.diff(segments_BT, prepend=segments_BT[:, :1]) != 0
-  first_BT = jax.lax.cummax(jnp.where(is_first_BT, token_T, 0), axis=1)
-  if window is not None:
-    first_BT = jnp.maximum(first_BT, token_T - window + 1)
+  first_BT = _in_window(_first_tokens(segments_BT), window)
   scale = _scale(scale, q_BTNH.shape[-1])
   out_BTNV = gpu.attend(q_BTNH, k_BTKH, v_BTKV, first_BT, scale)
   return checkpoint_name(out_BTNV, "attention")
+
+
+def _first_tokens(segments_BT, padding_block=None):
+  """The first token of each token's segment; padding, 0, is cut into blocks."""
+  token_T = jnp.arange(segments_BT.shape[1])
+  starts_BT = jnp.diff(segments_BT, prepend=segments_BT[:, :1]) != 0
+  if padding_block:
+    starts_BT |= (segments_BT == 0) & (token_T % padding_block == 0)
+  return jax.lax.cummax(jnp.where(starts_BT, token_T, 0), axis=1)
+
+
+def _in_window(first_BT, window):
+  """The first key of each query: of its segment, and in its window."""
+  if window is None:
+    return first_BT
+  return jnp.maximum(first_BT, jnp.arange(first_BT.shape[-1]) - window + 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 6))
@@ -314,26 +326,87 @@ def splash(
   scale: float | None = None,
   interpret: bool = False,
 ):
-  """JAX's TPU kernel; `interpret` runs it on any platform, slowly."""
+  """JAX's TPU kernel; `interpret` runs it on any platform, slowly.
+
+  It skips the blocks of scores that no segment needs. A segment is a run of
+  tokens, as in `flash`. Padding, segment 0, is cut into segments of one block.
+  Two TensorCores share the key-value heads of a row.
+  """
   from jax.experimental.pallas.ops.tpu import splash_attention as sa
 
-  B, T, N, H = q_BTNH.shape
+  (B, T, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
   padding = -T % _LANES  # at the end: no earlier token attends to it
   pad = lambda x: jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
   lanes = H + -H % _LANES  # in HBM
   query_bytes = B * (T + padding) * N * lanes * q_BTNH.dtype.itemsize
-  kernel = _splash_kernel(N, T + padding, query_bytes, interpret, window)
+  kernel = _splash_kernel(N // K, T + padding, query_bytes, interpret, window)
+  split = lambda x: x.reshape(K, N // K, *x.shape[1:])
   q_BTNH *= _scale(scale, H)
   qkv = (pad(x).swapaxes(1, 2) for x in (q_BTNH, k_BTKH, v_BTKV))
   if sinks_N is not None:
-    sinks_N = _cast_gradient(sinks_N)
+    sinks_N = split(_cast_gradient(sinks_N))
 
-  def row(q_NTH, k_KTH, v_KTV, segments_T):
-    ids = sa.SegmentIds(q=segments_T, kv=segments_T)
-    return kernel(q_NTH, k_KTH, v_KTV, segment_ids=ids, sinks=sinks_N)
+  def row(q_NTH, k_KTH, v_KTV, first_T):
+    skipping = _skip_blocks(kernel, _in_window(first_T, window))
+    ids = sa.SegmentIds(q=first_T, kv=first_T)
+    head = lambda q, k, v, sinks: skipping(
+      q, k[None], v[None], segment_ids=ids, sinks=sinks
+    )
+    out = jax.vmap(head)(split(q_NTH), k_KTH, v_KTV, sinks_N)
+    return out.reshape(N, *out.shape[2:])
 
-  out_BNTV = jax.vmap(row)(*qkv, pad(segments_BT))
+  first_BT = _first_tokens(pad(segments_BT), splash_blocks(T + padding)[0])
+  out_BNTV = jax.vmap(row)(*qkv, first_BT)
   return out_BNTV.swapaxes(1, 2)[:, :T]
+
+
+def _skip_blocks(kernel, first_T):
+  """A kernel of splash for one row; `first_T` are the first keys of queries.
+
+  The kernel's grid has steps for all blocks up to the diagonal, or of a window.
+  Queries i need the keys from block first_Q[i] to last_Q[i]; steps that compute
+  nothing name a block that is in VMEM already, or the next that is needed.
+  """
+  sizes, T = kernel.kwargs["block_sizes"], len(first_T)
+
+  def band(block_q, block_kv):
+    start_Q = jnp.arange(0, T, block_q)
+    last_Q = (start_Q + block_q - 1) // block_kv
+    return first_T[start_Q] // block_kv, last_Q
+
+  def replace(info, needed, block):
+    cast = lambda x, like: x[None].astype(like.dtype)
+    return info._replace(
+      block_mask=cast(needed, info.block_mask),
+      data_next=cast(block, info.data_next),
+    )
+
+  def by_query(info, block_q, block_kv):
+    first_Q, last_Q = (x[:, None] for x in band(block_q, block_kv))
+    block_QG = first_Q + jnp.arange(info.data_next.shape[2])
+    needed_QG = block_QG <= last_Q
+    next_Q = jnp.roll(first_Q, -1, axis=0)
+    return replace(info, needed_QG, jnp.where(needed_QG, block_QG, next_Q))
+
+  def by_key(info, block_q, block_kv):
+    first_Q, last_Q = (x[:, None] for x in band(block_q, block_kv))
+    key_K = jnp.arange(T // block_kv)
+    needed_QK = (first_Q <= key_K) & (key_K <= last_Q)
+    first_K = needed_QK.argmax(0)
+    last_K = first_K + needed_QK.sum(0) - 1
+    block_GK = jnp.arange(info.data_next.shape[1])[:, None]
+    if not sizes.use_fused_bwd_kernel:  # whose steps are all blocks of queries
+      block_GK += first_K
+    needed_GK = (first_K <= block_GK) & (block_GK <= last_K)
+    return replace(info, needed_GK, jnp.clip(block_GK, first_K, last_K))
+
+  infos = (
+    by_query(kernel.fwd_mask_info, sizes.block_q, sizes.block_kv),
+    kernel.dq_mask_info
+    and by_query(kernel.dq_mask_info, sizes.block_q_dq, sizes.block_kv_dq),
+    by_key(kernel.dkv_mask_info, sizes.block_q_dkv, sizes.block_kv_dkv),
+  )
+  return type(kernel)(*infos, **kernel.kwargs)
 
 
 @jax.custom_vjp

@@ -126,7 +126,7 @@ def test_gradients_of_splash_equal_those_in_blocks(blocks, monkeypatch):
   traced = str(jax.make_jaxpr(gradients(splash))(qkv))
   assert ("splash_mha_dq" in traced) == (blocks == "apart")
   # The parts of the queries' gradient, one for each block of keys.
-  assert (f"f32[{B},2,{N},512,{H}]" in traced) == (blocks == "wide")
+  assert (f"f32[{B},{K},2,{N // K},512,{H}]" in traced) == (blocks == "wide")
   actual = jax.jit(gradients(splash))(qkv)
   expected = jax.jit(gradients(attention.in_blocks))(qkv)
   for a, b in zip(actual, expected, strict=True):
