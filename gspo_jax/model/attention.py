@@ -18,6 +18,10 @@ from gspo_jax.model.rounding import rounded, wide
 from gspo_jax.runtime import sharding
 
 _BLOCK = 512  # queries and keys of a tile of scores in VMEM
+# Queries and keys of a step of splash, in tiles of _BLOCK keys. A step that is
+# skipped takes a twelfth of one that is not on a v5p, by its bundles, and half
+# as many tokens need four times as many steps.
+_SPLASH_BLOCK = 1024
 # Most bytes of the parts of the fused backward pass: 32,768 tokens of 32 heads
 # of width 128. Above it a separate kernel computes the gradient of the queries,
 # and the scores once more.
@@ -330,17 +334,21 @@ def splash(
 
   It skips the blocks of scores that no segment needs. A segment is a run of
   tokens, as in `flash`. Padding, segment 0, is cut into segments of one block.
-  Two TensorCores share the key-value heads of a row.
+  Two TensorCores share the parts of a `vmap`, never the backward pass of one:
+  these are the key-value heads.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as sa
 
   (B, T, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
+  parts = K if sharding.cores() == 2 else 1
   padding = -T % _LANES  # at the end: no earlier token attends to it
   pad = lambda x: jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
   lanes = H + -H % _LANES  # in HBM
   query_bytes = B * (T + padding) * N * lanes * q_BTNH.dtype.itemsize
-  kernel = _splash_kernel(N // K, T + padding, query_bytes, interpret, window)
-  split = lambda x: x.reshape(K, N // K, *x.shape[1:])
+  kernel = _splash_kernel(
+    N // parts, T + padding, query_bytes, interpret, window
+  )
+  split = lambda x: x.reshape(parts, -1, *x.shape[1:])
   q_BTNH *= _scale(scale, H)
   qkv = (pad(x).swapaxes(1, 2) for x in (q_BTNH, k_BTKH, v_BTKV))
   if sinks_N is not None:
@@ -349,13 +357,12 @@ def splash(
   def row(q_NTH, k_KTH, v_KTV, first_T):
     skipping = _skip_blocks(kernel, _in_window(first_T, window))
     ids = sa.SegmentIds(q=first_T, kv=first_T)
-    head = lambda q, k, v, sinks: skipping(
-      q, k[None], v[None], segment_ids=ids, sinks=sinks
-    )
-    out = jax.vmap(head)(split(q_NTH), k_KTH, v_KTV, sinks_N)
+    run = lambda *qkv, sinks: skipping(*qkv, segment_ids=ids, sinks=sinks)
+    out = jax.vmap(run)(*map(split, (q_NTH, k_KTH, v_KTV)), sinks=sinks_N)
     return out.reshape(N, *out.shape[2:])
 
-  first_BT = _first_tokens(pad(segments_BT), splash_blocks(T + padding)[0])
+  block, _ = splash_blocks(T + padding, window)
+  first_BT = _first_tokens(pad(segments_BT), block)
   out_BNTV = jax.vmap(row)(*qkv, first_BT)
   return out_BNTV.swapaxes(1, 2)[:, :T]
 
@@ -427,7 +434,7 @@ def _splash_kernel(
 ):
   from jax.experimental.pallas.ops.tpu import splash_attention as sa
 
-  block, wide_block = splash_blocks(tokens)
+  block, wide_block = splash_blocks(tokens, window)
   if window is None or window >= tokens:
     mask = sa.CausalMask((tokens, tokens))
     fused_block = _fused_block(tokens, wide_block, query_bytes)
@@ -439,6 +446,7 @@ def _splash_kernel(
   if not fused_block:
     names += "q_dq", "kv_dq"
   blocks = {f"block_{name}": block for name in names}
+  blocks |= {x: min(block, _BLOCK) for x in blocks if x.endswith("_compute")}
   if fused_block:
     blocks["block_kv_dkv"] = fused_block
   return sa.make_splash_mha(
@@ -461,14 +469,17 @@ def _fused_block(tokens: int, wide_block: int, query_bytes: int) -> int:
   return next(filter(fits, blocks), 0)
 
 
-def splash_blocks(tokens: int) -> tuple[int, int]:
-  """Queries of a block of splash, and keys of a block of its backward pass.
+def splash_blocks(tokens: int, window: int | None = None) -> tuple[int, int]:
+  """Queries and keys of a block of splash, and keys of one of its backward pass.
 
   The fused backward pass writes one gradient of all queries for each block of
   keys: long blocks write less. But blocks on the diagonal are computed whole,
-  so a block has at most 1/8 of the keys. `tokens` is a multiple of 128.
+  so longer ones have at most 1/8 of the keys, and blocks of a window at most
+  half of it, if that is more than 512. `tokens` is a multiple of 128.
   """
   largest = lambda limit: max(
     b for b in (128, 256, 512, 1024, 2048) if b <= limit and tokens % b == 0
   )
-  return largest(_BLOCK), largest(max(_BLOCK, tokens // 8))
+  reach = tokens if window is None else max(window // 2, _BLOCK)
+  block = largest(min(_SPLASH_BLOCK, reach))
+  return block, largest(max(block, tokens // 8))

@@ -16,7 +16,7 @@ from gspo_jax.model.rounding import rounded, wide
 from gspo_jax.runtime import sharding
 
 _LANES = 128
-_KERNEL_TOKENS = 512  # keys in VMEM at one time
+_KERNEL_TOKENS = 1024  # keys in VMEM at one time
 _GPU_KERNEL_TOKENS = 64  # keys in shared memory at one time
 # Programs that keep a GPU busy: about two for each of an H100's 132 cores.
 _GPU_PROGRAMS = 256
@@ -108,8 +108,16 @@ def by_kernel(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
     jnp.maximum(lengths_B, 1),
     table_BW,
     pages_per_compute_block=block,
+    megacore_mode=_split_over_cores(B, K),
   )
   return out_BNH.reshape(q_BKUH.shape).astype(q_BKUH.dtype)
+
+
+def _split_over_cores(B, K) -> str | None:
+  """What two TensorCores share; with one, a split kernel may wait forever."""
+  if sharding.cores() != 2:
+    return None
+  return "kv_head" if K % 2 == 0 else "batch" if B % 2 == 0 else None
 
 
 def by_gpu_kernel(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):

@@ -350,6 +350,12 @@ def device_kind() -> str:
   return (_abstract_device() or jax.devices()[0]).device_kind
 
 
+def cores() -> int:
+  """TensorCores of a TPU device: 2 on v5p, and on v4 unless JAX splits it."""
+  device = _abstract_device() or jax.devices()[0]
+  return getattr(device, "num_cores", None) or 1
+
+
 def _abstract_device():
   mesh = ambient()
   return mesh.abstract_device if mesh else None

@@ -183,16 +183,32 @@ def test_the_table_is_padded_to_full_kernel_blocks(
 ):
   from jax.experimental.pallas.ops.tpu import paged_attention as pa
 
-  def spy(q, k, v, lengths, table, *, pages_per_compute_block):
+  def spy(q, k, v, lengths, table, *, pages_per_compute_block, megacore_mode):
     assert pages_per_compute_block == block
+    assert megacore_mode is None
     assert table.shape == (3, columns)
     assert lengths.tolist() == [1, 1, 2]  # at least 1
     return q
 
   monkeypatch.setattr(pa, "paged_attention", spy)
+  monkeypatch.setattr(attention, "_KERNEL_TOKENS", 512)
   pages = jnp.zeros((1, 2, page_size, 128))
   table, lengths = jnp.zeros((3, max_pages), jnp.int32), jnp.arange(3)
   by_kernel(jnp.ones((3, 1, 1, 128)), pages, pages, table, lengths)
+
+
+@pytest.mark.parametrize(
+  ("cores", "heads", "rows", "mode"),
+  [
+    (1, 4, 8, None),
+    (2, 4, 7, "kv_head"),
+    (2, 1, 8, "batch"),
+    (2, 3, 7, None),
+  ],
+)
+def test_two_cores_share_heads_or_rows(cores, heads, rows, mode, monkeypatch):
+  monkeypatch.setattr(sharding, "cores", lambda: cores)
+  assert attention._split_over_cores(rows, heads) == mode
 
 
 def test_work_is_proportional_to_the_tokens(monkeypatch):
