@@ -49,12 +49,12 @@ def attend(
   score of each query head to a key without a value: it adds to the sum of the
   softmax, p_s = exp(score_s) / (exp(sink) + sum_s exp(score_s)).
 
-  Query head i uses key-value head i // (N / K); padding is a segment, too. The
-  products of queries and keys are multiplied by `scale`, H^-0.5 by default. The
-  output [B, T, N, V] has the dtype of the queries. By splash attention on a TPU
-  if H is a multiple of 64; by `flash` on a GPU from compute capability 8.0 on,
-  for 16-bit numbers without sinks; else `in_blocks`. No scores [B, N, T, T] are
-  stored.
+  Query head i uses key-value head i // (N / K). The tokens of a segment follow
+  one another; padding, segment 0, attends to padding. The products of queries
+  and keys are multiplied by `scale`, H^-0.5 by default. The output [B, T, N, V]
+  has the dtype of the queries. By splash attention on a TPU if H is a multiple
+  of 64; by `flash` on a GPU from compute capability 8.0 on, for 16-bit numbers
+  without sinks; else `in_blocks`. No scores [B, N, T, T] are stored.
   """
   H, operands = q_BTNH.shape[-1], (q_BTNH, k_BTKH, v_BTKV, segments_BT)
   if sharding.platform() == "tpu" and H % _SPLASH_WIDTH == 0:
@@ -77,26 +77,14 @@ def flash(
 
   A segment is a run of tokens: equal numbers apart are two segments.
   """
-  first_BT = _in_window(_first_tokens(segments_BT), window)
+  token_T = jnp.arange(segments_BT.shape[1])
+  is_first_BT = jnp.diff(segments_BT, prepend=segments_BT[:, :1]) != 0
+  first_BT = jax.lax.cummax(jnp.where(is_first_BT, token_T, 0), axis=1)
+  if window is not None:
+    first_BT = jnp.maximum(first_BT, token_T - window + 1)
   scale = _scale(scale, q_BTNH.shape[-1])
   out_BTNV = gpu.attend(q_BTNH, k_BTKH, v_BTKV, first_BT, scale)
   return checkpoint_name(out_BTNV, "attention")
-
-
-def _first_tokens(segments_BT, padding_block=None):
-  """The first token of each token's segment; padding, 0, is cut into blocks."""
-  token_T = jnp.arange(segments_BT.shape[1])
-  starts_BT = jnp.diff(segments_BT, prepend=segments_BT[:, :1]) != 0
-  if padding_block:
-    starts_BT |= (segments_BT == 0) & (token_T % padding_block == 0)
-  return jax.lax.cummax(jnp.where(starts_BT, token_T, 0), axis=1)
-
-
-def _in_window(first_BT, window):
-  """The first key of each query: of its segment, and in its window."""
-  if window is None:
-    return first_BT
-  return jnp.maximum(first_BT, jnp.arange(first_BT.shape[-1]) - window + 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 6))
@@ -332,10 +320,9 @@ def splash(
 ):
   """JAX's TPU kernel; `interpret` runs it on any platform, slowly.
 
-  It skips the blocks of scores that no segment needs. A segment is a run of
-  tokens, as in `flash`. Padding, segment 0, is cut into segments of one block.
-  Two TensorCores share the parts of a `vmap`, never the backward pass of one:
-  these are the key-value heads.
+  It skips the blocks of scores that no segment needs. Padding, segment 0, is
+  cut into segments of one block. Two TensorCores share the parts of a `vmap`,
+  never the backward pass of one: these are the key-value heads.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as sa
 
@@ -354,32 +341,38 @@ def splash(
   if sinks_N is not None:
     sinks_N = split(_cast_gradient(sinks_N))
 
-  def row(q_NTH, k_KTH, v_KTV, first_T):
-    skipping = _skip_blocks(kernel, _in_window(first_T, window))
-    ids = sa.SegmentIds(q=first_T, kv=first_T)
+  def row(q_NTH, k_KTH, v_KTV, segments_T):
+    skipping = _skip_blocks(kernel, segments_T, window)
+    ids = sa.SegmentIds(q=segments_T, kv=segments_T)
     run = lambda *qkv, sinks: skipping(*qkv, segment_ids=ids, sinks=sinks)
     out = jax.vmap(run)(*map(split, (q_NTH, k_KTH, v_KTV)), sinks=sinks_N)
     return out.reshape(N, *out.shape[2:])
 
-  block, _ = splash_blocks(T + padding, window)
-  first_BT = _first_tokens(pad(segments_BT), block)
-  out_BNTV = jax.vmap(row)(*qkv, first_BT)
+  segments_BT = pad(segments_BT)
+  block_T = jnp.arange(T + padding) // splash_blocks(T + padding, window)[0]
+  segments_BT = jnp.where(segments_BT == 0, -1 - block_T, segments_BT)
+  out_BNTV = jax.vmap(row)(*qkv, segments_BT)
   return out_BNTV.swapaxes(1, 2)[:, :T]
 
 
-def _skip_blocks(kernel, first_T):
-  """A kernel of splash for one row; `first_T` are the first keys of queries.
+def _skip_blocks(kernel, segments_T, window):
+  """A kernel of splash that skips the blocks which this row does not need.
 
   The kernel's grid has steps for all blocks up to the diagonal, or of a window.
-  Queries i need the keys from block first_Q[i] to last_Q[i]; steps that compute
-  nothing name a block that is in VMEM already, or the next that is needed.
+  A block of queries needs the blocks of keys from first_Q1 to last_Q1. A step
+  that is skipped names the next block that is needed, or the one in VMEM.
   """
-  sizes, T = kernel.kwargs["block_sizes"], len(first_T)
+  sizes, T = kernel.kwargs["block_sizes"], len(segments_T)
+  token_T = jnp.arange(T)
 
   def band(block_q, block_kv):
-    start_Q = jnp.arange(0, T, block_q)
-    last_Q = (start_Q + block_q - 1) // block_kv
-    return first_T[start_Q] // block_kv, last_Q
+    """first_Q1 and last_Q1; the first query of a block sees the first key."""
+    start_Q1 = token_T[::block_q, None]
+    same_QT = segments_T[start_Q1] == segments_T
+    if window is not None:
+      same_QT &= start_Q1 - token_T < window
+    last_Q1 = (start_Q1 + block_q - 1) // block_kv
+    return same_QT.argmax(1, keepdims=True) // block_kv, last_Q1
 
   def replace(info, needed, block):
     cast = lambda x, like: x[None].astype(like.dtype)
@@ -389,16 +382,16 @@ def _skip_blocks(kernel, first_T):
     )
 
   def by_query(info, block_q, block_kv):
-    first_Q, last_Q = (x[:, None] for x in band(block_q, block_kv))
-    block_QG = first_Q + jnp.arange(info.data_next.shape[2])
-    needed_QG = block_QG <= last_Q
-    next_Q = jnp.roll(first_Q, -1, axis=0)
-    return replace(info, needed_QG, jnp.where(needed_QG, block_QG, next_Q))
+    first_Q1, last_Q1 = band(block_q, block_kv)
+    block_QG = first_Q1 + jnp.arange(info.data_next.shape[2])
+    needed_QG = block_QG <= last_Q1
+    next_Q1 = jnp.roll(first_Q1, -1, axis=0)
+    return replace(info, needed_QG, jnp.where(needed_QG, block_QG, next_Q1))
 
   def by_key(info, block_q, block_kv):
-    first_Q, last_Q = (x[:, None] for x in band(block_q, block_kv))
+    first_Q1, last_Q1 = band(block_q, block_kv)
     key_K = jnp.arange(T // block_kv)
-    needed_QK = (first_Q <= key_K) & (key_K <= last_Q)
+    needed_QK = (first_Q1 <= key_K) & (key_K <= last_Q1)
     first_K = needed_QK.argmax(0)
     last_K = first_K + needed_QK.sum(0) - 1
     block_GK = jnp.arange(info.data_next.shape[1])[:, None]
@@ -470,7 +463,7 @@ def _fused_block(tokens: int, wide_block: int, query_bytes: int) -> int:
 
 
 def splash_blocks(tokens: int, window: int | None = None) -> tuple[int, int]:
-  """Queries and keys of a block of splash, and keys of one of its backward pass.
+  """Tokens of a block of splash, and keys of a block of its backward pass.
 
   The fused backward pass writes one gradient of all queries for each block of
   keys: long blocks write less. But blocks on the diagonal are computed whole,

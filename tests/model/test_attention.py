@@ -179,7 +179,7 @@ def test_splash_that_skips_blocks_is_splash(
     *args, window, sinks_N
   )
   skipping, expected = gradients(splash), gradients(in_blocks)
-  monkeypatch.setattr(attention, "_skip_blocks", lambda kernel, first_T: kernel)
+  monkeypatch.setattr(attention, "_skip_blocks", lambda kernel, *_: kernel)
   for a, b in zip(skipping, gradients(splash), strict=True):
     np.testing.assert_array_equal(a, b)
   *grads, out = skipping
@@ -216,13 +216,13 @@ def test_blocks_that_are_not_skipped_hold_a_pair(
   segments = random_segments(np.random.default_rng(seed), tokens)
   block, _ = attention.splash_blocks(tokens, window)
   assert block == (128 if window else 256)
-  first = attention._first_tokens(segments[None], block)
+  token = np.arange(tokens)
+  segments = np.where(segments == 0, -1 - token // block, segments)
   kernel = attention._splash_kernel(1, tokens, 2**10, True, window)
-  limited = attention._in_window(first, window)[0]
-  skipping = attention._skip_blocks(kernel, limited)
-  age = np.arange(tokens)[:, None] - np.arange(tokens)
+  skipping = attention._skip_blocks(kernel, jnp.asarray(segments), window)
+  age = token[:, None] - token
   pairs = (age >= 0) & (age < (window or tokens))
-  pairs &= np.asarray(first[0])[:, None] == np.asarray(first[0])
+  pairs &= segments[:, None] == segments
   sizes = kernel.kwargs["block_sizes"]
   assert sizes.use_fused_bwd_kernel != apart
   parts = [
