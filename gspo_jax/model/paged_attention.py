@@ -102,13 +102,18 @@ def read(
   return out_BKjUV.reshape(-1, T, N, out_BKjUV.shape[-1])
 
 
+def kernel_pages(page_size: int, pages: int) -> int:
+  """Pages that the TPU kernel reads at a time, of at most `pages` a row."""
+  return min(pages, max(1, _KERNEL_TOKENS // page_size))
+
+
 def by_kernel(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
   """JAX's TPU kernel; a row without tokens attends to one."""
   from jax.experimental.pallas.ops.tpu import paged_attention as pa
 
   B, K, U, H = q_BKUH.shape
   t, W = k_KntH.shape[2], table_BW.shape[1]
-  block = min(W, max(1, _KERNEL_TOKENS // t))
+  block = kernel_pages(t, W)
   # The kernel takes whole blocks only; unused entries may be any page.
   table_BW = jnp.pad(table_BW, ((0, 0), (0, -W % block)))
   q_BNH = q_BKUH.reshape(B, K * U, H).astype(jnp.float32) * scale

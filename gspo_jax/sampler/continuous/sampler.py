@@ -241,7 +241,7 @@ class ContinuousSampler:
       min_active = self._min_active(active.sum(), facts.waiting.any())
       compute_slots = None
       most = active.max() * self.shards
-      count = min(n for n in self._compute_sizes if n >= most)
+      count = min(n for n in self.compute_sizes if n >= most)
       if not any_new and count < self.batching.slots:
         compute_slots = self._active_subset(plan, count // self.shards)
       plan_and_slots = self._to_devices((plan, compute_slots))
@@ -297,11 +297,11 @@ class ContinuousSampler:
     key: jax.Array,
     *,
     continues: bool = False,
-    compute_slots: jax.ShapeDtypeStruct | None = None,
+    subsets: bool = False,
   ) -> dict[str, jax.stages.Lowered]:
     """Lowers a prefill of the longest prompts, and a segment; see `Sampler`.
 
-    With `compute_slots`, int32 [m], the segment computes only these slots.
+    With `subsets`, also the segments of fewer slots, as "generate SLOTS".
     """
     shape, jitted = jax.ShapeDtypeStruct, self.jitted
     whole = lambda *dims: shape(dims, np.int32, sharding=self.batch_sharding)
@@ -321,21 +321,25 @@ class ContinuousSampler:
       slots["prompt_row"], sources = (), None
     T = self.buckets(continues=continues)[-1]
     Q, C = self.prefill_batch(T) * self.shards, T // self.sizes.page_size
-    return {
+    decode = lambda compute_slots: jitted.decode.lower(
+      params,
+      state,
+      samples,
+      SegmentPlan(**slots),
+      compute_slots,
+      shape((), np.int32),
+      key,
+    )
+    lowered = {
       "decode_params": decode_params,
       "prefill": jitted.prefill.lower(
         params, state, whole(Q, T), whole(Q), whole(Q, C), None, sources
       ),
-      "generate": jitted.decode.lower(
-        params,
-        state,
-        samples,
-        SegmentPlan(**slots),
-        compute_slots,
-        shape((), np.int32),
-        key,
-      ),
+      "generate": decode(None),
     }
+    for m in self.compute_sizes[1:] if subsets else ():
+      lowered[f"generate {m}"] = decode(whole(m))
+    return lowered
 
   def compilations(self) -> dict[str, tuple[MeshJit, int]]:
     once = (
@@ -345,7 +349,7 @@ class ContinuousSampler:
     prefills = 4 * len(self.buckets())
     limits = dict.fromkeys(once, 1) | {
       "begin": 2,  # with an empty cache, and with the last turn's cache
-      "decode": len(self._compute_sizes),
+      "decode": len(self.compute_sizes),
       "prefill": prefills,
       "write_prompt_routing": prefills,
     }
@@ -355,7 +359,7 @@ class ContinuousSampler:
     }
 
   def describe(self, *, continues: bool) -> str:
-    slots = " or ".join(map(str, self._compute_sizes))
+    slots = " or ".join(map(str, self.compute_sizes))
     buckets = ", ".join(map(str, self.buckets(continues=continues)))
     return (
       f"continuous batching: {slots} slots, "
@@ -538,11 +542,11 @@ class ContinuousSampler:
     if any_waiting:
       return np.int32(count - max(1, count // _IDLE))
     # A smaller program continues as soon as it has enough slots.
-    smaller = (n for n in self._compute_sizes if n < count)
+    smaller = (n for n in self.compute_sizes if n < count)
     return np.int32(max(smaller, default=0))
 
   @property
-  def _compute_sizes(self) -> tuple[int, ...]:
+  def compute_sizes(self) -> tuple[int, ...]:
     """Numbers of slots that a segment can compute: all, a half, and so on."""
     slots, sizes = self.sizes.slots, [self.batching.slots]
     while (slots := slots // 2) >= _FEWEST_SLOTS:
