@@ -274,7 +274,7 @@ def test_samples_are_the_same_when_responses_move(monkeypatch, record):
     dataclasses.replace(generate, jitted=jitted), on_finished=reported.update
   )
   expected = static()
-  assert sum(moved) > 5
+  assert sum(moved) >= 3
   assert_same(samples, expected)
   if record:
     assert_same_routing(samples, expected)

@@ -15,9 +15,6 @@ from gspo_jax.plan.hlo.module import Computation, Instruction
 # Matrix products in each kernel of splash attention, which reports no FLOPs:
 # scores and output; scores, dV, dP, dK (and dQ if fused); scores, dP, dQ.
 _SPLASH = {"_fwd": 2, "_dkv": 4, "_dq": 3}
-# Its blocks of queries and keys, as `_BLOCK` in gspo_jax/model/attention.py;
-# 256 or 128 if 512 does not divide the number of tokens.
-_SPLASH_BLOCK = 512
 
 
 class _Attention(NamedTuple):
@@ -34,7 +31,7 @@ def _attention(computation: Computation, i: Instruction) -> _Attention | None:
 
   Of n blocks of queries, each is multiplied with the last `band` blocks of keys
   up to the diagonal: all of them, or those in the window. The kernel's first
-  operand has one number for each of them. A fused backward pass has no window,
+  operand has n x band numbers. A fused backward pass has no window,
   but longer blocks of keys, and returns one part of dQ for each.
   """
   kernel = re.match(r"splash_m[hq]a(_fwd|_dkv|_dq)", i.name)
@@ -49,9 +46,9 @@ def _attention(computation: Computation, i: Instruction) -> _Attention | None:
   query, key = floats[:2]
   products = _SPLASH[kernel[1]]
   tokens, size = key.dims[-2], math.prod(query.dims)
-  of_queries = n = tokens // math.gcd(tokens, _SPLASH_BLOCK)
   grid = computation.get(i.operands[0]).arrays[0].dims[-2:]
-  band = min(grid)
+  band, of_queries = sorted(grid)
+  n = of_queries
   parts = [a for a in i.arrays if len(a.dims) > len(query.dims)]
   if kernel[1] == "_dkv" and parts:
     products, n = products + 1, math.prod(parts[0].dims) // size

@@ -15,6 +15,7 @@ from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import Config
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous import ContinuousSampler
+from gspo_jax.sampler.continuous.paged_decode import SegmentResults
 from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Prompts, Samples
 
 _PARTS = 10  # of the decode steps, for `slots_in_use`
@@ -70,6 +71,20 @@ class Decoding(NamedTuple):
   moves: int = 0  # calls that move pages between shards
 
 
+class _Zeros(NamedTuple):
+  """In place of a large array on the devices."""
+
+  shape: tuple[int, int]
+
+  def __len__(self):
+    return self.shape[0]
+
+  @property
+  def addressable_shards(self):
+    data = np.broadcast_to(np.int32(0), self.shape)
+    return [SimpleNamespace(index=(slice(0, None),), data=data)]
+
+
 class _CountingSampler:
   """Counts in place of the device functions of `JittedSampler`.
 
@@ -113,10 +128,12 @@ class _CountingSampler:
 
   def empty_samples(self, prompts):
     B = prompts * self._group_size
-    shape = B, self._max_new_tokens
-    tokens = SimpleNamespace(shape=shape, addressable_shards=())
     finish = np.full(B, UNFINISHED, np.int8)
+    tokens = _Zeros((B, self._max_new_tokens))
     return Samples(tokens, None, np.zeros(B, np.int32), finish, np.int32(0))
+
+  def share(self, facts):
+    return facts
 
   def begin(self, samples, state):
     B = self._slots
@@ -165,7 +182,14 @@ class _CountingSampler:
     state = SimpleNamespace(
       num_tokens=num_tokens, pages=pages, response=response
     )
-    return state, samples, (num_tokens, active)
+    results = SegmentResults(
+      num_tokens=num_tokens,
+      active=active,
+      response=response,
+      num_cached=(self._prefixes + num_tokens).astype(int),
+      num_sampled=sampled.sum(),
+    )
+    return state, samples, results
 
   def _read(self, before, left, steps, pace, queries):
     """Adds the blocks that each step reads; an idle row reads one."""

@@ -7,6 +7,7 @@ decides what each slot does (`scheduler`, SegmentPlan). Dimension letters as in
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +73,16 @@ class SegmentPlan:
   # The shard's row of `prompt_states` to start from; beyond them: the slot has
   # its state. () for a model without states.
   prompt_row: jax.Array | tuple[()]
+
+
+class SegmentResults(NamedTuple):
+  """What every host learns of a segment."""
+
+  num_tokens: jax.Array  # [M], of the response in each slot
+  active: jax.Array  # [M] bool, whether it goes on
+  response: jax.Array  # [M], which one it is
+  num_cached: jax.Array  # [M], tokens in the pages of each slot
+  num_sampled: jax.Array  # [] tokens, in all slots together
 
 
 def empty(cfg: model.ModelConfig, *, shards: int, **sizes: int) -> DecodeState:
