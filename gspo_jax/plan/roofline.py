@@ -108,6 +108,7 @@ def _learning(cost_of, config, program):
     "flops": cost.flops,
     "hbm_bytes": cost.hbm_bytes,
     "seconds": _seconds(cost),
+    "block_seconds": cost.block_seconds,
   }
   return whole, {
     "micro_batch": part(micro_batch),

@@ -99,7 +99,7 @@ def test_a_splash_kernel_by_walking_over_its_grid(fused):
     issued += 40 * (outer == 0) + 50 * (outer == last - 1)
   step = Loop(20 + 40 + 300 + 50, [40, 300, 50])
   kernel = Kernel(Loop(7, [], [step]), True)
-  assert kernels.issued(kernel, entry, i, Work(0.0)) == issued
+  assert kernels.issued(kernel, entry, i, Work(0.0)).bundles == issued
 
 
 def test_pages_are_read_by_rows_heads_and_blocks():

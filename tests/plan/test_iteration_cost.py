@@ -20,7 +20,7 @@ STEP = 1e-3  # seconds of a decode step
 
 def parts(micro_batch, rest):
   """The report of a function by micro-batch, in seconds."""
-  seconds = lambda x: {"seconds": {"scheduled": x}}
+  seconds = lambda x: {"seconds": {"scheduled": x}, "block_seconds": 0.0}
   return {"parts": {"micro_batch": seconds(micro_batch), "rest": seconds(rest)}}
 
 

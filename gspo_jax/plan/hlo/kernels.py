@@ -139,9 +139,14 @@ def pages(
   )
 
 
+class Issued(NamedTuple):
+  bundles: float  # of a call
+  of_blocks: float = 0.0  # the part in blocks of scores
+
+
 def issued(
   kernel: Kernel, computation: Computation, i: Instruction, work: Work
-) -> float | None:
+) -> Issued | None:
   """Bundles of a call; None for a kernel that is not modelled.
 
   A grid is a loop; all its steps run what is not conditional. In attention the
@@ -151,16 +156,13 @@ def issued(
   step, once = _longest(kernel.body), kernel.body.bundles
   if call := _attention(computation, i):
     block = max(step.conditional, default=0)
-    inner = step.whole - step.bundles
-    return (
-      once
-      + step.always * call.steps
-      + (block + inner) * call.computed
-      + (sum(step.conditional) - block) * call.rows
-    )
+    begin_and_end = sum(step.conditional) - block
+    of_blocks = (block + step.whole - step.bundles) * call.computed
+    steps = step.always * call.steps + begin_and_end * call.rows
+    return Issued(once + steps + of_blocks, of_blocks)
   if tiling := _tiling(i):
     visits = (work.flops + work.padding_flops) / (2.0 * math.prod(tiling))
-    return once + step.whole * visits
+    return Issued(once + step.whole * visits)
   return None
 
 

@@ -251,9 +251,13 @@ class _Walk:
       full = row * pages.rows + block * blocks
       total.reading.add(cost.Reading(row, block, full), 1)
       return full
-    products = (w.flops + w.padding_flops) / chip.flops
-    bundles = kernels.issued(kernel, computation, i, w) or 0.0
-    return max(products * chip.cores / running, bundles / rate)
+    products = (w.flops + w.padding_flops) / chip.flops * chip.cores / running
+    issued = kernels.issued(kernel, computation, i, w)
+    if issued is None:
+      return products
+    seconds = max(products, issued.bundles / rate)
+    total.block_seconds += seconds * issued.of_blocks / issued.bundles
+    return seconds
 
 
 def _operands(computation, i):

@@ -14,7 +14,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from gspo_jax.learner import packing
 from gspo_jax.learner.packing import RowTokens
+from gspo_jax.model import attention
 from gspo_jax.plan import lower, lower_bounds, roofline
 from gspo_jax.plan.chips import Topology
 from gspo_jax.plan.iteration import partial
@@ -84,6 +86,7 @@ def cost(
   decoding, lengths, sampled = _decoding(program, config, lengths, speculation)
   packed = program.learner.pack(*lengths, jax.random.key(config.seed))
   tokens = program.learner.row_tokens(*lengths, packed)
+  needed = _needed_share(program, lengths, packed)
   flops = _flops(program, lengths)
   peak_of = lambda name: (
     topology.chip.flops
@@ -92,7 +95,7 @@ def cost(
   devices = program.mesh.size + len(lower.sampler_devices(program))
   peak = topology.chip.flops * devices
   parts_of = lambda reports: _parts(
-    reports, config, program, topology, decoding, sampled, tokens, flops
+    reports, config, program, topology, decoding, sampled, tokens, needed, flops
   )
   parts, compiler = parts_of(functions), None
   for name, part in parts.items():
@@ -183,7 +186,7 @@ def _by_compiler(functions) -> dict:
 
 
 def _parts(
-  functions, config, program, topology, decoding, sampled, tokens, flops
+  functions, config, program, topology, decoding, sampled, tokens, needed, flops
 ) -> dict:
   sampler = _sampler_cost(functions, config, program, topology)
   score = {k: rows for k, rows in tokens.items() if k != "update"}
@@ -191,9 +194,9 @@ def _parts(
   return {
     "generate": _generate(sampler, decoding, sampled, flops),
     "weights": {"seconds": sampler.weights},
-    "score": _rows(functions, score)
+    "score": _rows(functions, score, needed)
     | {"model_flops": _score_flops(tokens, flops, program)},
-    "update": _rows(functions, {"update": tokens["update"]})
+    "update": _rows(functions, {"update": tokens["update"]}, needed)
     | {
       "model_flops": lower_bounds.update_passes(program.cfg)
       * (flops.whole + flops.critic),
@@ -254,7 +257,24 @@ def _generate(sampler, decoding, sampled, flops) -> dict:
   }
 
 
-def _rows(functions, tokens: dict[str, RowTokens]) -> dict:
+def _needed_share(program, lengths, packed) -> float:
+  """Blocks of scores that micro-batches compute, as a share of all.
+
+  In each of them devices wait for the row that needs the most.
+  """
+  cfg = program.learner.packing
+  prompts = np.repeat(lengths.prompts, len(packed.row) // len(lengths.prompts))
+  block, _ = attention.splash_blocks(cfg.width + -cfg.width % 128)
+  blocks = packing.needed_blocks(
+    prompts + lengths.responses, packed, cfg, (block, block)
+  )
+  fullest = blocks.reshape(cfg.minibatches, -1, cfg.micro_batch_size).max(2)
+  used = np.arange(fullest.shape[1]) < packed.num_micro_batches[:, None]
+  n = -(-cfg.width // block)
+  return fullest[used].mean() / (n * (n + 1) / 2)
+
+
+def _rows(functions, tokens: dict[str, RowTokens], needed) -> dict:
   total = lambda key: sum(getattr(rows, key) for rows in tokens.values())
   seconds = 0.0
   for name, rows in tokens.items():
@@ -262,13 +282,15 @@ def _rows(functions, tokens: dict[str, RowTokens]) -> dict:
       functions[name]["parts"][part]["seconds"]["scheduled"]
       for part in ("micro_batch", "rest")
     )
-    seconds += rest + rows.micro_batches * one
+    skipped = functions[name]["parts"]["micro_batch"]["block_seconds"]
+    seconds += rest + rows.micro_batches * (one - (1 - needed) * skipped)
   return {
     "seconds": seconds,
     "micro_batches": total("micro_batches"),
     "real_tokens": total("real"),
     "computed_tokens": total("computed"),
     "useful_fraction": _ratio(total("real"), total("computed")),
+    "needed_blocks": needed,
   }
 
 
