@@ -195,7 +195,7 @@ def test_a_subset_of_the_slots_is_computed_for_the_last_responses(
   make, monkeypatch
 ):
   """Of each shard's 8 or 4 a half or quarter that holds all, and none new."""
-  monkeypatch.setattr(continuous_sampler, "_FEWEST_SLOTS", 2)
+  monkeypatch.setattr(continuous_sampler, "_FEWEST_ROWS", 2)
   generate, segments, steps_of_segments = make(), [], []
   slots, shards = generate.batching.slots, generate.shards
 

@@ -62,7 +62,7 @@ class _CountingSampler:
     return state, None
 
   def decode(
-    self, params, state, samples, plan, compute_slots, min_active, key
+    self, params, state, samples, plan, compute_slots, min_active, key, drafts
   ):
     plan = jax.tree.map(np.asarray, plan)
     if not self.segments:
@@ -86,7 +86,7 @@ class _CountingSampler:
     state = SimpleNamespace(
       num_tokens=num_tokens, pages=pages, response=response
     )
-    return state, samples, (num_tokens, active)
+    return state, samples, (num_tokens, active, None)
 
   def move_pages(self, state, moves):
     return state

@@ -21,7 +21,7 @@ from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.sharding import MeshJit
-from gspo_jax.sampler.continuous import jit
+from gspo_jax.sampler.continuous import jit, speculation
 from gspo_jax.sampler.continuous.config import (
   PROMPT_ROWS,
   ContinuousBatchingConfig,
@@ -47,7 +47,8 @@ from gspo_jax.sampler.samples import (
 from gspo_jax.sampler.stop_strings import StopStrings
 
 _IDLE = 8  # a segment ends when 1 of 8 slots is idle and responses wait
-_FEWEST_SLOTS = 8  # of a shard that a segment computes: the rows of a TPU tile
+_FEWEST_ROWS = 8  # of a shard that a step computes: those of a TPU tile
+_IDLE_SLOTS = 4  # responses draft tokens where 1 of 4 slots is computed
 _MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
 
 
@@ -161,7 +162,10 @@ class ContinuousSampler:
     params = cache.params or self.jitted.decode_params(params)
 
     def finished_in(results, samples) -> list[tuple]:
+      nonlocal speculates
       before = sum(scheduler.num_sampled for scheduler in schedulers)
+      *results, drafts = jax.device_get(results)
+      speculates &= drafts is None or speculation.pays(*map(int, drafts))
       left = self._apply_results(schedulers, placement, results)
       if progress:
         tokens = sum(scheduler.num_sampled for scheduler in schedulers)
@@ -170,6 +174,7 @@ class ContinuousSampler:
         return []
       return list(self._finished(left, placement, samples))
 
+    speculates = True  # where few slots are computed
     results, finished = None, []  # of the last segment; not reported so far
     while True:
       look_ahead = all(scheduler.can_look_ahead for scheduler in schedulers)
@@ -187,12 +192,12 @@ class ContinuousSampler:
         state, samples = self._prefill(params, state, samples, *arrays)
       plan = self._segment_plan(schedulers, admissions, fields)
       min_active = self._min_active(schedulers, plan)
-      plan_and_slots = multihost.to_global(
-        (plan, self._active_subset(plan)), self.batch_sharding
-      )
+      slots = self._active_subset(plan)
+      drafts = speculates * self._drafts(slots)
+      plan_and_slots = multihost.to_global((plan, slots), self.batch_sharding)
       unread = results
       state, samples, results = self.jitted.decode(
-        params, state, samples, *plan_and_slots, min_active, key
+        params, state, samples, *plan_and_slots, min_active, key, drafts
       )
       # The devices decode this segment while the host handles the last one's
       # responses.
@@ -280,6 +285,7 @@ class ContinuousSampler:
         compute_slots,
         shape((), np.int32),
         key,
+        self._drafts(compute_slots),
       ),
     }
 
@@ -288,10 +294,11 @@ class ContinuousSampler:
       *("decode_params", "read_tokens", "finalize", "append_tokens"),
       *("move_pages", "move_slots", "move_rows"),
     )
-    prefills = 4 * len(self.buckets())
+    prefills, sizes = 4 * len(self.buckets()), self._compute_sizes
     limits = dict.fromkeys(once, 1) | {
       "begin": 2,  # with an empty cache, and with the last turn's cache
-      "decode": len(self._compute_sizes),
+      # Few slots with drafts, and without if they do not pay.
+      "decode": len(sizes) + sum(map(self._speculates, sizes)),
       "prefill": prefills,
       "write_prompt_routing": prefills,
     }
@@ -440,9 +447,19 @@ class ContinuousSampler:
   def _compute_sizes(self) -> tuple[int, ...]:
     """Numbers of slots that a segment can compute: all, a half, and so on."""
     slots, sizes = self.sizes.slots, [self.batching.slots]
-    while (slots := slots // 2) >= _FEWEST_SLOTS:
+    while (slots := slots // 2) * (1 + self.sizes.drafts) >= _FEWEST_ROWS:
       sizes.append(slots * self.shards)
     return tuple(sizes)
+
+  def _speculates(self, count: int) -> bool:
+    """Whether responses draft tokens where `count` slots are computed."""
+    few = self.batching.slots // _IDLE_SLOTS
+    return self.sizes.drafts > 0 and count <= few
+
+  def _drafts(self, compute_slots) -> int:
+    """Tokens that each of these slots drafts in a step; None are all slots."""
+    is_few = compute_slots is not None and self._speculates(compute_slots.size)
+    return self.sizes.drafts if is_few else 0
 
   def _active_subset(self, plan: SegmentPlan) -> np.ndarray | None:
     """The slots to compute, equally many of each shard; None for all.
@@ -464,9 +481,7 @@ class ContinuousSampler:
     self, schedulers, placement, results
   ) -> list[list[tuple[int, int]]]:
     """Applies a segment's results; (row, tokens) of responses that left."""
-    num_tokens, active = (
-      np.split(x, self.shards) for x in jax.device_get(results)
-    )
+    num_tokens, active = (np.split(x, self.shards) for x in results)
     left = []
     before = np.split(placement.num_tokens, self.shards)
     for shard, scheduler in enumerate(schedulers):
@@ -550,11 +565,18 @@ def build_continuous_sampler(
 ) -> ContinuousSampler:
   """Builds a ContinuousSampler; UserError if the sizes do not fit.
 
+  And if a model with states is to speculate: a state cannot go back.
+
   Weights, keys and samples are on `mesh`; `sampler_mesh` has the same devices,
   arranged for decoding. `max_prompt_length` is the width of the prompts.
   """
   shards = sharding.batch_shards(sampler_mesh)
   sampler.require_stops()
+  if sampler.speculation and has_states(cfg):
+    raise UserError(
+      f"continuous_batching.speculation={sampler.speculation}: expected 0 for "
+      "a model with gated DeltaNets, whose states cannot go back"
+    )
   sizes = batching.shard_sizes(sampler, max_prompt_length, shards)
   return ContinuousSampler(
     cfg=cfg,
