@@ -117,7 +117,7 @@ class _CountingSampler:
     return state, None
 
   def decode(
-    self, params, state, samples, plan, compute_slots, min_active, key
+    self, params, state, samples, plan, compute_slots, min_active, key, drafts
   ):
     plan = jax.tree.map(np.asarray, plan)
     if not self.segments:
@@ -152,6 +152,7 @@ class _CountingSampler:
       response=response,
       num_cached=(self._prefixes + num_tokens).astype(int),
       num_sampled=sampled.sum(),
+      drafts=None,
     )
     return state, samples, results
 
