@@ -195,7 +195,7 @@ def test_a_subset_of_the_slots_is_computed_for_the_last_responses(
   make, monkeypatch
 ):
   """Of each shard's 8 or 4 a half or quarter that holds all, and none new."""
-  monkeypatch.setattr(continuous_sampler, "_FEWEST_SLOTS", 2)
+  monkeypatch.setattr(continuous_sampler, "_FEWEST_ROWS", 2)
   generate, segments, steps_of_segments = make(), [], []
   slots, shards = generate.batching.slots, generate.shards
 
@@ -308,7 +308,7 @@ def test_a_plan_replays_the_same_steps(make):
   samples = run(make())
   assert len(np.unique(samples.lengths)) > 3
   lengths = Lengths(prompts().lengths, samples.lengths)
-  decoding = replay(make(), lengths)
+  decoding = replay(make(), lengths, block=1)
   assert decoding.slot_steps == samples.slot_steps
   assert decoding.rows * decoding.steps == pytest.approx(decoding.slot_steps)
   assert decoding.slots_in_use[-1] < decoding.slots_in_use[0] <= 1

@@ -150,7 +150,7 @@ class _CountingSampler:
     return state, None
 
   def decode(
-    self, params, state, samples, plan, compute_slots, min_active, key
+    self, params, state, samples, plan, compute_slots, min_active, key, drafts
   ):
     plan = jax.tree.map(np.asarray, plan)
     # Without the response's own tokens.
@@ -188,6 +188,7 @@ class _CountingSampler:
       response=response,
       num_cached=(self._prefixes + num_tokens).astype(int),
       num_sampled=sampled.sum(),
+      drafts=None,
     )
     return state, samples, results
 
