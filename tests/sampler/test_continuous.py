@@ -195,7 +195,7 @@ def test_a_subset_of_the_slots_is_computed_for_the_last_responses(
   make, monkeypatch
 ):
   """Of each shard's 8 or 4 a half or quarter that holds all, and none new."""
-  monkeypatch.setattr(continuous_sampler, "_FEWEST_SLOTS", 2)
+  monkeypatch.setattr(continuous_sampler, "_FEWEST_ROWS", 2)
   generate, segments, steps_of_segments = make(), [], []
   slots, shards = generate.batching.slots, generate.shards
 
@@ -274,7 +274,7 @@ def test_samples_are_the_same_when_responses_move(monkeypatch, record):
     dataclasses.replace(generate, jitted=jitted), on_finished=reported.update
   )
   expected = static()
-  assert sum(moved) > 5
+  assert sum(moved) >= 3
   assert_same(samples, expected)
   if record:
     assert_same_routing(samples, expected)
@@ -308,7 +308,7 @@ def test_a_plan_replays_the_same_steps(make):
   samples = run(make())
   assert len(np.unique(samples.lengths)) > 3
   lengths = Lengths(prompts().lengths, samples.lengths)
-  decoding = replay(make(), lengths)
+  decoding = replay(make(), lengths, block=1)
   assert decoding.slot_steps == samples.slot_steps
   assert decoding.rows * decoding.steps == pytest.approx(decoding.slot_steps)
   assert decoding.slots_in_use[-1] < decoding.slots_in_use[0] <= 1

@@ -539,7 +539,7 @@ def assert_requested(requests, lengths, finish, stop_at):
 
 
 def pending(lengths, finish, stop_at, prompts=P):
-  so_far = [x[: prompts * G] for x in (TOKENS, lengths, finish, stop_at)]
+  so_far = [x[: prompts * G] for x in (lengths, finish, stop_at, TOKENS)]
   return pending_requests(PROMPTS[:prompts], PROMPT_LENGTHS[:prompts], *so_far)
 
 

@@ -15,7 +15,7 @@ from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler.continuous import paged_decode
 from gspo_jax.sampler.continuous.config import ShardSizes
-from gspo_jax.sampler.continuous.paged_decode import DecodeState
+from gspo_jax.sampler.continuous.paged_decode import DecodeState, SegmentResults
 from gspo_jax.sampler.decode_params import decode_params, decode_params_sharding
 from gspo_jax.sampler.samples import (
   SamplerConfig,
@@ -35,6 +35,7 @@ class JittedSampler:
 
   decode_params: MeshJit
   empty_samples: MeshJit
+  share: MeshJit
   begin: MeshJit
   prefill: MeshJit
   write_prompt_routing: MeshJit
@@ -82,7 +83,10 @@ def jit_sampler(
         pages_per_slot=sizes.pages_per_slot,
       )
     # The steps of one call are counted.
-    return state, dataclasses.replace(samples, slot_steps=jnp.int32(0))
+    zeros = jax.tree.map(jnp.zeros_like, (samples.slot_steps, samples.drafts))
+    return state, dataclasses.replace(
+      samples, slot_steps=zeros[0], drafts=zeros[1]
+    )
 
   def prefill(params, state, tokens, lengths, pages, num_cached, sources):
     """Stores keys and values in `pages` [Q, C]; see `paged_decode.prefill`.
@@ -113,12 +117,13 @@ def jit_sampler(
       state = paged_decode.store_states(state, cache.states, *sources)
     return state, experts
 
-  def decode(params, state, samples, plan, compute_slots, min_active, key):
+  def decode(
+    params, state, samples, plan, compute_slots, min_active, key, drafts
+  ):
     """Decodes a segment of the slots `compute_slots` [m], or of all.
 
     `compute_slots` has all active slots, no new slot, and equally many of each
-    shard. Every device gets the results: the tokens [M] of the response in each
-    slot, and [M] bool, whether it goes on.
+    shard. `drafts`, static, of a slot in a step. Every device gets the results.
     """
     everything = compute_slots is None
     state = paged_decode.apply_plan(state, plan, start=everything)
@@ -131,10 +136,19 @@ def jit_sampler(
       sampler=sampler,
       steps=sizes.segment_steps,
       min_active=min_active,
+      drafts=drafts,
     )
     if not everything:
       computed = paged_decode.scatter_slots(state, computed, compute_slots)
-    return computed, samples, (computed.num_tokens, computed.pages.active)
+    results = SegmentResults(
+      num_tokens=computed.num_tokens,
+      active=computed.pages.active,
+      response=computed.response,
+      num_cached=computed.pages.lengths,
+      num_sampled=(computed.num_tokens - state.num_tokens).sum(),
+      drafts=samples.drafts,
+    )
+    return computed, samples, results
 
   def finalize(samples):
     """Moves samples to the training mesh; pads the end of each response."""
@@ -158,6 +172,8 @@ def jit_sampler(
       static_argnums=0,
       out_shardings=train_samples,
     ),
+    # Every device gets what each host says of its own shards.
+    share=jit(lambda x: x, out_shardings=sharding.replicated(sampler_mesh)),
     begin=jit(
       begin,
       in_shardings=(train_samples, None),
@@ -181,6 +197,7 @@ def jit_sampler(
       decode,
       in_shardings=(None,) * 6 + (sharding.replicated(mesh),),
       out_shardings=(state, decode_samples, sharding.replicated(sampler_mesh)),
+      static_argnums=7,
       donate_argnums=(1, 2),
       compiler_options=rounding.decoding_options(sampler_mesh),
     ),

@@ -5,11 +5,17 @@ of a few dozen steps (`paged_decode`), until all responses have finished or
 paused. While no response waits for a slot, the host starts the next segment
 before it reads the results of the last one, so the devices need not wait.
 
+Each host plans the shards of its own devices. Programs and their shapes follow
+from a few numbers of every shard (`_Facts`), which all hosts share once a
+segment: on the devices, before the segment. They are known at once where the
+host waits for results anyway; else when the segment before has ended.
+
 Dimension letters as in `continuous/__init__`. A shard is a part of the devices;
-no two shards share rows.
+no two shards share rows. "Own" shards are those of this host.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -21,14 +27,18 @@ from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.sharding import MeshJit
-from gspo_jax.sampler.continuous import jit
+from gspo_jax.sampler.continuous import jit, speculation
 from gspo_jax.sampler.continuous.config import (
   PROMPT_ROWS,
   ContinuousBatchingConfig,
   ShardSizes,
 )
 from gspo_jax.sampler.continuous.jit import JittedSampler
-from gspo_jax.sampler.continuous.paged_decode import DecodeState, SegmentPlan
+from gspo_jax.sampler.continuous.paged_decode import (
+  DecodeState,
+  SegmentPlan,
+  SegmentResults,
+)
 from gspo_jax.sampler.continuous.placement import Placement
 from gspo_jax.sampler.continuous.scheduler import (
   Admission,
@@ -47,8 +57,25 @@ from gspo_jax.sampler.samples import (
 from gspo_jax.sampler.stop_strings import StopStrings
 
 _IDLE = 8  # a segment ends when 1 of 8 slots is idle and responses wait
-_FEWEST_SLOTS = 8  # of a shard that a segment computes: the rows of a TPU tile
+_FEWEST_ROWS = 8  # of a shard that a step computes: those of a TPU tile
+_IDLE_SLOTS = 4  # responses draft tokens where 1 of 4 slots is computed
 _MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+  """What all hosts know of each shard after it has planned; [shards] ints."""
+
+  waiting: np.ndarray  # responses
+  active: np.ndarray  # slots
+  new: np.ndarray  # of these, new ones
+  looks_ahead: np.ndarray  # 1: `Scheduler.can_look_ahead`
+  goes_on: np.ndarray  # 1: `Scheduler.may_go_on`
+  room: np.ndarray  # `Scheduler.num_spare_pages`
+  visitors: np.ndarray  # `Scheduler.num_visitors`
+  # Prefixes to prefill in each bucket, and those without a cached token.
+  prefixes: dict[int, np.ndarray]
+  uncached: dict[int, np.ndarray]
 
 
 @dataclasses.dataclass
@@ -63,7 +90,7 @@ class PrefixCache:
   """
 
   state: DecodeState | None = None
-  tokens: list[dict] | None = None  # of each shard, by response
+  tokens: list[dict] | None = None  # of each own shard, by response
   params: model.Params | None = None  # of `decode_params`
 
 
@@ -78,6 +105,15 @@ class ContinuousSampler:
   shards: int
   batch_sharding: jax.sharding.Sharding
   jitted: JittedSampler
+
+  @functools.cached_property
+  def own(self) -> list[int]:
+    """The shards on this host's devices; two hosts may have the same."""
+    parts = self.batch_sharding.addressable_devices_indices_map((self.shards,))
+    shards = range(self.shards)
+    return sorted(
+      {shard for (part,) in parts.values() for shard in shards[part]}
+    )
 
   @property
   def mesh(self) -> jax.sharding.Mesh:
@@ -135,9 +171,10 @@ class ContinuousSampler:
         "because the routing of a response's earlier tokens is not kept"
       )
     so_far = multihost.to_host((samples.lengths, samples.finish))
-    cache, cached = prefix_cache or PrefixCache(), [None] * self.shards
+    B = len(so_far[0])
+    cache, cached = prefix_cache or PrefixCache(), [None] * len(self.own)
     if prefix_cache:
-      cached = cache.tokens or [{} for _ in range(self.shards)]
+      cached = cache.tokens or [{} for _ in self.own]
     state, samples = self.jitted.begin(samples, cache.state)
     cache.state = cache.tokens = None  # the state was donated
     requests = self._shard_requests(tokens, lengths, samples, so_far, stop_at)
@@ -154,45 +191,68 @@ class ContinuousSampler:
     ]
     if turn_start is None:
       turn_start = np.zeros_like(so_far[0])
-    fields = _fields_by_response(requests, turn_start, self.config.stop)
-    placement = Placement(so_far[0], self.sizes, self.shards)
-    # Kept tokens stay with the row of their response.
-    may_migrate = self.shards > 1 and not prefix_cache
+    starts = np.split(turn_start, self.shards)
+    fields = _fields_by_response(
+      requests, [starts[shard] for shard in self.own], self.config.stop
+    )
     params = cache.params or self.jitted.decode_params(params)
+    placement = Placement(
+      self.sizes, self.shards, self.own, so_far[0], self._stop_at(stop_at, B)
+    )
 
     def finished_in(results, samples) -> list[tuple]:
-      before = sum(scheduler.num_sampled for scheduler in schedulers)
-      left = self._apply_results(schedulers, placement, results)
+      nonlocal active, speculates
+      results = jax.device_get(results)
+      if results.drafts:
+        speculates &= speculation.pays(*map(int, results.drafts))
+      left = self._apply_results(schedulers, so_far[0], results)
+      placement.update(results)
+      before, active = active, results.active.reshape(self.shards, -1).sum(1)
+      counts = before - active  # of responses that left, also on other hosts
       if progress:
-        tokens = sum(scheduler.num_sampled for scheduler in schedulers)
-        progress.advance(sum(map(len, left)), tokens=tokens - before)
-      if not on_finished:
-        return []
-      return list(self._finished(left, placement, samples))
+        progress.advance(int(counts.sum()), tokens=int(results.num_sampled))
+      most = counts.max(initial=0)
+      return list(self._finished(left, most, samples)) if on_finished else []
 
+    speculates = True  # where few slots are computed
+    # Active slots of each shard, as far as results are known.
+    active = np.zeros(self.shards, int)
     results, finished = None, []  # of the last segment; not reported so far
+    shared = self._share(schedulers, [{}] * len(schedulers), None)
     while True:
-      look_ahead = all(scheduler.can_look_ahead for scheduler in schedulers)
-      look_ahead &= any(scheduler.may_go_on for scheduler in schedulers)
-      migrates = may_migrate and placement.should_migrate(schedulers)
+      facts = self._facts(shared)
+      look_ahead = facts.looks_ahead.all() and facts.goes_on.any()
+      # Kept tokens stay with the rows of their responses.
+      migrates = not prefix_cache and not facts.waiting.any()
+      migrates = migrates and placement.is_uneven()
       if results and (migrates or not look_ahead):
         finished += finished_in(results, samples)
         results = None
-      if not results and all(scheduler.done for scheduler in schedulers):
+      if not results and not facts.waiting.any() and not active.any():
         break
       if migrates:
         state, samples = self._migrate(state, samples, schedulers, placement)
       admissions = [scheduler.admit() for scheduler in schedulers]
-      for arrays in self._prefill_batches(admissions, requests):
-        state, samples = self._prefill(params, state, samples, *arrays)
+      queues = self._prefill_queues(admissions, requests)
       plan = self._segment_plan(schedulers, admissions, fields)
-      min_active = self._min_active(schedulers, plan)
-      plan_and_slots = multihost.to_global(
-        (plan, self._active_subset(plan)), self.batch_sharding
-      )
+      shared = self._share(schedulers, queues, plan)
+      any_new = False
+      if not results:  # else nothing waited, so nothing starts
+        facts = self._facts(shared)
+        active, any_new = facts.active, facts.new.any()
+        for arrays in self._prefill_batches(queues, facts):
+          state, samples = self._prefill(params, state, samples, *arrays)
+      min_active = self._min_active(active.sum(), facts.waiting.any())
+      slots = None
+      most = active.max() * self.shards
+      count = min(n for n in self.compute_sizes if n >= most)
+      if not any_new and count < self.batching.slots:
+        slots = self._active_subset(plan, count // self.shards)
+      drafts = self._drafts(count) if speculates and slots is not None else 0
+      plan_and_slots = self._to_devices((plan, slots))
       unread = results
       state, samples, results = self.jitted.decode(
-        params, state, samples, *plan_and_slots, min_active, key
+        params, state, samples, *plan_and_slots, min_active, key, drafts
       )
       # The devices decode this segment while the host handles the last one's
       # responses.
@@ -205,8 +265,7 @@ class ContinuousSampler:
       cache.state, cache.params = state, params
       cache.tokens = [scheduler.kept for scheduler in schedulers]
     for rows in reversed(placement.swaps):
-      rows = multihost.to_global(rows, self.batch_sharding)
-      samples = self.jitted.move_rows(samples, rows)
+      samples = self.jitted.move_rows(samples, self._to_devices(rows))
     return self.jitted.finalize(samples)
 
   def append_tokens(
@@ -243,11 +302,11 @@ class ContinuousSampler:
     key: jax.Array,
     *,
     continues: bool = False,
-    compute_slots: jax.ShapeDtypeStruct | None = None,
+    subsets: bool = False,
   ) -> dict[str, jax.stages.Lowered]:
     """Lowers a prefill of the longest prompts, and a segment; see `Sampler`.
 
-    With `compute_slots`, int32 [m], the segment computes only these slots.
+    With `subsets`, also the segments of fewer slots, as "generate SLOTS".
     """
     shape, jitted = jax.ShapeDtypeStruct, self.jitted
     whole = lambda *dims: shape(dims, np.int32, sharding=self.batch_sharding)
@@ -267,31 +326,37 @@ class ContinuousSampler:
       slots["prompt_row"], sources = (), None
     T = self.buckets(continues=continues)[-1]
     Q, C = self.prefill_batch(T) * self.shards, T // self.sizes.page_size
-    return {
+    decode = lambda compute_slots, drafts: jitted.decode.lower(
+      params,
+      state,
+      samples,
+      SegmentPlan(**slots),
+      compute_slots,
+      shape((), np.int32),
+      key,
+      drafts,
+    )
+    lowered = {
       "decode_params": decode_params,
       "prefill": jitted.prefill.lower(
         params, state, whole(Q, T), whole(Q), whole(Q, C), None, sources
       ),
-      "generate": jitted.decode.lower(
-        params,
-        state,
-        samples,
-        SegmentPlan(**slots),
-        compute_slots,
-        shape((), np.int32),
-        key,
-      ),
+      "generate": decode(None, 0),
     }
+    for m in self.compute_sizes[1:] if subsets else ():
+      lowered[f"generate {m}"] = decode(whole(m), self._drafts(m))
+    return lowered
 
   def compilations(self) -> dict[str, tuple[MeshJit, int]]:
     once = (
       *("decode_params", "read_tokens", "finalize", "append_tokens"),
       *("move_pages", "move_slots", "move_rows"),
     )
-    prefills = 4 * len(self.buckets())
+    prefills, sizes = 4 * len(self.buckets()), self.compute_sizes
     limits = dict.fromkeys(once, 1) | {
       "begin": 2,  # with an empty cache, and with the last turn's cache
-      "decode": len(self._compute_sizes),
+      # Few slots with drafts, and without if they do not pay.
+      "decode": len(sizes) + sum(self._drafts(n) > 0 for n in sizes),
       "prefill": prefills,
       "write_prompt_routing": prefills,
     }
@@ -301,7 +366,7 @@ class ContinuousSampler:
     }
 
   def describe(self, *, continues: bool) -> str:
-    slots = " or ".join(map(str, self._compute_sizes))
+    slots = " or ".join(map(str, self.compute_sizes))
     buckets = ", ".join(map(str, self.buckets(continues=continues)))
     return (
       f"continuous batching: {slots} slots, "
@@ -312,55 +377,115 @@ class ContinuousSampler:
   def _shard_requests(
     self, prompts, prompt_lengths, samples: Samples, so_far, stop_at
   ) -> list[Requests]:
-    """Each shard's responses; `so_far` is (lengths, finish) on the host."""
-    B, R = samples.tokens.shape
-    stop_at = np.full(B, R) if stop_at is None else np.minimum(stop_at, R)
-    tokens = np.zeros((B, R), np.int32)
+    """Each own shard's responses; `so_far` is (lengths, finish) on the host."""
+    B = len(samples.tokens)
+    tokens = {}
     if so_far[0].any():
-      # A host needs only the tokens that its devices prefill.
-      for row, values in multihost.addressable_rows(samples.tokens).items():
-        tokens[row] = values
-    whole = prompts, prompt_lengths, tokens, *so_far, stop_at
-    parts = zip(*(np.split(x, self.shards) for x in whole), strict=True)
-    return [pending_requests(*part) for part in parts]
+      tokens = multihost.addressable_rows(samples.tokens)
+    whole = prompts, prompt_lengths, *so_far, self._stop_at(stop_at, B)
+    parts = [np.split(x, self.shards) for x in whole]
+    b = B // self.shards
+    return [
+      pending_requests(
+        *(part[shard] for part in parts),
+        [tokens.get(row) for row in range(shard * b, shard * b + b)],
+      )
+      for shard in self.own
+    ]
+
+  def _stop_at(self, stop_at, B):
+    R = self.sizes.max_new_tokens
+    return np.full(B, R) if stop_at is None else np.minimum(stop_at, R)
+
+  def _share(self, schedulers, queues, plan: SegmentPlan | None) -> jax.Array:
+    """This host's part of the `_Facts`, sent to all: [shards, ...] int32."""
+    new = np.zeros(len(schedulers), int)
+    if plan is not None:
+      new = plan.new.reshape(len(schedulers), -1).sum(1)
+    rows = []
+    for scheduler, queue, count in zip(schedulers, queues, new, strict=True):
+      row = [scheduler.num_waiting, scheduler.num_active, count]
+      row += [scheduler.can_look_ahead, scheduler.may_go_on]
+      row += [scheduler.num_spare_pages, scheduler.num_visitors]
+      for T in self.buckets():
+        prefills = [prefill for prefill, *_ in queue.get(T, ())]
+        row += [len(prefills), sum(not p.num_cached for p in prefills)]
+      rows.append(row)
+    return self.jitted.share(self._to_devices(np.array(rows, np.int32)))
+
+  def _facts(self, shared: jax.Array) -> _Facts:
+    """The facts of all shards; waits for them."""
+    columns = np.asarray(shared.addressable_data(0)).T
+    buckets = self.buckets()
+    return _Facts(
+      *columns[:7],
+      prefixes=dict(zip(buckets, columns[7::2], strict=True)),
+      uncached=dict(zip(buckets, columns[8::2], strict=True)),
+    )
+
+  def _to_devices(self, tree):
+    """Global arrays from the rows of this host's own shards, joined."""
+
+    def put(x):
+      n = len(x) // len(self.own)
+
+      def part(index):
+        begin, end, _ = index[0].indices(n * self.shards)
+        at = self.own.index(begin // n) * n
+        return x[at : at + end - begin]
+
+      return jax.make_array_from_callback(
+        (n * self.shards, *x.shape[1:]), self.batch_sharding, part
+      )
+
+    return jax.tree.map(put, tree)
+
+  def _prefill_queues(
+    self, admissions: list[Admission], requests: list[Requests]
+  ) -> list[dict[int, list]]:
+    """Each shard's prefills by bucket: (prefill, tokens, first response)."""
+    queues = []
+    for admission, request in zip(admissions, requests, strict=True):
+      queue = {T: [] for T in self.buckets()}
+      for prefill in admission.prefill:
+        tokens = request.prefixes[prefill.prefix][:-1]
+        T = next(T for T in queue if len(tokens) <= T)
+        response = np.searchsorted(request.prefix_index, prefill.prefix)
+        queue[T].append((prefill, tokens, int(response)))
+      for rows in queue.values():
+        # The row with the fewest cached tokens decides what a batch computes.
+        rows.sort(key=lambda row: row[0].num_cached)
+      queues.append(queue)
+    return queues
 
   def _prefill_batches(
-    self, admissions: list[Admission], requests: list[Requests]
+    self, queues: list[dict[int, list]], facts: _Facts
   ) -> Iterator[tuple]:
     """The prefills of all shards' admissions, in few different shapes.
 
     Each shard has equally many rows, and counts responses from its first one.
-    Padding has the length 0 and the first response -1.
+    Padding has the length 0 and the first response -1. The arrays are of own
+    shards; `num_cached` is None if no shard's row has a cached token.
     """
-    queues = {T: [[] for _ in requests] for T in self.buckets()}
-    for shard, (admission, request) in enumerate(
-      zip(admissions, requests, strict=True)
-    ):
-      for prefill in admission.prefill:
-        tokens = request.prefixes[prefill.prefix][:-1]
-        T = next(T for T in queues if len(tokens) <= T)
-        response = np.searchsorted(request.prefix_index, prefill.prefix)
-        queues[T][shard].append((prefill, tokens, int(response)))
-    for T, by_shard in queues.items():
-      for queue in by_shard:
-        # The row with the fewest cached tokens decides what a batch computes.
-        queue.sort(key=lambda row: row[0].num_cached)
-      while longest := max(map(len, by_shard)):
+    for T, lengths in facts.prefixes.items():
+      begin, end = 0, lengths.max()
+      while begin < end:
         # Padding costs as much as a prefix, so a few are prefilled one by one.
         count = self.prefill_batch(T)
-        count = count if longest > count // 2 else 1
-        Q, C = self.shards * count, T // self.sizes.page_size
+        count = count if end - begin > count // 2 else 1
+        Q, C = len(queues) * count, T // self.sizes.page_size
         tokens_QT = np.zeros((Q, T), np.int32)
         pages_QC = np.full((Q, C), self.sizes.num_pages, np.int32)  # nowhere
         lengths_Q, num_cached_Q = np.zeros((2, Q), np.int32)
         first_response_Q = np.full(Q, -1, np.int32)
         # Sources of `paged_decode.store_states`; a row more is for no row.
         slots, rows = (
-          np.full((self.shards, n), count, np.int32)
+          np.full((len(queues), n), count, np.int32)
           for n in (self.sizes.slots, PROMPT_ROWS + 1)
         )
-        for shard, queue in enumerate(by_shard):
-          for i, (prefill, tokens, response) in enumerate(queue[:count]):
+        for shard, queue in enumerate(queues):
+          batch = queue[T][begin : begin + count]
+          for i, (prefill, tokens, response) in enumerate(batch):
             row = shard * count + i
             tokens_QT[row, : len(tokens)] = tokens
             lengths_Q[row] = len(tokens)
@@ -368,136 +493,136 @@ class ContinuousSampler:
             num_cached_Q[row] = prefill.num_cached
             first_response_Q[row] = response
             slots[shard, prefill.slots], rows[shard, prefill.row] = i, i
-          del queue[:count]
+        last = np.minimum(begin + count, lengths)
+        cached = last > np.maximum(begin, facts.uncached[T])
         sources = slots.ravel(), rows[:, :PROMPT_ROWS].ravel()
         prefixes = tokens_QT, lengths_Q, pages_QC
-        yield prefixes, num_cached_Q, sources, first_response_Q
+        num_cached = num_cached_Q if cached.any() else None
+        yield prefixes, num_cached, sources, first_response_Q
+        begin += count
 
   def _prefill(
     self, params, state, samples, prefixes, num_cached, sources, response
   ):
-    num_cached = num_cached if num_cached.any() else None
     sources = sources if has_states(self.cfg) else None
-    (tokens, lengths, pages), num_cached, sources = multihost.to_global(
-      (prefixes, num_cached, sources), self.batch_sharding
+    (tokens, lengths, pages), num_cached, sources = self._to_devices(
+      (prefixes, num_cached, sources)
     )
     state, experts = self.jitted.prefill(
       params, state, tokens, lengths, pages, num_cached, sources
     )
     if experts is not None:
-      response = multihost.to_global(response, self.batch_sharding)
+      response = self._to_devices(response)
       samples = self.jitted.write_prompt_routing(
         samples, experts, lengths, response
       )
     return state, samples
 
-  def _migrate(self, state, samples, schedulers, placement):
-    """Moves running responses from full shards to empty ones."""
-    migration = placement.migrate(schedulers)
-    if not migration:
-      return state, samples
-    pages, *slots, rows = multihost.to_global(migration, self.batch_sharding)
-    for moves in pages:
-      state = self.jitted.move_pages(state, moves)
-    state = self.jitted.move_slots(state, *slots)
-    return state, self.jitted.move_rows(samples, rows)
-
   def _segment_plan(
     self, schedulers, admissions: list[Admission], fields
   ) -> SegmentPlan:
-    """Allocates the next segment's pages; returns its plan for all shards."""
+    """Allocates the next segment's pages; returns its plan for own shards."""
     segments = [scheduler.allocate_pages() for scheduler in schedulers]
     join = lambda parts, name: np.concatenate([getattr(p, name) for p in parts])
     active = join(segments, "active")
     # A shard counts responses from its first one.
-    first = np.arange(self.shards) * (len(fields["stop_at"]) // self.shards)
-    response = join(admissions, "response")
-    response += np.repeat(first, self.sizes.slots).astype(np.int32)
+    b = len(fields["stop_at"]) // len(self.own)
+    local = join(admissions, "response")
+    first = lambda shards: np.repeat(shards, self.sizes.slots) * b
+    row = local + first(np.arange(len(self.own)))
     return SegmentPlan(
       table=join(segments, "table"),
       active=active,
       # A new response may have been preempted at once.
       new=join(admissions, "new") & active,
-      response=response,
+      response=(local + first(self.own)).astype(np.int32),
       num_cached=join(admissions, "num_cached"),
       copy_source=join(admissions, "copy_source"),
       copy_target=join(admissions, "copy_target"),
       prompt_row=(
         join(admissions, "prompt_row") if has_states(self.cfg) else ()
       ),
-      **{name: value_B[response] for name, value_B in fields.items()},
+      **{name: value_B[row] for name, value_B in fields.items()},
     )
 
-  def _min_active(self, schedulers, plan: SegmentPlan) -> np.int32:
-    count = plan.active.sum()
-    if any(scheduler.num_waiting for scheduler in schedulers):
+  def _min_active(self, count, any_waiting) -> np.int32:
+    if any_waiting:
       return np.int32(count - max(1, count // _IDLE))
     # A smaller program continues as soon as it has enough slots.
-    smaller = (n for n in self._compute_sizes if n < count)
+    smaller = (n for n in self.compute_sizes if n < count)
     return np.int32(max(smaller, default=0))
 
   @property
-  def _compute_sizes(self) -> tuple[int, ...]:
+  def compute_sizes(self) -> tuple[int, ...]:
     """Numbers of slots that a segment can compute: all, a half, and so on."""
     slots, sizes = self.sizes.slots, [self.batching.slots]
-    while (slots := slots // 2) >= _FEWEST_SLOTS:
+    while (slots := slots // 2) * (1 + self.sizes.drafts) >= _FEWEST_ROWS:
       sizes.append(slots * self.shards)
     return tuple(sizes)
 
-  def _active_subset(self, plan: SegmentPlan) -> np.ndarray | None:
-    """The slots to compute, equally many of each shard; None for all.
+  def _drafts(self, count: int) -> int:
+    """Tokens that each slot drafts in a step where `count` are computed."""
+    return (
+      self.sizes.drafts if _IDLE_SLOTS * count <= self.batching.slots else 0
+    )
+
+  def _active_subset(self, plan: SegmentPlan, count: int) -> np.ndarray:
+    """`count` slots of each shard to compute; all active ones.
 
     Most responses finish long before the longest one, so few slots may be
     active at the end. A new slot needs all, to copy its prefix's partial page.
     """
-    active = plan.active.reshape(self.shards, -1)
-    slots, most = active.shape[1], active.sum(1).max()
-    count = min(n for n in self._compute_sizes if n >= most * self.shards)
-    if count == self.batching.slots or plan.new.any():
-      return None
+    slots = self.sizes.slots
+    active = plan.active.reshape(-1, slots)
     active_first = np.argsort(~active, axis=1, kind="stable")
-    subset = active_first[:, : count // self.shards]
-    subset = subset + slots * np.arange(self.shards)[:, None]
+    subset = active_first[:, :count] + slots * np.array(self.own)[:, None]
     return subset.ravel().astype(np.int32)
 
+  def _migrate(self, state, samples, schedulers, placement):
+    """Moves running responses from the fullest shards to the emptiest."""
+    facts = self._facts(self._share(schedulers, [{}] * len(schedulers), None))
+    migration = placement.migrate(schedulers, facts.room, facts.visitors)
+    if not migration:
+      return state, samples
+    pages, *slots, rows = self._to_devices(migration)
+    for moves in pages:
+      state = self.jitted.move_pages(state, moves)
+    state = self.jitted.move_slots(state, *slots)
+    return state, self.jitted.move_rows(samples, rows)
+
   def _apply_results(
-    self, schedulers, placement, results
-  ) -> list[list[tuple[int, int]]]:
-    """Applies a segment's results; (row, tokens) of responses that left."""
-    num_tokens, active = (
-      np.split(x, self.shards) for x in jax.device_get(results)
-    )
+    self, schedulers, num_tokens_before, results: SegmentResults
+  ) -> list[list[tuple[int, int, int]]]:
+    """Applies a segment's results to the own shards.
+
+    Returns the (row, number, tokens) of responses that left.
+    """
     left = []
-    before = np.split(placement.num_tokens, self.shards)
-    for shard, scheduler in enumerate(schedulers):
-      row, first = scheduler.response, shard * len(before[shard])
-      scheduler.apply_results(
-        num_tokens[shard] - before[shard][row], active[shard]
-      )
-      slots = np.flatnonzero((row >= 0) & ~active[shard])
-      lengths = num_tokens[shard][slots].tolist()
-      rows = (first + row[slots]).tolist()
-      left.append(list(zip(rows, lengths, strict=True)))
+    by_shard = [np.split(x, self.shards) for x in results[:3]]
+    for shard, scheduler in zip(self.own, schedulers, strict=True):
+      num_tokens, active, response = (x[shard] for x in by_shard)
+      row = scheduler.response
+      scheduler.apply_results(num_tokens - num_tokens_before[response], active)
+      slots = np.flatnonzero((row >= 0) & ~active)
+      first = shard * (len(num_tokens_before) // self.shards)
+      columns = first + row[slots], response[slots], num_tokens[slots]
+      left.append(np.stack(columns, axis=1).tolist())
     return left
 
-  def _finished(self, left, placement, samples) -> Iterator[tuple]:
-    """Yields responses [Q] (-1: padding), lengths [Q] and tokens [Q, R]."""
-    count = max(1, self.sizes.slots // _IDLE)  # rows of a shard
-    while any(left):
-      rows = np.full((self.shards, count), -1, np.int32)
-      lengths = np.zeros_like(rows)
-      for shard, pairs in enumerate(left):
-        for i, pair in enumerate(pairs[:count]):
-          rows[shard, i], lengths[shard, i] = pair
-        del pairs[:count]
-      rows, lengths = rows.ravel(), lengths.ravel()
-      responses = np.where(rows < 0, -1, placement.response[rows])
-      on_devices = multihost.to_global(rows, self.batch_sharding)
-      yield (
-        responses,
-        lengths,
-        self.jitted.read_tokens(samples, on_devices),
-      )
+  def _finished(self, left, most: int, samples) -> Iterator[tuple]:
+    """Yields numbers [Q] (-1: padding), lengths [Q] and tokens [Q, R].
+
+    `most`: responses that left the shard which most left, on any host.
+    """
+    count = max(1, self.sizes.slots // _IDLE)  # of a shard
+    for begin in range(0, most, count):
+      columns = np.full((3, self.shards, count), -1, np.int32)
+      for shard, finished in zip(self.own, left, strict=True):
+        for i, values in enumerate(finished[begin : begin + count]):
+          columns[:, shard, i] = values
+      rows, numbers, lengths = columns.reshape(3, -1)
+      rows = multihost.to_global(rows, self.batch_sharding)
+      yield numbers, lengths, self.jitted.read_tokens(samples, rows)
 
   def _read_finished(
     self, finished: list[tuple]
@@ -517,12 +642,11 @@ class ContinuousSampler:
 
 
 def _fields_by_response(
-  requests: list[Requests], turn_start: np.ndarray, stop: StopStrings | None
+  requests: list[Requests], starts: list[np.ndarray], stop: StopStrings | None
 ) -> dict[str, np.ndarray]:
   """Fields of a SegmentPlan that depend on the response alone, [B] int32."""
   join = lambda name: np.concatenate([getattr(r, name) for r in requests])
   last_token, stop_state = [], []
-  starts = np.split(turn_start, len(requests))
   for r, start in zip(requests, starts, strict=True):
     counts = r.num_tokens - start
     for prefix, count in zip(r.prefix_index, counts, strict=True):
@@ -550,11 +674,18 @@ def build_continuous_sampler(
 ) -> ContinuousSampler:
   """Builds a ContinuousSampler; UserError if the sizes do not fit.
 
+  And if a model with states is to speculate: a state cannot go back.
+
   Weights, keys and samples are on `mesh`; `sampler_mesh` has the same devices,
   arranged for decoding. `max_prompt_length` is the width of the prompts.
   """
   shards = sharding.batch_shards(sampler_mesh)
   sampler.require_stops()
+  if sampler.speculation and has_states(cfg):
+    raise UserError(
+      f"continuous_batching.speculation={sampler.speculation}: expected 0 for "
+      "a model with gated DeltaNets, whose states cannot go back"
+    )
   sizes = batching.shard_sizes(sampler, max_prompt_length, shards)
   return ContinuousSampler(
     cfg=cfg,

@@ -78,16 +78,6 @@ class SegmentPages:
   active: np.ndarray
 
 
-class RunningResponse(NamedTuple):
-  """A response that leaves its slot for a slot of another shard."""
-
-  row: int  # its number on this shard
-  pages: list[int]  # that hold its tokens
-  num_cached: int  # tokens of its prefix in the pages
-  num_generated: int
-  max_tokens: int  # most tokens to generate
-
-
 class Scheduler:
   """Assigns one shard's slots and pages; its first response is number 0."""
 
@@ -115,7 +105,6 @@ class Scheduler:
       has_states: of the model.
     """
     self._sizes = sizes
-    self.num_sampled = 0  # tokens so far, also of preempted responses
     lengths_Q = np.asarray(prefix_lengths, np.int64)
     self._prefix_B = np.asarray(prefix_index, np.int64)
     self._max_tokens_B = np.asarray(max_tokens, np.int64)
@@ -148,7 +137,7 @@ class Scheduler:
     self._free_pages = np.flatnonzero(self._readers == 0).tolist()
     self._response_M = np.full(M, -1)
     # [B] bool, running responses of other shards, in the rows of finished ones.
-    self._moved_here = np.zeros(len(self._prefix_B), bool)
+    self._is_visitor = np.zeros(len(self._prefix_B), bool)
     self._num_cached_M = np.zeros(M, np.int64)
     self._num_generated_M = np.zeros(M, np.int64)
     self._num_pages_M = np.zeros(M, np.int64)  # shared pages included
@@ -176,10 +165,14 @@ class Scheduler:
     return self._response_M.copy()
 
   @property
-  def num_tokens(self) -> np.ndarray:
-    """[M] tokens in the pages of each slot; 0 for an idle slot."""
-    tokens_M = self._num_cached_M + self._num_generated_M
-    return np.where(self._response_M >= 0, tokens_M, 0)
+  def num_spare_pages(self) -> int:
+    """Pages that are free after the next segment, if nothing is admitted."""
+    return self.num_free_pages - int(self._missing_pages().sum())
+
+  @property
+  def num_visitors(self) -> int:
+    """Running responses of other shards, which are never preempted."""
+    return int(self._is_visitor.sum())
 
   @property
   def can_look_ahead(self) -> bool:
@@ -188,8 +181,7 @@ class Scheduler:
     Not while responses wait: slots that just became idle would stay empty for a
     segment. Not if pages might run out: responses would be preempted too early.
     """
-    fits = self._missing_pages().sum() <= self.num_free_pages
-    return not self._queue and bool(fits)
+    return not self._queue and self.num_spare_pages >= 0
 
   @property
   def may_go_on(self) -> bool:
@@ -226,17 +218,17 @@ class Scheduler:
   def allocate_pages(self) -> SegmentPages:
     """Gives each slot the pages that the next segment can fill.
 
-    A segment fills at most min(segment_steps, remaining tokens) positions;
+    A segment fills at most min(segment_tokens, remaining tokens) positions;
     earlier segments without results count, too. If pages run out, the newest
     responses are preempted: they return all pages and wait at the front of the
     queue. The oldest response is never preempted.
     """
     while (missing_M := self._missing_pages()).sum() > self.num_free_pages:
-      is_moved_M = self._moved_here[self._response_M]
-      # Of the newest response.
-      slot = int(np.where(is_moved_M, -1, self._response_M).argmax())
-      response = int(self._response_M[slot])
-      if not self._evict(after=self._prefix_B[response]):
+      is_visitor_M = self._is_visitor[self._response_M]
+      newest_M = np.where(is_visitor_M, -1, self._response_M)
+      slot, response = int(newest_M.argmax()), int(newest_M.max())
+      prefix = self._prefix_B[response] if response >= 0 else -1
+      if not self._evict(after=prefix):
         self._queue.appendleft(response)
         self._release_slot(slot)
     column_W = np.arange(self._sizes.pages_per_slot)
@@ -257,8 +249,6 @@ class Scheduler:
     [M] is false where a response has finished.
     """
     self._unknown_segments -= 1
-    new_M = np.asarray(num_generated) - self._num_generated_M
-    self.num_sampled += int(new_M[self._response_M >= 0].sum())
     self._num_generated_M[:] = num_generated
     slots = np.flatnonzero((self._response_M >= 0) & ~np.asarray(active))
     responses = self._response_M[slots].tolist()
@@ -271,63 +261,43 @@ class Scheduler:
 
   def _finish(self, response):
     """Releases the pages of its prefix with the last response to it."""
-    if self._moved_here[response]:
-      self._moved_here[response] = False
+    if self._is_visitor[response]:
+      self._is_visitor[response] = False
       return
     prefix = self._prefix_B[response]
     self._num_unfinished_Q[prefix] -= 1
     if not self._num_unfinished_Q[prefix]:
       self._release_pages(self._prefix_pages.pop(prefix).pages)
 
-  def has_room_for(self, slot: int, other: "Scheduler") -> bool:
-    """Whether a response in a slot of `other` can move here, and stay.
+  def remove(self, slot: int, num_pages: int) -> tuple[int, list[int]]:
+    """Takes a response out of a slot; its row, and its first pages.
 
-    It cannot start again on this shard. So it is never preempted, and all that
-    moved here, and one more, must fit into the pool even if they grow to their
-    longest.
+    The results of all segments have been applied.
     """
-    reserved = (self._moved_here.sum() + 2) * self._sizes.pages_per_slot
-    pages = self._missing_pages().sum() + self._pages_after_segment(
-      other._num_cached_M[slot],
-      other._num_generated_M[slot],
-      other._max_tokens_B[other._response_M[slot]],
-    )
-    return bool(
-      self.num_active < len(self._response_M)
-      and reserved <= self._sizes.num_pages
-      and pages <= self.num_free_pages
-    )
-
-  def remove(self, slot: int) -> RunningResponse:
-    """Takes a response out of its slot, after all results were applied."""
-    row, page_size = int(self._response_M[slot]), self._sizes.page_size
-    used = -(-int(self.num_tokens[slot]) // page_size)
-    running = RunningResponse(
-      row=row,
-      pages=self._table[slot, :used].tolist(),
-      num_cached=int(self._num_cached_M[slot]),
-      num_generated=int(self._num_generated_M[slot]),
-      max_tokens=int(self._max_tokens_B[row]),
-    )
+    row, pages = int(self._response_M[slot]), self._table[slot, :num_pages]
+    pages = pages.tolist()
     self._release_slot(slot)
     self._finish(row)
-    return running
+    return row, pages
 
-  def insert(self, running: RunningResponse) -> tuple[int, int, list[int]]:
-    """Gives a response of another shard a slot, the row of a finished one, and
-    pages for its tokens."""
+  def insert(
+    self, num_pages: int, num_cached: int, num_generated: int, max_tokens: int
+  ) -> tuple[int, int, list[int]]:
+    """Gives a response of another shard a slot, a finished one's row, and pages
+    for its tokens.
+
+    It cannot start again on this shard, so it is never preempted.
+    """
     slot = int(self._response_M.argmin())
     is_idle_B = np.ones(len(self._prefix_B), bool)
     is_idle_B[self._response_M[self._response_M >= 0]] = False
     row = int(is_idle_B.argmax())
-    pages = self._pop_pages(len(running.pages))
-    self._moved_here[row] = True
-    self._max_tokens_B[row] = running.max_tokens
-    self._response_M[slot] = row
-    self._num_cached_M[slot] = running.num_cached
-    self._num_generated_M[slot] = running.num_generated
-    self._num_pages_M[slot] = len(pages)
-    self._table[slot, : len(pages)] = pages
+    pages = self._pop_pages(num_pages)
+    self._is_visitor[row], self._max_tokens_B[row] = True, max_tokens
+    self._response_M[slot], self._num_cached_M[slot] = row, num_cached
+    self._num_generated_M[slot] = num_generated
+    self._num_pages_M[slot] = num_pages
+    self._table[slot, :num_pages] = pages
     return slot, row, pages
 
   def _make_room(self, response):
@@ -395,8 +365,8 @@ class Scheduler:
     prefill.append(Prefill(prefix, pages, num_stored, [slot]))
 
   def _pages_after_segment(self, num_cached, num_generated, max_tokens):
-    steps = self._sizes.segment_steps * (self._unknown_segments + 1)
-    tokens = num_cached + np.minimum(num_generated + steps, max_tokens)
+    new = self._sizes.segment_tokens * (self._unknown_segments + 1)
+    tokens = num_cached + np.minimum(num_generated + new, max_tokens)
     return -(-tokens // self._sizes.page_size)
 
   def _missing_pages(self):
@@ -457,10 +427,10 @@ class Requests(NamedTuple):
 def pending_requests(
   prompts: np.ndarray,
   prompt_lengths: np.ndarray,
-  tokens: np.ndarray,
   lengths: np.ndarray,
   finish: np.ndarray,
   stop_at: np.ndarray,
+  tokens: Sequence[np.ndarray | None],
 ) -> Requests:
   """The unfinished responses of samples, with the prefix of each.
 
@@ -468,9 +438,9 @@ def pending_requests(
   other response has a separate prefix: its prompt, stored again, and its
   tokens.
 
-  `prompts` [P, S] are padded on the left; `tokens` [B, R] may be wrong for
-  responses on other hosts; `finish` [B] is as in Samples; a response pauses at
-  `stop_at` [B] tokens.
+  `prompts` [P, S] are padded on the left; `tokens` are [R] for each of B
+  responses, None if none has any; `finish` [B] is as in Samples; a response
+  pauses at `stop_at` [B] tokens.
   """
   group_size = len(lengths) // max(len(prompts), 1)
   pending = (finish == UNFINISHED) & (lengths < stop_at)
@@ -479,7 +449,9 @@ def pending_requests(
     p = response // group_size
     if pending[response] and (length or shared_prompt != p):
       prompt = prompts[p, prompts.shape[1] - prompt_lengths[p] :]
-      prefixes.append(np.concatenate([prompt, tokens[response, :length]]))
+      if length:
+        prompt = np.concatenate([prompt, tokens[response][:length]])
+      prefixes.append(prompt)
       shared_prompt = None if length else p
     prefix_index.append(max(len(prefixes) - 1, 0))
   stop_at = np.where(pending, stop_at, lengths).astype(np.int32)
