@@ -7,13 +7,11 @@ import pytest
 from gspo_jax.model import paged_attention
 from gspo_jax.plan import chips, lower_bounds
 from gspo_jax.plan.iteration import cost as iteration_cost
-from gspo_jax.plan.iteration import lengths as iteration_lengths
 from gspo_jax.plan.iteration.decoding import Speculation
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.errors import UserError
 
 WHERE = chips.parse("v5e:2x2")
 P, G, S, R = 8, 4, 8, 12
@@ -256,8 +254,20 @@ def test_drafted_tokens_save_steps_while_few_slots_sample(continuous):
   assert set(found["by_rows"]) == {P * G, 4 * 16}
 
 
-def test_partial_rollouts_are_not_costed(continuous):
-  continuous.rollout.max_tokens_per_iteration = 4
-  config = parse(continuous)
-  with pytest.raises(UserError, match=r"max_tokens_per_iteration=0, .*got 4"):
-    iteration_lengths.draw("lognormal:mean=.5,sigma=1", config, None)
+def test_partial_rollouts_sample_as_much_as_they_return(continuous):
+  """On average; the batch has whole groups, and few wait for the longest."""
+  continuous.continuous_batching.slots = 2 * P * G
+  continuous.data.prompts = P
+  whole, _ = cost(continuous, uneven())
+  continuous.rollout.max_tokens_per_iteration = 5
+  found, _ = cost(continuous, uneven())
+  before, after = whole["parts"]["generate"], found["parts"]["generate"]
+  assert before["steps"] == R
+  assert after["steps"] <= 2 * 5
+  # Every second group has a response of R tokens, all others have one token.
+  assert found["responses"]["tokens"] == pytest.approx(
+    whole["responses"]["tokens"], rel=0.3
+  )
+  assert after["real_tokens"] == pytest.approx(before["real_tokens"], rel=0.3)
+  # Earlier tokens are prefilled again.
+  assert after["prefilled"] > before["prefilled"]

@@ -4,7 +4,8 @@ A function takes its compiled time, as scheduled. The lengths, packed and
 scheduled as in a run, decide how often its parts run, which tokens a decode
 step reads, and how many a prefill computes. Rewards, packing, advantages and
 the host between segments are not counted, so `rollout.max_staleness`, which
-hides rewards, gains nothing. Dynamic sampling counts as one round.
+hides rewards, gains nothing. Dynamic sampling counts as one round. Partial
+rollouts count with responses in flight, of earlier iterations.
 """
 
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ import numpy as np
 from gspo_jax.learner.packing import RowTokens
 from gspo_jax.plan import lower, lower_bounds, roofline
 from gspo_jax.plan.chips import Topology
+from gspo_jax.plan.iteration import partial
 from gspo_jax.plan.iteration.decoding import (
   NO_SPECULATION,
   Decoding,
@@ -79,13 +81,7 @@ def cost(
   `functions` has the reports of all functions of the program, `transfer` the
   `seconds` to send weights to a sampler with its own devices.
   """
-  generate = program.sampler.generate
-  shards = sharding.batch_shards(generate.mesh)
-  decoding = (
-    replay(generate, lengths, roofline.block_tokens(generate), speculation)
-    if generate.batching
-    else decode_together(lengths, config, shards)
-  )
+  decoding, lengths, sampled = _decoding(program, config, lengths, speculation)
   packed = program.learner.pack(*lengths, jax.random.key(config.seed))
   tokens = program.learner.row_tokens(*lengths, packed)
   flops = _flops(program, lengths)
@@ -96,7 +92,7 @@ def cost(
   devices = program.mesh.size + len(lower.sampler_devices(program))
   peak = topology.chip.flops * devices
   parts_of = lambda reports: _parts(
-    reports, config, program, topology, decoding, lengths, tokens, flops
+    reports, config, program, topology, decoding, sampled, tokens, flops
   )
   parts, compiler = parts_of(functions), None
   for name, part in parts.items():
@@ -133,6 +129,20 @@ def cost(
       lengths, compiler["seconds"], devices / topology.chip.on_chip
     ),
   }
+
+
+def _decoding(program, config, lengths, speculation):
+  """What is decoded, the lengths of an update, and the sampled tokens."""
+  generate = program.sampler.generate
+  if not generate.batching:
+    shards = sharding.batch_shards(generate.mesh)
+    decoding = decode_together(lengths, config, shards)
+  else:
+    block = roofline.block_tokens(generate)
+    if config.rollout.max_tokens_per_iteration:
+      return partial.replay(generate, lengths, block, speculation, config)
+    decoding = replay(generate, lengths, block, speculation)
+  return decoding, lengths, int(lengths.responses.sum())
 
 
 def _throughput(lengths, seconds, chips) -> dict[str, float]:
@@ -173,13 +183,13 @@ def _by_compiler(functions) -> dict:
 
 
 def _parts(
-  functions, config, program, topology, decoding, lengths, tokens, flops
+  functions, config, program, topology, decoding, sampled, tokens, flops
 ) -> dict:
   sampler = _sampler_cost(functions, config, program, topology)
   score = {k: rows for k, rows in tokens.items() if k != "update"}
   update = functions["update"]["parts"]
   return {
-    "generate": _generate(sampler, decoding, lengths, flops),
+    "generate": _generate(sampler, decoding, sampled, flops),
     "weights": {"seconds": sampler.weights},
     "score": _rows(functions, score)
     | {"model_flops": _score_flops(tokens, flops, program)},
@@ -231,8 +241,7 @@ def _flops(program, lengths: Lengths) -> _Flops:
   )
 
 
-def _generate(sampler, decoding, lengths, flops) -> dict:
-  sampled = int(lengths.responses.sum())
+def _generate(sampler, decoding, sampled, flops) -> dict:
   seconds = sampler.seconds(decoding)
   return {
     "seconds": sum(seconds.values()),
