@@ -44,13 +44,13 @@ def attend(
   wait neither for the end of a row nor for rows without tokens, whose output
   is 0.
   """
-  (B, T, K, U, H), M = q_BTKUH.shape, q_BTKUH.shape[1] * q_BTKUH.shape[3]
-  t, itemsize = k_KntH.shape[2], k_KntH.dtype.itemsize
+  (B, T, K, U, H), (t, W) = q_BTKUH.shape, (k_KntH.shape[2], table_BW.shape[1])
+  M, itemsize = T * U, k_KntH.dtype.itemsize
   cores = sharding.cores() if K % 2 == 0 or B % 2 == 0 else 1
   heads, rows = (K // cores, B) if K % cores == 0 else (K, B // cores)
-  page_bytes = 2 * heads * t * H * itemsize
-  P = max(1, min(_TOKENS // t, _BLOCK_BYTES // page_bytes))
-  buffers = max(2, min(_BUFFERS, _BUFFERS_BYTES // (P * page_bytes)))
+  S = block_pages(heads, t, H, itemsize) * t
+  block_bytes = 2 * heads * S * H * itemsize
+  buffers = max(2, min(_BUFFERS, _BUFFERS_BYTES // block_bytes))
   padded = M + -M % _SUBLANES
   most = max(1, _QUERY_BYTES // (heads * padded * H * itemsize))
   R = max(r for r in range(1, min(rows, most) + 1) if rows % r == 0)
@@ -62,14 +62,14 @@ def attend(
   queries = pl.BlockSpec((R, heads, M, H), lambda *ids: (*place(*ids), 0, 0))
   sinks = pl.BlockSpec((heads, M, 1), lambda *ids: (place(*ids)[1], 0, 0))
   in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-  blocks = pltpu.VMEM((buffers, heads, P * t, H), k_KntH.dtype)
+  blocks = pltpu.VMEM((buffers, heads, S, H), k_KntH.dtype)
   q_BKMH = q_BTKUH.swapaxes(1, 2).reshape(B, K, M, H)
   # The sink of a head adds 1 to a sum of exp(score - sink).
   sinks_N = jnp.full(K * U, MASKED) if sinks_N is None else sinks_N
   sinks_KM = jnp.tile(sinks_N.reshape(K, U).astype(jnp.float32), (1, T))
   out_BKMH = pl.pallas_call(
     functools.partial(
-      _attend, T=T, W=table_BW.shape[1], place=place, scale=scale, window=window
+      _attend, T=T, W=W, place=place, scale=scale, window=window
     ),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=2,
@@ -84,7 +84,8 @@ def attend(
       # They would take as many instructions as the copies that they check.
       disable_bounds_checks=True,
     ),
-    name="paged_attention",
+    # The plan of a program knows the kernel and its window by this name.
+    name="paged_attention" + (f"_window_{window}" if window else ""),
   )(
     lengths_B,
     table_BW.reshape(-1),
@@ -94,6 +95,12 @@ def attend(
     v_KntH,
   )
   return out_BKMH.reshape(B, K, T, U, H).swapaxes(1, 2)
+
+
+def block_pages(heads: int, t: int, H: int, itemsize: int) -> int:
+  """P, the pages of a block of so many heads."""
+  page_bytes = 2 * heads * t * H * itemsize
+  return max(1, min(_TOKENS // t, _BLOCK_BYTES // page_bytes))
 
 
 def _attend(
