@@ -102,51 +102,73 @@ def test_a_splash_kernel_by_walking_over_its_grid(fused):
   assert kernels.issued(kernel, entry, i, Work(0.0)).bundles == issued
 
 
-def test_pages_are_read_by_rows_heads_and_blocks():
+def paged(window="", both=True):
+  """A kernel of four heads and blocks of 512 tokens, its call and its row."""
+  block = Loop(300, [], [Loop(17), Loop(7), Loop(5)])
+  row = Loop(77, [], [block, Loop(7)])
   pages = "bf16[4,6000,128,128]"
   entry, i = call(
-    "paged_attention",
-    ["s32[64]", "f32[64,32,128]", pages, pages],
-    "f32[64,32,128]",
+    f"paged_attention{window}",
+    ["s32[64]", "s32[640]", "bf16[64,4,8,128]", "f32[4,8,1]", pages, pages],
+    "bf16[64,4,8,128]",
   )
-  row = Loop(147, [], [Loop(560, [], [Loop(3)])])
-  found = kernels.pages(Kernel(Loop(5, [], [row]), False), entry, i)
-  assert found == kernels.Pages(
-    heads=4, row=147, block=563, rows=64, tokens=6000 * 128,
-    token_bytes=4 * 128 * 2 * 2,
+  body = Loop(5, [], [Loop(61, [], [Loop(17), Loop(7)]), row])
+  return kernels.pages(Kernel(body, both), entry, i)
+
+
+def test_pages_are_read_by_rows_and_pages():
+  assert paged() == kernels.Pages(
+    parts=2, row=84, page=300 / 4 + 17 + 7 + 5, rows=64, pages=6000,
+    page_bytes=4 * 128 * 128 * 2 * 2, window=None,
   )  # fmt: skip
+  # One core has all heads: a block of 1 MiB is as long.
+  assert paged(both=False).parts == 1
+  assert paged("_window_128").window == 2
+  assert paged("_window_130").window == 3
 
 
 PAGED = """
-ENTRY %main (q: f32[8,8,128]) -> f32[8,8,128] {
-  %q = f32[8,8,128] parameter(0)
-  %k = bf16[2,100,128,128] parameter(1)
-  %paged_attention.6 = f32[8,8,128] custom-call(%q, %k, %k), custom_call
-  ROOT %paged_attention.7 = f32[8,8,128] custom-call(%q, %k, %k), custom_call
+ENTRY %main (q: bf16[8,4,8,128]) -> bf16[8,4,8,128] {
+  %q = bf16[8,4,8,128] parameter(0)
+  %s = f32[4,8,1] parameter(1)
+  %k = bf16[4,100,128,128] parameter(2)
+  %NAME.6 = bf16[8,4,8,128] custom-call(%q, %s, %k, %k), custom_call
+  ROOT %NAME.7 = bf16[8,4,8,128] custom-call(%q, %s, %k, %k), custom_call
 }
 """
 
 
+@pytest.mark.parametrize("window", [None, 128])
 @pytest.mark.parametrize("both", [False, True])
-def test_a_kernel_takes_its_bundles_or_its_bytes(both):
+@pytest.mark.parametrize("bundles", [200, 20_000])
+def test_a_kernel_takes_its_bundles_or_its_bytes(bundles, both, window):
   """Equal kernels issue the same, although only one of them is dumped."""
   chip = chips.CHIPS["v5p"]
-  text = PAGED.replace(
+  name = "paged_attention" + (f"_window_{window}" if window else "")
+  text = PAGED.replace("NAME", name).replace(
     ", custom_call\n", ', custom_call_target="tpu_custom_call"\n'
   )
-  kernel = Kernel(Loop(0, [], [Loop(100, [], [Loop(2000)])]), both)
+  inner = [Loop(10), Loop(20), Loop(30)]
+  body = Loop(0, [], [Loop(100, [], [Loop(4 * bundles, [], inner)])])
   cost = hlo.cost_of(
-    text, chip, lambda *_: 1.0, 1,
-    kernels={"paged_attention.6": kernel}, block_tokens=512,
-  )  # fmt: skip
-  rate = chip.clock * (2 if both else 1)
-  row, block = (2 * n / rate for n in (100, 2000))
-  block = max(block, 512 * 2 * 128 * 2 * 2 / chip.hbm_bandwidth)
-  assert cost.reading.row == pytest.approx(2 * row)
-  assert cost.reading.block == pytest.approx(2 * block)
-  full = 2 * (8 * row + 100 * 128 / 512 * block)
+    text, chip, lambda *_: 1.0, 1, kernels={f"{name}.6": Kernel(body, both)}
+  )
+  # Each core has two heads, or one has all.
+  row, page = 2 * 100 / chip.clock, 2 * (bundles + 60) / chip.clock
+  page = max(page, 2 * 4 * 128 * 128 * 2 * 2 / chip.hbm_bandwidth)
+  full = 8 * row + 100 * page
+  if window:  # two pages of a row
+    row, page = row + 2 * page, 0.0
+    full = 8 * row
+  assert cost.reading.row == pytest.approx(row)
+  assert cost.reading.block == pytest.approx(page)
   assert cost.reading.full == pytest.approx(full)
-  assert cost.roofline_seconds == pytest.approx(full)
+  moved = 2 * (8 * 4 * 8 * 128 * 4 + 4 * 8 * 4) + (
+    2 * (8 * 2 if window else 100) * 4 * 128 * 128 * 4
+  )
+  assert cost.hbm_bytes == pytest.approx(moved)
+  seconds = max(full, moved / chip.hbm_bandwidth)
+  assert cost.roofline_seconds == pytest.approx(seconds)
 
 
 @pytest.mark.slow

@@ -193,9 +193,9 @@ class _CountingSampler:
     return state, samples, results
 
   def _read(self, before, left, steps, pace, queries):
-    """Adds the blocks that each step reads; an idle row reads one."""
+    """Adds the blocks that each step reads; an idle row reads none."""
     new = (np.arange(steps) * pace).astype(int)
-    tokens = np.where(new < left[:, None], before[:, None] + new + 1, 1)
+    tokens = np.where(new < left[:, None], before[:, None] + new + 1, 0)
     blocks = -(-tokens // self._block)
     of_shards = np.stack([x.sum(0) for x in np.split(blocks, self._shards)])
     total = self._by_rows.get(len(left) * queries, Steps())
