@@ -30,7 +30,7 @@ class Decoding(NamedTuple):
   slots_in_use: list[float]
 
 
-class _CountingSampler:
+class CountingSampler:
   """Counts in place of the device functions of `JittedSampler`."""
 
   def __init__(self, sampler: ContinuousSampler, lengths: np.ndarray):
@@ -96,7 +96,7 @@ class _CountingSampler:
 
 
 def replay(sampler: ContinuousSampler, lengths: Lengths) -> Decoding:
-  counting = _CountingSampler(sampler, lengths.responses)
+  counting = CountingSampler(sampler, lengths.responses)
   cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
   dry = dataclasses.replace(sampler, jitted=counting, batch_sharding=cpu)
   P = len(lengths.prompts)
