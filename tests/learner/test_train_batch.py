@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import pod_bytes
+from benchmarks import pod
 from gspo_jax import model
 from gspo_jax.learner import packing, reference_pass, train_batch
 from gspo_jax.learner.objective import ObjectiveConfig
@@ -185,7 +185,7 @@ def test_on_eight_devices_the_batch_is_the_same(mesh):
 def test_a_device_receives_its_part_however_many_there_are():
   row = 128 * (1024 + 16384)
   for devices in (8, 512):
-    received = pod_bytes.packing_bytes(
+    received = pod.packing_bytes(
       data=2, fsdp=devices // 8, expert=4, routing=True
     )
     # Tokens, log-probs and experts of 48 layers, twice.

@@ -11,6 +11,7 @@ from families import FAMILIES
 from random_model import weights as random_weights
 
 from benchmarks import lengths as known_lengths
+from benchmarks import pod
 from gspo_jax import model, sampler
 from gspo_jax.learner import train_batch
 from gspo_jax.plan.iteration.decoding import replay
@@ -313,6 +314,32 @@ def test_a_plan_replays_the_same_steps(make):
   assert decoding.rows * decoding.steps == pytest.approx(decoding.slot_steps)
   assert decoding.slots_in_use[-1] < decoding.slots_in_use[0] <= 1
   assert decoding.prefilled % 8 == 0
+
+
+@pytest.mark.parametrize("own", [[0], [1, 3], [2, 3]])
+def test_a_host_plans_its_own_shards_as_one_host_plans_all(own):
+  """From the facts and results of all: the same programs, with its rows."""
+  lengths = np.random.default_rng(0).integers(4, R // 2, B)
+  lengths[: B // 4], lengths[-1] = 1, R
+  batching = dataclasses.replace(SMALL, slots=16, num_pages=4 * 25)
+  four = build(batching, **MESH)
+  host = functools.partial(
+    pod.run_host, four, lengths=lengths, prompt_lengths=prompts().lengths
+  )
+  whole = host(range(4))
+  one = host(own, whole=whole)
+
+  def assert_rows(x, all_x):
+    assert type(x) is type(all_x)
+    if np.ndim(x):
+      x, all_x = x.reshape(len(own), -1), all_x.reshape(4, -1)[own]
+    np.testing.assert_array_equal(x, all_x)
+
+  for name in ("shared", "prefills", "plans"):
+    arrays, all_arrays = getattr(one, name), getattr(whole, name)
+    assert len(arrays) == len(all_arrays) > 2
+    jax.tree.map(assert_rows, arrays, all_arrays)
+  assert {plan[1] is None for plan in one.plans} == {True, False}
 
 
 def test_what_a_sampler_cannot_do_is_an_error():

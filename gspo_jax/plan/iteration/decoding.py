@@ -85,7 +85,7 @@ class _Zeros(NamedTuple):
     return [SimpleNamespace(index=(slice(0, None),), data=data)]
 
 
-class _CountingSampler:
+class CountingSampler:
   """Counts in place of the device functions of `JittedSampler`.
 
   `block` tokens of a row are read at a time.
@@ -237,12 +237,12 @@ class _CountingSampler:
 
 def counting(
   sampler: ContinuousSampler, block: int, speculation: Speculation
-) -> tuple[_CountingSampler, ContinuousSampler]:
+) -> tuple[CountingSampler, ContinuousSampler]:
   """Counts of a sampler, and one like `sampler` that only counts.
 
   `block` tokens of a row's cache are read at a time.
   """
-  counts = _CountingSampler(sampler, block, speculation)
+  counts = CountingSampler(sampler, block, speculation)
   cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
   return counts, dataclasses.replace(sampler, jitted=counts, batch_sharding=cpu)
 
