@@ -27,7 +27,10 @@ from jax.sharding import AbstractMesh, AxisType
 from benchmarks import record
 from gspo_jax import model
 from gspo_jax.learner import packing
-from gspo_jax.plan.iteration.decoding import CountingSampler
+from gspo_jax.plan.iteration.decoding import (
+  NO_SPECULATION,
+  CountingSampler,
+)
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
@@ -111,9 +114,11 @@ class Recorder(CountingSampler):
   """
 
   def __init__(self, sampler, lengths, limit=None, whole=None):
-    super().__init__(sampler, lengths)
+    super().__init__(sampler, block=1, speculation=NO_SPECULATION)
+    self.lengths = lengths
     self.limit, self.whole = limit, whole
     self.shared, self.prefills, self.plans, self.results = [], [], [], []
+    self.moves = []
     self.seconds = []  # CPU time of the host before each segment
     self._since = time.process_time()
 
@@ -126,11 +131,23 @@ class Recorder(CountingSampler):
     self.prefills.append(arrays)
     return state, None
 
+  def move_slots(self, state, *arrays):
+    self.moves.append(arrays)
+    return state if self.whole else super().move_slots(state, *arrays)
+
+  def move_pages(self, state, moves):
+    self.moves.append(moves)
+    return state
+
+  def move_rows(self, samples, moves):
+    self.moves.append(moves)
+    return samples
+
   def decode(self, params, state, samples, *plan_and_key):
     self.seconds.append(time.process_time() - self._since)
     if len(self.plans) == self.limit:
       raise StopIteration
-    self.plans.append(plan_and_key[:-1])
+    self.plans.append(plan_and_key[:-2])
     if self.whole:
       results = self.whole.results[len(self.plans) - 1]
     else:
