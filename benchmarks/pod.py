@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, AxisType
 from benchmarks import record
 from gspo_jax import model
 from gspo_jax.learner import packing
-from gspo_jax.plan.iteration.decoding import CountingSampler
+from gspo_jax.plan.iteration.decoding import NO_SPECULATION, CountingSampler
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
@@ -111,9 +111,11 @@ class Recorder(CountingSampler):
   """
 
   def __init__(self, sampler, lengths, limit=None, whole=None):
-    super().__init__(sampler, lengths)
+    block = sampler.sizes.page_size
+    super().__init__(sampler, lengths, block, NO_SPECULATION)
     self.limit, self.whole = limit, whole
     self.shared, self.prefills, self.plans, self.results = [], [], [], []
+    self.moved = []
     self.seconds = []  # CPU time of the host before each segment
     self._since = time.process_time()
 
@@ -125,6 +127,18 @@ class Recorder(CountingSampler):
   def prefill(self, params, state, *arrays):
     self.prefills.append(arrays)
     return state, None
+
+  def move_pages(self, state, *moves):
+    self.moved.append(moves)
+    return state if self.whole else super().move_pages(state, *moves)
+
+  def move_slots(self, state, *moves):
+    self.moved.append(moves)
+    return state if self.whole else super().move_slots(state, *moves)
+
+  def move_rows(self, samples, *moves):
+    self.moved.append(moves)
+    return samples
 
   def decode(self, params, state, samples, *plan_and_key):
     self.seconds.append(time.process_time() - self._since)

@@ -2,10 +2,10 @@
 
 Padded to one width, every response would cost as much as the longest. Packed
 sequences follow one another in a row, and attention stays within each. The
-kernels still compute the scores between sequences of a row, and mask them: a
-token costs the attention of a whole row. `pack` chooses the places on the host,
-from the lengths alone, so every host chooses the same. `pack_responses` moves
-the tokens on the devices.
+kernel of TPUs skips the blocks of scores that no sequence needs; devices wait
+for each other in every layer, so the rows of a micro-batch need about equally
+many. `pack` chooses the places on the host, from the lengths alone, so every
+host chooses the same. `pack_responses` moves the tokens on the devices.
 
 Dimension key: as in train_batch.
 """
@@ -57,6 +57,9 @@ class Packing(NamedTuple):
   num_micro_batches: np.ndarray  # [M] int32, with sequences in them
 
 
+_BLOCK = 512  # queries and keys of a block of scores
+
+
 class RowTokens(NamedTuple):
   """Tokens of all micro-batches that one or more passes run."""
 
@@ -76,8 +79,9 @@ def pack(lengths: np.ndarray, order: np.ndarray, cfg: PackingConfig) -> Packing:
 
   `lengths` [B] are tokens of each prompt with its response, 0 for an empty one,
   and at most `cfg.width`. `order` [B] is a permutation: minibatch m has the
-  m-th part of it. Rows are filled evenly, and the shards of a micro-batch have
-  about as many tokens.
+  m-th part of it. Rows are filled evenly. Those that need the most blocks of
+  scores come first, so the rows of a micro-batch need about equally many, and
+  its shards have about as many tokens.
   """
   lengths, size = np.asarray(lengths), cfg.micro_batch_size
   if lengths.max(initial=0) > cfg.width:
@@ -90,16 +94,40 @@ def pack(lengths: np.ndarray, order: np.ndarray, cfg: PackingConfig) -> Packing:
     longest_first = members[np.argsort(-lengths[members], kind="stable")]
     rows = _rows(lengths[longest_first].tolist(), cfg.width, size)
     used[m] = -(-len(rows) // size)
-    for place, (_, items) in zip(
-      _places(len(rows), size, cfg.shards),
-      sorted(rows, key=lambda row: -row[0]),
-      strict=True,
-    ):
+    index = np.empty(len(members), np.int64)
+    for r, (_, items) in enumerate(rows):
       sequences = longest_first[items]
-      row[sequences] = m * (B // cfg.minibatches) + place
+      index[items] = r
       ends = np.cumsum(lengths[sequences])
       offset[sequences] = ends - lengths[sequences]
+    tokens = np.array([tokens for tokens, _ in rows], int)
+    blocks = _needed_blocks(
+      index, offset[longest_first], tokens, cfg.width, (_BLOCK, _BLOCK)
+    )
+    place = np.empty(len(rows), np.int64)
+    fullest_first = np.lexsort((-tokens, -blocks))
+    place[fullest_first] = _places(len(rows), size, cfg.shards)
+    row[longest_first] = m * (B // cfg.minibatches) + place[index]
   return Packing(row, offset, used)
+
+
+def needed_blocks(
+  lengths: np.ndarray,
+  packing: Packing,
+  cfg: PackingConfig,
+  blocks: tuple[int, int] = (_BLOCK, _BLOCK),
+) -> np.ndarray:
+  """[B] int64, the blocks of scores that the attention of each row computes.
+
+  `blocks` are the queries and the keys of a block. One is needed if a query and
+  an earlier key, or the same token's, are of one sequence. Padding needs the
+  blocks that hold the token itself, so an empty row has one of them for each
+  block of queries.
+  """
+  placed = packing.row < len(lengths)
+  row, lengths_placed = packing.row[placed], np.asarray(lengths)[placed]
+  tokens = np.bincount(row, lengths_placed, len(lengths)).astype(int)
+  return _needed_blocks(row, packing.offset[placed], tokens, cfg.width, blocks)
 
 
 def one_a_row(order: np.ndarray, cfg: PackingConfig) -> Packing:
@@ -131,6 +159,23 @@ def row_tokens(
   runs = np.arange(tokens.shape[1]) >= first[:, None]
   count = int(np.maximum(packing.num_micro_batches - first, 0).sum())
   return RowTokens(count, int(tokens[runs].sum()), count * size * cfg.width)
+
+
+def _needed_blocks(row, offset, tokens, width, blocks):
+  """Needed blocks of each row; row and offset of sequences, tokens of rows.
+
+  Keys that the first query of a block attends to reach back the furthest.
+  """
+  query_block, key_block = blocks
+  start = np.arange(0, width, query_block)  # the first query of each block
+  first = np.zeros((len(tokens), len(start)), int)  # its first key
+  block = -(-offset // query_block)  # the first that starts in the sequence
+  inside = block < len(start)
+  np.maximum.at(first, (row[inside], block[inside]), offset[inside])
+  first = np.maximum.accumulate(first, axis=1)
+  first = np.where(start < tokens[:, None], first, start)
+  last = np.minimum(start + query_block, width) - 1
+  return (last // key_block - first // key_block + 1).sum(axis=1)
 
 
 def _rows(lengths, width, multiple) -> list[tuple[int, list[int]]]:
@@ -167,7 +212,7 @@ def _emptiest_first(lengths, width, count):
 
 
 def _places(count, micro_batch_size, shards) -> list[int]:
-  """Places for `count` rows, fullest first: micro-batch by micro-batch."""
+  """Places for `count` rows in their order: micro-batch by micro-batch."""
   per_shard = micro_batch_size // shards
   order = np.arange(micro_batch_size).reshape(shards, per_shard).T
   order[1::2] = order[1::2, ::-1]

@@ -18,6 +18,10 @@ from gspo_jax.model.rounding import rounded, wide
 from gspo_jax.runtime import sharding
 
 _BLOCK = 512  # queries and keys of a tile of scores in VMEM
+# Queries and keys of a step of splash, in tiles of _BLOCK keys. A step that is
+# skipped takes a twelfth of one that is not on a v5p, by its bundles, and half
+# as many tokens need four times as many steps.
+_SPLASH_BLOCK = 1024
 # Most bytes of the parts of the fused backward pass: 32,768 tokens of 32 heads
 # of width 128. Above it a separate kernel computes the gradient of the queries,
 # and the scores once more.
@@ -45,12 +49,12 @@ def attend(
   score of each query head to a key without a value: it adds to the sum of the
   softmax, p_s = exp(score_s) / (exp(sink) + sum_s exp(score_s)).
 
-  Query head i uses key-value head i // (N / K); padding is a segment, too. The
-  products of queries and keys are multiplied by `scale`, H^-0.5 by default. The
-  output [B, T, N, V] has the dtype of the queries. By splash attention on a TPU
-  if H is a multiple of 64; by `flash` on a GPU from compute capability 8.0 on,
-  for 16-bit numbers without sinks; else `in_blocks`. No scores [B, N, T, T] are
-  stored.
+  Query head i uses key-value head i // (N / K). The tokens of a segment follow
+  one another; padding, segment 0, attends to padding. The products of queries
+  and keys are multiplied by `scale`, H^-0.5 by default. The output [B, T, N, V]
+  has the dtype of the queries. By splash attention on a TPU if H is a multiple
+  of 64; by `flash` on a GPU from compute capability 8.0 on, for 16-bit numbers
+  without sinks; else `in_blocks`. No scores [B, N, T, T] are stored.
   """
   H, operands = q_BTNH.shape[-1], (q_BTNH, k_BTKH, v_BTKV, segments_BT)
   if sharding.platform() == "tpu" and H % _SPLASH_WIDTH == 0:
@@ -314,26 +318,95 @@ def splash(
   scale: float | None = None,
   interpret: bool = False,
 ):
-  """JAX's TPU kernel; `interpret` runs it on any platform, slowly."""
+  """JAX's TPU kernel; `interpret` runs it on any platform, slowly.
+
+  It skips the blocks of scores that no segment needs. Padding, segment 0, is
+  cut into segments of one block. Two TensorCores share the parts of a `vmap`,
+  never the backward pass of one: these are the key-value heads.
+  """
   from jax.experimental.pallas.ops.tpu import splash_attention as sa
 
-  B, T, N, H = q_BTNH.shape
+  (B, T, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
+  parts = K if sharding.cores() == 2 else 1
   padding = -T % _LANES  # at the end: no earlier token attends to it
   pad = lambda x: jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
   lanes = H + -H % _LANES  # in HBM
   query_bytes = B * (T + padding) * N * lanes * q_BTNH.dtype.itemsize
-  kernel = _splash_kernel(N, T + padding, query_bytes, interpret, window)
+  kernel = _splash_kernel(
+    N // parts, T + padding, query_bytes, interpret, window
+  )
+  split = lambda x: x.reshape(parts, -1, *x.shape[1:])
   q_BTNH *= _scale(scale, H)
   qkv = (pad(x).swapaxes(1, 2) for x in (q_BTNH, k_BTKH, v_BTKV))
   if sinks_N is not None:
-    sinks_N = _cast_gradient(sinks_N)
+    sinks_N = split(_cast_gradient(sinks_N))
 
   def row(q_NTH, k_KTH, v_KTV, segments_T):
+    skipping = _skip_blocks(kernel, segments_T, window)
     ids = sa.SegmentIds(q=segments_T, kv=segments_T)
-    return kernel(q_NTH, k_KTH, v_KTV, segment_ids=ids, sinks=sinks_N)
+    run = lambda *qkv, sinks: skipping(*qkv, segment_ids=ids, sinks=sinks)
+    out = jax.vmap(run)(*map(split, (q_NTH, k_KTH, v_KTV)), sinks=sinks_N)
+    return out.reshape(N, *out.shape[2:])
 
-  out_BNTV = jax.vmap(row)(*qkv, pad(segments_BT))
+  segments_BT = pad(segments_BT)
+  block_T = jnp.arange(T + padding) // splash_blocks(T + padding, window)[0]
+  segments_BT = jnp.where(segments_BT == 0, -1 - block_T, segments_BT)
+  out_BNTV = jax.vmap(row)(*qkv, segments_BT)
   return out_BNTV.swapaxes(1, 2)[:, :T]
+
+
+def _skip_blocks(kernel, segments_T, window):
+  """A kernel of splash that skips the blocks which this row does not need.
+
+  The kernel's grid has steps for all blocks up to the diagonal, or of a window.
+  A block of queries needs the blocks of keys from first_Q1 to last_Q1. A step
+  that is skipped names the next block that is needed, or the one in VMEM.
+  """
+  sizes, T = kernel.kwargs["block_sizes"], len(segments_T)
+  token_T = jnp.arange(T)
+
+  def band(block_q, block_kv):
+    """first_Q1 and last_Q1; the first query of a block sees the first key."""
+    start_Q1 = token_T[::block_q, None]
+    same_QT = segments_T[start_Q1] == segments_T
+    if window is not None:
+      same_QT &= start_Q1 - token_T < window
+    last_Q1 = (start_Q1 + block_q - 1) // block_kv
+    return same_QT.argmax(1, keepdims=True) // block_kv, last_Q1
+
+  def replace(info, needed, block):
+    cast = lambda x, like: x[None].astype(like.dtype)
+    return info._replace(
+      block_mask=cast(needed, info.block_mask),
+      data_next=cast(block, info.data_next),
+    )
+
+  def by_query(info, block_q, block_kv):
+    first_Q1, last_Q1 = band(block_q, block_kv)
+    block_QG = first_Q1 + jnp.arange(info.data_next.shape[2])
+    needed_QG = block_QG <= last_Q1
+    next_Q1 = jnp.roll(first_Q1, -1, axis=0)
+    return replace(info, needed_QG, jnp.where(needed_QG, block_QG, next_Q1))
+
+  def by_key(info, block_q, block_kv):
+    first_Q1, last_Q1 = band(block_q, block_kv)
+    key_K = jnp.arange(T // block_kv)
+    needed_QK = (first_Q1 <= key_K) & (key_K <= last_Q1)
+    first_K = needed_QK.argmax(0)
+    last_K = first_K + needed_QK.sum(0) - 1
+    block_GK = jnp.arange(info.data_next.shape[1])[:, None]
+    if not sizes.use_fused_bwd_kernel:  # whose steps are all blocks of queries
+      block_GK += first_K
+    needed_GK = (first_K <= block_GK) & (block_GK <= last_K)
+    return replace(info, needed_GK, jnp.clip(block_GK, first_K, last_K))
+
+  infos = (
+    by_query(kernel.fwd_mask_info, sizes.block_q, sizes.block_kv),
+    kernel.dq_mask_info
+    and by_query(kernel.dq_mask_info, sizes.block_q_dq, sizes.block_kv_dq),
+    by_key(kernel.dkv_mask_info, sizes.block_q_dkv, sizes.block_kv_dkv),
+  )
+  return type(kernel)(*infos, **kernel.kwargs)
 
 
 @jax.custom_vjp
@@ -354,7 +427,7 @@ def _splash_kernel(
 ):
   from jax.experimental.pallas.ops.tpu import splash_attention as sa
 
-  block, wide_block = splash_blocks(tokens)
+  block, wide_block = splash_blocks(tokens, window)
   if window is None or window >= tokens:
     mask = sa.CausalMask((tokens, tokens))
     fused_block = _fused_block(tokens, wide_block, query_bytes)
@@ -366,6 +439,7 @@ def _splash_kernel(
   if not fused_block:
     names += "q_dq", "kv_dq"
   blocks = {f"block_{name}": block for name in names}
+  blocks |= {x: min(block, _BLOCK) for x in blocks if x.endswith("_compute")}
   if fused_block:
     blocks["block_kv_dkv"] = fused_block
   return sa.make_splash_mha(
@@ -388,14 +462,17 @@ def _fused_block(tokens: int, wide_block: int, query_bytes: int) -> int:
   return next(filter(fits, blocks), 0)
 
 
-def splash_blocks(tokens: int) -> tuple[int, int]:
-  """Queries of a block of splash, and keys of a block of its backward pass.
+def splash_blocks(tokens: int, window: int | None = None) -> tuple[int, int]:
+  """Tokens of a block of splash, and keys of a block of its backward pass.
 
   The fused backward pass writes one gradient of all queries for each block of
   keys: long blocks write less. But blocks on the diagonal are computed whole,
-  so a block has at most 1/8 of the keys. `tokens` is a multiple of 128.
+  so longer ones have at most 1/8 of the keys, and blocks of a window at most
+  half of it, if that is more than 512. `tokens` is a multiple of 128.
   """
   largest = lambda limit: max(
     b for b in (128, 256, 512, 1024, 2048) if b <= limit and tokens % b == 0
   )
-  return largest(_BLOCK), largest(max(_BLOCK, tokens // 8))
+  reach = tokens if window is None else max(window // 2, _BLOCK)
+  block = largest(min(_SPLASH_BLOCK, reach))
+  return block, largest(max(block, tokens // 8))

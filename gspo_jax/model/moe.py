@@ -19,6 +19,11 @@ from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.rounding import rounded
 from gspo_jax.runtime import sharding
 
+# Of gathered tokens, as in decode steps of few rows: copying them takes less
+# time than two more collectives.
+_FEW_BYTES = 2**20
+_INTEGERS = {2: jnp.int16, 4: jnp.int32}  # by bytes, for bits of floats
+
 
 class Routing(NamedTuple):
   """The router's output in one layer, without gradient."""
@@ -136,11 +141,14 @@ def _run_experts(x_MD, weights_Mk, experts_Mk, gate_up, down, limit):
         *operands, gate_up.weight, down.weight, biases, limit
       )
     return dispatch(*operands, gate_up, down, limit)
-  join = lambda x: sharding.gather(x, "expert", dim=0)
+  operands = x_MD, weights_Mk.astype(x_MD.dtype), experts_Mk
+  few = sharding.size("expert") * x_MD.nbytes <= _FEW_BYTES
+  join = _gather_together if few else _gather
+  x_MD, weights_Mk, experts_Mk = join(*operands)
   y, num_rows = ep.apply(
-    checkpoint_name(join(x_MD), "tokens"),
-    join(weights_Mk.astype(x_MD.dtype)),
-    join(experts_Mk) - sharding.index(*ranks) * len(gate_up.weight),
+    checkpoint_name(x_MD, "tokens"),
+    weights_Mk,
+    experts_Mk - sharding.index(*ranks) * len(gate_up.weight),
     gate_up,
     down,
     num_shards=sharding.size(*ranks),
@@ -148,6 +156,34 @@ def _run_experts(x_MD, weights_Mk, experts_Mk, gate_up, down, limit):
   )
   y_MD = sharding.scatter(y, "expert", dim=0)
   return sharding.psum(y_MD, "tensor"), sharding.psum(num_rows, "tensor")
+
+
+def _gather(*arrays):
+  return tuple(sharding.gather(x, "expert", dim=0) for x in arrays)
+
+
+@jax.custom_vjp
+def _gather_together(x_MD, weights_Mk, experts_Mk):
+  """`_gather` by one collective, as integers; it copies the tokens."""
+  integer = _INTEGERS[x_MD.dtype.itemsize]
+  bits = lambda x: jax.lax.bitcast_convert_type(x, integer)
+  columns = bits(x_MD), bits(weights_Mk), experts_Mk.astype(integer)
+  (joined,) = _gather(jnp.concatenate(columns, axis=1))
+  D, k = x_MD.shape[1], experts_Mk.shape[1]
+  x, weights, experts = jnp.split(joined, (D, D + k), axis=1)
+  floats = lambda x: jax.lax.bitcast_convert_type(x, x_MD.dtype)
+  return floats(x), floats(weights), experts.astype(experts_Mk.dtype)
+
+
+def _scatter_gradients(_, gradients):
+  dx_MD, dweights_Mk, _ = gradients
+  scatter = lambda x: sharding.scatter(x, "expert", dim=0)
+  return scatter(dx_MD), scatter(dweights_Mk), None
+
+
+_gather_together.defvjp(
+  lambda *operands: (_gather_together(*operands), None), _scatter_gradients
+)
 
 
 def route(

@@ -1,9 +1,9 @@
-"""Attention of one query per row to keys and values in pages.
+"""Attention of each row's newest tokens to keys and values in pages.
 
-Dimension key: B rows, N query heads, K key-value heads, U = N / K, H head
-width, V width of a value head, n pages, t tokens a page, W maximum pages a row,
-M (row, page) pairs of a block. A page may hold j narrow heads side by side, as
-one head of width j * H.
+Dimension key: B rows, T queries a row, N query heads, K key-value heads, U = N
+/ K, H head width, V width of a value head, n pages, t tokens a page, W maximum
+pages a row, M (row, page) pairs of a block. A page may hold j narrow heads side
+by side, as one head of width j * H.
 """
 
 import functools
@@ -16,7 +16,7 @@ from gspo_jax.model.rounding import rounded, wide
 from gspo_jax.runtime import sharding
 
 _LANES = 128
-_KERNEL_TOKENS = 512  # keys in VMEM at one time
+_KERNEL_TOKENS = 1024  # keys in VMEM at one time
 _GPU_KERNEL_TOKENS = 64  # keys in shared memory at one time
 # Programs that keep a GPU busy: about two for each of an H100's 132 cores.
 _GPU_PROGRAMS = 256
@@ -40,7 +40,7 @@ def every_head(K):
 
 
 def read(
-  q_BNH,
+  q_BTNH,
   k_KntH,
   v_KntH,
   table_BW,
@@ -51,7 +51,11 @@ def read(
   sinks_N=None,
   scale: float | None = None,
 ):
-  """Attention of one query per row and head to the tokens in its pages.
+  """Attention of T queries per row and head to the tokens in its pages.
+
+  Query t of a row attends to its first `lengths_B + t` tokens, of which its
+  pages have room for; its output [B, T, N, V] is finite, but meaningless if
+  there are none or if they are more. A row without tokens reads nothing.
 
   By JAX's kernels for bfloat16 queries: on a TPU if the width of the pages is a
   multiple of 128, on a GPU from compute capability 8.0 on if width and tokens
@@ -59,11 +63,17 @@ def read(
   windows nor sinks (see `attention.attend`), so with one of them, and
   elsewhere, `by_blocks`. Query head i uses key-value head i // (N / K). Keys
   and values may also be [K / j, n, t, j * H]. Without values it is `by_blocks`;
-  a value is the first `value_dim` (V) columns of its key. A row attends to the
-  last `window` of its `lengths_B` tokens, or to all; if it has none, its output
-  [B, N, V] is finite, but meaningless.
+  a value is the first `value_dim` (V) columns of its key. With a window, a
+  query attends to the last `window` of its tokens.
   """
-  (B, N, H), (K, _, t, width) = q_BNH.shape, k_KntH.shape
+  (B, T, N, H), (K, _, t, width) = q_BTNH.shape, k_KntH.shape
+  q_BNH, B = q_BTNH.reshape(B * T, N, H), B * T
+  if T > 1:  # the queries become rows
+    table_BW = jnp.repeat(table_BW, T, axis=0)
+    most = jnp.minimum(
+      lengths_B[:, None] + jnp.arange(T), table_BW.shape[1] * t
+    )
+    lengths_B = jnp.where(lengths_B[:, None] > 0, most, 0).reshape(B)
   scale = H**-0.5 if scale is None else scale
   plain = v_KntH is not None and window is None and sinks_N is None
   plain &= q_BNH.dtype == jnp.bfloat16
@@ -88,7 +98,13 @@ def read(
   q_BKUH = q_BKUH.reshape(B, K, -1, width)
   out_BKUV = attend(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale)
   out_BKjUjV = out_BKUV.reshape(B, K, j, N // (K * j), j, -1)
-  return jnp.einsum("bkjujv->bkjuv", out_BKjUjV).reshape(B, N, -1)
+  out_BKjUV = jnp.einsum("bkjujv->bkjuv", out_BKjUjV)
+  return out_BKjUV.reshape(-1, T, N, out_BKjUV.shape[-1])
+
+
+def kernel_pages(page_size: int, pages: int) -> int:
+  """Pages that the TPU kernel reads at a time, of at most `pages` a row."""
+  return min(pages, max(1, _KERNEL_TOKENS // page_size))
 
 
 def by_kernel(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
@@ -97,7 +113,7 @@ def by_kernel(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
 
   B, K, U, H = q_BKUH.shape
   t, W = k_KntH.shape[2], table_BW.shape[1]
-  block = min(W, max(1, _KERNEL_TOKENS // t))
+  block = kernel_pages(t, W)
   # The kernel takes whole blocks only; unused entries may be any page.
   table_BW = jnp.pad(table_BW, ((0, 0), (0, -W % block)))
   q_BNH = q_BKUH.reshape(B, K * U, H).astype(jnp.float32) * scale
@@ -108,8 +124,16 @@ def by_kernel(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
     jnp.maximum(lengths_B, 1),
     table_BW,
     pages_per_compute_block=block,
+    megacore_mode=_split_over_cores(B, K),
   )
   return out_BNH.reshape(q_BKUH.shape).astype(q_BKUH.dtype)
+
+
+def _split_over_cores(B, K) -> str | None:
+  """What two TensorCores share; with one, a split kernel may wait forever."""
+  if sharding.cores() != 2:
+    return None
+  return "kv_head" if K % 2 == 0 else "batch" if B % 2 == 0 else None
 
 
 def by_gpu_kernel(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):

@@ -32,26 +32,28 @@ _SINKS = PartitionSpec("tensor")  # [N]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pages:
-  """What the layers keep; a row gets one token at a time."""
+  """What the layers keep; each row gets T tokens at a time, or none."""
 
   kv: kv_cache.Arrays  # of tokens, [K / j, n, t, j * H]; see `token_shapes`
   states: kv_cache.Arrays  # of rows; see `state_shapes`
   # [B, W] int32, the pages of each row, in the order of its tokens; any valid
   # number in unused entries. Rows may share pages that are full.
   table: jax.Array
-  lengths: jax.Array  # [B] int32, tokens; an active row has room for one more
-  # [B] bool; the other rows write nothing, and their output is meaningless.
+  lengths: jax.Array  # [B] int32, tokens; what is behind them is overwritten
+  # [B] bool, rows that get tokens; [B, T] in `attend`: the first tokens of such
+  # a row, for which its pages have room. The others are not written, and their
+  # output is meaningless.
   active: jax.Array
 
   def mark_valid(self, mask_BT: jax.Array) -> "Pages":
-    """Sets `active` for the next token; T is 1."""
-    return dataclasses.replace(self, active=mask_BT[:, 0].astype(bool))
+    """Sets `active` for the next T tokens."""
+    return dataclasses.replace(self, active=mask_BT.astype(bool))
 
   def append(self, arrays: kv_cache.Arrays, mask_BT: jax.Array) -> "Pages":
-    """With the new arrays of all layers."""
+    """With the new arrays of all layers, after `mark_valid`."""
     kv, states = kv_cache.separate(arrays, self.kv)
-    lengths = self.lengths + mask_BT[:, 0].astype(jnp.int32)
-    return dataclasses.replace(self, kv=kv, states=states, lengths=lengths)
+    lengths = self.lengths + mask_BT.sum(1, dtype=jnp.int32)
+    return Pages(kv, states, self.table, lengths, self.active[:, 0])
 
   def attend(
     self,
@@ -65,7 +67,7 @@ class Pages:
     sinks_N=None,
     scale: float | None = None,
   ):
-    """Writes each row's new key and value, then attends to the whole row.
+    """Writes the new keys and values; each token attends up to itself.
 
     As `cache.Cache.attend`.
     """
@@ -204,6 +206,18 @@ def copy(pages: Pages, source: jax.Array, target: jax.Array) -> Pages:
   return dataclasses.replace(pages, kv=write(pages.kv, source, target))
 
 
+def exchange(kv: kv_cache.Arrays, moves: sharding.Moves) -> kv_cache.Arrays:
+  """Copies pages between devices; in place if `kv` is donated."""
+
+  def local(kv, moves):
+    return jax.tree.map(
+      lambda x: sharding.exchange(x, moves, *BATCH_AXES, dim=1), kv
+    )
+
+  specs = _specs(kv)
+  return sharding.shard_map(local, (specs, _ROWS), specs)(kv, moves)
+
+
 def copy_states(
   states: kv_cache.Arrays, source: kv_cache.Arrays, rows: jax.Array
 ) -> kv_cache.Arrays:
@@ -235,26 +249,27 @@ def _write(old, index, new):
 
 def _attend(q_BTNH, new, pages, rows, sinks_N, *, value_dim, window, scale):
   """`Pages.attend` on one device."""
-  table_BW, lengths_B, active_B = rows
-  B = len(lengths_B)
-  K, n, t, width = pages[0].shape
-  page_B = table_BW[jnp.arange(B), lengths_B // t]
-  page_B = jnp.where(active_B, page_B, n)
-  index = (paged_attention.every_head(K), page_B, lengths_B % t)
+  table_BW, lengths_B, active_BT = rows
+  (B, T), (K, n, t, width) = active_BT.shape, pages[0].shape
+  place_BT = lengths_B[:, None] + jnp.arange(T)
+  page_BT = table_BW[jnp.arange(B)[:, None], place_BT // t]
+  page_BT = jnp.where(active_BT, page_BT, n)
+  index = page_BT.reshape(-1), (place_BT % t).reshape(-1)
+  index = (paged_attention.every_head(K), *index)
   updated = tuple(
-    _write(old, index, x.reshape(B, K, width).swapaxes(0, 1))
+    _write(old, index, x.reshape(B * T, K, width).swapaxes(0, 1))
     for old, x in zip(pages, new, strict=True)
   )
   keys, values = (*updated, None)[:2]
-  out_BNV = paged_attention.read(
-    q_BTNH[:, 0],
+  out_BTNV = paged_attention.read(
+    q_BTNH,
     keys,
     values,
     table_BW,
-    jnp.where(active_B, lengths_B + 1, 0),
+    jnp.where(active_BT[:, 0], lengths_B + 1, 0),
     value_dim=value_dim,
     window=window,
     sinks_N=sinks_N,
     scale=scale,
   )
-  return out_BNV[:, None], updated
+  return out_BTNV, updated

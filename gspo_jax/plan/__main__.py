@@ -16,7 +16,11 @@ the first.
 `--lengths` adds the cost of an iteration whose responses have these lengths
 (plan/iteration/lengths.py has the formats):
 
-  --lengths=lognormal:mean=.25,sigma=1    --lengths=runs/tiny/lengths.txt
+  --lengths=lognormal:mean=.25,sigma=1,group=.5
+  --lengths=runs/tiny/lengths.txt
+
+`--speculation=1.3:4` says what drafted tokens gain: while at most a quarter of
+the slots sample, a step adds 1.3 tokens to a row on average, and feeds 4.
 
 Exit codes: 0 every function fits; 1 one does not; 2 a mistake of the user, in
 one line; 3 a fault, with its traceback.
@@ -46,8 +50,13 @@ _FUNCTIONS = flags.DEFINE_list(
 _LENGTHS = flags.DEFINE_string(
   "lengths",
   "",
-  "Also cost an iteration: lognormal:mean=.25,sigma=1, shares of "
+  "Also cost an iteration: lognormal:mean=.25,sigma=1,group=.5, shares of "
   "sampler.max_new_tokens; or a file with a length a line.",
+)
+_SPECULATION = flags.DEFINE_string(
+  "speculation",
+  "",
+  "Tokens that a row keeps of a step, and that it feeds: 1.3:4.",
 )
 _TOP = flags.DEFINE_integer("top", 0, "Show the N most expensive operations.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead.")
@@ -71,6 +80,7 @@ def _plan() -> int:
     slices=_SLICES.value,
     functions=_FUNCTIONS.value,
     lengths=_LENGTHS.value,
+    speculation=_SPECULATION.value,
   )
   report["config"] = flags.FLAGS["config"].config_filename
   if _JSON.value:

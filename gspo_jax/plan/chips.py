@@ -4,6 +4,7 @@ Sources:
   FLOPs and memory bandwidth: docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}
   Links, one way: jax-ml.github.io/scaling-book, chapter 2
   HBM: the out-of-memory message of libtpu 0.0.51
+  Latency of a hop: the same book, chapter 3, about 1 us
   FLOPs a cycle of v5e and v5p: the pages above, 4 units of 128 x 128 in each
     TensorCore
 
@@ -42,6 +43,7 @@ class Chip:
   flops_a_cycle: int  # FLOPs of all matrix units in a clock cycle
   cores: int = 1  # TensorCores
   on_chip: int = 1  # devices on one chip, which share its links
+  hop: float = 1e-6  # seconds of the first byte to a neighbour
 
   @property
   def clock(self) -> float:  # cycles a second
@@ -150,6 +152,21 @@ class Slice:
           other = (*place[:axis], at % size, *place[axis + 1 :])
           links += (number, other) in sending
     return links * chip.link
+
+  def latency(self, devices: Sequence[DeviceCoordinates]) -> float:
+    """Seconds of the first byte to the farthest device of a group.
+
+    It passes along each torus axis of the group, of a ring the shorter way.
+    Between slices, as assumed for hosts in `gpus.LATENCY`, it takes longer.
+    """
+    if len({d.slice for d in devices}) > 1:
+      return gpus.LATENCY
+    hops = 0
+    for axis, ring in enumerate(self.chip.rings(self.shape)):
+      extent = len({d.coordinates[axis] for d in devices})
+      whole = ring and extent == self.shape[axis]
+      hops += extent // 2 if whole else extent - 1
+    return self.chip.hop * max(hops, 1)
 
   def bandwidth(
     self, devices: Sequence[DeviceCoordinates], to_all: bool

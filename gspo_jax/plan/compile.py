@@ -4,6 +4,7 @@ Nothing runs on a device. Call `prepare` before JAX starts a backend.
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -16,6 +17,7 @@ import jax
 from jax.experimental import topologies
 
 from gspo_jax.plan.chips import Topology
+from gspo_jax.plan.hlo import bundles
 from gspo_jax.runtime.errors import UserError, install
 from gspo_jax.runtime.multihost import NO_TPU
 
@@ -27,6 +29,12 @@ _ENVIRONMENT = NO_TPU | {
   "TPU_MIN_LOG_LEVEL": "3",
   "TPU_STDERR_LOG_LEVEL": "3",
 }
+
+# What each operation issues; libtpu dumps it only as it is told at its start.
+_BUNDLES = (
+  "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true "
+  "--xla_jf_dump_llo_pass_label_regex=final_bundles"
+)
 
 # The compiled programs that they dump.
 _DUMPS = {"tpu": "*after_codegen.txt", "cuda": "*gpu_after_optimizations.txt"}
@@ -67,6 +75,8 @@ class Compiled:
   text: str | None  # the compiler's dump; None if it does not fit
   buffers: list[tuple[float, str]]  # in HBM: bytes and shapes, largest first
   reason: str = ""  # the compiler's message if it does not fit
+  # What TPU kernels issue, by the name of their first instruction.
+  kernels: dict[str, bundles.Kernel] = dataclasses.field(default_factory=dict)
 
 
 def prepare(platform: str = "tpu") -> str:
@@ -79,6 +89,11 @@ def prepare(platform: str = "tpu") -> str:
       f"{package}, the compiler, is not installed: {install(extra)}"
     ) from error
   os.environ.update(_ENVIRONMENT)
+  if platform == "tpu":
+    arguments = os.environ.get("LIBTPU_INIT_ARGS", "")
+    dumping = _BUNDLES.format(_bundles_folder().name)
+    if dumping not in arguments:
+      os.environ["LIBTPU_INIT_ARGS"] = f"{arguments} {dumping}".strip()
   jax.config.update("jax_platforms", "cpu")  # do not open a local TPU or GPU
   # Programs for absent devices cannot be cached; JAX would warn about each.
   jax.config.update("jax_enable_compilation_cache", False)
@@ -98,6 +113,7 @@ def devices(topology: Topology, slices: int) -> list:
 
 def compile_one(lowered: jax.stages.Lowered, platform: str = "tpu") -> Compiled:
   start = time.monotonic()
+  _clear(_bundles_folder())
   with tempfile.TemporaryDirectory() as folder:
     # `as_text` crashes on many modules; the compiler's dump is complete.
     options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
@@ -121,7 +137,8 @@ def compile_one(lowered: jax.stages.Lowered, platform: str = "tpu") -> Compiled:
       peak=m.peak_memory_in_bytes,
     )
     text = _text(folder, platform)
-    return Compiled(seconds, memory, text, _buffers(folder))
+    kernels = _kernels(text) if platform == "tpu" else {}
+    return Compiled(seconds, memory, text, _buffers(folder), kernels=kernels)
 
 
 def _text(folder, platform: str = "tpu") -> str:
@@ -134,6 +151,32 @@ def _text(folder, platform: str = "tpu") -> str:
       f"plan is read; expected {_DUMPING[platform]}"
     )
   return text
+
+
+@functools.cache
+def _bundles_folder() -> tempfile.TemporaryDirectory:
+  """One for this process: libtpu reads its arguments once."""
+  return tempfile.TemporaryDirectory()
+
+
+def _clear(folder: tempfile.TemporaryDirectory) -> None:
+  for file in Path(folder.name).iterdir():
+    file.unlink()
+
+
+_KERNEL = re.compile(
+  r'%([\w.\-]+) = [^\n]*custom_call_target="tpu_custom_call"'
+)
+
+
+def _kernels(text: str) -> dict[str, bundles.Kernel]:
+  """What the last program's kernels issue; equal ones are dumped once."""
+  names, kernels = set(_KERNEL.findall(text)), {}
+  for file in Path(_bundles_folder().name).glob("*-final_bundles.txt"):
+    name = re.fullmatch(r"\d+-(.+)-\d+-final_bundles\.txt", file.name)
+    if name and name[1] in names:
+      kernels[name[1]] = bundles.parse(file.read_text())
+  return kernels
 
 
 def _largest(folder, pattern) -> str:

@@ -21,6 +21,9 @@ from gspo_jax.runtime.errors import UserError
 
 _GIB = 2**30
 _MOST = 8  # GPUs of a host
+# Seconds that a collective takes at least, over NVLink or a data centre's
+# network: assumed.
+LATENCY = 1e-5
 # What the programs are compiled for; wheels of other versions do as well.
 _CUDA, _CUDNN = (12, 9), (9, 10)
 
@@ -40,6 +43,7 @@ class Gpu:
   cache: int  # bytes of level 2
 
   clock = None
+  on_chip = 1
   # Not estimated: a sort counts only the bytes of its operands and results.
   vector_bandwidth = math.inf
 
@@ -169,6 +173,9 @@ class Host:
   def bandwidth(self, devices: Sequence, to_all: bool) -> float:
     """Bytes a second that each device of a group can send to the others."""
     return self.chip.link
+
+  def latency(self, devices: Sequence) -> float:
+    return LATENCY
 
   def bandwidth_between(self, here: Sequence, there: Sequence) -> float:
     """Bytes a second that all of `here` together can send to `there`."""

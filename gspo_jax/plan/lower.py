@@ -24,8 +24,9 @@ def functions(
 ) -> dict[str, jax.stages.Lowered]:
   """The functions that a run has, by name.
 
-  With a continuous sampler, `generate` is a segment of decode steps,
-  `decode_params` prepares weights, and `prefill` takes the longest prompts.
+  With a continuous sampler, `generate` is a segment of decode steps of all
+  slots, and `generate SLOTS` of fewer, `decode_params` prepares weights, and
+  `prefill` takes the longest prompts.
   """
   with for_absent(program.mesh.devices.flat[0]):
     return _functions(config, program)
@@ -37,11 +38,13 @@ def _functions(config, program):
   shape, S = jax.ShapeDtypeStruct, config.data.max_prompt_length
   prompts = lambda P: Prompts(shape((P, S), jnp.int32), shape((P,), jnp.int32))
   P = config.data.prompts
+  subsets = {"subsets": True} if program.sampler.generate.batching else {}
   lowered = program.sampler.generate.lower(
     sampler_weights(program),
     sampled(prompts(config.prompts_in_flight)),
     jax.eval_shape(lambda: jax.random.key(0)),
     continues=config.rollout.continues,
+    **subsets,
   )
   samples = program.sampler.empty_samples.lower().out_info
   ints = lambda size: shape((size,), jnp.int32)
@@ -77,6 +80,13 @@ def sampler_devices(program: Program) -> list[jax.Device]:
 def has_pages(name: str, program: Program) -> bool:
   paged = program.sampler.generate.batching is not None
   return paged and name in ("prefill", "generate")
+
+
+def decode_rows(config: Config, program: Program) -> int:
+  """The rows of a decode step that computes all, on all devices."""
+  if batching := program.sampler.generate.batching:
+    return batching.slots
+  return config.data.prompts * config.rollout.group_size
 
 
 def cached_tokens(config: Config, program: Program) -> int:

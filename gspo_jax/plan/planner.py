@@ -10,6 +10,7 @@ from gspo_jax.plan import chips, lower, lower_bounds, roofline
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan import memory as plan_memory
 from gspo_jax.plan.iteration import cost as iteration_cost
+from gspo_jax.plan.iteration import decoding
 from gspo_jax.plan.iteration import lengths as plan_lengths
 from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.functions import Program, build_program
@@ -28,10 +29,12 @@ def plan(
   slices: int = 1,
   functions: Sequence[str] = FUNCTIONS,
   lengths: str = "",
+  speculation: str = "",
 ) -> dict:
   """Compiles and costs `functions`; returns the report that `--json` prints.
 
-  `lengths` (see `plan.iteration.lengths`) adds the cost of an iteration. Raises
+  `lengths` (see `plan.iteration.lengths`) adds the cost of an iteration,
+  `speculation` (see `plan.iteration.decoding`) changes its decoding. Raises
   UserError if the compiler is missing, an argument is invalid, or the config
   cannot work on the topology.
   """
@@ -43,6 +46,7 @@ def plan(
       f"--functions={','.join(functions)}: expected all of them, the default, "
       "with --lengths"
     )
+  speculation = decoding.parse_speculation(speculation)
   if slices < 1:
     raise UserError(f"--slices={slices}: expected at least 1")
   compiler = plan_compile.prepare(topology.platform)
@@ -64,10 +68,12 @@ def plan(
     print("scheduling an iteration ...", file=sys.stderr, flush=True)
     with Progress("scheduling", file=sys.stderr):
       iteration = iteration_cost.cost(
-        results, config, program, topology, drawn, transfer
+        results, config, program, topology, drawn, transfer, speculation
       )
   if sampler_devices and iteration:
-    iteration["in_turns"] = _in_turns(config, topology, slices, lengths)
+    iteration["in_turns"] = _in_turns(
+      config, topology, slices, lengths, speculation
+    )
   return {
     "topology": str(topology),
     "slices": slices,
@@ -104,7 +110,23 @@ def _analyze(functions, config, program, topology) -> dict:
     if program_id not in done:
       done[program_id] = _compile(name, lowered[name], topology)
     results[name] = _report(name, done[program_id], config, program, topology)
+  if "generate" in results:
+    _add_fewer_slots(results["generate"], lowered, config, program, topology)
   return results
+
+
+def _add_fewer_slots(report, lowered, config, program, topology):
+  """Adds the steps of segments that compute fewer slots, by their number."""
+  steps = report["fewer_slots"] = {}
+  for name, one in lowered.items():
+    _, _, slots = name.partition("generate ")
+    if not slots:
+      continue
+    done = _compile(f"{name} slots", one, topology)
+    if done.memory is None:
+      report |= {"fits": False, "reason": f"{slots} slots: {done.reason}"}
+      return
+    steps[int(slots)] = roofline.decode_step(done, config, program, topology)
 
 
 def _report(name, done, config, program, topology) -> dict:
@@ -126,10 +148,10 @@ def _report(name, done, config, program, topology) -> dict:
       program.cfg,
       program.sampler.generate,
     )
-  return report | roofline.work(name, done.text, config, program, topology)
+  return report | roofline.work(name, done, config, program, topology)
 
 
-def _in_turns(config, topology, slices, lengths) -> dict:
+def _in_turns(config, topology, slices, lengths, speculation) -> dict:
   """Seconds of an iteration in which all devices sample, then all train.
 
   The sampler's devices join the mesh axis that is -1, or else `data`.
@@ -149,7 +171,9 @@ def _in_turns(config, topology, slices, lengths) -> dict:
   results = _analyze(FUNCTIONS, config, program, topology)
   if unfit := [name for name, result in results.items() if not result["fits"]]:
     return {"reason": f"does not fit: {', '.join(unfit)}"}
-  iteration = iteration_cost.cost(results, config, program, topology, drawn)
+  iteration = iteration_cost.cost(
+    results, config, program, topology, drawn, speculation=speculation
+  )
   estimate = iteration["compiler"]
   return {
     "seconds": iteration["seconds"],

@@ -10,32 +10,34 @@ import jax
 
 from gspo_jax.learner import train_batch, train_step
 from gspo_jax.logprobs import WANTED_TOKENS
-from gspo_jax.model import experts
+from gspo_jax.model import experts, paged_attention
 from gspo_jax.plan import chips, hlo, lower, lower_bounds
+from gspo_jax.plan.compile import Compiled
 from gspo_jax.plan.lower import LEARNING
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
+from gspo_jax.runtime import sharding
 
 _TOP = 40  # how many operations are listed
 
 
 def work(
   name: str,
-  text: str,
+  done: Compiled,
   config: Config,
   program: Program,
   topology: chips.Topology,
 ) -> dict:
-  """The work of a function and its time at best; `text` is the compiler's dump.
+  """The work of a compiled function, and its time at best.
 
   `compiler` has the times by the compiler's estimate; its `share` is the part
   of the operations' time that the compiler states. It is None for a GPU.
   """
-  report, _ = _cost(name, text, config, program, topology, by_compiler=False)
+  report, _ = _cost(name, done, config, program, topology, by_compiler=False)
   if topology.chip.clock is None:
     return report | {"compiler": None}
   estimate, total = _cost(
-    name, text, config, program, topology, by_compiler=True
+    name, done, config, program, topology, by_compiler=True
   )
   share = total.roofline_seconds and (
     total.estimated_seconds / total.roofline_seconds
@@ -45,19 +47,24 @@ def work(
   if "parts" in estimate:
     compiler["parts"] = estimate["parts"]
   if "decode" in estimate:
-    compiler["decode"] = {"seconds": estimate["decode"]["seconds"]}
+    keys = "seconds", "without_cache"
+    compiler["decode"] = {k: estimate["decode"][k] for k in keys}
   return report | {"compiler": compiler}
 
 
-def _cost(name, text, config, program, topology, by_compiler):
+def _walk(name, done, program, topology, by_compiler):
+  """A function of a number of micro-batches, the cost of a compiled program."""
   mesh = program.mesh if name in LEARNING else program.sampler.generate.mesh
 
   def cost_of(micro_batches=0) -> hlo.HloCost:
     return hlo.cost_of(
-      text,
+      done.text,
       topology.chip,
       _bandwidth(mesh, topology),
       mesh.size,
+      latency=_latency(mesh, topology),
+      kernels=done.kernels,
+      block_tokens=block_tokens(program.sampler.generate),
       branches={train_step.BACKWARD: name == "update", WANTED_TOKENS: True},
       trips={train_batch.MICRO_BATCHES: micro_batches},
       # With expert parallelism, buffers hold more rows than the mean load.
@@ -65,6 +72,12 @@ def _cost(name, text, config, program, topology, by_compiler):
       by_compiler=by_compiler,
     )
 
+  return cost_of
+
+
+def _cost(name, done, config, program, topology, by_compiler):
+  mesh = program.mesh if name in LEARNING else program.sampler.generate.mesh
+  cost_of = _walk(name, done, program, topology, by_compiler)
   report = {}
   if name in LEARNING:
     cost, report["parts"] = _learning(cost_of, config, program)
@@ -144,12 +157,70 @@ def _bandwidth(mesh, topology):
   return bandwidth
 
 
+def _latency(mesh, topology):
+  places = [*map(place, mesh.devices.flat)]
+  return functools.cache(
+    lambda members: topology.latency([places[n] for n in members])
+  )
+
+
+def block_tokens(sampler) -> int:
+  """Tokens of a row's cache that a decode step reads at a time."""
+  if not sampler.batching:
+    return 1
+  sizes = sampler.sizes
+  pages = paged_attention.kernel_pages(sizes.page_size, sizes.pages_per_slot)
+  return pages * sizes.page_size
+
+
+def _reading(step, config, program, topology) -> tuple[dict, float]:
+  """Seconds of a device to read rows and blocks; those that `step` counts.
+
+  Without a kernel for a TPU, only the bytes of the blocks count.
+  """
+  generate, reading = program.sampler.generate, step.reading
+  if reading.block:
+    return {"row": reading.row, "block": reading.block}, reading.full
+  tokens = lower.cached_tokens(config, program)
+  size = lower_bounds.cache_bytes(
+    program.cfg,
+    tokens,
+    rows=lower.decode_rows(config, program),
+    tensor=generate.mesh.shape["tensor"],
+  )
+  full = size / generate.mesh.size / topology.chip.hbm_bandwidth
+  shards = sharding.batch_shards(generate.mesh)
+  block = full / (tokens / shards) * block_tokens(generate)
+  # Without a kernel the pages are read in a loop of data-dependent length,
+  # counted once.
+  counted = not generate.batching or "paged_attention" in step.unknown_kernels
+  return {"row": 0.0, "block": block}, full if counted else 0.0
+
+
+def decode_step(done, config, program, topology) -> dict:
+  """Seconds of a decode step without reading the cache, and of reading it."""
+
+  def step(by_compiler):
+    cost = _walk("generate", done, program, topology, by_compiler)()
+    return cost.longest_loop()[0].cost
+
+  best = step(by_compiler=False)
+  reading, counted = _reading(best, config, program, topology)
+  compiler = None
+  if topology.chip.clock is not None:
+    compiler = step(by_compiler=True).scheduled - counted
+  return {
+    "without_cache": best.scheduled - counted,
+    "compiler": compiler,
+    "reading": reading,
+  }
+
+
 def _decode(step, steps, config, program, topology) -> dict:
   mesh = program.sampler.generate.mesh
-  rows = config.data.prompts * config.rollout.group_size
+  rows = lower.decode_rows(config, program)
   tokens, report = lower.cached_tokens(config, program), {}
   if program.sampler.generate.batching:
-    rows = config.continuous_batching.slots
     size = lower_bounds.cache_bytes(
       program.cfg, tokens, rows=rows, tensor=mesh.shape["tensor"]
     )
@@ -160,6 +231,7 @@ def _decode(step, steps, config, program, topology) -> dict:
       "pages_bytes": size,
       "kernel": "paged_attention" in step.unknown_kernels,
       "pages_seconds": size / topology.chip.hbm_bandwidth,
+      "move": _move(program, topology),
     }
   least = lower_bounds.decode_bytes(
     program.cfg,
@@ -169,8 +241,11 @@ def _decode(step, steps, config, program, topology) -> dict:
     expert=mesh.shape["expert"],
     tensor=mesh.shape["tensor"],
   )
+  reading, counted = _reading(step, config, program, topology)
   return report | {
     "steps": steps,
+    "without_cache": max(step.scheduled - counted, 0.0),
+    "reading": reading,
     "hbm_bytes": step.hbm_bytes,
     "least_bytes": least,
     "ratio": step.hbm_bytes / least,
@@ -179,6 +254,15 @@ def _decode(step, steps, config, program, topology) -> dict:
     "collectives": _collectives(step),
     "top": _top(step),
   }
+
+
+def _move(program, topology) -> float:
+  """Seconds of a call that moves pages between shards: two all-to-alls."""
+  sampler = program.sampler.generate
+  mesh, sizes = sampler.mesh, sampler.sizes
+  tokens = sizes.pages_per_slot * sizes.page_size  # that each shard may send
+  size = lower_bounds.cache_bytes(program.cfg, tokens) / mesh.shape["tensor"]
+  return 2 * size / _bandwidth(mesh, topology)(range(mesh.size), True)
 
 
 def _model_flops(name, config, program) -> float:

@@ -206,9 +206,21 @@ def _iteration(report):
       f"{compiler['mfu']:.1%}: "
       + ", ".join(f"{k} {_time(v)}" for k, v in compiler["parts"].items())
     )
+  for by, estimate in (("at best", i), ("by libtpu's cycles", compiler)):
+    if estimate:
+      lines.append(
+        f"  {by}: {estimate['tokens_per_second']:.0f} sampled tokens/s, "
+        f"{estimate['tokens_per_second_per_chip']:.0f} a chip; with prompts "
+        f"{estimate['with_prompts_per_chip']:.0f} a chip"
+      )
   if turns := i.get("in_turns"):
     lines.append(_in_turns(i, turns))
   generate, update = i["parts"]["generate"], i["parts"]["update"]
+  seconds = generate["seconds_of"]
+  lines.append(
+    "  generate: "
+    + ", ".join(f"{name} {_time(s)}" for name, s in seconds.items())
+  )
   in_use = " ".join(f"{x:.0%}" for x in generate["slots_in_use"])
   lines += [
     f"  {generate['steps']} decode steps in {generate['segments']} segments; "

@@ -11,9 +11,10 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -350,6 +351,12 @@ def device_kind() -> str:
   return (_abstract_device() or jax.devices()[0]).device_kind
 
 
+def cores() -> int:
+  """TensorCores of a TPU device: 2 on v5p, and on v4 unless JAX splits it."""
+  device = _abstract_device() or jax.devices()[0]
+  return getattr(device, "num_cores", None) or 1
+
+
 def _abstract_device():
   mesh = ambient()
   return mesh.abstract_device if mesh else None
@@ -451,6 +458,37 @@ def all_to_all(x, *axes: str, split: int, join: int):
   """Splits dimension `split` among the devices, and joins along `join`."""
   axes = _larger_than_one(axes)
   return jax.lax.all_to_all(x, axes, split, join, tiled=True) if axes else x
+
+
+class Moves(NamedTuple):
+  """Slices of an array that go to other devices; see `exchange`.
+
+  On a device all three are [n] int32.
+  """
+
+  sent: jax.Array  # slices that this device offers
+  # The offered slice to store, counted over all devices in their order.
+  source: jax.Array
+  target: jax.Array  # where to store it; beyond the array: it is dropped
+
+
+def exchange(x, moves: Moves, *axes: str, dim: int):
+  """Stores slices of dimension `dim` that devices along the axes offer.
+
+  Whoever sends to whom, each device passes on an equal part of every slice: two
+  all-to-alls of n slices, in which no link waits for another.
+  """
+  axes = _larger_than_one(axes)
+  n, devices = len(moves.sent), size(*axes)
+  offered = jnp.moveaxis(jnp.take(x, moves.sent, axis=dim), dim, 0)
+  flat = offered.reshape(n, -1)
+  flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % devices)))
+  parts = all_to_all(flat, *axes, split=1, join=0)  # [devices * n, a part]
+  sources = gather(moves.source, *axes, dim=0)
+  stored = all_to_all(parts[sources], *axes, split=0, join=1)
+  stored = stored[:, : offered[0].size].reshape(offered.shape)
+  index = (*[slice(None)] * dim, moves.target)
+  return x.at[index].set(jnp.moveaxis(stored, 0, dim), mode="drop")
 
 
 def psum(x, *axes: str):

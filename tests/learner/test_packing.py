@@ -136,6 +136,49 @@ def test_rows_are_dealt_to_the_shards_there_and_back():
   assert by_shard.max() <= 1.01 * by_shard.mean()
 
 
+def blocks_of_pairs(segments, query_block, key_block):
+  """Blocks with a query and a key that it needs; the pairs one by one."""
+  token = np.arange(len(segments))
+  same = (segments[:, None] == segments) & (segments > 0)
+  pairs = same & (token[:, None] >= token) | np.eye(len(token), dtype=bool)
+  queries, keys = np.nonzero(pairs)
+  return len(set(zip(queries // query_block, keys // key_block, strict=True)))
+
+
+@pytest.mark.parametrize("blocks", [(4, 4), (4, 8), (8, 4), (3, 5), (1, 1)])
+@pytest.mark.parametrize("longest", [1, 7, 40])
+def test_needed_blocks_are_those_that_hold_a_pair(blocks, longest):
+  """The last block of a row may be shorter, and rows may be empty."""
+  cfg = PackingConfig(width=40, minibatches=2, micro_batch_size=4)
+  lengths = random_lengths(longest=longest, seed=longest)
+  packed = pack(lengths, shuffled(64), cfg)
+  segments = np.zeros((64, cfg.width), int)
+  for b in np.flatnonzero(lengths):
+    start = packed.offset[b]
+    segments[packed.row[b], start : start + lengths[b]] = b + 1
+  expected = [blocks_of_pairs(row, *blocks) for row in segments]
+  actual = packing.needed_blocks(lengths, packed, cfg, blocks)
+  np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_rows_of_a_micro_batch_need_about_equally_many_blocks(size):
+  """64 devices wait for the row of most; their tokens stay equal, too."""
+  lengths = long_tailed(8192, 16384) + 512
+  cfg = PackingConfig(16384 + 512, 4, micro_batch_size=size, shards=64)
+  packed = pack(lengths, shuffled(8192, group_size=16), cfg)
+  used = np.arange(2048 // size) < packed.num_micro_batches[:, None]
+  by_row = packing.needed_blocks(lengths, packed, cfg)
+  rows = by_row.reshape(4, -1, size)
+  for minibatch, count in zip(rows, packed.num_micro_batches, strict=True):
+    assert (minibatch[: count - 1].min(1) >= minibatch[1:count].max(1)).all()
+  by_shard = rows.reshape(4, -1, 64, size // 64).sum(-1)[used]
+  assert by_shard.max(1).sum() <= 1.12 * by_shard.mean(1).sum()
+  tokens = np.bincount(packed.row, lengths, minlength=8192)
+  by_shard = tokens.reshape(4, -1, 64, size // 64).sum(-1)[used]
+  assert by_shard.max(1).sum() <= 1.05 * by_shard.mean(1).sum()
+
+
 def test_row_tokens_are_those_of_the_micro_batches_that_run():
   lengths = random_lengths()
   packed = pack(lengths, shuffled(64), SMALL)

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -112,11 +113,12 @@ def test_values_of_another_width_and_a_scale(name):
 def test_gradients_of_splash_equal_those_in_blocks(blocks, monkeypatch):
   """With longer blocks of keys, or a separate kernel for the queries."""
   if blocks == "wide":
-    monkeypatch.setattr(attention, "splash_blocks", lambda tokens: (128, 256))
+    monkeypatch.setattr(attention, "splash_blocks", lambda *_: (128, 256))
   elif blocks == "apart":
     monkeypatch.setattr(attention, "_PARTS_BYTES", 0)
   *qkv, segments = random_inputs(T=256 if blocks == "default" else 512)
   cotangent = np.random.default_rng(1).normal(size=qkv[0].shape)
+  cotangent[segments == 0] = 0  # splash cuts padding into segments
   splash = functools.partial(attention.splash, interpret=True)
 
   def gradients(kernel):
@@ -126,11 +128,128 @@ def test_gradients_of_splash_equal_those_in_blocks(blocks, monkeypatch):
   traced = str(jax.make_jaxpr(gradients(splash))(qkv))
   assert ("splash_mha_dq" in traced) == (blocks == "apart")
   # The parts of the queries' gradient, one for each block of keys.
-  assert (f"f32[{B},2,{N},512,{H}]" in traced) == (blocks == "wide")
+  assert (f"[{B},1,2,{N},512,{H}]" in traced) == (blocks == "wide")
   actual = jax.jit(gradients(splash))(qkv)
   expected = jax.jit(gradients(attention.in_blocks))(qkv)
   for a, b in zip(actual, expected, strict=True):
     np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def random_segments(rng, tokens):
+  """Segments of any lengths; padding before, after, or between."""
+  cuts = np.sort(rng.integers(0, tokens, rng.integers(1, 9)))
+  numbers = np.arange(1, len(cuts) + 2) * rng.integers(0, 2, len(cuts) + 1)
+  return np.repeat(numbers, np.diff([0, *cuts, tokens]))
+
+
+@pytest.mark.parametrize(
+  ("tokens", "window", "sinks_N", "apart", "K"),
+  [
+    (700, None, None, False, 2),
+    (700, None, SINKS, True, 1),
+    (768, 150, SINKS, True, 4),
+  ],
+)
+def test_splash_that_skips_blocks_is_splash(
+  tokens, window, sinks_N, apart, K, monkeypatch
+):
+  """Bit for bit, padding included; at real tokens it is `in_blocks`."""
+  monkeypatch.setattr(attention, "splash_blocks", lambda *_: (128, 384))
+  if apart:
+    monkeypatch.setattr(attention, "_PARTS_BYTES", 0)
+  rng = np.random.default_rng(tokens + K)
+  segments = np.stack([random_segments(rng, tokens) for _ in range(3)])
+  segments[2] = 0  # an empty row
+  normal = lambda n: rng.normal(size=(3, tokens, n, 32)).astype(np.float32)
+  qkv, cotangent = (normal(N), normal(K), normal(K)), normal(N)
+  cotangent[segments == 0] = 0
+
+  def gradients(attend):
+    def loss(q, k, v, sinks_N):
+      out = attend(q, k, v, segments, window=window, sinks_N=sinks_N)
+      return (out * cotangent).sum(), out
+
+    grad = jax.grad(loss, (0, 1, 2, 3), has_aux=True)
+    return jax.tree.leaves(jax.jit(grad)(*qkv, sinks_N))
+
+  splash = lambda *args, **options: attention.splash(
+    *args, **options, interpret=True
+  )
+  in_blocks = lambda *args, window, sinks_N: attention.in_blocks(
+    *args, window, sinks_N
+  )
+  skipping, expected = gradients(splash), gradients(in_blocks)
+  monkeypatch.setattr(attention, "_skip_blocks", lambda kernel, *_: kernel)
+  for a, b in zip(skipping, gradients(splash), strict=True):
+    np.testing.assert_array_equal(a, b)
+  *grads, out = skipping
+  assert np.isfinite(out).all()
+  *exact, expected = expected
+  pairs = [(out[segments > 0], expected[segments > 0])]
+  for a, b in [*pairs, *zip(grads, exact, strict=True)]:
+    np.testing.assert_allclose(a, b, atol=1e-6 * np.abs(b).max())
+  for grad in grads[:3]:
+    assert not grad[segments == 0].any()
+
+
+def needed_steps(info, by_key):
+  """The blocks (queries, keys) of the steps that compute, in their order."""
+  mask, block = (np.asarray(x)[0] for x in (info.block_mask, info.data_next))
+  if by_key:
+    return [(block[g, k], k) for k, g in np.argwhere(mask.T)]
+  return [(q, block[q, g]) for q, g in np.argwhere(mask)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+  ("window", "apart"), [(None, False), (None, True), (300, True), (60, True)]
+)
+def test_blocks_that_are_not_skipped_hold_a_pair(
+  seed, window, apart, monkeypatch
+):
+  """And each step that is skipped finds a block that is needed."""
+  monkeypatch.setattr(attention, "_BLOCK", 128)
+  monkeypatch.setattr(attention, "_SPLASH_BLOCK", 256)
+  if apart:
+    monkeypatch.setattr(attention, "_PARTS_BYTES", 0)
+  tokens = 2048
+  segments = random_segments(np.random.default_rng(seed), tokens)
+  block, _ = attention.splash_blocks(tokens, window)
+  assert block == (128 if window else 256)
+  token = np.arange(tokens)
+  segments = np.where(segments == 0, -1 - token // block, segments)
+  kernel = attention._splash_kernel(1, tokens, 2**10, True, window)
+  skipping = attention._skip_blocks(kernel, jnp.asarray(segments), window)
+  age = token[:, None] - token
+  pairs = (age >= 0) & (age < (window or tokens))
+  pairs &= segments[:, None] == segments
+  sizes = kernel.kwargs["block_sizes"]
+  assert sizes.use_fused_bwd_kernel != apart
+  parts = [
+    ("fwd", sizes.block_q, sizes.block_kv),
+    ("dkv", sizes.block_q_dkv, sizes.block_kv_dkv),
+  ]
+  if apart:
+    parts += [("dq", sizes.block_q_dq, sizes.block_kv_dq)]
+  for name, block_q, block_kv in parts:
+    info = getattr(skipping, f"{name}_mask_info")
+    like = getattr(kernel, f"{name}_mask_info")
+    for field in ("block_mask", "data_next"):
+      new, old = getattr(info, field), getattr(like, field)
+      assert (new.shape, new.dtype) == (old.shape, old.dtype)
+    cut = pairs.reshape(tokens // block_q, block_q, -1, block_kv)
+    expected = np.argwhere(cut.any((1, 3))).tolist()
+    steps = needed_steps(info, name == "dkv")
+    assert sorted(steps) == [tuple(x) for x in expected]
+    assert len(steps) < like.block_mask.astype(bool).sum() or window
+    block = np.asarray(info.data_next)[0]
+    names = block.T if name == "dkv" else block
+    other = [x[name != "dkv"] for x in steps]
+    # In the kernel's order, round and round for all heads, a block is copied
+    # when the name changes.
+    copies = np.count_nonzero(names.ravel() != np.roll(names.ravel(), 1))
+    assert copies <= len(steps)
+    assert set(names.ravel()) == set(other)
 
 
 def gradients_with_sinks(function, qkv, sinks_N):
@@ -177,6 +296,28 @@ def test_gradients_of_splash_with_sinks_equal_those_of_the_formula(
   )
 
 
+def test_two_cores_share_the_heads_of_a_single_row(monkeypatch):
+  """Key-value heads lead the grid of each kernel, and change no gradient."""
+  *qkv, segments = (x[1:] for x in random_inputs(H=64))
+
+  def run(cores):
+    monkeypatch.setattr(sharding, "cores", lambda: cores)
+    splash = lambda q, k, v, sinks_N: attention.splash(
+      q, k, v, segments, sinks_N=sinks_N, interpret=True
+    )
+    loss = lambda q, k, v, sinks_N: splash(q, k, v, sinks_N).sum()
+    traced = str(jax.make_jaxpr(jax.grad(loss))(*qkv, SINKS))
+    return traced, gradients_with_sinks(splash, qkv, SINKS)
+
+  (one, expected), (two, actual) = run(1), run(2)
+  grids = lambda traced: re.findall(r"grid=\(.*?\)", traced)
+  assert grids(one) == [f"grid=({N}, 1, 1)", f"grid=(1, {N}, 1)"]
+  U = N // K
+  assert grids(two) == [f"grid=({K}, {U}, 1, 1)", f"grid=({K}, 1, {U}, 1)"]
+  for a, b in zip(actual, expected, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_gradients_end_where_the_window_or_the_segment_does(name):
   """Elsewhere they are exactly 0."""
@@ -198,17 +339,23 @@ def test_gradients_end_where_the_window_or_the_segment_does(name):
 
 
 @pytest.mark.parametrize(
-  ("tokens", "blocks"),
+  ("tokens", "window", "blocks"),
   [
-    (640, (128, 128)),
-    (4096, (512, 512)),
-    (16384, (512, 2048)),
-    (17408, (512, 1024)),
-    (65536, (512, 2048)),
+    (640, None, (128, 128)),
+    (4096, None, (1024, 1024)),
+    (16384, None, (1024, 2048)),
+    (16384, 128, (512, 2048)),
+    (16384, 1024, (512, 2048)),
+    (16384, 2048, (1024, 2048)),
+    (16896, None, (512, 512)),
+    (17408, None, (1024, 1024)),
+    (65536, None, (1024, 2048)),
   ],
 )
-def test_blocks_of_keys_are_at_most_an_eighth_of_a_long_row(tokens, blocks):
-  assert attention.splash_blocks(tokens) == blocks
+def test_long_blocks_of_keys_are_at_most_an_eighth_of_a_row(
+  tokens, window, blocks
+):
+  assert attention.splash_blocks(tokens, window) == blocks
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_grouped_matmul_with_empty_groups_and_adapters(rank):
 @pytest.mark.parametrize("rows", [3, 256])
 def test_paged_attention_in_splits_and_whole(rows, monkeypatch):
   K, n, t, H, W = 2, 9, 16, 32, 5
-  q, k, v = normal(0, 3, 4, H), normal(1, K, n, t, H), normal(2, K, n, t, H)
+  q, k, v = normal(0, 3, 1, 4, H), normal(1, K, n, t, H), normal(2, K, n, t, H)
   table = jax.random.randint(jax.random.key(3), (3, W), 0, n)
   lengths = jnp.array([1, 37, 80], jnp.int32)
   monkeypatch.setattr(paged_attention, "_GPU_PROGRAMS", 6 if rows > 3 else 256)

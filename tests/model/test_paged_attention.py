@@ -119,7 +119,7 @@ def test_heads_side_by_side_do_not_mix(platform, options, monkeypatch):
   monkeypatch.setattr(sharding, "platform", lambda: platform)
   q, k, v, *rows = random_inputs((5, 3 * S, 0), heads=3, H=64)
   dtype = jnp.bfloat16 if platform == "tpu" else jnp.float32
-  low = [jnp.asarray(x, dtype) for x in (q.reshape(3, -1, 64), k, v)]
+  low = [jnp.asarray(x, dtype) for x in (q.reshape(3, 1, -1, 64), k, v)]
   pages = side_by_side(low[1], 2), side_by_side(low[2], 2)
   read = jax.jit(lambda *inputs: attention.read(*inputs, **options))
   with pltpu.force_tpu_interpret_mode():
@@ -158,7 +158,7 @@ def test_bfloat16_loses_little_but_the_rounding_of_the_output(form):
 def traced(platform, monkeypatch, H=128, dtype=jnp.bfloat16, **options):
   monkeypatch.setattr(sharding, "platform", lambda: platform)
   q, k, v, *rows = random_inputs((5, 1), H=H)
-  q, k, v = (x.astype(dtype) for x in (q.reshape(2, -1, H), k, v))
+  q, k, v = (x.astype(dtype) for x in (q.reshape(2, 1, -1, H), k, v))
   # A new function each time: JAX caches its traces.
   read = lambda *inputs: attention.read(*inputs, **options)
   return str(jax.make_jaxpr(read)(q, k, v, *rows))
@@ -183,16 +183,32 @@ def test_the_table_is_padded_to_full_kernel_blocks(
 ):
   from jax.experimental.pallas.ops.tpu import paged_attention as pa
 
-  def spy(q, k, v, lengths, table, *, pages_per_compute_block):
+  def spy(q, k, v, lengths, table, *, pages_per_compute_block, megacore_mode):
     assert pages_per_compute_block == block
+    assert megacore_mode is None
     assert table.shape == (3, columns)
     assert lengths.tolist() == [1, 1, 2]  # at least 1
     return q
 
   monkeypatch.setattr(pa, "paged_attention", spy)
+  monkeypatch.setattr(attention, "_KERNEL_TOKENS", 512)
   pages = jnp.zeros((1, 2, page_size, 128))
   table, lengths = jnp.zeros((3, max_pages), jnp.int32), jnp.arange(3)
   by_kernel(jnp.ones((3, 1, 1, 128)), pages, pages, table, lengths)
+
+
+@pytest.mark.parametrize(
+  ("cores", "heads", "rows", "mode"),
+  [
+    (1, 4, 8, None),
+    (2, 4, 7, "kv_head"),
+    (2, 1, 8, "batch"),
+    (2, 3, 7, None),
+  ],
+)
+def test_two_cores_share_heads_or_rows(cores, heads, rows, mode, monkeypatch):
+  monkeypatch.setattr(sharding, "cores", lambda: cores)
+  assert attention._split_over_cores(rows, heads) == mode
 
 
 def test_work_is_proportional_to_the_tokens(monkeypatch):

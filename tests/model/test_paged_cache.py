@@ -72,12 +72,9 @@ class Oracle:
     self.table[row, len(self.used[row])] = page
     self.used[row].append(page)
 
-  def make_room(self, row):
+  def append(self, row, token):
     if len(self.rows[row]) == S * len(self.used[row]):
       self.add_page(row, self.free.pop())
-
-  def append(self, row, token):
-    self.make_room(row)
     index, slot = divmod(len(self.rows[row]), S)
     self.expected[:, :, :, self.used[row][index], slot] = token
     self.rows[row].append(token)
@@ -90,42 +87,61 @@ class Oracle:
     kv = by_layer(self.expected.copy())
     return paged.Pages(kv, NONE, self.table, self.lengths(), active)
 
-  def decode(self, pages, steps, activity=0.7, scale=1.0):
-    """Feeds tokens to random rows and compares everything after each step."""
+  def decode(self, pages, steps, activity=0.7, scale=1.0, most=1):
+    """Feeds tokens to random rows and compares everything after each step.
+
+    A row gets up to `most` tokens; of several, some of the last are taken back.
+    """
     B = len(self.rows)
     for _ in range(steps):
-      mask = self.rng.random(B) < activity
-      for row in np.flatnonzero(mask):
-        self.make_room(row)
+      room = W * S - self.lengths()
+      fed = np.minimum(self.rng.integers(1, most + 1, B), room)
+      fed *= self.rng.random(B) < activity
+      before = self.lengths()
+      q = scale * random_bf16(self.rng, L, B, most, N, H)
+      new = random_bf16(self.rng, B, most, 2, L, K, H)
+      expected = self.attend(q, new, fed)
       pages = dataclasses.replace(pages, table=self.table.copy())
-      q = scale * random_bf16(self.rng, L, B, N, H)
-      new = random_bf16(self.rng, B, 2, L, K, H)
+      mask = np.arange(most) < fed[:, None]
       out, pages = jax.device_get(step(pages, q, new, mask))
       assert np.isfinite(out).all()
-      for row in np.flatnonzero(mask):
-        self.append(row, new[row])
-        k, v = np.stack(self.rows[row], 2)
-        for i in range(L):
-          expected = attention(q[i, row], k[i], v[i], **OPTIONS[i])
-          np.testing.assert_allclose(out[i, row], expected, atol=5e-6 * scale)
+      for (row, t), rows_of_layers in expected.items():
+        np.testing.assert_allclose(
+          out[:, row, t], rows_of_layers, atol=5e-6 * scale
+        )
       # Bit for bit: the new tokens are in place, and nothing else changed.
       np.testing.assert_array_equal(pages.kv, self.expected.swapaxes(0, 1))
       np.testing.assert_array_equal(pages.lengths, self.lengths())
+      np.testing.assert_array_equal(pages.active, fed > 0)
+      kept = self.rng.integers(np.minimum(fed, 1), fed + 1)
+      for row, length in enumerate(before + kept):
+        del self.rows[row][length:]
+      pages = dataclasses.replace(pages, lengths=self.lengths())
+
+  def attend(self, q, new, fed):
+    """Appends `fed` [B] tokens; [L, N, H] of each, by row and place."""
+    expected = {}
+    for row, count in enumerate(fed):
+      for t in range(count):
+        self.append(row, new[row, t])
+        k, v = np.stack(self.rows[row], 2)
+        expected[row, t] = [
+          attention(q[i, row, t], k[i], v[i], **OPTIONS[i]) for i in range(L)
+        ]
+    return expected
 
 
 @jax.jit
 def step(pages, q, new, mask):
-  """One token through all layers; `q` [L, B, N, H], `new` [B, 2, L, K, H]."""
-  pages = pages.mark_valid(mask[:, None])
+  """T tokens through all layers; q [L, B, T, N, H], new [B, T, 2, L, K, H]."""
+  pages = pages.mark_valid(mask)
   outs, layers = [], []
   for i in range(L):
-    q_BTNH, k_BTKH, v_BTKH = (
-      x[:, None] for x in (q[i], *new[:, :, i].swapaxes(0, 1))
-    )
-    out_BTNH, pair = pages.attend(i, q_BTNH, k_BTKH, v_BTKH, **OPTIONS[i])
-    outs.append(out_BTNH[:, 0])
+    k_BTKH, v_BTKH = new[:, :, 0, i], new[:, :, 1, i]
+    out_BTNH, pair = pages.attend(i, q[i], k_BTKH, v_BTKH, **OPTIONS[i])
+    outs.append(out_BTNH)
     layers.append(pair)
-  return jnp.stack(outs), pages.append(tuple(layers), mask[:, None])
+  return jnp.stack(outs), pages.append(tuple(layers), mask)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +152,8 @@ def step(pages, q, new, mask):
     ((0, 3, S, 7, 2 * S), (), {"scale": 100.0}),  # scores far apart
     ((0, 2 * S, 2 * S, 2 * S, 2 * S + 1), (1, 2, 4), {}),
     ((3,), (), {}),
+    ((0, 3, S, 7, 2 * S + 2), (), {"most": 3}),
+    ((0, 2 * S, 2 * S, 2 * S, 2 * S + 1), (1, 2, 4), {"most": 6}),
   ],
 )
 def test_decoding_equals_attention_over_plain_lists(lengths, shared, options):
@@ -193,8 +211,9 @@ def one_shard(seed, n=6):
   pages = paged.Pages(kv, NONE, table, lengths, np.zeros(2, bool))
   prompts = by_layer(random_bf16(rng, 2, L, 1, K, 2 * S, H))
   numbers, source, target = ints([seed % 2 * n, 1]), ints(1, 0), ints(2, n)
-  q, new = random_bf16(rng, L, 2, N, H), random_bf16(rng, 2, 2, L, K, H)
-  return pages, prompts, numbers, source, target, q, new, rng.random(2) < 0.7
+  q, new = random_bf16(rng, L, 2, 1, N, H), random_bf16(rng, 2, 1, 2, L, K, H)
+  mask = rng.random((2, 1)) < 0.7
+  return pages, prompts, numbers, source, target, q, new, mask
 
 
 def test_heads_side_by_side_are_written_side_by_side():
@@ -271,7 +290,7 @@ def test_an_empty_cache_of_a_platform(monkeypatch, platform, dtype, shape):
 def several_steps(pages, q, new):
   def body(_, state):
     total, pages = state
-    out, pages = step(pages, q, new, jnp.ones(q.shape[1], bool))
+    out, pages = step(pages, q, new, jnp.ones((q.shape[1], 1), bool))
     return total + out, pages
 
   return jax.lax.fori_loop(0, 5, body, (q, pages))
@@ -291,7 +310,7 @@ def temporaries(name, dtype, H, n, B=8, C=2):
   ints = lambda *x: shape(x, jnp.int32)
   prompts = ((floats(B, K, C * 16, H),) * 2,) * L
   function, *inputs = {
-    "steps": (several_steps, floats(L, B, N, H), floats(B, 2, L, K, H)),
+    "steps": (several_steps, floats(L, B, 1, N, H), floats(B, 1, 2, L, K, H)),
     "store": (paged.store, prompts, ints(B, C)),
     "copy": (paged.copy, ints(B), ints(B)),
   }[name]

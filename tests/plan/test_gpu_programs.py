@@ -61,7 +61,7 @@ def lowered(gpu, dtype="bfloat16"):
 def compiled(gpu, name):
   program, functions = lowered(gpu)
   done = plan_compile.compile_one(functions[name], "cuda")
-  work = roofline.work(name, done.text, config(), program, chips.parse(gpu))
+  work = roofline.work(name, done, config(), program, chips.parse(gpu))
   return done, work
 
 

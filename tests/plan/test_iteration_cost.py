@@ -4,9 +4,11 @@ import jax
 import numpy as np
 import pytest
 
+from gspo_jax.model import paged_attention
 from gspo_jax.plan import chips, lower_bounds
 from gspo_jax.plan.iteration import cost as iteration_cost
 from gspo_jax.plan.iteration import lengths as iteration_lengths
+from gspo_jax.plan.iteration.decoding import Speculation
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
@@ -32,7 +34,13 @@ FUNCTIONS = {
   "prefill": {"seconds": {"scheduled": 0.125}},
   "generate": {
     "seconds": {"scheduled": 0.5 + (R - 1) * STEP},
-    "decode": {"steps": R - 1, "seconds": {"scheduled": STEP}},
+    "decode": {
+      "steps": R - 1,
+      "seconds": {"scheduled": STEP},
+      "without_cache": STEP,
+      "reading": {"row": 0.0, "block": 0.0},
+      "move": 0.0,
+    },
   },
 }
 LONGEST = Lengths(np.full(P, S), np.full(P * G, R))
@@ -56,18 +64,18 @@ def twice(report):
   return {
     key: twice(value) if isinstance(value, dict) else 2 * value
     for key, value in report.items()
-    if key not in ("steps", "kernel")
+    if key not in ("steps", "reading", "move")
   }
 
 
-def cost(config, lengths, functions=FUNCTIONS, own=(), transfer=None):
+def cost(config, lengths, functions=FUNCTIONS, own=(), transfer=None, **more):
   """By a compiler's estimate of twice the seconds."""
   functions = {k: f | {"compiler": twice(f)} for k, f in functions.items()}
   config = parse(config)
   mesh = sharding.make_mesh(jax.devices()[:2], data=2)
   program = build_program(config, mesh, sampler_devices=own)
   return iteration_cost.cost(
-    functions, config, program, WHERE, lengths, transfer
+    functions, config, program, WHERE, lengths, transfer, **more
   ), program
 
 
@@ -184,25 +192,68 @@ def test_slots_are_filled_again(continuous):
   assert found["parts"]["weights"]["seconds"] == 0.25
 
 
-def test_a_step_reads_the_weights_and_the_tokens_that_there_are(continuous):
-  """At least the weights' bytes; for each row what else it took."""
-  functions = FUNCTIONS | {
-    "generate": FUNCTIONS["generate"]
-    | {"decode": {"seconds": {"scheduled": STEP}, "kernel": False}}
-  }
-  with_pages, _ = cost(continuous, uneven())
-  without, program = cost(continuous, uneven(), functions)
-  seconds = lambda found: found["parts"]["generate"]["seconds"]
-  sizes = program.sampler.generate.sizes
-  tokens = sizes.num_pages * sizes.page_size * 2
-  read = lower_bounds.cache_bytes(program.cfg, tokens) / 2
-  read /= WHERE.chip.hbm_bandwidth
-  # Where the compiled step has the full pages, they are taken off.
-  rows = with_pages["parts"]["generate"]["rows"] / 8
-  steps = with_pages["parts"]["generate"]["steps"]
-  assert seconds(without) - seconds(with_pages) == pytest.approx(
-    steps * rows * read, rel=1e-3
-  )
+def with_steps(fewer_slots=None, **decode):
+  """The functions, with other decode steps."""
+  generate = FUNCTIONS["generate"]
+  generate = generate | {"decode": generate["decode"] | decode}
+  if fewer_slots:
+    generate["fewer_slots"] = {
+      slots: {"without_cache": seconds, "compiler": 2 * seconds}
+      for slots, seconds in fewer_slots.items()
+    }
+  return FUNCTIONS | {"generate": generate}
+
+
+def test_each_segment_costs_what_its_program_does(continuous):
+  """A step of all slots, and one of a part of them, when few sample."""
+  continuous.continuous_batching.slots = P * G
+  fewer = {slots: slots * 1e-5 for slots in (16,)}
+  found, program = cost(continuous, uneven(), with_steps(fewer))
+  assert set(program.sampler.generate.compute_sizes) == {16, P * G}
+  generate = found["parts"]["generate"]
+  by_rows = {n: sums.steps for n, sums in generate["by_rows"].items()}
+  assert sum(by_rows.values()) == generate["steps"] == R
+  seconds = by_rows[P * G] * STEP + by_rows[16] * fewer[16]
+  assert generate["seconds_of"]["steps"] == pytest.approx(seconds)
+  by_compiler = found["compiler"]["parts"]["generate"]
+  prefill = generate["seconds_of"]["prefill"]
+  assert by_compiler == pytest.approx(2 * (seconds + prefill))
+
+
+def test_each_step_waits_for_the_fullest_shard(continuous, monkeypatch):
+  """Two shards: all long responses are on one, or half of them on each."""
+  monkeypatch.setattr(paged_attention, "kernel_pages", lambda *_: 1)
+  continuous.continuous_batching.slots = P * G
+  prompts = np.full(P, S)
+  one = np.where(np.arange(P * G) < P * G // 2, R, 1)
+  both = np.where(np.arange(P * G) % 2, R, 1)
+  reading = {"row": 0.0, "block": 1.0}
+  found = [
+    cost(continuous, Lengths(prompts, x), with_steps(reading=reading))[0]
+    for x in (one, both)
+  ]
+  generate = [f["parts"]["generate"] for f in found]
+  # A row of 8 + n tokens reads pages of 4; an idle one reads a page.
+  pages = np.array([-(-(S + n) // 4) for n in range(R)])
+  (sums,) = generate[0]["by_rows"].values()
+  assert sums.most_blocks == 16 * pages.sum()
+  assert sums.blocks == (16 * (pages.sum() + pages[0] + R - 1)) / 2
+  seconds = [g["seconds_of"] for g in generate]
+  assert seconds[0]["waiting"] == sums.most_blocks - sums.blocks
+  assert seconds[1]["waiting"] == 0
+
+
+def test_drafted_tokens_save_steps_while_few_slots_sample(continuous):
+  continuous.continuous_batching.slots = P * G
+  plain = cost(continuous, uneven())[0]["parts"]["generate"]
+  speculation = Speculation(2.0, 4)
+  found, _ = cost(continuous, uneven(), speculation=speculation)
+  found = found["parts"]["generate"]
+  # One of 8 responses has more than a token: all but the first step are few.
+  assert plain["steps"] == R
+  assert found["steps"] == 1 + -(-(R - 1) // 2)
+  assert found["real_tokens"] == plain["real_tokens"]
+  assert set(found["by_rows"]) == {P * G, 4 * 16}
 
 
 def test_partial_rollouts_are_not_costed(continuous):

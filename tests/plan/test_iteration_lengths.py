@@ -82,11 +82,39 @@ def test_as_many_lines_as_responses_keep_their_order(tmp_path, lines):
   assert other.prompts.tolist() == [8, 8]
 
 
-def test_other_numbers_of_lines_give_their_quantiles(tmp_path):
+def test_other_numbers_of_lines_give_whole_groups(tmp_path):
+  """Of 125 groups of 8 lines, 64 evenly spaced ones."""
   (tmp_path / "some.txt").write_text("".join(f"{n}\n" for n in range(1, 1001)))
-  drawn = draw(tmp_path / "some.txt").responses
-  np.testing.assert_allclose(np.sort(drawn), np.arange(512) * 1000 / 512 + 1.5,
-                             atol=1.1)  # fmt: skip
+  drawn = np.sort(draw(tmp_path / "some.txt").responses.reshape(64, 8))
+  np.testing.assert_allclose(drawn - drawn[:, :1], [range(8)] * 64, atol=1)
+  first = np.sort(drawn[:, 0])
+  np.testing.assert_allclose(first, np.arange(64) * 1000 / 64, atol=9)
+
+
+def test_prompts_are_the_groups_of_a_file(tmp_path):
+  """Two groups of three in place of two of two: even quantiles of each."""
+  lines = [("a", 1), ("a", 3), ("a", 2), ("b", 9), ("b", 9), ("b", 9)]
+  text = "".join(
+    json.dumps({"prompt": p, "length": n}) + "\n" for p, n in lines
+  )
+  (tmp_path / "some.jsonl").write_text(text)
+  drawn = draw(tmp_path / "some.jsonl", SMALL).responses.reshape(2, 2)
+  groups = sorted(sorted(group) for group in drawn.tolist())
+  assert groups == [[2, 2], [9, 9]]  # 1.5 and 2.5, rounded
+
+
+@pytest.mark.parametrize("correlation", [0.5, 0.9])
+def test_lengths_of_a_group_correlate(correlation):
+  spec = "lognormal:mean=.02,sigma=1"
+  plain = draw(spec).responses
+  drawn = draw(f"{spec},group={correlation}").responses
+  np.testing.assert_array_equal(np.sort(drawn), np.sort(plain))
+  logs = np.log(drawn.reshape(64, 8))
+  logs = (logs - logs.mean()) / logs.std()
+  sums = logs.sum(1) ** 2 - (logs**2).sum(1)
+  assert sums.mean() / (8 * 7) == pytest.approx(correlation, abs=0.15)
+  same = draw(f"{spec},group=0").responses
+  np.testing.assert_array_equal(same, plain)
 
 
 def test_the_samples_of_a_run(tmp_path):
@@ -106,6 +134,7 @@ def test_the_samples_of_a_run(tmp_path):
     ("lognormal:mean=1,sigma=1", "mean=1: expected a share of sampler.max_new"),
     ("lognormal:mean=nan,sigma=1", "mean=nan: expected a share"),
     ("lognormal:mean=.2,sigma=0", "sigma=0: expected a number above 0"),
+    ("lognormal:mean=.2,sigma=1,group=2", "group=2: expected a correlation"),
     ("lognormal:mean=.2,sigma=1,prompt_mean=2", "prompt_mean=2: expected a s"),
     ("nowhere.txt", "cannot read 'nowhere.txt': No such file"),
     ("nowhere.txt:mean=.2", "mean: choose one of prompt_mean"),

@@ -197,6 +197,9 @@ ITERATION = {
       "seconds": 185.0, "real_tokens": 31457280, "computed_tokens": 62914560,
       "useful_fraction": 0.5, "mfu": 0.0125, "steps": 20480, "segments": 640,
       "slots": 2048, "slots_in_use": [1.0] * 9 + [0.125],
+      "seconds_of": {
+        "prefill": 1.0, "steps": 84.0, "reading": 60.0, "waiting": 40.0,
+      },
     },
     "weights": {"seconds": 0.056},
     "score": {
@@ -214,8 +217,12 @@ ITERATION = {
   "computed_tokens": 62914580,
   "useful_fraction": 0.5,
   "mfu": 0.28125,
+  "tokens_per_second": 63166.0, "tokens_per_second_per_chip": 987.0,
+  "with_prompts_per_chip": 1020.0,
   "compiler": {
     "seconds": 602.0, "mfu": 0.21875, "parts": {"generate": 202.0},
+    "tokens_per_second": 52254.0, "tokens_per_second_per_chip": 816.0,
+    "with_prompts_per_chip": 844.0,
   },
 }  # fmt: skip
 
@@ -233,6 +240,10 @@ ITERATION = {
     "update 227 s 9 10 90.0% 43.8%",
     "all 498 s 31457297 62914580 50.0% 28.1%",
     "by libtpu's cycles 602 s, useful MFU 21.9%: generate 202 s",
+    "at best: 63166 sampled tokens/s, 987 a chip; with prompts 1020 a chip",
+    "by libtpu's cycles: 52254 sampled tokens/s, 816 a chip; with prompts 844 "
+    "a chip",
+    "generate: prefill 1 s, steps 84 s, reading 60 s, waiting 40 s",
     "20480 decode steps in 640 segments; of 2048 slots in use, by tenths:",
     "100% 100% 100% 100% 100% 100% 100% 100% 100% 12%",
     "43 micro-batches of 5.25 s in the update, and 35 ms an optimizer step",

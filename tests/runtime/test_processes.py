@@ -532,3 +532,48 @@ def test_an_unmoved_policy_has_ratio_one_on_two(launch, tmp_path):
     assert row[name] == 0
   assert row["ratio/first_minibatch_std"] == row["ratio/moved"] == 0
   assert row["mismatch/token_abs_mean"] > 0
+
+
+MIGRATION = """
+import sys
+import jax
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+import numpy as np
+from gspo_jax import model, sampler
+from gspo_jax.runtime import multihost, sharding
+from gspo_jax.sampler import continuous
+from gspo_jax.sampler.continuous import placement
+from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
+from gspo_jax.sampler.samples import Prompts, SamplerConfig
+
+placement._MOST = placement._LEAST = placement._SEGMENTS = 1
+cfg = model.variant("tiny", vocab_size=32, dtype="float32")
+config = SamplerConfig(3, 24, stop_ids=(0, 31), temperature=0.9)
+prompts = Prompts(np.full((8, 4), 9, np.int32), np.arange(8) % 4 + 1)
+init = lambda: model.init(jax.random.key(0), cfg)
+mesh = sharding.make_mesh(jax.devices(), data=2)
+place = model.shardings(jax.eval_shape(init), mesh)
+generate = continuous.build_continuous_sampler(
+  cfg, config, params_sharding=place, mesh=mesh, sampler_mesh=mesh,
+  batching=ContinuousBatchingConfig(
+    slots=24, page_size=4, segment_steps=3, prefill_chunk=8),
+  max_prompt_length=4)
+with jax.set_mesh(mesh):
+  params = jax.jit(init, out_shardings=place)()
+global_prompts = multihost.to_global(prompts, generate.batch_sharding)
+samples = multihost.to_host(generate(params, global_prompts, jax.random.key(1)))
+print("moved", generate.jitted.move_slots.jitted._cache_size())
+with jax.default_device(jax.local_devices()[0]):
+  expected = sampler.generate(
+    init(), cfg, prompts, jax.random.key(1), sampler=config)
+for name in ("tokens", "lengths", "finish"):
+  np.testing.assert_array_equal(
+    getattr(samples, name), np.asarray(getattr(expected, name)))
+print("same", len(np.unique(samples.lengths)) > 3)
+"""
+
+
+@pytest.mark.slow
+def test_responses_move_between_processes(environment, tmp_path):
+  for output in run_two(MIGRATION, environment, tmp_path):
+    assert output.endswith("moved 1\nsame True\n")

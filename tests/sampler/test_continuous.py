@@ -19,6 +19,8 @@ from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import continuous, stop_strings
+from gspo_jax.sampler.continuous import placement
+from gspo_jax.sampler.continuous import sampler as continuous_sampler
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Prompts, SamplerConfig
 
@@ -167,19 +169,20 @@ def test_another_call_another_key_and_other_weights():
   assert_same(other, static(key=2))
   assert (first.tokens != other.tokens).any()
   assert_same(run(generate, key=2, seed=1), static(key=2, seed=1))
-  assert generate.jitted.decode.jitted._cache_size() == 2  # 8 slots, and 2
+  assert generate.jitted.decode.jitted._cache_size() == 1  # 8 slots
   allowed = generate.compilations()
   assert {name for name, (_, most) in allowed.items() if most == 1} == {
     "decode_params",
     "read_tokens",
     "finalize",
     "append_tokens",
+    *("decode", "move_pages", "move_slots", "move_rows"),
   }
   for name, (function, most) in allowed.items():
     assert function.jitted._cache_size() <= most, name
   assert generate.buckets(continues=False) == (8, 16)
   line = generate.describe(continues=False)
-  assert line.startswith("continuous batching: 8 or 2 slots, 88 pages of 4 ")
+  assert line.startswith("continuous batching: 8 slots, 88 pages of 4 ")
   assert line.endswith("prefills of up to 8, 16 tokens")
 
 
@@ -189,8 +192,11 @@ def spied(generate, **functions):
 
 
 @pytest.mark.parametrize("make", [one_device, eight_devices])
-def test_a_subset_of_the_slots_is_computed_for_the_last_responses(make):
-  """A quarter of each shard's 8 or 4, where no more are active, none new."""
+def test_a_subset_of_the_slots_is_computed_for_the_last_responses(
+  make, monkeypatch
+):
+  """Of each shard's 8 or 4 a half or quarter that holds all, and none new."""
+  monkeypatch.setattr(continuous_sampler, "_FEWEST_SLOTS", 2)
   generate, segments, steps_of_segments = make(), [], []
   slots, shards = generate.batching.slots, generate.shards
 
@@ -205,11 +211,13 @@ def test_a_subset_of_the_slots_is_computed_for_the_last_responses(make):
     steps_of_segments.append(steps)
     assert not remainder
     active = np.asarray(plan.active)
-    few = active.reshape(shards, -1).sum(1).max() <= slots // shards // 4
+    most = active.reshape(shards, -1).sum(1).max()
+    few = most <= slots // shards // 2
     assert (computed < slots) == (few and not np.asarray(plan.new).any())
     if compute_slots is not None:
       subset = np.asarray(compute_slots).reshape(shards, -1)
-      assert subset.shape[1] == slots // shards // 4
+      assert most <= subset.shape[1] in (2, slots // shards // 2)
+      assert subset.shape[1] == 2 or most > subset.shape[1] // 2
       assert np.unique(subset).size == subset.size
       shard = np.arange(shards)[:, None]
       assert (subset // (slots // shards) == shard).all()
@@ -218,7 +226,7 @@ def test_a_subset_of_the_slots_is_computed_for_the_last_responses(make):
     return state, samples, results
 
   assert_same(run(spied(generate, decode=decode)), static())
-  assert set(segments) == {slots, slots // 4}
+  assert set(segments) == {slots, slots // 2, 2 * shards}
   # Two were planned ahead for nothing: all of the last slots had finished, or
   # few enough were left for a subset.
   assert steps_of_segments.count(0) <= 2
@@ -227,22 +235,57 @@ def test_a_subset_of_the_slots_is_computed_for_the_last_responses(make):
 def slot_steps_of(lengths, slots, segment_steps):
   """Slot-steps of responses of known lengths, by the rules of a segment."""
   waiting, left, total = list(lengths), np.zeros(slots, int), 0
+  sizes = [slots]
+  while sizes[-1] >= 16:
+    sizes.append(sizes[-1] // 2)
   while waiting or left.any():
     new = False
     for slot in np.flatnonzero(left == 0):
       if waiting:
         left[slot], new = waiting.pop(0), True
-    active, subset = (left > 0).sum(), slots // 4
+    active = (left > 0).sum()
     if waiting:
       min_active = active - max(1, active // 8)
     else:
-      min_active = subset if active > subset else 0
-    computed = subset if active <= subset and not new else slots
+      min_active = max([n for n in sizes if n < active], default=0)
+    computed = slots if new else min(n for n in sizes if n >= active)
     for _ in range(segment_steps):
       left, total = np.maximum(left - 1, 0), total + computed
       if (left > 0).sum() <= min_active:
         break
   return total
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_samples_are_the_same_when_responses_move(monkeypatch, record):
+  """Every segment, as soon as one shard has more than another."""
+  for name, value in {"_MOST": 1, "_LEAST": 1, "_SEGMENTS": 1}.items():
+    monkeypatch.setattr(placement, name, value)
+  batching = dataclasses.replace(SMALL, slots=B, segment_steps=3)
+  config = dataclasses.replace(SAMPLED, record_routing=record)
+  generate, moved = build(batching, config, **MESH), []
+
+  def move_slots(state, moves, rows):
+    moved.append(int((np.asarray(moves.target) < B // 4).sum()))
+    return generate.jitted.move_slots(state, moves, rows)
+
+  jitted = dataclasses.replace(generate.jitted, move_slots=move_slots)
+  reported = {}
+  samples = run(
+    dataclasses.replace(generate, jitted=jitted), on_finished=reported.update
+  )
+  expected = static()
+  assert sum(moved) >= 3
+  assert_same(samples, expected)
+  if record:
+    assert_same_routing(samples, expected)
+  assert sorted(reported) == list(range(B))
+  for number, response in reported.items():
+    assert response.length == samples.lengths[number]
+    np.testing.assert_array_equal(
+      response.tokens[: response.length],
+      samples.tokens[number][: response.length],
+    )
 
 
 def test_slot_steps_follow_the_lengths_of_the_responses():
@@ -274,11 +317,12 @@ def test_a_plan_replays_the_same_steps(make):
 
 
 @pytest.mark.parametrize("own", [[0], [1, 3], [2, 3]])
-def test_a_host_plans_its_own_shards_as_one_host_plans_all(own):
+def test_a_host_plans_its_own_shards_as_one_host_plans_all(own, monkeypatch):
   """From the facts and results of all: the same programs, with its rows."""
+  monkeypatch.setattr(continuous_sampler, "_FEWEST_SLOTS", 1)
   lengths = np.random.default_rng(0).integers(4, R // 2, B)
-  lengths[: B // 4], lengths[-1] = 1, R
-  batching = dataclasses.replace(SMALL, slots=16, num_pages=4 * 25)
+  lengths[: B // 4], lengths[-3:] = 1, R
+  batching = dataclasses.replace(SMALL, slots=16, segment_steps=2)
   four = build(batching, **MESH)
   host = functools.partial(
     pod.run_host, four, lengths=lengths, prompt_lengths=prompts().lengths
@@ -292,7 +336,7 @@ def test_a_host_plans_its_own_shards_as_one_host_plans_all(own):
       x, all_x = x.reshape(len(own), -1), all_x.reshape(4, -1)[own]
     np.testing.assert_array_equal(x, all_x)
 
-  for name in ("shared", "prefills", "plans"):
+  for name in ("shared", "prefills", "plans", "moved"):
     arrays, all_arrays = getattr(one, name), getattr(whole, name)
     assert len(arrays) == len(all_arrays) > 2
     jax.tree.map(assert_rows, arrays, all_arrays)
@@ -560,6 +604,7 @@ def test_the_last_segments_are_planned_before_results_are_read(
   make, monkeypatch
 ):
   """At most one is unknown, and none while responses wait for a slot."""
+  monkeypatch.setattr(placement, "_SEGMENTS", 99)
   generate, unread = make(), [0]
   started, at_start = [], []
 

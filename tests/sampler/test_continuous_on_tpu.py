@@ -62,16 +62,11 @@ class Segment:
     P, S = config.data.prompts, config.data.max_prompt_length
     ints = lambda *dims: jax.ShapeDtypeStruct(dims, np.int32)
     call = program.abstract_policy, Prompts(ints(P, S), ints(P)), key
-    lowered = generate.lower(*call)
+    lowered = generate.lower(*call, subsets=True)
     self.whole = plan_compile.compile_one(lowered["generate"])
-    compute_slots = jax.ShapeDtypeStruct(
-      (self.slots // 4 * len(devices),),
-      np.int32,
-      sharding=generate.batch_sharding,
-    )
-    subset = generate.lower(*call, compute_slots=compute_slots)
-    self.subset = plan_compile.compile_one(subset["generate"])
-    report = roofline.work("generate", self.whole.text, config, program, where)
+    quarter = self.slots // 4 * len(devices)
+    self.subset = plan_compile.compile_one(lowered[f"generate {quarter}"])
+    report = roofline.work("generate", self.whole, config, program, where)
     self.step, sizes = report["decode"], generate.sizes  # a step of all slots
     # Tokens of a slot, and of the pool, with a partial page of each prompt.
     self.longest = sizes.pages_per_slot * PAGE

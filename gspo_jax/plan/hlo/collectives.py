@@ -37,6 +37,11 @@ class Collective:
     return 2 * share if self.kind == "all-reduce" else share
 
   @property
+  def passes(self) -> int:
+    """How often bytes cross the group one after the other."""
+    return 2 if self.kind == "all-reduce" else 1
+
+  @property
   def hbm_bytes(self) -> float:
     """HBM bytes of operand and result; bytes passed on stay in fast memory."""
     n = len(self.members)

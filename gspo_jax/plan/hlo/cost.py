@@ -55,6 +55,19 @@ class DataDependent:
 
 
 @dataclasses.dataclass
+class Reading:
+  """Seconds of the kernels that read pages."""
+
+  row: float = 0.0  # for each row
+  block: float = 0.0  # for each block of a row's tokens
+  full: float = 0.0  # with all pages full, as counted
+
+  def add(self, other: "Reading", times: float) -> None:
+    for name, value in vars(other).items():
+      setattr(self, name, getattr(self, name) + times * value)
+
+
+@dataclasses.dataclass
 class HloCost:
   flops: float = 0.0  # of matrix products
   attention_flops: float = 0.0  # the part of `flops` in attention kernels
@@ -74,6 +87,7 @@ class HloCost:
   unknown_kernels: collections.Counter = dataclasses.field(
     default_factory=collections.Counter
   )
+  reading: Reading = dataclasses.field(default_factory=Reading)
   loops: list[DataDependent] = dataclasses.field(default_factory=list)
   branches: list[DataDependent] = dataclasses.field(default_factory=list)
 
@@ -109,6 +123,7 @@ class HloCost:
       total = self.collectives[kind]
       for name, value in vars(traffic).items():
         setattr(total, name, getattr(total, name) + times * value)
+    self.reading.add(other.reading, times)
     for source, cost in other.by_source.items():
       self.add_operation(source, OperationCost(*(times * x for x in cost)))
     for kernel, count in other.unknown_kernels.items():

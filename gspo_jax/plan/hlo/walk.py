@@ -1,17 +1,22 @@
 """The cost of a compiled module on a device, with all trips of its loops.
 
-docs/scaling.md explains the two estimates. In the compiler's, an operation
-without stated cycles takes its time at best. A collective takes the longer of
-two times: to send its bytes over the links of its group, and to read and write
-operand and result in HBM.
+docs/scaling.md explains the two estimates. At best, an operation takes the
+longest of three times: of its products at peak, of its bytes in HBM, and, for a
+kernel, of the bundles that it issues; a kernel has the peak of the TensorCores
+that run it. In the compiler's estimate, an operation takes the
+cycles that libtpu states, but it states none for a kernel, which takes its time
+at best. So neither is below what the kernels issue, and both are too low where
+they stall. A collective takes the longer of two times, to send its bytes over
+the links of its group, and to read and write operand and result in HBM, after
+the latency of its hops.
 
 Control flow that depends on data is listed, and its balanced case is counted:
 one trip of a loop (an even expert load, or one decode step), and the cheapest
 branch of a `conditional` (no overflow, or decoding is done). The caller can
 set the trip count or the branch, by JAX scope.
 
-Not modelled: the latency of collectives and kernel starts, the padding of
-layouts, and the slowdown of operations beside an asynchronous collective.
+Not modelled: stalls, the start of operations, the padding of layouts, and the
+slowdown of operations beside an asynchronous collective.
 """
 
 import collections
@@ -21,7 +26,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from gspo_jax.plan.chips import Chip
-from gspo_jax.plan.hlo import cost, work
+from gspo_jax.plan.hlo import cost, kernels, work
+from gspo_jax.plan.hlo.bundles import Kernel
 from gspo_jax.plan.hlo.collectives import awaited, is_collective, started
 from gspo_jax.plan.hlo.cost import DataDependent, HloCost
 from gspo_jax.plan.hlo.loops import trip_count
@@ -33,10 +39,16 @@ _CALLEES = {"call": "to_apply", "custom-call": "called_computations"}
 # (indices of a group in the device order, whether each device sends different
 # bytes to every other) -> bytes a second that each device can send.
 Bandwidth = Callable[[Sequence[int], bool], float]
+# The same indices -> the seconds of a byte to the farthest of them.
+Latency = Callable[[Sequence[int]], float]
 
 
 def cost_of(
-  text: str, chip: Chip, bandwidth: Bandwidth, devices: int, **options
+  text: str,
+  chip: Chip,
+  bandwidth: Bandwidth,
+  devices: int,
+  **options,
 ) -> HloCost:
   """Costs a dumped module on one device; `options` are fields of `_Walk`."""
   walk = _Walk(_parse(text), chip, bandwidth, devices, **options)
@@ -72,6 +84,10 @@ class _Walk:
   trips: Mapping[str, int] = dataclasses.field(default_factory=dict)
   filled: float = 1.0  # share of a grouped product's rows with a token
   by_compiler: bool = False  # use the compiler's estimates of operations
+  # Name of an instruction -> what it issues, and all instructions like it.
+  kernels: Mapping[str, Kernel] = dataclasses.field(default_factory=dict)
+  block_tokens: int = 1  # that a kernel reads from pages at a time
+  latency: Latency = lambda members: 0.0
   costs: dict[int, HloCost] = dataclasses.field(default_factory=dict)
 
   def cost_of(self, computation: Computation) -> HloCost:
@@ -105,7 +121,14 @@ class _Walk:
       self._operation(total, links, computation, i)
 
   def _loop(self, total, computation, i):
-    body = self.cost_of(self.module[i.called("body")[0]])
+    body, test = (
+      self.cost_of(self.module[i.called(attribute)[0]])
+      for attribute in ("body", "condition")
+    )
+    if test.collectives:  # of a loop that ends when all devices agree
+      body, alone = HloCost(), body
+      body.add(alone)
+      body.add(test)
     trips = trip_count(self.module, computation, i)
     for scope, count in self.trips.items():
       if i.source.endswith(f"/{scope}/while"):
@@ -148,6 +171,7 @@ class _Walk:
       hbm_seconds = c.hbm_bytes / self.chip.hbm_bandwidth
       bandwidth = self.bandwidth(c.members, "to-all" in c.kind)
       seconds = max(c.wire / bandwidth, hbm_seconds)
+      seconds += c.passes * self.latency(c.members)
       total.hbm_bytes += c.hbm_bytes
       total.hbm_seconds += hbm_seconds
       kind = cost.CollectiveKind(c.kind, len(c.members), c.key is not None)
@@ -176,8 +200,13 @@ class _Walk:
       hbm_seconds,
       w.sorted_bytes / chip.vector_bandwidth,
     )
+    if kernel := self._kernel(computation, i):
+      issuing = self._kernel_seconds(total, kernel, computation, i, w)
+      seconds = max(seconds, issuing)
     cycles = work.estimated_cycles(i)
-    compiler_seconds = cycles / chip.clock if cycles else seconds
+    compiler_seconds = seconds
+    if cycles:
+      compiler_seconds = cycles / chip.clock
     if cycles and self.by_compiler:
       total.estimated_seconds += compiler_seconds
     total.flops += w.flops
@@ -193,3 +222,44 @@ class _Walk:
         seconds, w.flops, w.hbm_bytes, compiler_seconds
       )
       total.add_operation(i.source, operation)
+
+  def _kernel(self, computation, i) -> Kernel | None:
+    """What a kernel issues; None if unknown."""
+    if not self.kernels or i.op != "custom-call":
+      return None
+    return self._by_operands.get(_operands(computation, i))
+
+  @functools.cached_property
+  def _by_operands(self):
+    return {
+      _operands(computation, i): self.kernels[i.name]
+      for computation in self.module.computations.values()
+      for i in computation
+      if i.name in self.kernels
+    }
+
+  def _kernel_seconds(self, total, kernel, computation, i, w) -> float:
+    """The longer of bundles and products, on the cores that run a kernel."""
+    chip = self.chip
+    running = chip.cores if kernel.both_cores else 1
+    rate = chip.clock * running  # bundles a second
+    if pages := kernels.pages(kernel, computation, i):
+      read = self.block_tokens * pages.token_bytes / chip.hbm_bandwidth
+      row = pages.heads * pages.row / rate
+      block = max(pages.heads * pages.block / rate, read)
+      blocks = max(pages.tokens / self.block_tokens, pages.rows)
+      full = row * pages.rows + block * blocks
+      total.reading.add(cost.Reading(row, block, full), 1)
+      return full
+    products = (w.flops + w.padding_flops) / chip.flops
+    bundles = kernels.issued(kernel, computation, i, w) or 0.0
+    return max(products * chip.cores / running, bundles / rate)
+
+
+def _operands(computation, i):
+  """What kernels of the same program have in common: name, result, operands."""
+  arrays = [*i.arrays]
+  for name in i.operands:
+    arrays += computation.get(name).arrays
+  shapes = tuple((a.dtype, a.dims) for a in arrays)
+  return work.kernel_name(i), shapes

@@ -14,32 +14,51 @@ import jax
 import numpy as np
 
 from gspo_jax.learner.packing import RowTokens
-from gspo_jax.plan import lower, lower_bounds
+from gspo_jax.plan import lower, lower_bounds, roofline
 from gspo_jax.plan.chips import Topology
-from gspo_jax.plan.iteration.decoding import Decoding, decode_together, replay
+from gspo_jax.plan.iteration.decoding import (
+  NO_SPECULATION,
+  Decoding,
+  Speculation,
+  decode_together,
+  replay,
+)
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
+from gspo_jax.runtime import sharding
 
 _SAMPLING = "generate", "weights"  # parts of an iteration
 
 
 class _SamplerCost(NamedTuple):
-  """Seconds, on all devices together."""
+  """Seconds of a device. In each step all wait for the fullest shard."""
 
   weights: float  # to prepare the weights, once an iteration
-  prefill: float  # for a token
-  weights_read: float  # in a decode step, the least time to read the weights
-  row: float  # in a decode step, for a row, without weights and cache
-  cached: float  # to read a cached token
+  prefill: float  # for a token, of all devices
+  rows: list[int]  # of the compiled steps, all shards, ascending
+  step: list[float]  # of a compiled step, without reading the cache
+  row: float  # to begin to read a row, in a step
+  block: float  # to read a block of a row
+  shards: int
+  move: float  # of pages between shards, a call
 
-  def seconds(self, decoding: Decoding) -> float:
-    step = self.weights_read + self.row * decoding.rows
-    return (
-      decoding.prefilled * self.prefill
-      + decoding.steps * step
-      + decoding.cached * self.cached
-    )
+  def seconds(self, decoding: Decoding) -> dict[str, float]:
+    """By part; `steps` between compiled sizes, as with several queries a row,
+    are interpolated."""
+    steps = reading = waiting = 0.0
+    for rows, sums in decoding.by_rows.items():
+      steps += sums.steps * float(np.interp(rows, self.rows, self.step))
+      reading += self.block * sums.blocks
+      reading += self.row * sums.steps * rows / self.shards
+      waiting += self.block * (sums.most_blocks - sums.blocks)
+    return {
+      "prefill": decoding.prefilled * self.prefill,
+      "steps": steps,
+      "reading": reading,
+      "waiting": waiting,
+      "moves": decoding.moves * self.move,
+    }
 
 
 def cost(
@@ -49,6 +68,7 @@ def cost(
   topology: Topology,
   lengths: Lengths,
   transfer: Mapping[str, float] | None = None,
+  speculation: Speculation = NO_SPECULATION,
 ) -> dict:
   """The cost of an iteration, for JSON.
 
@@ -59,10 +79,12 @@ def cost(
   `functions` has the reports of all functions of the program, `transfer` the
   `seconds` to send weights to a sampler with its own devices.
   """
+  generate = program.sampler.generate
+  shards = sharding.batch_shards(generate.mesh)
   decoding = (
-    replay(program.sampler.generate, lengths)
-    if program.sampler.generate.batching
-    else decode_together(lengths, config)
+    replay(generate, lengths, roofline.block_tokens(generate), speculation)
+    if generate.batching
+    else decode_together(lengths, config, shards)
   )
   packed = program.learner.pack(*lengths, jax.random.key(config.seed))
   tokens = program.learner.row_tokens(*lengths, packed)
@@ -104,8 +126,24 @@ def cost(
     "computed_tokens": computed,
     "useful_fraction": _ratio(real, computed),
     "mfu": _ratio(model_flops, total * peak),
-    "tokens_per_second": int(lengths.responses.sum()) / total,
-    "compiler": compiler,
+    **_throughput(lengths, total, devices / topology.chip.on_chip),
+    "compiler": compiler
+    and compiler
+    | _throughput(
+      lengths, compiler["seconds"], devices / topology.chip.on_chip
+    ),
+  }
+
+
+def _throughput(lengths, seconds, chips) -> dict[str, float]:
+  """Sampled tokens a second, and a chip; and with those of prompts."""
+  responses = int(lengths.responses.sum())
+  group_size = len(lengths.responses) // len(lengths.prompts)
+  whole = responses + group_size * int(lengths.prompts.sum())
+  return {
+    "tokens_per_second": responses / seconds,
+    "tokens_per_second_per_chip": responses / seconds / chips,
+    "with_prompts_per_chip": whole / seconds / chips,
   }
 
 
@@ -127,6 +165,10 @@ def _by_compiler(functions) -> dict:
     reports[name] = report | compiler
     if "decode" in report:
       reports[name]["decode"] = report["decode"] | compiler["decode"]
+      reports[name]["fewer_slots"] = {
+        slots: step | {"without_cache": step["compiler"]}
+        for slots, step in report.get("fewer_slots", {}).items()
+      }
   return reports
 
 
@@ -191,8 +233,10 @@ def _flops(program, lengths: Lengths) -> _Flops:
 
 def _generate(sampler, decoding, lengths, flops) -> dict:
   sampled = int(lengths.responses.sum())
+  seconds = sampler.seconds(decoding)
   return {
-    "seconds": sampler.seconds(decoding),
+    "seconds": sum(seconds.values()),
+    "seconds_of": seconds,
     "real_tokens": sampled,
     "computed_tokens": decoding.slot_steps,
     "useful_fraction": sampled / decoding.slot_steps,
@@ -232,41 +276,30 @@ def _score_flops(tokens, flops, program) -> float:
 
 def _sampler_cost(functions, config, program, topology) -> _SamplerCost:
   generate, sampler = functions["generate"], program.sampler.generate
-  decode, bandwidth = generate["decode"], topology.chip.hbm_bandwidth
-  step = decode["seconds"]["scheduled"]
-  mesh = program.sampler.generate.mesh
-  tokens = lower.cached_tokens(config, program)
-  rows = config.data.prompts * config.rollout.group_size
-  if sampler.batching:
-    rows = sampler.batching.slots
-  read = lower_bounds.cache_bytes(
-    program.cfg, tokens, rows=rows, tensor=mesh.shape["tensor"]
-  )
-  cached = read / tokens / (mesh.size * bandwidth)
-  without_cache = step
-  if decode.get("kernel", True):  # else the compiled step counts no pages
-    without_cache -= cached * tokens
-  weights = 0.0
+  decode, mesh = generate["decode"], sampler.mesh
+  weights = move = 0.0
   if sampler.batching:
     T = lower.longest(config, sampler)
     prefilled = sampler.prefill_batch(T) * sampler.shards * T
     prefill = functions["prefill"]["seconds"]["scheduled"]
     weights = functions["decode_params"]["seconds"]["scheduled"]
+    move = decode["move"]
   else:
     prefilled = config.data.prompts * config.data.max_prompt_length
+    step = decode["seconds"]["scheduled"]
     prefill = generate["seconds"]["scheduled"] - decode["steps"] * step
-  weight_bytes = lower_bounds.weight_bytes(
-    program.cfg,
-    rows=rows,
-    devices=mesh.size,
-    expert=mesh.shape["expert"],
-    tensor=mesh.shape["tensor"],
-  )
-  least = weight_bytes / bandwidth
+  steps = {
+    slots: step["without_cache"]
+    for slots, step in generate.get("fewer_slots", {}).items()
+  }
+  steps[lower.decode_rows(config, program)] = decode["without_cache"]
+  rows = sorted(steps)
   return _SamplerCost(
     weights=weights,
     prefill=prefill / prefilled,
-    weights_read=min(least, without_cache),
-    row=max(without_cache - least, 0.0) / rows,
-    cached=cached,
+    rows=rows,
+    step=[steps[n] for n in rows],
+    **decode["reading"],
+    shards=sharding.batch_shards(mesh),
+    move=move,
   )

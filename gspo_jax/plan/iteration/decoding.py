@@ -4,6 +4,7 @@ The real continuous sampler schedules; its device functions only count.
 """
 
 import dataclasses
+import math
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -12,10 +13,48 @@ import numpy as np
 
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import Config
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous import ContinuousSampler
+from gspo_jax.sampler.continuous.paged_decode import SegmentResults
 from gspo_jax.sampler.samples import UNFINISHED, Prompts, Samples
 
 _PARTS = 10  # of the decode steps, for `slots_in_use`
+
+
+class Speculation(NamedTuple):
+  """While at most a quarter of the slots sample, a step adds several tokens."""
+
+  tokens: float = 1.0  # that a row keeps of a step, on average
+  queries: int = 1  # tokens that a step feeds for each row
+
+
+NO_SPECULATION = Speculation()
+_FEW = 4  # 1 of 4 slots
+
+
+def parse_speculation(text: str) -> Speculation:
+  """Parses TOKENS:QUERIES, 1.3:4; an empty text is no speculation."""
+  if not text:
+    return NO_SPECULATION
+  tokens, _, queries = text.partition(":")
+  try:
+    parsed = Speculation(float(tokens), int(queries))
+  except ValueError:
+    parsed = None
+  if parsed is None or not 1 <= parsed.tokens <= parsed.queries:
+    raise UserError(
+      f"--speculation={text}: expected the tokens that a row keeps of a step, "
+      "at least 1, and the tokens that it feeds, no fewer: 1.3:4"
+    )
+  return parsed
+
+
+class Steps(NamedTuple):
+  """Sums over decode steps that compute equally many rows."""
+
+  steps: int = 0
+  blocks: float = 0.0  # read of the cache of a shard, a mean over shards
+  most_blocks: float = 0.0  # of the fullest shard of each step
 
 
 class Decoding(NamedTuple):
@@ -28,18 +67,31 @@ class Decoding(NamedTuple):
   prefilled: int  # tokens of all prefills, padding included
   # [10]: mean share of the slots that sample, in each tenth of the steps
   slots_in_use: list[float]
+  by_rows: dict[int, Steps]  # by the rows of a step
+  moves: int = 0  # calls that move pages between shards
 
 
 class CountingSampler:
-  """Counts in place of the device functions of `JittedSampler`."""
+  """Counts in place of the device functions of `JittedSampler`.
 
-  def __init__(self, sampler: ContinuousSampler, lengths: np.ndarray):
+  `block` tokens of a row are read at a time.
+  """
+
+  def __init__(
+    self,
+    sampler: ContinuousSampler,
+    lengths: np.ndarray,
+    block: int,
+    speculation: Speculation,
+  ):
     self._steps, self._lengths = sampler.sizes.segment_steps, lengths
     self._max_new_tokens = sampler.config.max_new_tokens
-    self._slots = sampler.batching.slots
-    # (steps, slots of a step, sampled tokens, cached tokens summed over steps)
+    self._slots, self._shards = sampler.batching.slots, sampler.shards
+    self._block, self._speculation = block, speculation
+    # (steps, rows of a step, sampled tokens, cached tokens summed over steps)
     self.segments: list[tuple[int, int, int, float]] = []
-    self.prefilled = 0
+    self.by_rows: dict[int, Steps] = {}
+    self.prefilled = self.moves = 0
 
   def decode_params(self, params):
     return params
@@ -69,34 +121,91 @@ class CountingSampler:
   ):
     plan = jax.tree.map(np.asarray, plan)
     if not self.segments:
-      self._prefixes = np.zeros(self._slots)
-    self._prefixes = np.where(plan.new, plan.num_cached, self._prefixes)
+      self._prefixes = np.zeros(self._slots, int)
+    # Without the response's own tokens.
+    new = plan.num_cached - plan.num_tokens
+    self._prefixes = np.where(plan.new, new, self._prefixes)
     num_tokens = np.where(plan.new, plan.num_tokens, state.num_tokens)
     response = np.where(plan.new, plan.response, state.response)
     active = plan.active
     left = np.where(active, self._lengths[response] - num_tokens, 0)
-    # After s steps, slots with more than s tokens left are active.
-    until = int(np.sort(left)[::-1][int(min_active)])
-    steps = min(self._steps, until)
-    sampled = np.minimum(left, steps)
-    cached = (self._prefixes + num_tokens) * sampled + sampled**2 / 2
-    computed = self._slots if compute_slots is None else compute_slots.size
-    self.segments.append(
-      (steps, computed, int(sampled.sum()), float(cached.sum()))
-    )
-    num_tokens, active = num_tokens + sampled.astype(np.int32), left > steps
+    few = _FEW * (left > 0).sum() <= self._slots
+    pace, queries = self._speculation if few else NO_SPECULATION
+    # After s steps, slots with more than s * pace tokens left are active.
+    until = np.sort(left)[::-1][int(min_active)] / pace
+    steps = min(self._steps, math.ceil(until))
+    sampled = np.minimum(left, int(steps * pace))
+    taken = np.minimum(steps, np.ceil(left / pace))
+    before = self._prefixes + num_tokens
+    cached = float((before * taken + pace * taken**2 / 2).sum())
+    rows = slice(None) if compute_slots is None else np.asarray(compute_slots)
+    self._read(before[rows], left[rows], steps, pace, queries)
+    self.segments.append((steps, len(left[rows]), int(sampled.sum()), cached))
+    num_tokens, active = num_tokens + sampled.astype(np.int32), left > sampled
     pages = SimpleNamespace(active=active)
     state = SimpleNamespace(
       num_tokens=num_tokens, pages=pages, response=response
     )
-    return state, samples, (num_tokens, active, sampled.sum())
+    results = SegmentResults(
+      num_tokens=num_tokens,
+      active=active,
+      response=response,
+      num_cached=(self._prefixes + num_tokens).astype(int),
+      num_sampled=sampled.sum(),
+    )
+    return state, samples, results
+
+  def _read(self, before, left, steps, pace, queries):
+    """Adds the blocks that each step reads; an idle row reads one."""
+    new = (np.arange(steps) * pace).astype(int)
+    tokens = np.where(new < left[:, None], before[:, None] + new + 1, 1)
+    blocks = -(-tokens // self._block)
+    of_shards = np.stack([x.sum(0) for x in np.split(blocks, self._shards)])
+    total = self.by_rows.get(len(left) * queries, Steps())
+    self.by_rows[len(left) * queries] = Steps(
+      total.steps + steps,
+      total.blocks + float(of_shards.mean(0).sum()),
+      total.most_blocks + float(of_shards.max(0).sum()),
+    )
+
+  def move_pages(self, state, moves):
+    self.moves += 1
+    return state
+
+  def move_slots(self, state, moves, rows):
+    M = self._slots // self._shards
+    sent, source, target = (x.reshape(self._shards, -1) for x in moves)
+    first = M * np.arange(self._shards)[:, None]
+    stored, place = target < M, first + target
+    slot = (first + sent).ravel()[source]
+
+    def move(x):
+      moved = x.copy()
+      moved[place[stored]] = x[slot[stored]]
+      return moved
+
+    self._prefixes = move(self._prefixes)
+    return SimpleNamespace(
+      num_tokens=move(state.num_tokens),
+      pages=SimpleNamespace(active=move(state.pages.active)),
+      response=move(state.response),
+    )
+
+  def move_rows(self, samples, moves):
+    return samples
 
   def finalize(self, samples):
     return samples
 
 
-def replay(sampler: ContinuousSampler, lengths: Lengths) -> Decoding:
-  counting = CountingSampler(sampler, lengths.responses)
+def replay(
+  sampler: ContinuousSampler,
+  lengths: Lengths,
+  block: int,
+  speculation: Speculation = NO_SPECULATION,
+) -> Decoding:
+  """`block`: tokens of a row's cache that a step reads at a time."""
+  counting = CountingSampler(sampler, lengths.responses, block, speculation)
   cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
   dry = dataclasses.replace(sampler, jitted=counting, batch_sharding=cpu)
   P = len(lengths.prompts)
@@ -113,25 +222,30 @@ def replay(sampler: ContinuousSampler, lengths: Lengths) -> Decoding:
     cached=float(cached.sum()),
     prefilled=counting.prefilled,
     slots_in_use=_over_time(steps, sampled, slots),
+    by_rows=counting.by_rows,
+    moves=counting.moves,
   )
 
 
-def decode_together(lengths: Lengths, config: Config) -> Decoding:
+def decode_together(lengths: Lengths, config: Config, shards: int) -> Decoding:
   """The static sampler decodes all rows until the longest ends."""
   responses = lengths.responses
   B, longest = len(responses), int(responses.max())
   active = (responses[:, None] > np.arange(longest)).sum(0)
   P, S = config.data.prompts, config.data.max_prompt_length
+  steps = longest - 1  # the first token comes with the prefill
+  # It also reads the cache of responses that ended.
+  cached = steps * (P * S + B * longest / 2)
   return Decoding(
-    steps=longest - 1,  # the first token comes with the prefill
+    steps=steps,
     segments=1,
     slots=B,
     rows=B,
     slot_steps=B * longest,
-    # It also reads the cache of responses that ended.
-    cached=(longest - 1) * (P * S + B * longest / 2),
+    cached=cached,
     prefilled=P * S,
     slots_in_use=_over_time(np.ones(longest), active, B),
+    by_rows={B: Steps(steps, cached / shards, cached / shards)},
   )
 
 

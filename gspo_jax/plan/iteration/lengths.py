@@ -1,27 +1,34 @@
 """The lengths of responses and prompts that `--lengths` asks for.
 
   --lengths=lognormal:mean=.25,sigma=1
+  --lengths=lognormal:mean=.25,sigma=1,group=.5
   --lengths=FILE
   --lengths=FILE:prompt_mean=.3
 
 `lognormal` is cut at `sampler.max_new_tokens`. `mean` is the mean after the
 cut, as a share of `max_new_tokens`, and `sigma` the standard deviation of the
-logarithm before the cut.
+logarithm before the cut. `group` (0 by default) is the correlation of the
+logarithms of two responses to one prompt.
 
 FILE has a line for each response: a number of tokens, or a JSON object with the
 number in `length` or the text in `response`, as samples/*.jsonl of a run. The
 config's tokenizer counts a text, and a stop token is added. If FILE has exactly
-as many responses as an iteration, they are taken in order, else even quantiles.
+as many responses as an iteration, they are taken in order. Else groups stay
+together: neighbours with the same `prompt`, or as many lines as a group has. Of
+the groups in the order of their means, evenly spaced ones are taken; one of
+another size gives even quantiles.
 
 `prompt_mean` (.5 by default) is the mean length of prompts as a share of
 `data.max_prompt_length`; lengths spread evenly around it, as widely as
-possible. Quantiles are shuffled with a fixed seed.
+possible. All is shuffled with a fixed seed.
 """
 
+import itertools
 import json
 import math
 import re
 import statistics
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +40,7 @@ from gspo_jax.runtime.errors import UserError, nearest
 
 _LOGNORMAL = "lognormal"
 _PROMPT_MEAN = 0.5
-_EXPECTED = "expected a file, or lognormal:mean=.25,sigma=1"
+_EXPECTED = "expected a file, or lognormal:mean=.25,sigma=1,group=.5"
 _ITERATIONS = 60  # of a bisection; each halves the error
 
 
@@ -55,12 +62,14 @@ def draw(spec: str, config: Config, tokenizer: Tokenizer) -> Lengths:
     )
   match = re.fullmatch(r"(.+?):(\w+=[^/]*)", spec)
   name, options = match.groups() if match else (spec, "")
-  known = ["mean", "sigma"] if name == _LOGNORMAL else []
+  needed = ["mean", "sigma"] if name == _LOGNORMAL else []
+  known = [*needed, "group"] if needed else []
   values = _numbers(spec, options, [*known, "prompt_mean"])
-  limit = config.sampler.max_new_tokens
-  count = config.data.prompts * config.rollout.group_size
+  limit, P = config.sampler.max_new_tokens, config.data.prompts
+  G = config.rollout.group_size
+  count = P * G
   if name == _LOGNORMAL:
-    for key in known:
+    for key in needed:
       if key not in values:
         raise mistake(f"{key} is missing; {_EXPECTED}")
     mean, sigma = values["mean"], values["sigma"]
@@ -71,11 +80,16 @@ def draw(spec: str, config: Config, tokenizer: Tokenizer) -> Lengths:
       )
     if not 0 < sigma <= 5:
       raise mistake(f"sigma={sigma:g}: expected a number above 0, at most 5")
+    group = values.get("group", 0.0)
+    if not 0 <= group <= 1:
+      raise mistake(f"group={group:g}: expected a correlation, from 0 to 1")
     responses = _lognormal(count, limit, mean, sigma)
+    if group:
+      responses = _correlated(responses.reshape(P, G), group)
   else:
-    responses = _from_file(spec, name, tokenizer)
+    responses, prompts = _from_file(spec, name, tokenizer)
     if len(responses) != count:
-      responses = _shuffled(np.quantile(responses, _quantiles(count)))
+      responses = _resampled(responses, prompts, P, G)
   mean = values.get("prompt_mean", _PROMPT_MEAN)
   if not 0 < mean <= 1:
     raise mistake(
@@ -83,7 +97,7 @@ def draw(spec: str, config: Config, tokenizer: Tokenizer) -> Lengths:
       "above 0 and at most 1"
     )
   spread = min(mean, 1 - mean)
-  prompts = mean + spread * (2 * _quantiles(config.data.prompts) - 1)
+  prompts = mean + spread * (2 * _quantiles(P) - 1)
   longest = config.data.max_prompt_length
   prompts = _shuffled(prompts * longest, seed=1)
   cut = lambda x, limit: np.clip(np.rint(x), 1, limit).astype(int)
@@ -130,7 +144,30 @@ def _lognormal(count, limit, mean, sigma) -> np.ndarray:
   return _shuffled(lengths(math.exp(high)))
 
 
-def _from_file(spec, path, tokenizer) -> np.ndarray:
+def _correlated(lengths_PG, correlation) -> np.ndarray:
+  """The same lengths; the normals behind two of a group correlate so."""
+  P, G = lengths_PG.shape
+  rng = np.random.default_rng(0)
+  shared, own = rng.standard_normal((P, 1)), rng.standard_normal((P, G))
+  normal = math.sqrt(correlation) * shared + math.sqrt(1 - correlation) * own
+  rank = normal.ravel().argsort().argsort()
+  return np.sort(lengths_PG, axis=None)[rank]
+
+
+def _resampled(lengths, prompts, P, G) -> np.ndarray:
+  """[P * G]: P of the groups, whole."""
+  starts = np.flatnonzero([a != b for a, b in itertools.pairwise(prompts)]) + 1
+  if len(starts) == 0:  # no prompts
+    starts = np.arange(G, len(lengths), G)
+  groups = sorted(np.split(lengths, starts), key=np.mean)
+  rng = np.random.default_rng(0)
+  chosen = rng.permutation((_quantiles(P) * len(groups)).astype(int))
+  evenly = lambda group: rng.permutation(np.quantile(group, _quantiles(G)))
+  return np.concatenate([evenly(groups[i]) for i in chosen])
+
+
+def _from_file(spec, path, tokenizer) -> tuple[np.ndarray, Sequence]:
+  """The length of each line, and its prompt, None without one."""
   try:
     lines = epath.Path(path).read_text().splitlines()
   except (OSError, UnicodeDecodeError) as error:
@@ -138,24 +175,29 @@ def _from_file(spec, path, tokenizer) -> np.ndarray:
     raise UserError(
       f"--lengths={spec}: cannot read {path!r}: {reason}; {_EXPECTED}"
     ) from error
-  lengths = [
+  pairs = [
     _length(f"--lengths={spec}: {path}:{number}", text, tokenizer)
     for number, text in enumerate(lines, 1)
     if text.strip()
   ]
-  if not lengths:
+  if not pairs:
     raise UserError(f"--lengths={spec}: {path} has no line with a length")
-  return np.array(lengths)
+  lengths, prompts = zip(*pairs, strict=True)
+  return np.array(lengths), prompts
 
 
-def _length(place, text, tokenizer) -> float:
+def _length(place, text, tokenizer) -> tuple[float, str | None]:
+  """The length that a line states, and its prompt."""
+  prompt = None
   try:
     line = json.loads(text)
   except ValueError:
     line = None
   if isinstance(line, dict):
+    prompt = line.get("prompt")
     if "length" not in line and isinstance(line.get("response"), str):
-      return len(tokenizer.encode(line["response"])) + 1  # its stop token
+      # A stop token ends it.
+      return len(tokenizer.encode(line["response"])) + 1, prompt
     line = line.get("length")
   if isinstance(line, bool) or not isinstance(line, int | float):
     line = math.nan
@@ -164,4 +206,4 @@ def _length(place, text, tokenizer) -> float:
       f"{place}: expected a number of tokens, at least 1, or a JSON object "
       f"with a `length` or a `response`, got {text.strip()[:60]!r}"
     )
-  return line
+  return line, prompt

@@ -15,7 +15,7 @@ from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler.continuous import paged_decode
 from gspo_jax.sampler.continuous.config import ShardSizes
-from gspo_jax.sampler.continuous.paged_decode import DecodeState
+from gspo_jax.sampler.continuous.paged_decode import DecodeState, SegmentResults
 from gspo_jax.sampler.decode_params import decode_params, decode_params_sharding
 from gspo_jax.sampler.samples import (
   SamplerConfig,
@@ -30,7 +30,7 @@ class JittedSampler:
   """The jitted functions of a `ContinuousSampler`; see `jit_sampler`.
 
   All arguments are positional; `begin`, `prefill`, `write_prompt_routing`,
-  `decode` and `append_tokens` donate states and samples.
+  `decode`, the moves and `append_tokens` donate states and samples.
   """
 
   decode_params: MeshJit
@@ -40,6 +40,9 @@ class JittedSampler:
   prefill: MeshJit
   write_prompt_routing: MeshJit
   decode: MeshJit
+  move_pages: MeshJit
+  move_slots: MeshJit
+  move_rows: MeshJit
   read_tokens: MeshJit
   finalize: MeshJit
   append_tokens: MeshJit
@@ -57,7 +60,7 @@ def jit_sampler(
 ) -> JittedSampler:
   batch = sharding.batch_sharding(sampler_mesh)
   pages = paged_cache.shardings(cfg, sampler_mesh)
-  state = DecodeState(pages, *[batch] * 5, pages.states)
+  state = DecodeState(pages, *[batch] * 6, pages.states)
   shards = sharding.batch_shards(sampler_mesh)
   decode_samples = samples_sharding(sampler, sampler_mesh)
   train_samples = samples_sharding(sampler, mesh)
@@ -115,8 +118,7 @@ def jit_sampler(
     """Decodes a segment of the slots `compute_slots` [m], or of all.
 
     `compute_slots` has all active slots, no new slot, and equally many of each
-    shard. Every device gets the results: the tokens [M] of the response in each
-    slot; [M] bool, whether it goes on; and the tokens sampled in all slots.
+    shard. Every device gets the results.
     """
     everything = compute_slots is None
     state = paged_decode.apply_plan(state, plan, start=everything)
@@ -132,8 +134,13 @@ def jit_sampler(
     )
     if not everything:
       computed = paged_decode.scatter_slots(state, computed, compute_slots)
-    num_sampled = (computed.num_tokens - state.num_tokens).sum()
-    results = computed.num_tokens, computed.pages.active, num_sampled
+    results = SegmentResults(
+      num_tokens=computed.num_tokens,
+      active=computed.pages.active,
+      response=computed.response,
+      num_cached=computed.pages.lengths,
+      num_sampled=(computed.num_tokens - state.num_tokens).sum(),
+    )
     return computed, samples, results
 
   def finalize(samples):
@@ -185,6 +192,15 @@ def jit_sampler(
       out_shardings=(state, decode_samples, sharding.replicated(sampler_mesh)),
       donate_argnums=(1, 2),
       compiler_options=rounding.decoding_options(sampler_mesh),
+    ),
+    move_pages=jit(
+      paged_decode.move_pages, donate_argnums=0, out_shardings=state
+    ),
+    move_slots=jit(
+      paged_decode.move_slots, donate_argnums=0, out_shardings=state
+    ),
+    move_rows=jit(
+      paged_decode.move_rows, donate_argnums=0, out_shardings=decode_samples
     ),
     read_tokens=jit(paged_decode.read_tokens, out_shardings=batch),
     finalize=jit(finalize, out_shardings=train_samples),

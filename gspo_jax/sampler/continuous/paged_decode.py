@@ -7,6 +7,7 @@ decides what each slot does (`scheduler`, SegmentPlan). Dimension letters as in
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from gspo_jax.model import cache as kv
 from gspo_jax.model import paged_cache
 from gspo_jax.model.moe import number_type
 from gspo_jax.runtime import sharding
+from gspo_jax.runtime.sharding import Moves
 from gspo_jax.sampler import next_token
 from gspo_jax.sampler.continuous.config import PROMPT_ROWS
 from gspo_jax.sampler.samples import (
@@ -37,6 +39,7 @@ class DecodeState:
 
   pages: paged_cache.Pages  # of the tokens already fed
   response: jax.Array  # which of the B responses the slot decodes
+  row: jax.Array  # of the samples, where its tokens are written
   last_token: jax.Array  # the newest one, not fed yet
   num_tokens: jax.Array  # of the response so far
   stop_at: jax.Array  # tokens at which the response leaves the slot
@@ -72,12 +75,22 @@ class SegmentPlan:
   prompt_row: jax.Array | tuple[()]
 
 
+class SegmentResults(NamedTuple):
+  """What every host learns of a segment."""
+
+  num_tokens: jax.Array  # [M], of the response in each slot
+  active: jax.Array  # [M] bool, whether it goes on
+  response: jax.Array  # [M], which one it is
+  num_cached: jax.Array  # [M], tokens in the pages of each slot
+  num_sampled: jax.Array  # [] tokens, in all slots together
+
+
 def empty(cfg: model.ModelConfig, *, shards: int, **sizes: int) -> DecodeState:
   """A state without responses; sizes as of `paged_cache.empty`."""
   pages = paged_cache.empty(cfg, **sizes)
   zeros = jnp.zeros_like(pages.lengths)
   prompt_states = kv.empty_states(cfg, PROMPT_ROWS * shards)
-  return DecodeState(pages, *[zeros] * 5, prompt_states)
+  return DecodeState(pages, *[zeros] * 6, prompt_states)
 
 
 def prefill(
@@ -221,6 +234,7 @@ def apply_plan(
   return DecodeState(
     pages=pages,
     response=select(plan.response, state.response),
+    row=select(plan.response, state.row),
     last_token=select(plan.last_token, state.last_token),
     num_tokens=select(plan.num_tokens, state.num_tokens),
     stop_at=select(plan.stop_at, state.stop_at),
@@ -329,19 +343,60 @@ def scatter_slots(
   return _with_shared(write(*arrays, slots), subset)
 
 
-def read_tokens(samples: Samples, responses: jax.Array) -> jax.Array:
-  """Tokens [Q, R] of `responses` [Q], on their devices; -1 reads any row."""
+def read_tokens(samples: Samples, rows: jax.Array) -> jax.Array:
+  """Tokens [Q, R] of the rows [Q], on their devices; -1 reads any row."""
 
-  def local(tokens, response_Q):
-    return tokens[response_Q % len(tokens)]
+  def local(tokens, row_Q):
+    return tokens[row_Q % len(tokens)]
 
   read = sharding.shard_map(local, (_BATCH,) * 2, _BATCH)
-  return read(samples.tokens, responses)
+  return read(samples.tokens, rows)
+
+
+def move_pages(state: DecodeState, moves: Moves) -> DecodeState:
+  """Copies pages to other devices; sharded as `Pages.kv`."""
+  kv = paged_cache.exchange(state.pages.kv, moves)
+  return dataclasses.replace(
+    state, pages=dataclasses.replace(state.pages, kv=kv)
+  )
+
+
+def move_slots(
+  state: DecodeState, moves: Moves, rows: jax.Array
+) -> DecodeState:
+  """Copies slots, without their pages, to slots of other devices.
+
+  A slot's new tokens are then written to the row in `rows` [n], beside
+  `moves.target`.
+  """
+
+  def local(arrays, moves, row_n):
+    moved = jax.tree.map(
+      lambda x: sharding.exchange(x, moves, *sharding.BATCH_AXES, dim=0), arrays
+    )
+    row_M = moved.row.at[moves.target].set(row_n, mode="drop")
+    return dataclasses.replace(moved, row=row_M)
+
+  move = sharding.shard_map(local, (_OF_SLOTS, _BATCH, _BATCH), _OF_SLOTS)
+  return _with_shared(move(_without_shared(state), moves, rows), state)
+
+
+def move_rows(samples: Samples, moves: Moves) -> Samples:
+  """Exchanges rows of samples between devices."""
+
+  def local(arrays, moves):
+    return jax.tree.map(
+      lambda x: sharding.exchange(x, moves, *sharding.BATCH_AXES, dim=0), arrays
+    )
+
+  move = sharding.shard_map(local, (_BATCH, _BATCH), _BATCH)
+  moved = move(dataclasses.replace(samples, slot_steps=None), moves)
+  return dataclasses.replace(moved, slot_steps=samples.slot_steps)
 
 
 # Specs of the arrays of slots, without what slots share.
 _OF_SLOTS = DecodeState(
-  paged_cache.Pages(None, _STATES, *[_BATCH] * 3), *[_BATCH] * 5, None
+  paged_cache.Pages(None, _STATES, *[_BATCH] * 3), *[_BATCH] * 6, None
 )
 
 
@@ -372,9 +427,9 @@ def _write_token(
     new["experts"] = experts.swapaxes(0, 1)
 
   def local(old, new, slots):
-    response_M, column_M, active_M = slots
+    row_M, column_M, active_M = slots
     rows, R = old["tokens"].shape
-    row_M = jnp.where(active_M, response_M % rows, rows)  # `rows`: nowhere
+    row_M = jnp.where(active_M, row_M % rows, rows)  # `rows`: nowhere
 
     def write(old, value_M):
       index = (row_M, column_M)[: old.ndim]
@@ -386,6 +441,6 @@ def _write_token(
     return jax.tree.map(write, old, new)
 
   old = {name: getattr(samples, name) for name in new}
-  slots = state.response, state.num_tokens, state.pages.active
+  slots = state.row, state.num_tokens, state.pages.active
   write = sharding.shard_map(local, (_BATCH,) * 3, _BATCH)
   return dataclasses.replace(samples, **write(old, new, slots))

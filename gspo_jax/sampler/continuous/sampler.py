@@ -34,7 +34,12 @@ from gspo_jax.sampler.continuous.config import (
   ShardSizes,
 )
 from gspo_jax.sampler.continuous.jit import JittedSampler
-from gspo_jax.sampler.continuous.paged_decode import DecodeState, SegmentPlan
+from gspo_jax.sampler.continuous.paged_decode import (
+  DecodeState,
+  SegmentPlan,
+  SegmentResults,
+)
+from gspo_jax.sampler.continuous.placement import Placement
 from gspo_jax.sampler.continuous.scheduler import (
   Admission,
   Requests,
@@ -52,7 +57,7 @@ from gspo_jax.sampler.samples import (
 from gspo_jax.sampler.stop_strings import StopStrings
 
 _IDLE = 8  # a segment ends when 1 of 8 slots is idle and responses wait
-_SUBSET = 4  # 1 of 4 slots is computed if no more are active
+_FEWEST_SLOTS = 8  # of a shard that a segment computes: the rows of a TPU tile
 _MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
 
 
@@ -65,6 +70,8 @@ class _Facts:
   new: np.ndarray  # of these, new ones
   looks_ahead: np.ndarray  # 1: `Scheduler.can_look_ahead`
   goes_on: np.ndarray  # 1: `Scheduler.may_go_on`
+  room: np.ndarray  # `Scheduler.num_spare_pages`
+  visitors: np.ndarray  # `Scheduler.num_visitors`
   # Prefixes to prefill in each bucket, and those without a cached token.
   prefixes: dict[int, np.ndarray]
   uncached: dict[int, np.ndarray]
@@ -163,6 +170,7 @@ class ContinuousSampler:
         "because the routing of a response's earlier tokens is not kept"
       )
     so_far = multihost.to_host((samples.lengths, samples.finish))
+    B = len(so_far[0])
     cache, cached = prefix_cache or PrefixCache(), [None] * len(self.own)
     if prefix_cache:
       cached = cache.tokens or [{} for _ in self.own]
@@ -187,15 +195,19 @@ class ContinuousSampler:
       requests, [starts[shard] for shard in self.own], self.config.stop
     )
     params = cache.params or self.jitted.decode_params(params)
+    placement = Placement(
+      self.sizes, self.shards, self.own, so_far[0], self._stop_at(stop_at, B)
+    )
 
     def finished_in(results, samples) -> list[tuple]:
       nonlocal active
-      num_tokens, goes_on, num_sampled = jax.device_get(results)
-      left = self._apply_results(schedulers, requests, num_tokens, goes_on)
-      before, active = active, goes_on.reshape(self.shards, -1).sum(1)
+      results = jax.device_get(results)
+      left = self._apply_results(schedulers, so_far[0], results)
+      placement.update(results)
+      before, active = active, results.active.reshape(self.shards, -1).sum(1)
       counts = before - active  # of responses that left, also on other hosts
       if progress:
-        progress.advance(int(counts.sum()), tokens=int(num_sampled))
+        progress.advance(int(counts.sum()), tokens=int(results.num_sampled))
       most = counts.max(initial=0)
       return list(self._finished(left, most, samples)) if on_finished else []
 
@@ -206,11 +218,16 @@ class ContinuousSampler:
     while True:
       facts = self._facts(shared)
       look_ahead = facts.looks_ahead.all() and facts.goes_on.any()
-      if results and not look_ahead:
+      # Kept tokens stay with the rows of their responses.
+      migrates = not prefix_cache and not facts.waiting.any()
+      migrates = migrates and placement.is_uneven()
+      if results and (migrates or not look_ahead):
         finished += finished_in(results, samples)
         results = None
       if not results and not facts.waiting.any() and not active.any():
         break
+      if migrates:
+        state, samples = self._migrate(state, samples, schedulers, placement)
       admissions = [scheduler.admit() for scheduler in schedulers]
       queues = self._prefill_queues(admissions, requests)
       plan = self._segment_plan(schedulers, admissions, fields)
@@ -223,8 +240,10 @@ class ContinuousSampler:
           state, samples = self._prefill(params, state, samples, *arrays)
       min_active = self._min_active(active.sum(), facts.waiting.any())
       compute_slots = None
-      if not any_new and active.max() <= self.sizes.slots // _SUBSET:
-        compute_slots = self._active_subset(plan)
+      most = active.max() * self.shards
+      count = min(n for n in self.compute_sizes if n >= most)
+      if not any_new and count < self.batching.slots:
+        compute_slots = self._active_subset(plan, count // self.shards)
       plan_and_slots = self._to_devices((plan, compute_slots))
       unread = results
       state, samples, results = self.jitted.decode(
@@ -240,6 +259,8 @@ class ContinuousSampler:
     if prefix_cache:
       cache.state, cache.params = state, params
       cache.tokens = [scheduler.kept for scheduler in schedulers]
+    for rows in reversed(placement.swaps):
+      samples = self.jitted.move_rows(samples, self._to_devices(rows))
     return self.jitted.finalize(samples)
 
   def append_tokens(
@@ -276,11 +297,11 @@ class ContinuousSampler:
     key: jax.Array,
     *,
     continues: bool = False,
-    compute_slots: jax.ShapeDtypeStruct | None = None,
+    subsets: bool = False,
   ) -> dict[str, jax.stages.Lowered]:
     """Lowers a prefill of the longest prompts, and a segment; see `Sampler`.
 
-    With `compute_slots`, int32 [m], the segment computes only these slots.
+    With `subsets`, also the segments of fewer slots, as "generate SLOTS".
     """
     shape, jitted = jax.ShapeDtypeStruct, self.jitted
     whole = lambda *dims: shape(dims, np.int32, sharding=self.batch_sharding)
@@ -300,28 +321,35 @@ class ContinuousSampler:
       slots["prompt_row"], sources = (), None
     T = self.buckets(continues=continues)[-1]
     Q, C = self.prefill_batch(T) * self.shards, T // self.sizes.page_size
-    return {
+    decode = lambda compute_slots: jitted.decode.lower(
+      params,
+      state,
+      samples,
+      SegmentPlan(**slots),
+      compute_slots,
+      shape((), np.int32),
+      key,
+    )
+    lowered = {
       "decode_params": decode_params,
       "prefill": jitted.prefill.lower(
         params, state, whole(Q, T), whole(Q), whole(Q, C), None, sources
       ),
-      "generate": jitted.decode.lower(
-        params,
-        state,
-        samples,
-        SegmentPlan(**slots),
-        compute_slots,
-        shape((), np.int32),
-        key,
-      ),
+      "generate": decode(None),
     }
+    for m in self.compute_sizes[1:] if subsets else ():
+      lowered[f"generate {m}"] = decode(whole(m))
+    return lowered
 
   def compilations(self) -> dict[str, tuple[MeshJit, int]]:
-    once = "decode_params", "read_tokens", "finalize", "append_tokens"
+    once = (
+      *("decode_params", "read_tokens", "finalize", "append_tokens"),
+      *("move_pages", "move_slots", "move_rows"),
+    )
     prefills = 4 * len(self.buckets())
     limits = dict.fromkeys(once, 1) | {
       "begin": 2,  # with an empty cache, and with the last turn's cache
-      "decode": len(self._compute_sizes),
+      "decode": len(self.compute_sizes),
       "prefill": prefills,
       "write_prompt_routing": prefills,
     }
@@ -331,7 +359,7 @@ class ContinuousSampler:
     }
 
   def describe(self, *, continues: bool) -> str:
-    slots = " or ".join(map(str, self._compute_sizes))
+    slots = " or ".join(map(str, self.compute_sizes))
     buckets = ", ".join(map(str, self.buckets(continues=continues)))
     return (
       f"continuous batching: {slots} slots, "
@@ -343,12 +371,11 @@ class ContinuousSampler:
     self, prompts, prompt_lengths, samples: Samples, so_far, stop_at
   ) -> list[Requests]:
     """Each own shard's responses; `so_far` is (lengths, finish) on the host."""
-    B, R = samples.tokens.shape
-    stop_at = np.full(B, R) if stop_at is None else np.minimum(stop_at, R)
+    B = len(samples.tokens)
     tokens = {}
     if so_far[0].any():
       tokens = multihost.addressable_rows(samples.tokens)
-    whole = prompts, prompt_lengths, *so_far, stop_at
+    whole = prompts, prompt_lengths, *so_far, self._stop_at(stop_at, B)
     parts = [np.split(x, self.shards) for x in whole]
     b = B // self.shards
     return [
@@ -359,6 +386,10 @@ class ContinuousSampler:
       for shard in self.own
     ]
 
+  def _stop_at(self, stop_at, B):
+    R = self.sizes.max_new_tokens
+    return np.full(B, R) if stop_at is None else np.minimum(stop_at, R)
+
   def _share(self, schedulers, queues, plan: SegmentPlan | None) -> jax.Array:
     """This host's part of the `_Facts`, sent to all: [shards, ...] int32."""
     new = np.zeros(len(schedulers), int)
@@ -368,6 +399,7 @@ class ContinuousSampler:
     for scheduler, queue, count in zip(schedulers, queues, new, strict=True):
       row = [scheduler.num_waiting, scheduler.num_active, count]
       row += [scheduler.can_look_ahead, scheduler.may_go_on]
+      row += [scheduler.num_spare_pages, scheduler.num_visitors]
       for T in self.buckets():
         prefills = [prefill for prefill, *_ in queue.get(T, ())]
         row += [len(prefills), sum(not p.num_cached for p in prefills)]
@@ -379,9 +411,9 @@ class ContinuousSampler:
     columns = np.asarray(shared.addressable_data(0)).T
     buckets = self.buckets()
     return _Facts(
-      *columns[:5],
-      prefixes=dict(zip(buckets, columns[5::2], strict=True)),
-      uncached=dict(zip(buckets, columns[6::2], strict=True)),
+      *columns[:7],
+      prefixes=dict(zip(buckets, columns[7::2], strict=True)),
+      uncached=dict(zip(buckets, columns[8::2], strict=True)),
     )
 
   def _to_devices(self, tree):
@@ -509,17 +541,20 @@ class ContinuousSampler:
   def _min_active(self, count, any_waiting) -> np.int32:
     if any_waiting:
       return np.int32(count - max(1, count // _IDLE))
-    subset = self._compute_sizes[-1]
-    return np.int32(subset if count > subset else 0)
+    # A smaller program continues as soon as it has enough slots.
+    smaller = (n for n in self.compute_sizes if n < count)
+    return np.int32(max(smaller, default=0))
 
   @property
-  def _compute_sizes(self) -> tuple[int, ...]:
-    """Numbers of slots that a segment can compute: all, or a subset."""
-    subset = self.sizes.slots // _SUBSET * self.shards
-    return (self.batching.slots, subset) if subset else (self.batching.slots,)
+  def compute_sizes(self) -> tuple[int, ...]:
+    """Numbers of slots that a segment can compute: all, a half, and so on."""
+    slots, sizes = self.sizes.slots, [self.batching.slots]
+    while (slots := slots // 2) >= _FEWEST_SLOTS:
+      sizes.append(slots * self.shards)
+    return tuple(sizes)
 
-  def _active_subset(self, plan: SegmentPlan) -> np.ndarray:
-    """The slots to compute, equally many of each shard; all active ones.
+  def _active_subset(self, plan: SegmentPlan, count: int) -> np.ndarray:
+    """`count` slots of each shard to compute; all active ones.
 
     Most responses finish long before the longest one, so few slots may be
     active at the end. A new slot needs all, to copy its prefix's partial page.
@@ -527,29 +562,38 @@ class ContinuousSampler:
     slots = self.sizes.slots
     active = plan.active.reshape(-1, slots)
     active_first = np.argsort(~active, axis=1, kind="stable")
-    subset = active_first[:, : slots // _SUBSET]
-    subset = subset + slots * np.array(self.own)[:, None]
+    subset = active_first[:, :count] + slots * np.array(self.own)[:, None]
     return subset.ravel().astype(np.int32)
 
+  def _migrate(self, state, samples, schedulers, placement):
+    """Moves running responses from the fullest shards to the emptiest."""
+    facts = self._facts(self._share(schedulers, [{}] * len(schedulers), None))
+    migration = placement.migrate(schedulers, facts.room, facts.visitors)
+    if not migration:
+      return state, samples
+    pages, *slots, rows = self._to_devices(migration)
+    for moves in pages:
+      state = self.jitted.move_pages(state, moves)
+    state = self.jitted.move_slots(state, *slots)
+    return state, self.jitted.move_rows(samples, rows)
+
   def _apply_results(
-    self, schedulers, requests, num_tokens, active
-  ) -> list[list[tuple[int, int]]]:
-    """Applies a segment's results; (number, tokens) of responses that left."""
-    num_tokens, active = (
-      np.split(x, self.shards) for x in (num_tokens, active)
-    )
+    self, schedulers, num_tokens_before, results: SegmentResults
+  ) -> list[list[tuple[int, int, int]]]:
+    """Applies a segment's results to the own shards.
+
+    Returns the (row, number, tokens) of responses that left.
+    """
     left = []
-    for shard, scheduler, request in zip(
-      self.own, schedulers, requests, strict=True
-    ):
-      response, first = scheduler.response, shard * len(request.num_tokens)
-      scheduler.apply_results(
-        num_tokens[shard] - request.num_tokens[response], active[shard]
-      )
-      slots = np.flatnonzero((response >= 0) & ~active[shard])
-      lengths = num_tokens[shard][slots].tolist()
-      numbers = (first + response[slots]).tolist()
-      left.append(list(zip(numbers, lengths, strict=True)))
+    by_shard = [np.split(x, self.shards) for x in results[:3]]
+    for shard, scheduler in zip(self.own, schedulers, strict=True):
+      num_tokens, active, response = (x[shard] for x in by_shard)
+      row = scheduler.response
+      scheduler.apply_results(num_tokens - num_tokens_before[response], active)
+      slots = np.flatnonzero((row >= 0) & ~active)
+      first = shard * (len(num_tokens_before) // self.shards)
+      columns = first + row[slots], response[slots], num_tokens[slots]
+      left.append(np.stack(columns, axis=1).tolist())
     return left
 
   def _finished(self, left, most: int, samples) -> Iterator[tuple]:
@@ -557,16 +601,15 @@ class ContinuousSampler:
 
     `most`: responses that left the shard which most left, on any host.
     """
-    count = max(1, self.sizes.slots // _IDLE)  # rows of a shard
+    count = max(1, self.sizes.slots // _IDLE)  # of a shard
     for begin in range(0, most, count):
-      responses = np.full((self.shards, count), -1, np.int32)
-      lengths = np.zeros_like(responses)
-      for shard, pairs in zip(self.own, left, strict=True):
-        for i, pair in enumerate(pairs[begin : begin + count]):
-          responses[shard, i], lengths[shard, i] = pair
-      responses, lengths = responses.ravel(), lengths.ravel()
-      rows = multihost.to_global(responses, self.batch_sharding)
-      yield responses, lengths, self.jitted.read_tokens(samples, rows)
+      columns = np.full((3, self.shards, count), -1, np.int32)
+      for shard, finished in zip(self.own, left, strict=True):
+        for i, values in enumerate(finished[begin : begin + count]):
+          columns[:, shard, i] = values
+      rows, numbers, lengths = columns.reshape(3, -1)
+      rows = multihost.to_global(rows, self.batch_sharding)
+      yield numbers, lengths, self.jitted.read_tokens(samples, rows)
 
   def _read_finished(
     self, finished: list[tuple]

@@ -136,6 +136,8 @@ class Scheduler:
       np.add.at(self._readers, tokens.pages, 1)
     self._free_pages = np.flatnonzero(self._readers == 0).tolist()
     self._response_M = np.full(M, -1)
+    # [B] bool, running responses of other shards, in the rows of finished ones.
+    self._is_visitor = np.zeros(len(self._prefix_B), bool)
     self._num_cached_M = np.zeros(M, np.int64)
     self._num_generated_M = np.zeros(M, np.int64)
     self._num_pages_M = np.zeros(M, np.int64)  # shared pages included
@@ -163,14 +165,23 @@ class Scheduler:
     return self._response_M.copy()
 
   @property
+  def num_spare_pages(self) -> int:
+    """Pages that are free after the next segment, if nothing is admitted."""
+    return self.num_free_pages - int(self._missing_pages().sum())
+
+  @property
+  def num_visitors(self) -> int:
+    """Running responses of other shards, which are never preempted."""
+    return int(self._is_visitor.sum())
+
+  @property
   def can_look_ahead(self) -> bool:
     """Whether to plan a segment before the results of the last one are known.
 
     Not while responses wait: slots that just became idle would stay empty for a
     segment. Not if pages might run out: responses would be preempted too early.
     """
-    fits = self._missing_pages().sum() <= self.num_free_pages
-    return not self._queue and bool(fits)
+    return not self._queue and self.num_spare_pages >= 0
 
   @property
   def may_go_on(self) -> bool:
@@ -213,9 +224,11 @@ class Scheduler:
     queue. The oldest response is never preempted.
     """
     while (missing_M := self._missing_pages()).sum() > self.num_free_pages:
-      slot = int(self._response_M.argmax())  # of the newest response
-      response = int(self._response_M[slot])
-      if not self._evict(after=self._prefix_B[response]):
+      is_visitor_M = self._is_visitor[self._response_M]
+      newest_M = np.where(is_visitor_M, -1, self._response_M)
+      slot, response = int(newest_M.argmax()), int(newest_M.max())
+      prefix = self._prefix_B[response] if response >= 0 else -1
+      if not self._evict(after=prefix):
         self._queue.appendleft(response)
         self._release_slot(slot)
     column_W = np.arange(self._sizes.pages_per_slot)
@@ -243,11 +256,49 @@ class Scheduler:
       if self.kept is not None:
         self.kept[response] = self._keep(slot)
       self._release_slot(slot)
-      prefix = self._prefix_B[response]
-      self._num_unfinished_Q[prefix] -= 1
-      if not self._num_unfinished_Q[prefix]:
-        self._release_pages(self._prefix_pages.pop(prefix).pages)
+      self._finish(response)
     return responses
+
+  def _finish(self, response):
+    """Releases the pages of its prefix with the last response to it."""
+    if self._is_visitor[response]:
+      self._is_visitor[response] = False
+      return
+    prefix = self._prefix_B[response]
+    self._num_unfinished_Q[prefix] -= 1
+    if not self._num_unfinished_Q[prefix]:
+      self._release_pages(self._prefix_pages.pop(prefix).pages)
+
+  def remove(self, slot: int, num_pages: int) -> tuple[int, list[int]]:
+    """Takes a response out of a slot; its row, and its first pages.
+
+    The results of all segments have been applied.
+    """
+    row, pages = int(self._response_M[slot]), self._table[slot, :num_pages]
+    pages = pages.tolist()
+    self._release_slot(slot)
+    self._finish(row)
+    return row, pages
+
+  def insert(
+    self, num_pages: int, num_cached: int, num_generated: int, max_tokens: int
+  ) -> tuple[int, int, list[int]]:
+    """Gives a response of another shard a slot, a finished one's row, and pages
+    for its tokens.
+
+    It cannot start again on this shard, so it is never preempted.
+    """
+    slot = int(self._response_M.argmin())
+    is_idle_B = np.ones(len(self._prefix_B), bool)
+    is_idle_B[self._response_M[self._response_M >= 0]] = False
+    row = int(is_idle_B.argmax())
+    pages = self._pop_pages(num_pages)
+    self._is_visitor[row], self._max_tokens_B[row] = True, max_tokens
+    self._response_M[slot], self._num_cached_M[slot] = row, num_cached
+    self._num_generated_M[slot] = num_generated
+    self._num_pages_M[slot] = num_pages
+    self._table[slot, :num_pages] = pages
+    return slot, row, pages
 
   def _make_room(self, response):
     """Evicts until a response's first segment fits; False if it cannot fit.

@@ -1,0 +1,200 @@
+"""Even loads: running responses move from full shards to empty ones.
+
+A response starts on the shard of its row of the samples. Each decode step waits
+for the shard that reads the most cached tokens, and lengths differ, also
+between groups. So while no response waits for a slot, running ones move with
+their pages. On the other shard a response gets the row of a finished one, which
+gets its row in return. At the end of the call the swaps of rows are undone.
+
+All hosts make the same choice, from what every host knows; each fills in the
+slots, rows and pages of its own shards.
+
+Dimension letters as in `continuous/__init__`; D shards, n moves of a shard.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from gspo_jax.runtime.sharding import Moves
+from gspo_jax.sampler.continuous.config import ShardSizes
+from gspo_jax.sampler.continuous.paged_decode import SegmentResults
+from gspo_jax.sampler.continuous.scheduler import Scheduler
+
+# Responses move when the fullest shard has a quarter more cached tokens than
+# the mean, until it has a twentieth more, and then not for some segments.
+# Lengths of a lognormal distribution (mean a quarter of 16,384, sigma 1), 512
+# groups of 16 on 64 shards: 386 moves, and the tokens of the fullest shards are
+# 1.17 times the mean, in place of 1.51. Half these limits: 898 moves, 1.10.
+_MOST, _LEAST, _SEGMENTS = 1.25, 1.05, 8
+
+
+class Migration(NamedTuple):
+  """What the devices move; arrays of this host's shards, one after another."""
+
+  pages: list[Moves]  # one call each
+  slots: Moves
+  slot_rows: np.ndarray  # [n] int32 a shard, where a moved slot's tokens go
+  rows: Moves
+
+
+class Placement:
+  """Moves the responses of one call between its shards."""
+
+  def __init__(
+    self,
+    sizes: ShardSizes,
+    shards: int,
+    own: Sequence[int],
+    num_tokens: np.ndarray,
+    stop_at: np.ndarray,
+  ):
+    """`own` are this host's shards, `num_tokens` [B] tokens before the call,
+    `stop_at` [B] those at which a response leaves its slot."""
+    self._sizes, self._shards, self._own = sizes, shards, list(own)
+    self._num_tokens_B, self._stop_at_B = num_tokens, stop_at
+    self.swaps: list[Moves] = []
+    self._segments = 0  # since the last migration
+    self._cached_DM = None  # tokens of each running response
+
+  def update(self, results: SegmentResults) -> None:
+    self._segments += 1
+    self._results = results
+    cached_M = np.where(results.active, results.num_cached, 0)
+    self._cached_DM = cached_M.reshape(self._shards, -1)
+
+  def is_uneven(self) -> bool:
+    """Whether responses should move before the next segment."""
+    if self._segments < _SEGMENTS:
+      return False
+    cached_D = self._cached_DM.sum(1)
+    return bool(cached_D.max() > _MOST * cached_D.mean())
+
+  def migrate(
+    self, schedulers: Sequence[Scheduler], room_D, visitors_D
+  ) -> Migration | None:
+    """Moves responses between shards after all results were applied.
+
+    `schedulers` are of own shards; `room_D` is `num_spare_pages` and
+    `visitors_D` is `num_visitors` of all shards. None: nothing moves.
+    """
+    self._segments = 0
+    sizes, D, page_size = self._sizes, self._shards, self._sizes.page_size
+    own = dict(zip(self._own, schedulers, strict=True))
+    b, n = len(self._num_tokens_B) // D, max(1, sizes.slots // 8)
+    slots, rows = _MoveList(D, n, sizes.slots), _MoveList(D, n, b)
+    slot_rows, pages = np.zeros((D, n), np.int32), []
+    for giver, slot, taker in self._choices(room_D, visitors_D, n):
+      cached = int(self._cached_DM[giver, slot])
+      num_pages, at = -(-cached // page_size), giver * sizes.slots + slot
+      number = self._results.response[at]
+      before = self._num_tokens_B[number]
+      generated = int(self._results.num_tokens[at] - before)
+      row = new_row = new_slot = 0  # on another host
+      old_pages = new_pages = [0] * num_pages
+      if giver in own:
+        row, old_pages = own[giver].remove(slot, num_pages)
+      if taker in own:
+        new_slot, new_row, new_pages = own[taker].insert(
+          num_pages,
+          num_cached=cached - generated,
+          num_generated=generated,
+          max_tokens=int(self._stop_at_B[number] - before),
+        )
+      place = slots.add(giver, slot, taker, new_slot)
+      slot_rows[taker, place] = taker * b + new_row
+      rows.add(giver, row, taker, new_row)
+      rows.add(taker, new_row, giver, row)
+      pages += [
+        (giver, old, taker, new)
+        for old, new in zip(old_pages, new_pages, strict=True)
+      ]
+    if not pages:
+      return None
+    self.swaps.append(rows.moves(self._own))
+    return Migration(
+      self._page_moves(pages),
+      slots.moves(self._own),
+      slot_rows[self._own].ravel(),
+      self.swaps[-1],
+    )
+
+  def _choices(self, room_D, visitors_D, n) -> list[tuple[int, int, int]]:
+    """(from shard, slot, to shard), at most n of each; a shard does not give
+    and take."""
+    sizes, cached_DM = self._sizes, self._cached_DM.copy()
+    load_D, idle_D = cached_DM.sum(1), (cached_DM == 0).sum(1)
+    # All visitors, and one more response, fit if they grow to their longest.
+    most = (sizes.num_pages - 1) // sizes.pages_per_slot - 1
+    takes_D = np.minimum(np.minimum(idle_D, n), most - visitors_D)
+    room_D, gives_D, choices = room_D.copy(), np.full(len(load_D), n), []
+    gave_D, took_D = np.zeros((2, len(load_D)), bool)
+    while True:
+      giver = int(load_D.argmax())
+      can_take_D = (takes_D > 0) & ~gave_D
+      taker = int(np.where(can_take_D, load_D, np.inf).argmin())
+      done = load_D[giver] <= _LEAST * load_D.mean()
+      if done or not can_take_D[taker] or took_D[giver] or not gives_D[giver]:
+        return choices
+      # Half of the difference is best; less than all of it is an improvement.
+      half = (load_D[giver] - load_D[taker]) / 2
+      cached_M = cached_DM[giver]
+      pages_M = -(-(cached_M + sizes.segment_steps) // sizes.page_size)
+      fits_M = (cached_M > 0) & (cached_M < 2 * half)
+      fits_M &= pages_M <= room_D[taker]
+      slot = int(np.where(fits_M, abs(cached_M - half), np.inf).argmin())
+      if not fits_M[slot]:
+        return choices
+      choices.append((giver, slot, taker))
+      load_D[giver] -= cached_M[slot]
+      load_D[taker] += cached_M[slot]
+      room_D[taker] -= pages_M[slot]
+      cached_DM[giver, slot] = 0
+      gave_D[giver] = took_D[taker] = True
+      gives_D[giver] -= 1
+      takes_D[taker] -= 1
+
+  def _page_moves(self, pages) -> list[Moves]:
+    """Moves of pages (from shard, page, to shard, page), few in each call."""
+    calls = []
+    while pages:
+      call = _MoveList(
+        self._shards, self._sizes.pages_per_slot, self._sizes.num_pages
+      )
+      left = []
+      for page in pages:
+        if call.has_room(page[0], page[2]):
+          call.add(*page)
+        else:
+          left.append(page)
+      calls.append(call.moves(self._own))
+      pages = left
+    return calls
+
+
+class _MoveList:
+  """The `Moves` of all shards, at most n to and from each."""
+
+  def __init__(self, shards: int, n: int, nowhere: int):
+    self._sent, self._source = np.zeros((2, shards, n), np.int32)
+    self._target = np.full((shards, n), nowhere, np.int32)
+    self._num_sent, self._num_stored = np.zeros((2, shards), int)
+
+  def has_room(self, source: int, target: int) -> bool:
+    n = self._sent.shape[1]
+    return self._num_sent[source] < n and self._num_stored[target] < n
+
+  def add(self, source: int, what: int, target: int, where: int) -> int:
+    """Moves a slice; returns its place among those that `target` stores."""
+    i, k = self._num_sent[source], self._num_stored[target]
+    self._sent[source, i], self._target[target, k] = what, where
+    self._source[target, k] = source * self._sent.shape[1] + i
+    self._num_sent[source] += 1
+    self._num_stored[target] += 1
+    return int(k)
+
+  def moves(self, shards: list[int]) -> Moves:
+    return Moves(
+      *(x[shards].ravel() for x in (self._sent, self._source, self._target))
+    )
