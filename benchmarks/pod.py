@@ -112,7 +112,8 @@ class Recorder(CountingSampler):
 
   def __init__(self, sampler, lengths, limit=None, whole=None):
     block = sampler.sizes.page_size
-    super().__init__(sampler, lengths, block, NO_SPECULATION)
+    super().__init__(sampler, block, NO_SPECULATION)
+    self.lengths = lengths
     self.limit, self.whole = limit, whole
     self.shared, self.prefills, self.plans, self.results = [], [], [], []
     self.moved = []

@@ -128,6 +128,10 @@ def get_config() -> ConfigDict:
   c.continuous_batching.num_pages = 0
   # Prompt tokens of a forward pass; a multiple of `page_size`
   c.continuous_batching.prefill_chunk = 128
+  # Tokens that a step drafts of each response, from the texts of its group,
+  # while at most 1 of 4 slots is in use; 0: none. It changes no response. [0 or
+  # more]
+  c.continuous_batching.speculation = 0
 
   c.rollout = ConfigDict()  # where the responses of an iteration come from
   c.rollout.group_size = 8  # responses a prompt

@@ -40,9 +40,6 @@ class _Slice(NamedTuple):
   prompts: int = 64
   group_size: int = 8
   new_tokens: int = 3072
-  # `continuous_batching.page_size`. JAX's kernel for pages of 128 tokens takes
-  # 1.7 times as many instructions (v5p); what reads blocks wastes less of them.
-  page: int = 512
   pages: int = 0  # `continuous_batching.num_pages`
   rows: int = 1  # packed rows of one pass, on each `context` devices
   remat: str = _STORE_LITTLE
@@ -60,7 +57,7 @@ _QWEN3_30B = {
     prompts=512,
     group_size=16,
     new_tokens=16384,
-    pages=96_000,  # of 98,160 that the plan allows
+    pages=384_000,  # of 392,640 that the plan allows
     remat=_STORE_MOST,
     # The experts of every token and their log-probs take 79 GiB more.
     instruments=False,
@@ -71,7 +68,7 @@ _QWEN3_30B = {
     expert=4,
     decoding=16,
     prompts=256,
-    pages=12_672,  # of 13,440 that the plan allows
+    pages=50_688,  # of 53,760 that the plan allows
   ),
   "tpu7x:4x4x4": _Slice(
     devices=128,
@@ -81,7 +78,7 @@ _QWEN3_30B = {
     prompts=512,
     group_size=16,
     new_tokens=16384,
-    pages=176_128,  # of 181,696 that the plan allows
+    pages=704_512,  # of 726,784 that the plan allows
     remat=_STORE_MOST,
     instruments=False,
   ),
@@ -95,7 +92,7 @@ _QWEN3_30B = {
   ),
 }
 _QWEN3_235B = {
-  # All slots need at most 36,864 pages; the plan allows 87,808.
+  # 135,168 pages are as many as all slots can need; the plan allows 351,232.
   # With `decoding=16` the weights for decoding do not fit on their way (104
   # GiB). One row a device gathers weights for too few tokens.
   "v5p:4x8x8": _Slice(
@@ -108,7 +105,7 @@ _QWEN3_235B = {
     expert=4,
     decoding=32,
     prompts=512,
-    pages=15_360,  # of 16,192 that the plan allows
+    pages=61_440,  # of 64,768 that the plan allows
     rows=2,
   ),
 }
@@ -133,23 +130,16 @@ _OLMOE = {
     fsdp=2,
     expert=4,
     decoding=8,
-    pages=1792,  # of 1,838 that the plan allows
+    pages=7168,  # of 7,352 that the plan allows
     rows=2,
   ),
 }
-# JAX's kernel for pages has no sinks: gpt-oss decodes in blocks, without it.
 _GPT_OSS = {
   "v5p:2x2x2": _Slice(
-    devices=8, fsdp=2, expert=4, decoding=8, page=128, instruments=False
+    devices=8, fsdp=2, expert=4, decoding=8, instruments=False
   ),
   "v6e:2x4": _Slice(
-    devices=8,
-    fsdp=2,
-    expert=4,
-    decoding=8,
-    page=128,
-    instruments=False,
-    lora_rank=16,
+    devices=8, fsdp=2, expert=4, decoding=8, instruments=False, lora_rank=16
   ),
 }
 _GLM_AIR = {
@@ -159,8 +149,8 @@ _GLM_AIR = {
   ),
 }
 _MINIMAX = {
-  # It always thinks, so that responses are long. 25,088 pages are a third of
-  # what all slots could need; the plan allows 46,464.
+  # It always thinks, so that responses are long. 100,352 pages are a third of
+  # what all slots could need; the plan allows 185,856.
   "v5p:4x4x8": _Slice(
     devices=128,
     fsdp=32,
@@ -168,7 +158,7 @@ _MINIMAX = {
     decoding=32,
     prompts=256,
     new_tokens=16384,
-    pages=25_088,
+    pages=100_352,
     instruments=False,
   ),
 }
@@ -188,13 +178,7 @@ _QWEN3_6 = {
 # No kernel reads pages of latents: it decodes in blocks.
 _MOONLIGHT = {
   "v6e:2x4": _Slice(
-    devices=8,
-    fsdp=2,
-    expert=4,
-    decoding=8,
-    page=128,
-    instruments=False,
-    lora_rank=16,
+    devices=8, fsdp=2, expert=4, decoding=8, instruments=False, lora_rank=16
   ),
 }
 
@@ -225,7 +209,7 @@ _QWEN3_30B_LONG = {
     decoding=8,
     prompts=256,
     new_tokens=65536 - 1024,
-    pages=65_536,  # of 100,224 that the plan allows
+    pages=262_144,  # of 400,896 that the plan allows
     remat=_STORE_MOST,
     instruments=False,
   ),
@@ -237,7 +221,7 @@ _QWEN3_30B_LONG = {
     decoding=8,
     prompts=256,
     new_tokens=131_072 - 1024,
-    pages=131_072,  # of 185,632 that the plan allows
+    pages=524_288,  # of 742,528 that the plan allows
     remat=_STORE_MOST,
     instruments=False,
   ),
@@ -330,8 +314,7 @@ def _sized(variant: str, where: _Slice) -> ConfigDict:
 
   # All responses decode at once: most end soon, and make room in the pool.
   c.continuous_batching.slots = where.prompts * where.group_size
-  c.continuous_batching.page_size = where.page
-  c.continuous_batching.prefill_chunk = where.page
+  c.continuous_batching.page_size = 128  # a TPU's lanes
   c.continuous_batching.num_pages = where.pages
 
   # Adapters take about ten times the learning rate of all weights.

@@ -11,6 +11,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from gspo_jax.model import gpu
@@ -332,9 +333,7 @@ def splash(
   pad = lambda x: jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
   lanes = H + -H % _LANES  # in HBM
   query_bytes = B * (T + padding) * N * lanes * q_BTNH.dtype.itemsize
-  kernel = _splash_kernel(
-    N // parts, T + padding, query_bytes, interpret, window
-  )
+  sizes = _splash_sizes(T + padding, query_bytes, window)
   split = lambda x: x.reshape(parts, -1, *x.shape[1:])
   q_BTNH *= _scale(scale, H)
   qkv = (pad(x).swapaxes(1, 2) for x in (q_BTNH, k_BTKH, v_BTKV))
@@ -342,71 +341,98 @@ def splash(
     sinks_N = split(_cast_gradient(sinks_N))
 
   def row(q_NTH, k_KTH, v_KTV, segments_T):
-    skipping = _skip_blocks(kernel, segments_T, window)
+    kernel = _splash_kernel(sizes, segments_T, window, interpret)
     ids = sa.SegmentIds(q=segments_T, kv=segments_T)
-    run = lambda *qkv, sinks: skipping(*qkv, segment_ids=ids, sinks=sinks)
+    run = lambda *qkv, sinks: kernel(*qkv, segment_ids=ids, sinks=sinks)
     out = jax.vmap(run)(*map(split, (q_NTH, k_KTH, v_KTV)), sinks=sinks_N)
     return out.reshape(N, *out.shape[2:])
 
   segments_BT = pad(segments_BT)
-  block_T = jnp.arange(T + padding) // splash_blocks(T + padding, window)[0]
+  block_T = jnp.arange(T + padding) // sizes.block_q
   segments_BT = jnp.where(segments_BT == 0, -1 - block_T, segments_BT)
   out_BNTV = jax.vmap(row)(*qkv, segments_BT)
   return out_BNTV.swapaxes(1, 2)[:, :T]
 
 
-def _skip_blocks(kernel, segments_T, window):
-  """A kernel of splash that skips the blocks which this row does not need.
+def _splash_kernel(sizes, segments_T, window, interpret=False):
+  """JAX's kernel for one row; it skips the blocks that no segment needs.
 
-  The kernel's grid has steps for all blocks up to the diagonal, or of a window.
-  A block of queries needs the blocks of keys from first_Q1 to last_Q1. A step
-  that is skipped names the next block that is needed, or the one in VMEM.
+  Its grid has steps for the most blocks that any row can need. A block of
+  queries needs the blocks of keys from first_Q1 to last_Q1. A step that is
+  skipped names the next block that is needed, or the one in VMEM.
   """
-  sizes, T = kernel.kwargs["block_sizes"], len(segments_T)
-  token_T = jnp.arange(T)
+  from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask_info,
+  )
 
-  def band(block_q, block_kv):
-    """first_Q1 and last_Q1; the first query of a block sees the first key."""
-    start_Q1 = token_T[::block_q, None]
-    same_QT = segments_T[start_Q1] == segments_T
-    if window is not None:
-      same_QT &= start_Q1 - token_T < window
-    last_Q1 = (start_Q1 + block_q - 1) // block_kv
-    return same_QT.argmax(1, keepdims=True) // block_kv, last_Q1
+  T = len(segments_T)
+  token_T, reach = np.arange(T, dtype=np.int32), window or T
 
-  def replace(info, needed, block):
-    cast = lambda x, like: x[None].astype(like.dtype)
-    return info._replace(
-      block_mask=cast(needed, info.block_mask),
-      data_next=cast(block, info.data_next),
+  def info(needed, block):
+    dtype = jnp.int8 if max(block.shape) <= 128 else jnp.int16
+    return splash_attention_mask_info.MaskInfo(
+      data_next=block[None].astype(dtype),
+      mask_next=None,
+      block_mask=needed[None].astype(jnp.int8),
+      partial_mask_blocks=None,
+      q_sequence=token_T,
     )
 
-  def by_query(info, block_q, block_kv):
-    first_Q1, last_Q1 = band(block_q, block_kv)
-    block_QG = first_Q1 + jnp.arange(info.data_next.shape[2])
+  def band(block_q, block_kv):
+    """first_Q1, last_Q1; the first query of a block sees the first key."""
+    start_Q1 = token_T[::block_q, None]
+    visible_QT = start_Q1 - token_T < reach
+    same_QT = segments_T[start_Q1] == segments_T
+    last_Q1 = (start_Q1 + block_q - 1) // block_kv
+    most = 1 + (last_Q1[:, 0] - visible_QT.argmax(1) // block_kv).max()
+    first_Q1 = (visible_QT & same_QT).argmax(1, keepdims=True) // block_kv
+    return first_Q1, last_Q1, most
+
+  def by_query(block_q, block_kv):
+    first_Q1, last_Q1, most = band(block_q, block_kv)
+    block_QG = first_Q1 + np.arange(most)
     needed_QG = block_QG <= last_Q1
     next_Q1 = jnp.roll(first_Q1, -1, axis=0)
-    return replace(info, needed_QG, jnp.where(needed_QG, block_QG, next_Q1))
+    return info(needed_QG, jnp.where(needed_QG, block_QG, next_Q1))
 
-  def by_key(info, block_q, block_kv):
-    first_Q1, last_Q1 = band(block_q, block_kv)
-    key_K = jnp.arange(T // block_kv)
+  def by_key(block_q, block_kv):
+    first_Q1, last_Q1, _ = band(block_q, block_kv)
+    key_K = np.arange(T // block_kv)
     needed_QK = (first_Q1 <= key_K) & (key_K <= last_Q1)
     first_K = needed_QK.argmax(0)
     last_K = first_K + needed_QK.sum(0) - 1
-    block_GK = jnp.arange(info.data_next.shape[1])[:, None]
-    if not sizes.use_fused_bwd_kernel:  # whose steps are all blocks of queries
-      block_GK += first_K
+    if sizes.use_fused_bwd_kernel:  # whose steps are all blocks of queries
+      block_GK = np.arange(T // block_q)[:, None]
+    else:
+      last = np.minimum((key_K + 1) * block_kv + reach - 1, T) - 1
+      most = 1 + (last // block_q - key_K * block_kv // block_q).max()
+      block_GK = first_K + np.arange(most)[:, None]
     needed_GK = (first_K <= block_GK) & (block_GK <= last_K)
-    return replace(info, needed_GK, jnp.clip(block_GK, first_K, last_K))
+    return info(needed_GK, jnp.clip(block_GK, first_K, last_K))
 
-  infos = (
-    by_query(kernel.fwd_mask_info, sizes.block_q, sizes.block_kv),
-    kernel.dq_mask_info
-    and by_query(kernel.dq_mask_info, sizes.block_q_dq, sizes.block_kv_dq),
-    by_key(kernel.dkv_mask_info, sizes.block_q_dkv, sizes.block_kv_dkv),
+  fused = sizes.use_fused_bwd_kernel
+  return splash_attention_kernel.SplashAttentionKernel(
+    by_query(sizes.block_q, sizes.block_kv),
+    None if fused else by_query(sizes.block_q_dq, sizes.block_kv_dq),
+    by_key(sizes.block_q_dkv, sizes.block_kv_dkv),
+    block_sizes=sizes,
+    is_mqa=False,
+    save_residuals=False,
+    mask_value=splash_attention_kernel.DEFAULT_MASK_VALUE,
+    attn_logits_soft_cap=None,
+    residual_checkpoint_name="attention",
+    mask_function=_causal(window),
+    interpret=interpret,
   )
-  return type(kernel)(*infos, **kernel.kwargs)
+
+
+@functools.cache  # JAX compares functions by identity
+def _causal(window):
+  """Whether a query sees a key of its segment."""
+  if window is None:
+    return lambda query, key: query >= key
+  return lambda query, key: (query >= key) & (query - key < window)
 
 
 @jax.custom_vjp
@@ -418,23 +444,13 @@ def _cast_gradient(x):
 _cast_gradient.defvjp(lambda x: (x, x), lambda x, dx: (dx.astype(x.dtype),))
 
 
-def _splash_kernel(
-  heads: int,
-  tokens: int,
-  query_bytes: int,
-  interpret: bool,
-  window: int | None = None,
-):
+def _splash_sizes(tokens: int, query_bytes: int, window: int | None):
   from jax.experimental.pallas.ops.tpu import splash_attention as sa
 
   block, wide_block = splash_blocks(tokens, window)
-  if window is None or window >= tokens:
-    mask = sa.CausalMask((tokens, tokens))
-    fused_block = _fused_block(tokens, wide_block, query_bytes)
-  else:
-    mask = sa.LocalMask((tokens, tokens), (window - 1, 0), 0)
-    # The fused backward pass would visit every pair of blocks.
-    fused_block = 0
+  # For a window the fused backward pass would visit every pair of blocks.
+  whole = window is None or window >= tokens
+  fused_block = whole and _fused_block(tokens, wide_block, query_bytes)
   names = "q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute"
   if not fused_block:
     names += "q_dq", "kv_dq"
@@ -442,14 +458,7 @@ def _splash_kernel(
   blocks |= {x: min(block, _BLOCK) for x in blocks if x.endswith("_compute")}
   if fused_block:
     blocks["block_kv_dkv"] = fused_block
-  return sa.make_splash_mha(
-    sa.MultiHeadMask([mask] * heads),
-    head_shards=1,
-    q_seq_shards=1,
-    block_sizes=sa.BlockSizes(**blocks, use_fused_bwd_kernel=fused_block > 0),
-    residual_checkpoint_name="attention",
-    interpret=interpret,
-  )
+  return sa.BlockSizes(**blocks, use_fused_bwd_kernel=fused_block > 0)
 
 
 def _fused_block(tokens: int, wide_block: int, query_bytes: int) -> int:

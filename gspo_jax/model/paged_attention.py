@@ -3,7 +3,7 @@
 Dimension key: B rows, T queries a row, N query heads, K key-value heads, U = N
 / K, H head width, V width of a value head, n pages, t tokens a page, W maximum
 pages a row, M (row, page) pairs of a block. A page may hold j narrow heads side
-by side, as one head of width j * H.
+by side, as one head of width j * H. With T queries as rows, R = B * T.
 """
 
 import functools
@@ -16,7 +16,6 @@ from gspo_jax.model.rounding import rounded, wide
 from gspo_jax.runtime import sharding
 
 _LANES = 128
-_KERNEL_TOKENS = 1024  # keys in VMEM at one time
 _GPU_KERNEL_TOKENS = 64  # keys in shared memory at one time
 # Programs that keep a GPU busy: about two for each of an H100's 132 cores.
 _GPU_PROGRAMS = 256
@@ -57,83 +56,53 @@ def read(
   pages have room for; its output [B, T, N, V] is finite, but meaningless if
   there are none or if they are more. A row without tokens reads nothing.
 
-  By JAX's kernels for bfloat16 queries: on a TPU if the width of the pages is a
-  multiple of 128, on a GPU from compute capability 8.0 on if width and tokens
-  of a page are powers of two, and the tokens 16 to 64. They have neither
-  windows nor sinks (see `attention.attend`), so with one of them, and
-  elsewhere, `by_blocks`. Query head i uses key-value head i // (N / K). Keys
-  and values may also be [K / j, n, t, j * H]. Without values it is `by_blocks`;
-  a value is the first `value_dim` (V) columns of its key. With a window, a
-  query attends to the last `window` of its tokens.
+  For bfloat16 queries on a TPU by `paged_kernel`, if the width of the pages is
+  a multiple of 128. On a GPU by JAX's kernel from compute capability 8.0 on, if
+  width and tokens of a page are powers of two, and the tokens 16 to 64, without
+  window and sinks (see `attention.attend`). Else, and without values,
+  `by_blocks`; a value is the first `value_dim` (V) columns of its key. Query
+  head i uses key-value head i // (N / K). Keys and values may also be
+  [K / j, n, t, j * H]. With a window, a query attends to the last `window` of
+  its tokens.
   """
   (B, T, N, H), (K, _, t, width) = q_BTNH.shape, k_KntH.shape
-  q_BNH, B = q_BTNH.reshape(B * T, N, H), B * T
-  if T > 1:  # the queries become rows
-    table_BW = jnp.repeat(table_BW, T, axis=0)
-    most = jnp.minimum(
-      lengths_B[:, None] + jnp.arange(T), table_BW.shape[1] * t
-    )
-    lengths_B = jnp.where(lengths_B[:, None] > 0, most, 0).reshape(B)
-  scale = H**-0.5 if scale is None else scale
-  plain = v_KntH is not None and window is None and sinks_N is None
-  plain &= q_BNH.dtype == jnp.bfloat16
-  if plain and sharding.platform() == "tpu" and width % _LANES == 0:
-    attend = by_kernel
-  elif (
-    plain
-    and gpu.fills_tiles(width, t)
-    and t <= _GPU_KERNEL_TOKENS
-    and gpu.has_kernels()
-  ):
-    attend = by_gpu_kernel
-  else:
-    attend = functools.partial(
-      by_blocks, value_dim=value_dim, window=window, sinks_N=sinks_N
-    )
   # A query is padded with zeros at the other j - 1 heads of its page. The
   # output also has the values of these heads, which the einsum drops.
   j = width // H
-  identity_jj = jnp.eye(j, dtype=q_BNH.dtype)
-  q_BKUH = q_BNH.reshape(B, K, j, -1, 1, H) * identity_jj[:, None, :, None]
-  q_BKUH = q_BKUH.reshape(B, K, -1, width)
-  out_BKUV = attend(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale)
-  out_BKjUjV = out_BKUV.reshape(B, K, j, N // (K * j), j, -1)
-  out_BKjUV = jnp.einsum("bkjujv->bkjuv", out_BKjUjV)
-  return out_BKjUV.reshape(-1, T, N, out_BKjUV.shape[-1])
+  identity_jj = jnp.eye(j, dtype=q_BTNH.dtype)
+  q_BTKUH = q_BTNH.reshape(B, T, K, j, -1, 1, H) * identity_jj[:, None, :, None]
+  q_BTKUH = q_BTKUH.reshape(B, T, K, -1, width)
+  scale = H**-0.5 if scale is None else scale
+  inputs = q_BTKUH, k_KntH, v_KntH, table_BW, lengths_B, scale
+  options = {"window": window, "sinks_N": sinks_N}
+  low = q_BTNH.dtype == jnp.bfloat16 and v_KntH is not None
+  if low and sharding.platform() == "tpu" and width % _LANES == 0:
+    from gspo_jax.model import paged_kernel
+
+    out_BTKUV = paged_kernel.attend(*inputs, **options)
+  else:
+    attend = functools.partial(by_blocks, value_dim=value_dim, **options)
+    plain = low and window is None and sinks_N is None
+    fits = gpu.fills_tiles(width, t) and t <= _GPU_KERNEL_TOKENS
+    if plain and fits and gpu.has_kernels():
+      attend = by_gpu_kernel
+    out_BTKUV = _as_rows(attend, *inputs)
+  out_BTKjUjV = out_BTKUV.reshape(B, T, K, j, N // (K * j), j, -1)
+  out_BTKjUV = jnp.einsum("btkjujv->btkjuv", out_BTKjUjV)
+  return out_BTKjUV.reshape(B, T, N, -1)
 
 
-def kernel_pages(page_size: int, pages: int) -> int:
-  """Pages that the TPU kernel reads at a time, of at most `pages` a row."""
-  return min(pages, max(1, _KERNEL_TOKENS // page_size))
-
-
-def by_kernel(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
-  """JAX's TPU kernel; a row without tokens attends to one."""
-  from jax.experimental.pallas.ops.tpu import paged_attention as pa
-
-  B, K, U, H = q_BKUH.shape
-  t, W = k_KntH.shape[2], table_BW.shape[1]
-  block = kernel_pages(t, W)
-  # The kernel takes whole blocks only; unused entries may be any page.
-  table_BW = jnp.pad(table_BW, ((0, 0), (0, -W % block)))
-  q_BNH = q_BKUH.reshape(B, K * U, H).astype(jnp.float32) * scale
-  out_BNH = pa.paged_attention(
-    q_BNH,
-    k_KntH,
-    v_KntH,
-    jnp.maximum(lengths_B, 1),
-    table_BW,
-    pages_per_compute_block=block,
-    megacore_mode=_split_over_cores(B, K),
-  )
-  return out_BNH.reshape(q_BKUH.shape).astype(q_BKUH.dtype)
-
-
-def _split_over_cores(B, K) -> str | None:
-  """What two TensorCores share; with one, a split kernel may wait forever."""
-  if sharding.cores() != 2:
-    return None
-  return "kv_head" if K % 2 == 0 else "batch" if B % 2 == 0 else None
+def _as_rows(attend, q_BTKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
+  """`attend` of rows with one query each."""
+  (B, T), t = q_BTKUH.shape[:2], k_KntH.shape[2]
+  q_RKUH = q_BTKUH.reshape(B * T, *q_BTKUH.shape[2:])
+  if T > 1:
+    lengths_BT = lengths_B[:, None] + jnp.arange(T)
+    lengths_BT = jnp.minimum(lengths_BT, table_BW.shape[1] * t)
+    lengths_B = jnp.where(lengths_B[:, None] > 0, lengths_BT, 0).reshape(-1)
+    table_BW = jnp.repeat(table_BW, T, axis=0)
+  out_RKUV = attend(q_RKUH, k_KntH, v_KntH, table_BW, lengths_B, scale)
+  return out_RKUV.reshape(B, T, *out_RKUV.shape[1:])
 
 
 def by_gpu_kernel(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):

@@ -4,9 +4,9 @@ Dimension key: B rows, P prompts, C pages a prompt, T tokens, N query heads, K
 key-value heads, H head width, V width of a value head, n pages, t tokens a
 page, W maximum pages a row.
 
-Each layer's keys and values are [K, n, t, H], as JAX's TPU kernel takes them.
-On a TPU j narrow heads lie side by side: [K / j, n, t, j * H]. On a mesh, the
-rows of a device use only pages of this device, numbered from its first page.
+Each layer's keys and values are [K, n, t, H], as kernels take them. On a TPU j
+narrow heads lie side by side: [K / j, n, t, j * H]. On a mesh, the rows of a
+device use only pages of this device, numbered from its first page.
 """
 
 import dataclasses

@@ -10,7 +10,7 @@ import jax
 
 from gspo_jax.learner import train_batch, train_step
 from gspo_jax.logprobs import WANTED_TOKENS
-from gspo_jax.model import experts, paged_attention
+from gspo_jax.model import experts
 from gspo_jax.plan import chips, hlo, lower, lower_bounds
 from gspo_jax.plan.compile import Compiled
 from gspo_jax.plan.lower import LEARNING
@@ -64,7 +64,6 @@ def _walk(name, done, program, topology, by_compiler):
       mesh.size,
       latency=_latency(mesh, topology),
       kernels=done.kernels,
-      block_tokens=block_tokens(program.sampler.generate),
       branches={train_step.BACKWARD: name == "update", WANTED_TOKENS: True},
       trips={train_batch.MICRO_BATCHES: micro_batches},
       # With expert parallelism, buffers hold more rows than the mean load.
@@ -108,6 +107,7 @@ def _learning(cost_of, config, program):
     "flops": cost.flops,
     "hbm_bytes": cost.hbm_bytes,
     "seconds": _seconds(cost),
+    "block_seconds": cost.block_seconds,
   }
   return whole, {
     "micro_batch": part(micro_batch),
@@ -166,11 +166,7 @@ def _latency(mesh, topology):
 
 def block_tokens(sampler) -> int:
   """Tokens of a row's cache that a decode step reads at a time."""
-  if not sampler.batching:
-    return 1
-  sizes = sampler.sizes
-  pages = paged_attention.kernel_pages(sizes.page_size, sizes.pages_per_slot)
-  return pages * sizes.page_size
+  return sampler.sizes.page_size if sampler.batching else 1
 
 
 def _reading(step, config, program, topology) -> tuple[dict, float]:

@@ -143,6 +143,13 @@ class Config:
     self._refuse(
       ("sampler.temperature", self.sampler.temperature == 0, "more than 0"),
       (
+        "continuous_batching.speculation",
+        self.continuous_batching.speculation
+        and not self.continuous_batching.slots,
+        "0 with continuous_batching.slots=0, for only continuous batching "
+        "speculates",
+      ),
+      (
         "rollout.max_tokens_per_iteration",
         partial and not self.continuous_batching.slots,
         "0 with continuous_batching.slots=0, for only continuous batching "

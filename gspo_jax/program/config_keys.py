@@ -43,6 +43,8 @@ OTHER_NAMES = {
   "continuous_batching.slots": "use_vllm max_num_seqs",
   "continuous_batching.page_size": "block_size",
   "continuous_batching.num_pages": "num_gpu_blocks",
+  "continuous_batching.speculation": "num_speculative_tokens "
+  "speculative_num_draft_tokens",
   "rollout.group_size": "num_generations num_generations_per_prompt n "
   "n_samples_per_prompt",
   "rollout.dynamic_sampling_rounds": "max_num_gen_batches dynamic_filtering "

@@ -81,6 +81,7 @@ def sampler_config(config: Config, tokenizer: Tokenizer) -> SamplerConfig:
     stop_ids=tokenizer.stop_ids,
     pad_id=tokenizer.pad_id,
     record_routing=config.objective.replay == "r3",
+    speculation=config.continuous_batching.speculation,
   )
 
 

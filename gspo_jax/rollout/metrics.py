@@ -71,7 +71,12 @@ def _conversation_metrics(scored: ScoredSamples) -> dict[str, float]:
 
 def _response_metrics(samples: Samples, costs) -> dict[str, float]:
   lengths, finish = multihost.to_host((samples.lengths, samples.finish))
-  return {
+  speculation = {}
+  if samples.drafts is not None:
+    steps, accepted = map(int, multihost.to_host(samples.drafts))
+    length = 1 + accepted / max(steps, 1)
+    speculation["response/acceptance_length"] = length
+  return speculation | {
     "response/length": float(lengths.mean()),
     "response/truncated": float((finish == TRUNCATED).mean()),
     # The others: steps of finished rows and empty slots, and tokens that were

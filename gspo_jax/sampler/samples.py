@@ -74,6 +74,7 @@ class SamplerConfig:
   # string ends a response. A benchmark sets it.
   min_new_tokens: int = 1
   pad_id: int = 0  # of the tokens after the end of a response
+  speculation: int = 0  # `continuous_batching.speculation`
   record_routing: bool = False  # whether Samples hold the experts of tokens
 
   def __post_init__(self):
@@ -141,8 +142,9 @@ class Samples:
     lengths: [B] int32, tokens of each response, including the stop token or the
       token that completes a stop string.
     finish: [B] int8, STOPPED, TRUNCATED or UNFINISHED.
-    slot_steps: [] int32, the sum over decode steps of the slots computed.
-      Sampled tokens divided by it are the useful share.
+    slot_steps: [] int32, the sum over decode steps of the slots computed, with
+      speculation of the tokens read. Sampled tokens divided by it are the
+      useful share.
     experts: [B, L, S + R, k] unsigned integers, the experts of the tokens of
       prompt and response. Tokens that were not fed (padding, the last token of
       a response) have any k experts. None for a dense model, or without
@@ -150,6 +152,9 @@ class Samples:
     turns: [B, R] int16, in a conversation with an environment the turn, from 1,
       whose response has the token; 0 for tokens that the policy did not write.
       None for samples of one turn.
+    drafts: how often a response drafted tokens, and drafted tokens that were
+      accepted, both [] int32, in the last call of the sampler; None without
+      speculation.
   """
 
   tokens: jax.Array
@@ -159,6 +164,7 @@ class Samples:
   slot_steps: jax.Array
   experts: jax.Array | None = None
   turns: jax.Array | None = None
+  drafts: tuple[jax.Array, jax.Array] | None = None
 
   @property
   def num_sampled(self) -> jax.Array:
@@ -186,6 +192,7 @@ def empty_samples(
     finish=jnp.full(B, UNFINISHED, jnp.int8),
     slot_steps=jnp.int32(0),
     experts=experts,
+    drafts=(jnp.int32(0),) * 2 if sampler.speculation else None,
   )
 
 
@@ -221,6 +228,7 @@ def samples_sharding(
     slot_steps=replicated(mesh),
     experts=batch if sampler.record_routing else None,
     turns=batch if turns else None,
+    drafts=(replicated(mesh),) * 2 if sampler.speculation else None,
   )
 
 
@@ -286,7 +294,7 @@ def take_groups(
   cfg: model.ModelConfig,
   sampler: SamplerConfig,
 ) -> Samples:
-  """Selects groups, without routing; -1: an empty group. `slot_steps` stays."""
+  """Selects groups, without routing; -1: an empty group. Counts stay."""
   empty = empty_samples(len(index), 0, cfg, sampler)
   groups = lambda x: x.reshape(-1, sampler.group_size, *x.shape[1:])
 
@@ -295,6 +303,8 @@ def take_groups(
     taken = groups(x)[jnp.maximum(index, 0)]
     return jnp.where(is_taken, taken, groups(empty)).reshape(empty.shape)
 
-  arrays = lambda s: dataclasses.replace(s, slot_steps=None)
+  arrays = lambda s: dataclasses.replace(s, slot_steps=None, drafts=None)
   selected = jax.tree.map(select, arrays(samples), arrays(empty))
-  return dataclasses.replace(selected, slot_steps=samples.slot_steps)
+  return dataclasses.replace(
+    selected, slot_steps=samples.slot_steps, drafts=samples.drafts
+  )

@@ -9,6 +9,7 @@ from paged_oracle import HUGE, count_iterations, random_bf16, side_by_side
 from paged_oracle import attention as plain_attention
 
 from gspo_jax.model import paged_attention as attention
+from gspo_jax.model import paged_kernel
 from gspo_jax.runtime import sharding
 
 K, S = 2, 4
@@ -54,8 +55,9 @@ def assert_equals_plain(out, inputs, **options):
 
 
 def by_kernel(q_BKRH, *rest):
+  scale = q_BKRH.shape[-1] ** -0.5
   with pltpu.force_tpu_interpret_mode():
-    return attention.by_kernel(q_BKRH, *rest, q_BKRH.shape[-1] ** -0.5)
+    return paged_kernel.attend(q_BKRH[:, None], *rest, scale)[:, 0]
 
 
 def by_blocks(q_BKRH, *rest, **options):
@@ -71,7 +73,7 @@ FORMS = {"blocks": by_blocks, "kernel": by_kernel}
 )
 def test_every_form_equals_plain_attention(form, block, monkeypatch):
   """The kernel in one block, or in two that a row does not fill."""
-  monkeypatch.setattr(attention, "_KERNEL_TOKENS", block * S)
+  monkeypatch.setattr(paged_kernel, "_TOKENS", block * S)
   inputs = random_inputs((S, 0, 5 * S - 1, 0, 6 * S))
   out = np.asarray(jax.jit(FORMS[form])(*inputs))
   assert_equals_plain(out, inputs)
@@ -169,46 +171,8 @@ def test_the_kernel_is_used_for_wide_bfloat16_heads_on_a_tpu(monkeypatch):
   assert "pallas_call" not in traced("tpu", monkeypatch, H=64)
   # The kernel would round them to bfloat16.
   assert "pallas_call" not in traced("tpu", monkeypatch, dtype=jnp.float32)
-  # It has neither.
-  assert "pallas_call" not in traced("tpu", monkeypatch, window=5)
-  assert "pallas_call" not in traced("tpu", monkeypatch, sinks_N=SINKS[:4])
-
-
-@pytest.mark.parametrize(
-  ("max_pages", "page_size", "block", "columns"),
-  [(60, 16, 32, 64), (64, 16, 32, 64), (3, 128, 3, 3), (3, 1024, 1, 3)],
-)
-def test_the_table_is_padded_to_full_kernel_blocks(
-  max_pages, page_size, block, columns, monkeypatch
-):
-  from jax.experimental.pallas.ops.tpu import paged_attention as pa
-
-  def spy(q, k, v, lengths, table, *, pages_per_compute_block, megacore_mode):
-    assert pages_per_compute_block == block
-    assert megacore_mode is None
-    assert table.shape == (3, columns)
-    assert lengths.tolist() == [1, 1, 2]  # at least 1
-    return q
-
-  monkeypatch.setattr(pa, "paged_attention", spy)
-  monkeypatch.setattr(attention, "_KERNEL_TOKENS", 512)
-  pages = jnp.zeros((1, 2, page_size, 128))
-  table, lengths = jnp.zeros((3, max_pages), jnp.int32), jnp.arange(3)
-  by_kernel(jnp.ones((3, 1, 1, 128)), pages, pages, table, lengths)
-
-
-@pytest.mark.parametrize(
-  ("cores", "heads", "rows", "mode"),
-  [
-    (1, 4, 8, None),
-    (2, 4, 7, "kv_head"),
-    (2, 1, 8, "batch"),
-    (2, 3, 7, None),
-  ],
-)
-def test_two_cores_share_heads_or_rows(cores, heads, rows, mode, monkeypatch):
-  monkeypatch.setattr(sharding, "cores", lambda: cores)
-  assert attention._split_over_cores(rows, heads) == mode
+  assert "pallas_call" in traced("tpu", monkeypatch, window=5)
+  assert "pallas_call" in traced("tpu", monkeypatch, sinks_N=SINKS[:4])
 
 
 def test_work_is_proportional_to_the_tokens(monkeypatch):

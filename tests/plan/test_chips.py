@@ -144,3 +144,25 @@ def test_two_devices_of_one_chip_share_its_links(to_all):
   assert tpu_slice.bandwidth(both, to_all) == (link / 2 if to_all else link)
   alone = [one_each[0], one_each[0]]
   assert tpu_slice.bandwidth(alone, to_all) == 6 * link
+
+
+@pytest.mark.parametrize("topology", ["v5p:4x4x8", "v5p:2x2x4", "v5e:4x16"])
+@pytest.mark.parametrize("axes", [(0,), (1,), (0, 1), (0, 1, -1)])
+def test_a_byte_to_the_farthest_device_takes_the_shorter_way(topology, axes):
+  tpu_slice = parse(topology)
+  axes = {axis % len(tpu_slice.shape) for axis in axes}
+  group = box(
+    *(range(n if axis in axes else 1) for axis, n in enumerate(tpu_slice.shape))
+  )
+  rings = tpu_slice.chip.rings(tpu_slice.shape)
+
+  def hops(a, b):
+    total = 0
+    for x, y, n, ring in zip(
+      a.coordinates, b.coordinates, tpu_slice.shape, rings, strict=True
+    ):
+      total += min(abs(x - y), n - abs(x - y)) if ring else abs(x - y)
+    return total
+
+  farthest = max(hops(a, b) for a in group for b in group)
+  assert tpu_slice.latency(group) == farthest * tpu_slice.chip.hop

@@ -114,7 +114,8 @@ def test_attention_kernels_by_counting_blocks(
   name, results, products, window, T
 ):
   unfused = 0 if products == 5 else 2**60
-  kernel = attention._splash_kernel(1, T, unfused, True, window)
+  sizes = attention._splash_sizes(T, unfused, window)
+  kernel = attention._splash_kernel(sizes, np.zeros(T, int), window)
   blocks, mask = blocks_of(name, kernel)
   results = results.format(T=T, n=T // blocks[1])
   body = (

@@ -4,16 +4,13 @@ import jax
 import numpy as np
 import pytest
 
-from gspo_jax.model import paged_attention
 from gspo_jax.plan import chips, lower_bounds
 from gspo_jax.plan.iteration import cost as iteration_cost
-from gspo_jax.plan.iteration import lengths as iteration_lengths
 from gspo_jax.plan.iteration.decoding import Speculation
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.errors import UserError
 
 WHERE = chips.parse("v5e:2x2")
 P, G, S, R = 8, 4, 8, 12
@@ -22,7 +19,7 @@ STEP = 1e-3  # seconds of a decode step
 
 def parts(micro_batch, rest):
   """The report of a function by micro-batch, in seconds."""
-  seconds = lambda x: {"seconds": {"scheduled": x}}
+  seconds = lambda x: {"seconds": {"scheduled": x}, "block_seconds": 0.0}
   return {"parts": {"micro_batch": seconds(micro_batch), "rest": seconds(rest)}}
 
 
@@ -220,9 +217,8 @@ def test_each_segment_costs_what_its_program_does(continuous):
   assert by_compiler == pytest.approx(2 * (seconds + prefill))
 
 
-def test_each_step_waits_for_the_fullest_shard(continuous, monkeypatch):
+def test_each_step_waits_for_the_fullest_shard(continuous):
   """Two shards: all long responses are on one, or half of them on each."""
-  monkeypatch.setattr(paged_attention, "kernel_pages", lambda *_: 1)
   continuous.continuous_batching.slots = P * G
   prompts = np.full(P, S)
   one = np.where(np.arange(P * G) < P * G // 2, R, 1)
@@ -233,11 +229,11 @@ def test_each_step_waits_for_the_fullest_shard(continuous, monkeypatch):
     for x in (one, both)
   ]
   generate = [f["parts"]["generate"] for f in found]
-  # A row of 8 + n tokens reads pages of 4; an idle one reads a page.
+  # A row of 8 + n tokens reads pages of 4; an idle one reads none.
   pages = np.array([-(-(S + n) // 4) for n in range(R)])
   (sums,) = generate[0]["by_rows"].values()
   assert sums.most_blocks == 16 * pages.sum()
-  assert sums.blocks == (16 * (pages.sum() + pages[0] + R - 1)) / 2
+  assert sums.blocks == (16 * (pages.sum() + pages[0])) / 2
   seconds = [g["seconds_of"] for g in generate]
   assert seconds[0]["waiting"] == sums.most_blocks - sums.blocks
   assert seconds[1]["waiting"] == 0
@@ -256,8 +252,20 @@ def test_drafted_tokens_save_steps_while_few_slots_sample(continuous):
   assert set(found["by_rows"]) == {P * G, 4 * 16}
 
 
-def test_partial_rollouts_are_not_costed(continuous):
-  continuous.rollout.max_tokens_per_iteration = 4
-  config = parse(continuous)
-  with pytest.raises(UserError, match=r"max_tokens_per_iteration=0, .*got 4"):
-    iteration_lengths.draw("lognormal:mean=.5,sigma=1", config, None)
+def test_partial_rollouts_sample_as_much_as_they_return(continuous):
+  """On average; the batch has whole groups, and few wait for the longest."""
+  continuous.continuous_batching.slots = 2 * P * G
+  continuous.data.prompts = P
+  whole, _ = cost(continuous, uneven())
+  continuous.rollout.max_tokens_per_iteration = 5
+  found, _ = cost(continuous, uneven())
+  before, after = whole["parts"]["generate"], found["parts"]["generate"]
+  assert before["steps"] == R
+  assert after["steps"] <= 2 * 5
+  # Every second group has a response of R tokens, all others have one token.
+  assert found["responses"]["tokens"] == pytest.approx(
+    whole["responses"]["tokens"], rel=0.3
+  )
+  assert after["real_tokens"] == pytest.approx(before["real_tokens"], rel=0.3)
+  # Earlier tokens are prefilled again.
+  assert after["prefilled"] > before["prefilled"]

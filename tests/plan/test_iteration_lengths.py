@@ -17,7 +17,7 @@ def sizes(P, G, S, R):
   part = SimpleNamespace
   return part(
     data=part(prompts=P, max_prompt_length=S),
-    rollout=part(group_size=G, max_tokens_per_iteration=0),
+    rollout=part(group_size=G),
     sampler=part(max_new_tokens=R),
   )
 

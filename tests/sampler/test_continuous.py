@@ -196,7 +196,7 @@ def test_a_subset_of_the_slots_is_computed_for_the_last_responses(
   make, monkeypatch
 ):
   """Of each shard's 8 or 4 a half or quarter that holds all, and none new."""
-  monkeypatch.setattr(continuous_sampler, "_FEWEST_SLOTS", 2)
+  monkeypatch.setattr(continuous_sampler, "_FEWEST_ROWS", 2)
   generate, segments, steps_of_segments = make(), [], []
   slots, shards = generate.batching.slots, generate.shards
 
@@ -309,7 +309,7 @@ def test_a_plan_replays_the_same_steps(make):
   samples = run(make())
   assert len(np.unique(samples.lengths)) > 3
   lengths = Lengths(prompts().lengths, samples.lengths)
-  decoding = replay(make(), lengths)
+  decoding = replay(make(), lengths, block=1)
   assert decoding.slot_steps == samples.slot_steps
   assert decoding.rows * decoding.steps == pytest.approx(decoding.slot_steps)
   assert decoding.slots_in_use[-1] < decoding.slots_in_use[0] <= 1
@@ -319,7 +319,7 @@ def test_a_plan_replays_the_same_steps(make):
 @pytest.mark.parametrize("own", [[0], [1, 3], [2, 3]])
 def test_a_host_plans_its_own_shards_as_one_host_plans_all(own, monkeypatch):
   """From the facts and results of all: the same programs, with its rows."""
-  monkeypatch.setattr(continuous_sampler, "_FEWEST_SLOTS", 1)
+  monkeypatch.setattr(continuous_sampler, "_FEWEST_ROWS", 1)
   lengths = np.random.default_rng(0).integers(4, R // 2, B)
   lengths[: B // 4], lengths[-3:] = 1, R
   batching = dataclasses.replace(SMALL, slots=16, segment_steps=2)

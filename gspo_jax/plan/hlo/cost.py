@@ -76,6 +76,9 @@ class HloCost:
   hbm_seconds: float = 0.0  # for `hbm_bytes` alone
   roofline_seconds: float = 0.0  # of all operations except collectives
   estimated_seconds: float = 0.0  # part of it that the compiler estimated
+  # Part of it for blocks of scores, all up to the diagonal; see
+  # `packing.needed_blocks`.
+  block_seconds: float = 0.0
   # Time in which the compiler's schedule waits for collectives.
   stalled_seconds: float = 0.0
   collectives: dict[CollectiveKind, Traffic] = dataclasses.field(

@@ -8,6 +8,7 @@ import math
 import re
 from typing import NamedTuple
 
+from gspo_jax.model import paged_kernel
 from gspo_jax.plan.hlo.bundles import Kernel
 from gspo_jax.plan.hlo.cost import Work
 from gspo_jax.plan.hlo.module import Computation, Instruction
@@ -106,42 +107,73 @@ def grouped_product(
 
 
 class Pages(NamedTuple):
-  """A paged attention kernel: it reads the tokens of a row by blocks."""
+  """A call of `paged_kernel`, which copies pages and computes blocks."""
 
-  heads: int  # key-value heads, in grid steps of their own
-  row: int  # bundles for a row and head
-  block: int  # bundles for a block of a row and head
+  parts: int  # of the heads of a row, on TensorCores of their own
+  row: float  # bundles for a part of a row, without its pages
+  page: float  # bundles for a part of a page
   rows: int
-  tokens: int  # of all pages
-  token_bytes: float  # of keys and values, all heads
+  pages: int
+  page_bytes: float  # keys and values, all heads
+  window: int | None  # pages that a row reads at most
 
 
 def pages(
   kernel: Kernel, computation: Computation, i: Instruction
 ) -> Pages | None:
-  """None for a kernel that is not `paged_attention`."""
+  """None for a kernel that is not `paged_kernel`."""
   if not i.name.startswith("paged_attention"):
     return None
-  floats = [
-    computation.get(name).arrays[0]
-    for name in i.operands
-    if computation.get(name).arrays[0].dtype != "s32"
-  ]
-  query, keys, values = floats[:3]
-  step = _longest(kernel.body)
-  return Pages(
-    heads=keys.dims[0],
-    row=step.bundles,
-    block=sum(loop.whole for loop in step.inner),
-    rows=query.dims[0],
-    tokens=math.prod(keys.dims[1:3]),
-    token_bytes=sum(a.bytes / math.prod(a.dims[1:3]) for a in (keys, values)),
+  query, keys, values = _of_pages(computation, i)
+  K, n, t, H = keys.dims
+  parts = 2 if kernel.both_cores and K % 2 == 0 else 1
+  row, block = kernel.body, _longest(kernel.body)
+  while any(loop.inner for loop in block.inner):
+    row, block = block, _longest(block)
+  of_block = paged_kernel.block_pages(
+    K // parts, t, H, keys.bytes // math.prod(keys.dims)
   )
+  return Pages(
+    parts=parts,
+    row=row.whole - block.whole,
+    page=block.bundles / of_block + sum(loop.whole for loop in block.inner),
+    rows=query.dims[0],
+    pages=n,
+    page_bytes=(keys.bytes + values.bytes) / n,
+    window=_window_pages(i, t),
+  )
+
+
+def _of_pages(computation, i):
+  """Queries, keys and values of a call of `paged_kernel`."""
+  operands = [computation.get(name).arrays[0] for name in i.operands]
+  query, _, keys, values = (a for a in operands if a.dtype != "s32")
+  return query, keys, values
+
+
+def _window_pages(i, t) -> int | None:
+  match = re.match(r"paged_attention_window_(\d+)", i.name)
+  return -(-int(match[1]) // t) + 1 if match else None
+
+
+def unread_bytes(computation: Computation, i: Instruction) -> float:
+  """Of the pages, with all full, those before the windows of the rows."""
+  if not i.name.startswith("paged_attention_window"):
+    return 0.0
+  query, keys, values = _of_pages(computation, i)
+  _, n, t, _ = keys.dims
+  read = min(n, query.dims[0] * _window_pages(i, t))
+  return (1 - read / n) * (keys.bytes + values.bytes)
+
+
+class Issued(NamedTuple):
+  bundles: float  # of a call
+  of_blocks: float = 0.0  # the part in blocks of scores
 
 
 def issued(
   kernel: Kernel, computation: Computation, i: Instruction, work: Work
-) -> float | None:
+) -> Issued | None:
   """Bundles of a call; None for a kernel that is not modelled.
 
   A grid is a loop; all its steps run what is not conditional. In attention the
@@ -151,16 +183,13 @@ def issued(
   step, once = _longest(kernel.body), kernel.body.bundles
   if call := _attention(computation, i):
     block = max(step.conditional, default=0)
-    inner = step.whole - step.bundles
-    return (
-      once
-      + step.always * call.steps
-      + (block + inner) * call.computed
-      + (sum(step.conditional) - block) * call.rows
-    )
+    begin_and_end = sum(step.conditional) - block
+    of_blocks = (block + step.whole - step.bundles) * call.computed
+    steps = step.always * call.steps + begin_and_end * call.rows
+    return Issued(once + steps + of_blocks, of_blocks)
   if tiling := _tiling(i):
     visits = (work.flops + work.padding_flops) / (2.0 * math.prod(tiling))
-    return once + step.whole * visits
+    return Issued(once + step.whole * visits)
   return None
 
 

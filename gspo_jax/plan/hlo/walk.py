@@ -86,7 +86,6 @@ class _Walk:
   by_compiler: bool = False  # use the compiler's estimates of operations
   # Name of an instruction -> what it issues, and all instructions like it.
   kernels: Mapping[str, Kernel] = dataclasses.field(default_factory=dict)
-  block_tokens: int = 1  # that a kernel reads from pages at a time
   latency: Latency = lambda members: 0.0
   costs: dict[int, HloCost] = dataclasses.field(default_factory=dict)
 
@@ -244,16 +243,22 @@ class _Walk:
     running = chip.cores if kernel.both_cores else 1
     rate = chip.clock * running  # bundles a second
     if pages := kernels.pages(kernel, computation, i):
-      read = self.block_tokens * pages.token_bytes / chip.hbm_bandwidth
-      row = pages.heads * pages.row / rate
-      block = max(pages.heads * pages.block / rate, read)
-      blocks = max(pages.tokens / self.block_tokens, pages.rows)
-      full = row * pages.rows + block * blocks
-      total.reading.add(cost.Reading(row, block, full), 1)
+      row = pages.parts * pages.row / rate
+      page = max(
+        pages.parts * pages.page / rate, pages.page_bytes / chip.hbm_bandwidth
+      )
+      if pages.window:
+        row, page = row + pages.window * page, 0.0
+      full = row * pages.rows + page * pages.pages
+      total.reading.add(cost.Reading(row, page, full), 1)
       return full
-    products = (w.flops + w.padding_flops) / chip.flops
-    bundles = kernels.issued(kernel, computation, i, w) or 0.0
-    return max(products * chip.cores / running, bundles / rate)
+    products = (w.flops + w.padding_flops) / chip.flops * chip.cores / running
+    issued = kernels.issued(kernel, computation, i, w)
+    if issued is None:
+      return products
+    seconds = max(products, issued.bundles / rate)
+    total.block_seconds += seconds * issued.of_blocks / issued.bundles
+    return seconds
 
 
 def _operands(computation, i):

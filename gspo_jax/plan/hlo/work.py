@@ -11,7 +11,11 @@ import re
 from gspo_jax.plan.hlo import gpu_kernels
 from gspo_jax.plan.hlo.collectives import is_collective
 from gspo_jax.plan.hlo.cost import Work
-from gspo_jax.plan.hlo.kernels import attention_flops, grouped_product
+from gspo_jax.plan.hlo.kernels import (
+  attention_flops,
+  grouped_product,
+  unread_bytes,
+)
 from gspo_jax.plan.hlo.module import Computation, Instruction, Module
 
 # These move no bytes: names, aliases, and the end of an asynchronous operation,
@@ -48,7 +52,7 @@ def work(
     flops(module, computation, i),
     attention_flops=attention_flops(computation, i),
     sorted_bytes=sorted_bytes(i),
-    hbm_bytes=hbm_bytes(module, computation, i),
+    hbm_bytes=hbm_bytes(module, computation, i) - unread_bytes(computation, i),
   )
 
 

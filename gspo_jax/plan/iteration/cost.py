@@ -4,7 +4,8 @@ A function takes its compiled time, as scheduled. The lengths, packed and
 scheduled as in a run, decide how often its parts run, which tokens a decode
 step reads, and how many a prefill computes. Rewards, packing, advantages and
 the host between segments are not counted, so `rollout.max_staleness`, which
-hides rewards, gains nothing. Dynamic sampling counts as one round.
+hides rewards, gains nothing. Dynamic sampling counts as one round. Partial
+rollouts count with responses in flight, of earlier iterations.
 """
 
 from collections.abc import Mapping
@@ -13,9 +14,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from gspo_jax.learner import packing
 from gspo_jax.learner.packing import RowTokens
+from gspo_jax.model import attention
 from gspo_jax.plan import lower, lower_bounds, roofline
 from gspo_jax.plan.chips import Topology
+from gspo_jax.plan.iteration import partial
 from gspo_jax.plan.iteration.decoding import (
   NO_SPECULATION,
   Decoding,
@@ -79,15 +83,10 @@ def cost(
   `functions` has the reports of all functions of the program, `transfer` the
   `seconds` to send weights to a sampler with its own devices.
   """
-  generate = program.sampler.generate
-  shards = sharding.batch_shards(generate.mesh)
-  decoding = (
-    replay(generate, lengths, roofline.block_tokens(generate), speculation)
-    if generate.batching
-    else decode_together(lengths, config, shards)
-  )
+  decoding, lengths, sampled = _decoding(program, config, lengths, speculation)
   packed = program.learner.pack(*lengths, jax.random.key(config.seed))
   tokens = program.learner.row_tokens(*lengths, packed)
+  needed = _needed_share(program, lengths, packed)
   flops = _flops(program, lengths)
   peak_of = lambda name: (
     topology.chip.flops
@@ -96,7 +95,7 @@ def cost(
   devices = program.mesh.size + len(lower.sampler_devices(program))
   peak = topology.chip.flops * devices
   parts_of = lambda reports: _parts(
-    reports, config, program, topology, decoding, lengths, tokens, flops
+    reports, config, program, topology, decoding, sampled, tokens, needed, flops
   )
   parts, compiler = parts_of(functions), None
   for name, part in parts.items():
@@ -133,6 +132,20 @@ def cost(
       lengths, compiler["seconds"], devices / topology.chip.on_chip
     ),
   }
+
+
+def _decoding(program, config, lengths, speculation):
+  """What is decoded, the lengths of an update, and the sampled tokens."""
+  generate = program.sampler.generate
+  if not generate.batching:
+    shards = sharding.batch_shards(generate.mesh)
+    decoding = decode_together(lengths, config, shards)
+  else:
+    block = roofline.block_tokens(generate)
+    if config.rollout.max_tokens_per_iteration:
+      return partial.replay(generate, lengths, block, speculation, config)
+    decoding = replay(generate, lengths, block, speculation)
+  return decoding, lengths, int(lengths.responses.sum())
 
 
 def _throughput(lengths, seconds, chips) -> dict[str, float]:
@@ -173,17 +186,17 @@ def _by_compiler(functions) -> dict:
 
 
 def _parts(
-  functions, config, program, topology, decoding, lengths, tokens, flops
+  functions, config, program, topology, decoding, sampled, tokens, needed, flops
 ) -> dict:
   sampler = _sampler_cost(functions, config, program, topology)
   score = {k: rows for k, rows in tokens.items() if k != "update"}
   update = functions["update"]["parts"]
   return {
-    "generate": _generate(sampler, decoding, lengths, flops),
+    "generate": _generate(sampler, decoding, sampled, flops),
     "weights": {"seconds": sampler.weights},
-    "score": _rows(functions, score)
+    "score": _rows(functions, score, needed)
     | {"model_flops": _score_flops(tokens, flops, program)},
-    "update": _rows(functions, {"update": tokens["update"]})
+    "update": _rows(functions, {"update": tokens["update"]}, needed)
     | {
       "model_flops": lower_bounds.update_passes(program.cfg)
       * (flops.whole + flops.critic),
@@ -231,8 +244,7 @@ def _flops(program, lengths: Lengths) -> _Flops:
   )
 
 
-def _generate(sampler, decoding, lengths, flops) -> dict:
-  sampled = int(lengths.responses.sum())
+def _generate(sampler, decoding, sampled, flops) -> dict:
   seconds = sampler.seconds(decoding)
   return {
     "seconds": sum(seconds.values()),
@@ -245,7 +257,24 @@ def _generate(sampler, decoding, lengths, flops) -> dict:
   }
 
 
-def _rows(functions, tokens: dict[str, RowTokens]) -> dict:
+def _needed_share(program, lengths, packed) -> float:
+  """Blocks of scores that micro-batches compute, as a share of all.
+
+  In each of them devices wait for the row that needs the most.
+  """
+  cfg = program.learner.packing
+  prompts = np.repeat(lengths.prompts, len(packed.row) // len(lengths.prompts))
+  block, _ = attention.splash_blocks(cfg.width + -cfg.width % 128)
+  blocks = packing.needed_blocks(
+    prompts + lengths.responses, packed, cfg, (block, block)
+  )
+  fullest = blocks.reshape(cfg.minibatches, -1, cfg.micro_batch_size).max(2)
+  used = np.arange(fullest.shape[1]) < packed.num_micro_batches[:, None]
+  n = -(-cfg.width // block)
+  return fullest[used].mean() / (n * (n + 1) / 2)
+
+
+def _rows(functions, tokens: dict[str, RowTokens], needed) -> dict:
   total = lambda key: sum(getattr(rows, key) for rows in tokens.values())
   seconds = 0.0
   for name, rows in tokens.items():
@@ -253,13 +282,15 @@ def _rows(functions, tokens: dict[str, RowTokens]) -> dict:
       functions[name]["parts"][part]["seconds"]["scheduled"]
       for part in ("micro_batch", "rest")
     )
-    seconds += rest + rows.micro_batches * one
+    skipped = functions[name]["parts"]["micro_batch"]["block_seconds"]
+    seconds += rest + rows.micro_batches * (one - (1 - needed) * skipped)
   return {
     "seconds": seconds,
     "micro_batches": total("micro_batches"),
     "real_tokens": total("real"),
     "computed_tokens": total("computed"),
     "useful_fraction": _ratio(total("real"), total("computed")),
+    "needed_blocks": needed,
   }
 
 

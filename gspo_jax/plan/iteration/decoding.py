@@ -16,7 +16,7 @@ from gspo_jax.program.config import Config
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.continuous.paged_decode import SegmentResults
-from gspo_jax.sampler.samples import UNFINISHED, Prompts, Samples
+from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Prompts, Samples
 
 _PARTS = 10  # of the decode steps, for `slots_in_use`
 
@@ -71,6 +71,20 @@ class Decoding(NamedTuple):
   moves: int = 0  # calls that move pages between shards
 
 
+class _Zeros(NamedTuple):
+  """In place of a large array on the devices."""
+
+  shape: tuple[int, int]
+
+  def __len__(self):
+    return self.shape[0]
+
+  @property
+  def addressable_shards(self):
+    data = np.broadcast_to(np.int32(0), self.shape)
+    return [SimpleNamespace(index=(slice(0, None),), data=data)]
+
+
 class CountingSampler:
   """Counts in place of the device functions of `JittedSampler`.
 
@@ -78,29 +92,45 @@ class CountingSampler:
   """
 
   def __init__(
-    self,
-    sampler: ContinuousSampler,
-    lengths: np.ndarray,
-    block: int,
-    speculation: Speculation,
+    self, sampler: ContinuousSampler, block: int, speculation: Speculation
   ):
-    self._steps, self._lengths = sampler.sizes.segment_steps, lengths
+    self._steps = sampler.sizes.segment_steps
+    self._group_size = sampler.config.group_size
     self._max_new_tokens = sampler.config.max_new_tokens
     self._slots, self._shards = sampler.batching.slots, sampler.shards
     self._block, self._speculation = block, speculation
+    self.lengths = np.zeros(0, int)  # of the responses of a call, at their end
+    self.reset()
+
+  def reset(self):
     # (steps, rows of a step, sampled tokens, cached tokens summed over steps)
-    self.segments: list[tuple[int, int, int, float]] = []
-    self.by_rows: dict[int, Steps] = {}
-    self.prefilled = self.moves = 0
+    self._segments: list[tuple[int, int, int, float]] = []
+    self._by_rows: dict[int, Steps] = {}
+    self._prefilled = self._moves = 0
+
+  def sums(self) -> Decoding:
+    steps, computed, sampled, cached = np.array(self._segments).T
+    return Decoding(
+      steps=int(steps.sum()),
+      segments=len(steps),
+      slots=self._slots,
+      rows=float(steps @ computed / steps.sum()),
+      slot_steps=int(steps @ computed),
+      cached=float(cached.sum()),
+      prefilled=self._prefilled,
+      slots_in_use=_over_time(steps, sampled, self._slots),
+      by_rows=self._by_rows,
+      moves=self._moves,
+    )
 
   def decode_params(self, params):
     return params
 
   def empty_samples(self, prompts):
-    B = len(self._lengths)
-    tokens = np.broadcast_to(np.int32(0), (B, self._max_new_tokens))
-    zeros = np.zeros(B, np.int32)
-    return Samples(tokens, None, zeros, np.full(B, UNFINISHED, np.int8), None)
+    B = prompts * self._group_size
+    finish = np.full(B, UNFINISHED, np.int8)
+    tokens = _Zeros((B, self._max_new_tokens))
+    return Samples(tokens, None, np.zeros(B, np.int32), finish, np.int32(0))
 
   def share(self, facts):
     return facts
@@ -110,25 +140,28 @@ class CountingSampler:
     zeros, inactive = np.zeros(B, np.int32), np.zeros(B, bool)
     pages = SimpleNamespace(active=inactive)
     state = SimpleNamespace(num_tokens=zeros, pages=pages, response=zeros)
-    return state, samples
+    self._prefixes = np.zeros(B, int)
+    self._stop_at = np.zeros(len(samples.lengths), int)
+    written = {n: getattr(samples, n).copy() for n in ("lengths", "finish")}
+    return state, dataclasses.replace(samples, **written)
 
   def prefill(self, params, state, tokens, *others):
-    self.prefilled += tokens.size
+    self._prefilled += tokens.size
     return state, None
 
   def decode(
-    self, params, state, samples, plan, compute_slots, min_active, key
+    self, params, state, samples, plan, compute_slots, min_active, key, drafts
   ):
     plan = jax.tree.map(np.asarray, plan)
-    if not self.segments:
-      self._prefixes = np.zeros(self._slots, int)
     # Without the response's own tokens.
     new = plan.num_cached - plan.num_tokens
     self._prefixes = np.where(plan.new, new, self._prefixes)
     num_tokens = np.where(plan.new, plan.num_tokens, state.num_tokens)
     response = np.where(plan.new, plan.response, state.response)
+    self._stop_at[plan.response[plan.new]] = plan.stop_at[plan.new]
     active = plan.active
-    left = np.where(active, self._lengths[response] - num_tokens, 0)
+    end = np.minimum(self.lengths, self._stop_at)[response]
+    left = np.where(active, end - num_tokens, 0)
     few = _FEW * (left > 0).sum() <= self._slots
     pace, queries = self._speculation if few else NO_SPECULATION
     # After s steps, slots with more than s * pace tokens left are active.
@@ -140,8 +173,11 @@ class CountingSampler:
     cached = float((before * taken + pace * taken**2 / 2).sum())
     rows = slice(None) if compute_slots is None else np.asarray(compute_slots)
     self._read(before[rows], left[rows], steps, pace, queries)
-    self.segments.append((steps, len(left[rows]), int(sampled.sum()), cached))
+    self._segments.append((steps, len(left[rows]), int(sampled.sum()), cached))
     num_tokens, active = num_tokens + sampled.astype(np.int32), left > sampled
+    done = response[plan.active]
+    samples.lengths[done] = num_tokens[plan.active]
+    samples.finish[samples.lengths >= self.lengths] = STOPPED
     pages = SimpleNamespace(active=active)
     state = SimpleNamespace(
       num_tokens=num_tokens, pages=pages, response=response
@@ -152,24 +188,25 @@ class CountingSampler:
       response=response,
       num_cached=(self._prefixes + num_tokens).astype(int),
       num_sampled=sampled.sum(),
+      drafts=None,
     )
     return state, samples, results
 
   def _read(self, before, left, steps, pace, queries):
-    """Adds the blocks that each step reads; an idle row reads one."""
+    """Adds the blocks that each step reads; an idle row reads none."""
     new = (np.arange(steps) * pace).astype(int)
-    tokens = np.where(new < left[:, None], before[:, None] + new + 1, 1)
+    tokens = np.where(new < left[:, None], before[:, None] + new + 1, 0)
     blocks = -(-tokens // self._block)
     of_shards = np.stack([x.sum(0) for x in np.split(blocks, self._shards)])
-    total = self.by_rows.get(len(left) * queries, Steps())
-    self.by_rows[len(left) * queries] = Steps(
+    total = self._by_rows.get(len(left) * queries, Steps())
+    self._by_rows[len(left) * queries] = Steps(
       total.steps + steps,
       total.blocks + float(of_shards.mean(0).sum()),
       total.most_blocks + float(of_shards.max(0).sum()),
     )
 
   def move_pages(self, state, moves):
-    self.moves += 1
+    self._moves += 1
     return state
 
   def move_slots(self, state, moves, rows):
@@ -198,33 +235,30 @@ class CountingSampler:
     return samples
 
 
+def counting(
+  sampler: ContinuousSampler, block: int, speculation: Speculation
+) -> tuple[CountingSampler, ContinuousSampler]:
+  """Counts of a sampler, and one like `sampler` that only counts.
+
+  `block` tokens of a row's cache are read at a time.
+  """
+  counts = CountingSampler(sampler, block, speculation)
+  cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+  return counts, dataclasses.replace(sampler, jitted=counts, batch_sharding=cpu)
+
+
 def replay(
   sampler: ContinuousSampler,
   lengths: Lengths,
   block: int,
   speculation: Speculation = NO_SPECULATION,
 ) -> Decoding:
-  """`block`: tokens of a row's cache that a step reads at a time."""
-  counting = CountingSampler(sampler, lengths.responses, block, speculation)
-  cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-  dry = dataclasses.replace(sampler, jitted=counting, batch_sharding=cpu)
+  counts, dry = counting(sampler, block, speculation)
+  counts.lengths = lengths.responses
   P = len(lengths.prompts)
   tokens = np.zeros((P, sampler.sizes.max_prompt_length), np.int32)
   dry(None, Prompts(tokens, lengths.prompts.astype(np.int32)), None)
-  steps, computed, sampled, cached = np.array(counting.segments).T
-  slots = sampler.batching.slots
-  return Decoding(
-    steps=int(steps.sum()),
-    segments=len(steps),
-    slots=slots,
-    rows=float(steps @ computed / steps.sum()),
-    slot_steps=int(steps @ computed),
-    cached=float(cached.sum()),
-    prefilled=counting.prefilled,
-    slots_in_use=_over_time(steps, sampled, slots),
-    by_rows=counting.by_rows,
-    moves=counting.moves,
-  )
+  return counts.sums()
 
 
 def decode_together(lengths: Lengths, config: Config, shards: int) -> Decoding:

@@ -52,14 +52,9 @@ class Lengths(NamedTuple):
 def draw(spec: str, config: Config, tokenizer: Tokenizer) -> Lengths:
   """The lengths of an iteration of this config; longer responses are cut.
 
-  Raises UserError if the spec or its file is invalid, or rollouts are partial.
+  Raises UserError if the spec or its file is invalid.
   """
   mistake = lambda text: UserError(f"--lengths={spec}: {text}")
-  if partial := config.rollout.max_tokens_per_iteration:
-    raise mistake(
-      "expected rollout.max_tokens_per_iteration=0, whole responses in an "
-      f"iteration, got {partial}"
-    )
   match = re.fullmatch(r"(.+?):(\w+=[^/]*)", spec)
   name, options = match.groups() if match else (spec, "")
   needed = ["mean", "sigma"] if name == _LOGNORMAL else []

@@ -19,12 +19,18 @@ class ShardSizes:
   segment_steps: int  # most decode steps of a segment
   max_new_tokens: int  # R, most tokens of a response
   max_prompt_length: int  # S, most tokens of a prompt
+  drafts: int = 0  # most of a slot in a step
 
   @property
   def pages_per_slot(self) -> int:
     """W, pages of the longest prompt and response without its last token."""
     tokens = self.max_prompt_length - 1 + self.max_new_tokens
     return -(-tokens // self.page_size)
+
+  @property
+  def segment_tokens(self) -> int:
+    """Most tokens that a segment adds to a response."""
+    return self.segment_steps * (1 + self.drafts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +49,12 @@ class ContinuousBatchingConfig:
   )
   prefill_chunk: int = key(
     128, "prompt tokens of a forward pass; a multiple of `page_size`"
+  )
+  speculation: int = key(
+    0,
+    "tokens that a step drafts of each response, from the texts of its group, "
+    "while at most 1 of 4 slots is in use; 0: none. It changes no response.",
+    ZERO_OR_MORE,
   )
   segment_steps: int = 32  # decode steps between host checks
 
@@ -77,6 +89,7 @@ class ContinuousBatchingConfig:
       segment_steps=self.segment_steps,
       max_new_tokens=sampler.max_new_tokens,
       max_prompt_length=max_prompt_length,
+      drafts=sampler.speculation,
     )
     # A slot's pages and a prompt's partial last page: at most one a slot.
     least = sizes.pages_per_slot + 1

@@ -83,7 +83,10 @@ def jit_sampler(
         pages_per_slot=sizes.pages_per_slot,
       )
     # The steps of one call are counted.
-    return state, dataclasses.replace(samples, slot_steps=jnp.int32(0))
+    zeros = jax.tree.map(jnp.zeros_like, (samples.slot_steps, samples.drafts))
+    return state, dataclasses.replace(
+      samples, slot_steps=zeros[0], drafts=zeros[1]
+    )
 
   def prefill(params, state, tokens, lengths, pages, num_cached, sources):
     """Stores keys and values in `pages` [Q, C]; see `paged_decode.prefill`.
@@ -114,11 +117,13 @@ def jit_sampler(
       state = paged_decode.store_states(state, cache.states, *sources)
     return state, experts
 
-  def decode(params, state, samples, plan, compute_slots, min_active, key):
+  def decode(
+    params, state, samples, plan, compute_slots, min_active, key, drafts
+  ):
     """Decodes a segment of the slots `compute_slots` [m], or of all.
 
     `compute_slots` has all active slots, no new slot, and equally many of each
-    shard. Every device gets the results.
+    shard. `drafts`, static, of a slot in a step. Every device gets the results.
     """
     everything = compute_slots is None
     state = paged_decode.apply_plan(state, plan, start=everything)
@@ -131,6 +136,7 @@ def jit_sampler(
       sampler=sampler,
       steps=sizes.segment_steps,
       min_active=min_active,
+      drafts=drafts,
     )
     if not everything:
       computed = paged_decode.scatter_slots(state, computed, compute_slots)
@@ -140,6 +146,7 @@ def jit_sampler(
       response=computed.response,
       num_cached=computed.pages.lengths,
       num_sampled=(computed.num_tokens - state.num_tokens).sum(),
+      drafts=samples.drafts,
     )
     return computed, samples, results
 
@@ -190,6 +197,7 @@ def jit_sampler(
       decode,
       in_shardings=(None,) * 6 + (sharding.replicated(mesh),),
       out_shardings=(state, decode_samples, sharding.replicated(sampler_mesh)),
+      static_argnums=7,
       donate_argnums=(1, 2),
       compiler_options=rounding.decoding_options(sampler_mesh),
     ),

@@ -19,6 +19,7 @@ from gspo_jax.model.moe import number_type
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import Moves
 from gspo_jax.sampler import next_token
+from gspo_jax.sampler.continuous import speculation
 from gspo_jax.sampler.continuous.config import PROMPT_ROWS
 from gspo_jax.sampler.samples import (
   STOPPED,
@@ -83,6 +84,7 @@ class SegmentResults(NamedTuple):
   response: jax.Array  # [M], which one it is
   num_cached: jax.Array  # [M], tokens in the pages of each slot
   num_sampled: jax.Array  # [] tokens, in all slots together
+  drafts: tuple[jax.Array, jax.Array] | None  # `Samples.drafts` so far
 
 
 def empty(cfg: model.ModelConfig, *, shards: int, **sizes: int) -> DecodeState:
@@ -253,10 +255,12 @@ def decode(
   sampler: SamplerConfig,
   steps: int,
   min_active: jax.Array,
+  drafts: int = 0,
 ) -> tuple[DecodeState, Samples]:
-  """Decodes a segment: up to `steps` tokens for each active slot.
+  """Decodes a segment: up to `steps` steps of each active slot.
 
-  The key of token t of response b is made of (key, b, t), whatever the slot.
+  A step gives a response a token, and one more for each accepted draft. The key
+  of token t of response b is made of (key, b, t), whatever the slot.
 
   Args:
     params: of `decode_params`, unstacked.
@@ -264,46 +268,81 @@ def decode(
     samples: B responses; the tokens are written there.
     min_active: [] int32; the segment also ends when at most that many slots
       decode.
-    cfg, sampler, steps: static.
+    drafts: J - 1, of each slot in a step; see `speculation`.
+    cfg, sampler, steps, drafts: static.
   """
   response_key = functools.partial(jax.random.fold_in, key)
+  J = 1 + drafts
+  place_J = jnp.arange(J)
 
   def body(carry):
     step, state, samples = carry
+    pages, m = state.pages, state.num_tokens.size
+    fed_mJ = state.last_token[:, None]
+    if drafts:
+      guesses = speculation.draft(
+        samples,
+        state.row,
+        state.num_tokens,
+        count=drafts,
+        group_size=sampler.group_size,
+      )
+      fed_mJ = jnp.concatenate([fed_mJ, guesses], axis=1)
+    number_mJ = state.num_tokens[:, None] + place_J  # of the sampled tokens
+    # Pages have room up to `stop_at` only.
+    real_mJ = pages.active[:, None] & (number_mJ < state.stop_at[:, None])
     out = model.hidden_states(
       params,
       cfg,
-      state.last_token[:, None],
-      state.pages.lengths[:, None],
-      state.pages.active[:, None],
-      state.pages,
+      fed_mJ,
+      pages.lengths[:, None] + place_J,
+      real_mJ,
+      pages,
     )
-    logits = next_token.logits(params, cfg, out.hidden[:, 0])
-    row_keys = jax.vmap(response_key)(state.response)
-    token, logp = next_token.sample_token(
-      logits, row_keys, state.num_tokens, sampler
+    logits = next_token.logits(params, cfg, out.hidden.reshape(m * J, -1))
+    row_keys = jax.vmap(response_key)(jnp.repeat(state.response, J))
+    sampled = next_token.sample_token(
+      logits, row_keys, number_mJ.reshape(-1), sampler
     )
-    experts = None
-    if samples.experts is not None:
-      experts = out.routing.experts[:, :, 0]
-    num_tokens = state.num_tokens + 1
-    stop_state, stopped = next_token.stop(
-      token, num_tokens, state.stop_state, sampler
+    token_mJ, logp_mJ = (x.reshape(m, J) for x in sampled)
+    taken_mJ, stop_state_mJ, stopped_mJ, done_mJ = speculation.accept(
+      fed_mJ,
+      token_mJ,
+      state.num_tokens,
+      state.stop_at,
+      state.stop_state,
+      sampler,
     )
+    taken_mJ &= real_mJ
+    count = taken_mJ.sum(1, dtype=jnp.int32)
+    # Of the last token that a response gets; any without one.
+    last = lambda x_mJ: jnp.take_along_axis(
+      x_mJ, jnp.maximum(count - 1, 0)[:, None], axis=1
+    )[:, 0]
+    num_tokens = state.num_tokens + count
     finish = jnp.where(
       num_tokens == sampler.max_new_tokens, TRUNCATED, UNFINISHED
     )
-    finish = jnp.where(stopped, STOPPED, finish)
-    state = dataclasses.replace(state, pages=out.cache)
-    samples = _write_token(state, samples, token, logp, finish, experts)
-    active = state.pages.active
-    done = stopped | (num_tokens == state.stop_at)
+    finish = jnp.where(last(stopped_mJ), STOPPED, finish)
+    new = {"tokens": token_mJ, "logps": logp_mJ}
+    if samples.experts is not None:
+      new["experts"] = out.routing.experts.transpose(1, 2, 0, 3)  # [m, J, L, k]
+    samples = _write_tokens(state, samples, taken_mJ, new, num_tokens, finish)
+    if drafts:
+      counts = pages.active.sum(), (count - pages.active).sum()
+      samples = dataclasses.replace(
+        samples, drafts=jax.tree.map(jnp.add, samples.drafts, counts)
+      )
     state = dataclasses.replace(
       state,
-      pages=dataclasses.replace(state.pages, active=active & ~done),
-      last_token=token,
-      num_tokens=state.num_tokens + active,
-      stop_state=stop_state,
+      pages=dataclasses.replace(
+        out.cache,
+        lengths=pages.lengths + count,
+        active=pages.active & ~last(done_mJ),
+      ),
+      last_token=last(token_mJ),
+      num_tokens=num_tokens,
+      stop_state=last(stop_state_mJ),
     )
     return step + 1, state, samples
 
@@ -314,7 +353,7 @@ def decode(
   taken, state, samples = jax.lax.while_loop(
     proceed, body, (jnp.int32(0), state, samples)
   )
-  slot_steps = samples.slot_steps + taken * state.num_tokens.size
+  slot_steps = samples.slot_steps + taken * state.num_tokens.size * J
   return state, dataclasses.replace(samples, slot_steps=slot_steps)
 
 
@@ -390,8 +429,12 @@ def move_rows(samples: Samples, moves: Moves) -> Samples:
     )
 
   move = sharding.shard_map(local, (_BATCH, _BATCH), _BATCH)
-  moved = move(dataclasses.replace(samples, slot_steps=None), moves)
-  return dataclasses.replace(moved, slot_steps=samples.slot_steps)
+  moved = move(
+    dataclasses.replace(samples, slot_steps=None, drafts=None), moves
+  )
+  return dataclasses.replace(
+    moved, slot_steps=samples.slot_steps, drafts=samples.drafts
+  )
 
 
 # Specs of the arrays of slots, without what slots share.
@@ -413,34 +456,35 @@ def _without_shared(state: DecodeState) -> DecodeState:
   return dataclasses.replace(state, pages=pages, prompt_states=None)
 
 
-def _write_token(
-  state: DecodeState, samples: Samples, token, logp, finish, experts
+def _write_tokens(
+  state: DecodeState, samples: Samples, taken_mJ, new, lengths, finish
 ) -> Samples:
-  """Writes each active slot's token; `experts` [L, M, k] are the fed one's."""
-  new = {
-    "tokens": token,
-    "logps": logp,
-    "lengths": state.num_tokens + 1,
-    "finish": finish.astype(jnp.int8),
-  }
-  if experts is not None:
-    new["experts"] = experts.swapaxes(0, 1)
+  """Writes what each response gets in a step.
 
-  def local(old, new, slots):
-    row_M, column_M, active_M = slots
+  Of `new`, `tokens` and `logps` are [m, J]; `experts` [m, J, L, k] are those of
+  the fed tokens, each one earlier. `lengths` and `finish` are [m].
+  """
+
+  def local(old, new, of_rows, row_m, num_tokens_m, taken_mJ):
     rows, R = old["tokens"].shape
-    row_M = jnp.where(active_M, row_M % rows, rows)  # `rows`: nowhere
+    # `rows`: nowhere
+    row_mJ = jnp.where(taken_mJ, row_m[:, None] % rows, rows)
+    column_mJ = num_tokens_m[:, None] + jnp.arange(taken_mJ.shape[1])
 
-    def write(old, value_M):
-      index = (row_M, column_M)[: old.ndim]
-      # Routing begins with the prompt's columns; the fed token is one earlier.
-      if old.ndim == 4:
-        index = row_M, slice(None), old.shape[2] - R - 1 + column_M
-      return old.at[index].set(value_M, mode="drop")
+    def write(old, value):
+      index = row_mJ, column_mJ
+      if old.ndim == 4:  # routing begins with the prompt's columns
+        index = row_mJ, slice(None), old.shape[2] - R - 1 + column_mJ
+      return old.at[index].set(value, mode="drop")
 
-    return jax.tree.map(write, old, new)
+    written = {name: write(old[name], value) for name, value in new.items()}
+    return written | {
+      name: old[name].at[row_mJ[:, 0]].set(value, mode="drop")
+      for name, value in of_rows.items()
+    }
 
-  old = {name: getattr(samples, name) for name in new}
-  slots = state.row, state.num_tokens, state.pages.active
-  write = sharding.shard_map(local, (_BATCH,) * 3, _BATCH)
-  return dataclasses.replace(samples, **write(old, new, slots))
+  of_rows = {"lengths": lengths, "finish": finish.astype(jnp.int8)}
+  old = {name: getattr(samples, name) for name in new | of_rows}
+  write = sharding.shard_map(local, (_BATCH,) * 6, _BATCH)
+  slots = state.row, state.num_tokens, taken_mJ
+  return dataclasses.replace(samples, **write(old, new, of_rows, *slots))

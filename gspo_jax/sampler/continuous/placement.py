@@ -140,7 +140,7 @@ class Placement:
       # Half of the difference is best; less than all of it is an improvement.
       half = (load_D[giver] - load_D[taker]) / 2
       cached_M = cached_DM[giver]
-      pages_M = -(-(cached_M + sizes.segment_steps) // sizes.page_size)
+      pages_M = -(-(cached_M + sizes.segment_tokens) // sizes.page_size)
       fits_M = (cached_M > 0) & (cached_M < 2 * half)
       fits_M &= pages_M <= room_D[taker]
       slot = int(np.where(fits_M, abs(cached_M - half), np.inf).argmin())

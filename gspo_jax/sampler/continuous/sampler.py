@@ -27,7 +27,7 @@ from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.sharding import MeshJit
-from gspo_jax.sampler.continuous import jit
+from gspo_jax.sampler.continuous import jit, speculation
 from gspo_jax.sampler.continuous.config import (
   PROMPT_ROWS,
   ContinuousBatchingConfig,
@@ -57,7 +57,8 @@ from gspo_jax.sampler.samples import (
 from gspo_jax.sampler.stop_strings import StopStrings
 
 _IDLE = 8  # a segment ends when 1 of 8 slots is idle and responses wait
-_FEWEST_SLOTS = 8  # of a shard that a segment computes: the rows of a TPU tile
+_FEWEST_ROWS = 8  # of a shard that a step computes: those of a TPU tile
+_IDLE_SLOTS = 4  # responses draft tokens where 1 of 4 slots is computed
 _MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
 
 
@@ -200,8 +201,10 @@ class ContinuousSampler:
     )
 
     def finished_in(results, samples) -> list[tuple]:
-      nonlocal active
+      nonlocal active, speculates
       results = jax.device_get(results)
+      if results.drafts:
+        speculates &= speculation.pays(*map(int, results.drafts))
       left = self._apply_results(schedulers, so_far[0], results)
       placement.update(results)
       before, active = active, results.active.reshape(self.shards, -1).sum(1)
@@ -211,6 +214,7 @@ class ContinuousSampler:
       most = counts.max(initial=0)
       return list(self._finished(left, most, samples)) if on_finished else []
 
+    speculates = True  # where few slots are computed
     # Active slots of each shard, as far as results are known.
     active = np.zeros(self.shards, int)
     results, finished = None, []  # of the last segment; not reported so far
@@ -239,15 +243,16 @@ class ContinuousSampler:
         for arrays in self._prefill_batches(queues, facts):
           state, samples = self._prefill(params, state, samples, *arrays)
       min_active = self._min_active(active.sum(), facts.waiting.any())
-      compute_slots = None
+      slots = None
       most = active.max() * self.shards
       count = min(n for n in self.compute_sizes if n >= most)
       if not any_new and count < self.batching.slots:
-        compute_slots = self._active_subset(plan, count // self.shards)
-      plan_and_slots = self._to_devices((plan, compute_slots))
+        slots = self._active_subset(plan, count // self.shards)
+      drafts = self._drafts(count) if speculates and slots is not None else 0
+      plan_and_slots = self._to_devices((plan, slots))
       unread = results
       state, samples, results = self.jitted.decode(
-        params, state, samples, *plan_and_slots, min_active, key
+        params, state, samples, *plan_and_slots, min_active, key, drafts
       )
       # The devices decode this segment while the host handles the last one's
       # responses.
@@ -321,7 +326,7 @@ class ContinuousSampler:
       slots["prompt_row"], sources = (), None
     T = self.buckets(continues=continues)[-1]
     Q, C = self.prefill_batch(T) * self.shards, T // self.sizes.page_size
-    decode = lambda compute_slots: jitted.decode.lower(
+    decode = lambda compute_slots, drafts: jitted.decode.lower(
       params,
       state,
       samples,
@@ -329,16 +334,17 @@ class ContinuousSampler:
       compute_slots,
       shape((), np.int32),
       key,
+      drafts,
     )
     lowered = {
       "decode_params": decode_params,
       "prefill": jitted.prefill.lower(
         params, state, whole(Q, T), whole(Q), whole(Q, C), None, sources
       ),
-      "generate": decode(None),
+      "generate": decode(None, 0),
     }
     for m in self.compute_sizes[1:] if subsets else ():
-      lowered[f"generate {m}"] = decode(whole(m))
+      lowered[f"generate {m}"] = decode(whole(m), self._drafts(m))
     return lowered
 
   def compilations(self) -> dict[str, tuple[MeshJit, int]]:
@@ -346,10 +352,11 @@ class ContinuousSampler:
       *("decode_params", "read_tokens", "finalize", "append_tokens"),
       *("move_pages", "move_slots", "move_rows"),
     )
-    prefills = 4 * len(self.buckets())
+    prefills, sizes = 4 * len(self.buckets()), self.compute_sizes
     limits = dict.fromkeys(once, 1) | {
       "begin": 2,  # with an empty cache, and with the last turn's cache
-      "decode": len(self.compute_sizes),
+      # Few slots with drafts, and without if they do not pay.
+      "decode": len(sizes) + sum(self._drafts(n) > 0 for n in sizes),
       "prefill": prefills,
       "write_prompt_routing": prefills,
     }
@@ -549,9 +556,15 @@ class ContinuousSampler:
   def compute_sizes(self) -> tuple[int, ...]:
     """Numbers of slots that a segment can compute: all, a half, and so on."""
     slots, sizes = self.sizes.slots, [self.batching.slots]
-    while (slots := slots // 2) >= _FEWEST_SLOTS:
+    while (slots := slots // 2) * (1 + self.sizes.drafts) >= _FEWEST_ROWS:
       sizes.append(slots * self.shards)
     return tuple(sizes)
+
+  def _drafts(self, count: int) -> int:
+    """Tokens that each slot drafts in a step where `count` are computed."""
+    return (
+      self.sizes.drafts if _IDLE_SLOTS * count <= self.batching.slots else 0
+    )
 
   def _active_subset(self, plan: SegmentPlan, count: int) -> np.ndarray:
     """`count` slots of each shard to compute; all active ones.
@@ -661,11 +674,18 @@ def build_continuous_sampler(
 ) -> ContinuousSampler:
   """Builds a ContinuousSampler; UserError if the sizes do not fit.
 
+  And if a model with states is to speculate: a state cannot go back.
+
   Weights, keys and samples are on `mesh`; `sampler_mesh` has the same devices,
   arranged for decoding. `max_prompt_length` is the width of the prompts.
   """
   shards = sharding.batch_shards(sampler_mesh)
   sampler.require_stops()
+  if sampler.speculation and has_states(cfg):
+    raise UserError(
+      f"continuous_batching.speculation={sampler.speculation}: expected 0 for "
+      "a model with gated DeltaNets, whose states cannot go back"
+    )
   sizes = batching.shard_sizes(sampler, max_prompt_length, shards)
   return ContinuousSampler(
     cfg=cfg,

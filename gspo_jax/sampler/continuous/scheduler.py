@@ -218,7 +218,7 @@ class Scheduler:
   def allocate_pages(self) -> SegmentPages:
     """Gives each slot the pages that the next segment can fill.
 
-    A segment fills at most min(segment_steps, remaining tokens) positions;
+    A segment fills at most min(segment_tokens, remaining tokens) positions;
     earlier segments without results count, too. If pages run out, the newest
     responses are preempted: they return all pages and wait at the front of the
     queue. The oldest response is never preempted.
@@ -365,8 +365,8 @@ class Scheduler:
     prefill.append(Prefill(prefix, pages, num_stored, [slot]))
 
   def _pages_after_segment(self, num_cached, num_generated, max_tokens):
-    steps = self._sizes.segment_steps * (self._unknown_segments + 1)
-    tokens = num_cached + np.minimum(num_generated + steps, max_tokens)
+    new = self._sizes.segment_tokens * (self._unknown_segments + 1)
+    tokens = num_cached + np.minimum(num_generated + new, max_tokens)
     return -(-tokens // self._sizes.page_size)
 
   def _missing_pages(self):
