@@ -27,10 +27,7 @@ from jax.sharding import AbstractMesh, AxisType
 from benchmarks import record
 from gspo_jax import model
 from gspo_jax.learner import packing
-from gspo_jax.plan.iteration.decoding import (
-  NO_SPECULATION,
-  CountingSampler,
-)
+from gspo_jax.plan.iteration.decoding import CountingSampler
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
@@ -114,11 +111,12 @@ class Recorder(CountingSampler):
   """
 
   def __init__(self, sampler, lengths, limit=None, whole=None):
-    super().__init__(sampler, block=1, speculation=NO_SPECULATION)
+    block = sampler.sizes.page_size
+    super().__init__(sampler, block, tokens_a_step=1.0)
     self.lengths = lengths
     self.limit, self.whole = limit, whole
     self.shared, self.prefills, self.plans, self.results = [], [], [], []
-    self.moves = []
+    self.moved = []
     self.seconds = []  # CPU time of the host before each segment
     self._since = time.process_time()
 
@@ -131,16 +129,16 @@ class Recorder(CountingSampler):
     self.prefills.append(arrays)
     return state, None
 
-  def move_slots(self, state, *arrays):
-    self.moves.append(arrays)
-    return state if self.whole else super().move_slots(state, *arrays)
+  def move_pages(self, state, *moves):
+    self.moved.append(moves)
+    return state if self.whole else super().move_pages(state, *moves)
 
-  def move_pages(self, state, moves):
-    self.moves.append(moves)
-    return state
+  def move_slots(self, state, *moves):
+    self.moved.append(moves)
+    return state if self.whole else super().move_slots(state, *moves)
 
-  def move_rows(self, samples, moves):
-    self.moves.append(moves)
+  def move_rows(self, samples, *moves):
+    self.moved.append(moves)
     return samples
 
   def decode(self, params, state, samples, *plan_and_key):
