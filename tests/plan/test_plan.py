@@ -318,9 +318,7 @@ def test_more_tokens_a_step_than_are_fed(debug_config):
   """A step keeps its own token, and the drafts that it has."""
   where = chips.parse("v5e:2x2")
   for tokens in (0.9, 1.5):
-    with pytest.raises(
-      UserError, match=rf"{tokens}: .* speculation=0"
-    ) as error:
+    with pytest.raises(UserError, match=rf"{tokens}: .*speculation=0") as error:
       planner.plan(debug_config, where, speculation=tokens)
     assert "--speculation=" in str(error.value)
 
