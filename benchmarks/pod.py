@@ -111,9 +111,12 @@ class Recorder(CountingSampler):
   """
 
   def __init__(self, sampler, lengths, limit=None, whole=None):
-    super().__init__(sampler, lengths)
+    block = sampler.sizes.page_size
+    super().__init__(sampler, block, tokens_a_step=1.0)
+    self.lengths = lengths
     self.limit, self.whole = limit, whole
     self.shared, self.prefills, self.plans, self.results = [], [], [], []
+    self.moved = []
     self.seconds = []  # CPU time of the host before each segment
     self._since = time.process_time()
 
@@ -126,11 +129,23 @@ class Recorder(CountingSampler):
     self.prefills.append(arrays)
     return state, None
 
+  def move_pages(self, state, *moves):
+    self.moved.append(moves)
+    return state if self.whole else super().move_pages(state, *moves)
+
+  def move_slots(self, state, *moves):
+    self.moved.append(moves)
+    return state if self.whole else super().move_slots(state, *moves)
+
+  def move_rows(self, samples, *moves):
+    self.moved.append(moves)
+    return samples
+
   def decode(self, params, state, samples, *plan_and_key):
     self.seconds.append(time.process_time() - self._since)
     if len(self.plans) == self.limit:
       raise StopIteration
-    self.plans.append(plan_and_key[:-1])
+    self.plans.append(plan_and_key[:-2])
     if self.whole:
       results = self.whole.results[len(self.plans) - 1]
     else:

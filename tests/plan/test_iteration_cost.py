@@ -1,12 +1,13 @@
 """The cost of an iteration, from scripted costs of its functions."""
 
+import types
+
 import jax
 import numpy as np
 import pytest
 
 from gspo_jax.plan import chips, lower_bounds
 from gspo_jax.plan.iteration import cost as iteration_cost
-from gspo_jax.plan.iteration.decoding import Speculation
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
@@ -65,12 +66,33 @@ def twice(report):
   }
 
 
-def cost(config, lengths, functions=FUNCTIONS, own=(), transfer=None, **more):
-  """By a compiler's estimate of twice the seconds."""
+def cost(
+  config,
+  lengths,
+  functions=FUNCTIONS,
+  own=(),
+  transfer=None,
+  fewer_slots=types.MappingProxyType({}),
+  **more,
+):
+  """By a compiler's estimate of twice the seconds.
+
+  `fewer_slots`: seconds of a step by the slots that it computes.
+  """
   functions = {k: f | {"compiler": twice(f)} for k, f in functions.items()}
   config = parse(config)
   mesh = sharding.make_mesh(jax.devices()[:2], data=2)
   program = build_program(config, mesh, sampler_devices=own)
+  if program.sampler.generate.batching:
+    decode = functions["generate"]["decode"]
+    functions["generate"]["fewer_slots"] = {
+      slots: {
+        "without_cache": fewer_slots.get(slots, STEP),
+        "compiler": 2 * fewer_slots.get(slots, STEP),
+        "reading": decode["reading"],
+      }
+      for slots in program.sampler.generate.compute_sizes[1:]
+    }
   return iteration_cost.cost(
     functions, config, program, WHERE, lengths, transfer, **more
   ), program
@@ -189,23 +211,17 @@ def test_slots_are_filled_again(continuous):
   assert found["parts"]["weights"]["seconds"] == 0.25
 
 
-def with_steps(fewer_slots=None, **decode):
-  """The functions, with other decode steps."""
+def with_reading(**reading):
   generate = FUNCTIONS["generate"]
-  generate = generate | {"decode": generate["decode"] | decode}
-  if fewer_slots:
-    generate["fewer_slots"] = {
-      slots: {"without_cache": seconds, "compiler": 2 * seconds}
-      for slots, seconds in fewer_slots.items()
-    }
-  return FUNCTIONS | {"generate": generate}
+  decode = generate["decode"] | {"reading": reading}
+  return FUNCTIONS | {"generate": generate | {"decode": decode}}
 
 
 def test_each_segment_costs_what_its_program_does(continuous):
   """A step of all slots, and one of a part of them, when few sample."""
   continuous.continuous_batching.slots = P * G
-  fewer = {slots: slots * 1e-5 for slots in (16,)}
-  found, program = cost(continuous, uneven(), with_steps(fewer))
+  fewer = {16: 2e-4}
+  found, program = cost(continuous, uneven(), fewer_slots=fewer)
   assert set(program.sampler.generate.compute_sizes) == {16, P * G}
   generate = found["parts"]["generate"]
   by_rows = {n: sums.steps for n, sums in generate["by_rows"].items()}
@@ -223,15 +239,14 @@ def test_each_step_waits_for_the_fullest_shard(continuous):
   prompts = np.full(P, S)
   one = np.where(np.arange(P * G) < P * G // 2, R, 1)
   both = np.where(np.arange(P * G) % 2, R, 1)
-  reading = {"row": 0.0, "block": 1.0}
+  reading = with_reading(row=0.0, block=1.0)
   found = [
-    cost(continuous, Lengths(prompts, x), with_steps(reading=reading))[0]
-    for x in (one, both)
+    cost(continuous, Lengths(prompts, x), reading)[0] for x in (one, both)
   ]
   generate = [f["parts"]["generate"] for f in found]
   # A row of 8 + n tokens reads pages of 4; an idle one reads none.
   pages = np.array([-(-(S + n) // 4) for n in range(R)])
-  (sums,) = generate[0]["by_rows"].values()
+  sums = generate[0]["by_rows"][P * G]
   assert sums.most_blocks == 16 * pages.sum()
   assert sums.blocks == (16 * (pages.sum() + pages[0])) / 2
   seconds = [g["seconds_of"] for g in generate]
@@ -240,16 +255,18 @@ def test_each_step_waits_for_the_fullest_shard(continuous):
 
 
 def test_drafted_tokens_save_steps_while_few_slots_sample(continuous):
-  continuous.continuous_batching.slots = P * G
-  plain = cost(continuous, uneven())[0]["parts"]["generate"]
-  speculation = Speculation(2.0, 4)
-  found, _ = cost(continuous, uneven(), speculation=speculation)
+  continuous.continuous_batching.slots = 4 * P * G
+  continuous.data.prompts = 4 * P
+  lengths = Lengths(*(np.tile(x, 4) for x in uneven()))
+  plain = cost(continuous, lengths)[0]["parts"]["generate"]
+  continuous.continuous_batching.speculation = 3
+  found, _ = cost(continuous, lengths, tokens_a_step=2.0)
   found = found["parts"]["generate"]
   # One of 8 responses has more than a token: all but the first step are few.
   assert plain["steps"] == R
   assert found["steps"] == 1 + -(-(R - 1) // 2)
   assert found["real_tokens"] == plain["real_tokens"]
-  assert set(found["by_rows"]) == {P * G, 4 * 16}
+  assert found["cached"] < plain["cached"]
 
 
 def test_partial_rollouts_sample_as_much_as_they_return(continuous):

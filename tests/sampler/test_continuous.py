@@ -256,11 +256,15 @@ def slot_steps_of(lengths, slots, segment_steps):
   return total
 
 
+def migrate_often(monkeypatch):
+  for name, value in {"_MOST": 1, "_LEAST": 1, "_SEGMENTS": 1}.items():
+    monkeypatch.setattr(placement, name, value)
+
+
 @pytest.mark.parametrize("record", [False, True])
 def test_samples_are_the_same_when_responses_move(monkeypatch, record):
   """Every segment, as soon as one shard has more than another."""
-  for name, value in {"_MOST": 1, "_LEAST": 1, "_SEGMENTS": 1}.items():
-    monkeypatch.setattr(placement, name, value)
+  migrate_often(monkeypatch)
   batching = dataclasses.replace(SMALL, slots=B, segment_steps=3)
   config = dataclasses.replace(SAMPLED, record_routing=record)
   generate, moved = build(batching, config, **MESH), []
@@ -317,11 +321,12 @@ def test_a_plan_replays_the_same_steps(make):
 
 
 @pytest.mark.parametrize("own", [[0], [1, 3], [2, 3]])
-def test_a_host_plans_its_own_shards_as_one_host_plans_all(own):
+def test_a_host_plans_its_own_shards_as_one_host_plans_all(own, monkeypatch):
   """From the facts and results of all: the same programs, with its rows."""
+  monkeypatch.setattr(continuous_sampler, "_FEWEST_ROWS", 1)
   lengths = np.random.default_rng(0).integers(4, R // 2, B)
-  lengths[: B // 4], lengths[-1] = 1, R
-  batching = dataclasses.replace(SMALL, slots=16, num_pages=4 * 25)
+  lengths[: B // 4], lengths[-3:] = 1, R
+  batching = dataclasses.replace(SMALL, slots=16, segment_steps=2)
   four = build(batching, **MESH)
   host = functools.partial(
     pod.run_host, four, lengths=lengths, prompt_lengths=prompts().lengths
@@ -335,7 +340,7 @@ def test_a_host_plans_its_own_shards_as_one_host_plans_all(own):
       x, all_x = x.reshape(len(own), -1), all_x.reshape(4, -1)[own]
     np.testing.assert_array_equal(x, all_x)
 
-  for name in ("shared", "prefills", "plans"):
+  for name in ("shared", "prefills", "plans", "moved"):
     arrays, all_arrays = getattr(one, name), getattr(whole, name)
     assert len(arrays) == len(all_arrays) > 2
     jax.tree.map(assert_rows, arrays, all_arrays)
