@@ -1,11 +1,13 @@
 """The cost of an iteration, from scripted costs of its functions."""
 
+import copy
 import types
 
 import jax
 import numpy as np
 import pytest
 
+from gspo_jax.model import attention
 from gspo_jax.plan import chips, lower_bounds
 from gspo_jax.plan.iteration import cost as iteration_cost
 from gspo_jax.plan.iteration.lengths import Lengths
@@ -164,6 +166,39 @@ def test_short_responses_share_rows_and_end_early(config):
   assert generate["steps"] == R - 1  # all wait for the longest
   assert generate["slots_in_use"][-1] == 1 / 8
   assert generate["useful_fraction"] == uneven().responses.mean() / R
+
+
+def test_a_micro_batch_waits_for_the_row_with_the_most_blocks(
+  config, monkeypatch
+):
+  """Blocks of 4 columns, counted token by token; 2 s of 3 are in blocks."""
+  monkeypatch.setattr(attention, "splash_blocks", lambda tokens: (4, 4))
+  functions = FUNCTIONS | {"update": copy.deepcopy(FUNCTIONS["update"])}
+  functions["update"]["parts"]["micro_batch"]["block_seconds"] = 2.0
+  found, program = cost(config, uneven(), functions)
+  update = found["parts"]["update"]
+  packed = program.learner.pack(*uneven(), jax.random.key(0))
+  prompts, responses = uneven()
+  whole, width = np.repeat(prompts, G) + responses, S + R
+  # Padding is a sequence of one token each.
+  segment = -1 - np.tile(np.arange(width), (P * G, 1))
+  for i, n in enumerate(whole):
+    segment[packed.row[i], packed.offset[i] : packed.offset[i] + n] = i
+  needed = []
+  for row in segment:
+    same = np.tril(row[:, None] == row)
+    needed.append(same.reshape(5, 4, 5, 4).any((1, 3)).sum())
+  fullest = np.max(np.reshape(needed, (2, -1, 4)), axis=2)
+  shares = [
+    x / 15
+    for row, count in zip(fullest, packed.num_micro_batches, strict=True)
+    for x in row[:count]
+  ]
+  assert 0 < min(shares) < max(shares)
+  assert update["needed_blocks"] == pytest.approx(np.mean(shares))
+  assert update["seconds"] == pytest.approx(
+    4.0 + sum(1.0 + 2.0 * share for share in shares)
+  )
 
 
 def test_useful_flops_are_those_of_each_response_alone(config):
