@@ -323,12 +323,15 @@ def splash(
 
   It skips the blocks of scores that no segment needs. Padding, segment 0, is
   cut into segments of one block. Two TensorCores share the parts of a `vmap`,
-  never the backward pass of one: these are the key-value heads.
+  never the backward pass of one: these are the key-value heads, or halves of
+  the query heads of an odd one.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as sa
 
   (_, T, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
-  parts = K if sharding.cores() == 2 else 1
+  parts, cores = 1, sharding.cores()
+  if cores > 1:
+    parts = next(n for n in (math.lcm(K, cores), K) if N % n == 0)
   padding = -T % _LANES  # at the end: no earlier token attends to it
   pad = lambda x: jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
   lanes = H + -H % _LANES  # in HBM
@@ -336,7 +339,9 @@ def splash(
   sizes = _splash_sizes(T + padding, query_bytes, window)
   split = lambda x: x.reshape(parts, -1, *x.shape[1:])
   q_BTNH *= _scale(scale, H)
-  qkv = (pad(x).swapaxes(1, 2) for x in (q_BTNH, k_BTKH, v_BTKV))
+  repeat = lambda x: jnp.repeat(x, max(parts // K, 1), axis=2)
+  qkv = q_BTNH, repeat(k_BTKH), repeat(v_BTKV)
+  qkv = (pad(x).swapaxes(1, 2) for x in qkv)
 
   def row(operands):  # whose blocks are not those of another row
     q_NTH, k_KTH, v_KTV, segments_T = operands
