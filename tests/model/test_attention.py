@@ -144,16 +144,16 @@ def random_segments(rng, tokens):
 @pytest.mark.parametrize(
   ("tokens", "window", "sinks_N", "apart", "K"),
   [
-    (700, None, None, False, 2),
-    (700, None, SINKS, True, 1),
-    (768, 150, SINKS, True, 4),
+    (500, None, None, False, 2),
+    (500, None, SINKS, True, 1),
+    (512, 150, SINKS, True, 4),
   ],
 )
 def test_splash_that_skips_blocks_is_splash(
   tokens, window, sinks_N, apart, K, monkeypatch
 ):
   """Bit for bit, padding included; at real tokens it is `in_blocks`."""
-  monkeypatch.setattr(attention, "splash_blocks", lambda *_: (128, 384))
+  monkeypatch.setattr(attention, "splash_blocks", lambda *_: (128, 256))
   if apart:
     monkeypatch.setattr(attention, "_PARTS_BYTES", 0)
   rng = np.random.default_rng(tokens + K)
@@ -190,7 +190,8 @@ def test_splash_that_skips_blocks_is_splash(
   *exact, expected = expected
   pairs = [(out[segments > 0], expected[segments > 0])]
   for a, b in [*pairs, *zip(grads, exact, strict=True)]:
-    np.testing.assert_allclose(a, b, atol=1e-6 * np.abs(b).max())
+    limit = 1e-6 if b.ndim > 1 else 2e-6  # sinks: a sum over all tokens
+    np.testing.assert_allclose(a, b, atol=limit * np.abs(b).max())
   for grad in grads[:3]:
     assert not grad[segments == 0].any()
 
