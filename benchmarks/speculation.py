@@ -6,7 +6,7 @@
 The policy is SmolLM2-135M-Instruct, whose step of few rows reads weights most
 of the time, as on a TPU. 16 responses to 2 questions ("question" in JSON lines)
 are sampled; then the tail: the 4 longest go on from their 32nd token, while the
-others have ended. Samplers that draft 0, 1, 3 and 7 tokens decode the same tail
+others have ended. Samplers that draft 0, 1 and 3 tokens decode the same tail
 in turns, in one process, with the same slots: 16, of which they compute 4. Of
 each sampler the least time of a step counts, times its steps. Responses are
 compared: "same" is the share of equal tokens up to the first other one, "logps"
@@ -167,7 +167,7 @@ def main() -> None:
       temperature=temperature,
     )
     samplers = {}
-    for drafts in (0, 1, 3, 7):
+    for drafts in (0, 1, 3):
       drafting = dataclasses.replace(config, speculation=drafts)
       samplers[drafts] = build(cfg, params, drafting, _BATCHING, _WIDTH)
     for batch in range(args.batches):
