@@ -146,7 +146,10 @@ def test_samples_are_those_of_the_static_sampler(make):
   generate, counts = make(), []
   count = lambda n, tokens: counts.append((n, tokens))
   expected = static(generate.config)
-  samples = run(generate, progress=SimpleNamespace(advance=count))
+  progress = SimpleNamespace(advance=count, note="")
+  samples = run(generate, progress=progress)
+  several = generate.shards > 1
+  assert progress.note.startswith("; fullest: shard ") == several
   assert (expected.lengths == R).any() != (expected.lengths == R).all()
   assert_same(samples, expected)
   if generate.config.record_routing:

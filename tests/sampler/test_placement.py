@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 from gspo_jax.runtime import sharding
+from gspo_jax.sampler.continuous.paged_decode import SegmentResults
+from gspo_jax.sampler.continuous.placement import Placement
 
 
 @pytest.mark.parametrize("axes", [(), ("data",), ("data", "expert")])
@@ -35,3 +37,25 @@ def test_slices_go_where_they_are_sent(axes):
     )
     moved = jax.jit(exchange)(x, moves)
   np.testing.assert_array_equal(moved, expected.reshape(x.shape))
+
+
+def test_the_slowest_shard_is_the_one_that_the_others_waited_for():
+  """Its running responses have 30 + 8 tokens where the means are 18 + 6."""
+  placement = Placement(None, 2, [0, 1], np.zeros(4), np.ones(4))
+  for active, cached in (
+    ([True] * 4, [1, 5, 10, 20]),
+    ([True, True, False, True], [3, 5, 99, 4]),
+  ):
+    placement.update(
+      SegmentResults(
+        num_tokens=np.zeros(4),
+        active=np.array(active),
+        response=np.arange(4),
+        num_cached=np.array(cached),
+        num_sampled=0,
+        drafts=None,
+      )
+    )
+  shard, words = placement.slowest()
+  assert shard == 1
+  assert words.startswith("1.58 x the mean cached tokens, ")

@@ -12,6 +12,7 @@ slots, rows and pages of its own shards.
 Dimension letters as in `continuous/__init__`; D shards, n moves of a shard.
 """
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -57,12 +58,28 @@ class Placement:
     self.swaps: list[Moves] = []
     self._segments = 0  # since the last migration
     self._cached_DM = None  # tokens of each running response
+    # Cached tokens, summed over segments: of the fullest shard, and the mean.
+    self._most = self._mean = 0.0
+    self._above_D = np.zeros(shards)  # what each was above the mean as fullest
+    self._start, self._all_segments = time.monotonic(), 0
 
   def update(self, results: SegmentResults) -> None:
     self._segments += 1
     self._results = results
     cached_M = np.where(results.active, results.num_cached, 0)
     self._cached_DM = cached_M.reshape(self._shards, -1)
+    cached_D = self._cached_DM.sum(1)
+    most, mean = cached_D.max(), cached_D.mean()
+    self._most, self._mean = self._most + most, self._mean + mean
+    self._above_D[cached_D.argmax()] += most - mean
+    self._all_segments += 1
+
+  def slowest(self) -> tuple[int, str]:
+    """The shard that the others wait for, and by how much, in words."""
+    ratio = self._most / max(self._mean, 1)
+    seconds = (time.monotonic() - self._start) / max(self._all_segments, 1)
+    words = f"{ratio:.2f} x the mean cached tokens, {seconds:.2g} s a segment"
+    return int(self._above_D.argmax()), words
 
   def is_uneven(self) -> bool:
     """Whether responses should move before the next segment."""

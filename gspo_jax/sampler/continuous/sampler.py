@@ -211,6 +211,10 @@ class ContinuousSampler:
       counts = before - active  # of responses that left, also on other hosts
       if progress:
         progress.advance(int(counts.sum()), tokens=int(results.num_sampled))
+        shard, words = placement.slowest()
+        device = self.mesh.devices.reshape(self.shards, -1)[shard, 0]
+        host = f"shard {shard} of process {device.process_index}"
+        progress.note = f"; fullest: {host}, {words}" if self.shards > 1 else ""
       most = counts.max(initial=0)
       return list(self._finished(left, most, samples)) if on_finished else []
 
