@@ -42,9 +42,9 @@ def draft(
   """Guesses the next `count` tokens [m, count] of the responses in rows [m].
 
   They are what followed the longest match of the response's newest tokens; of
-  several, the last one in the response itself, then in the rows beside it. Those
-  are its group, unless it has moved to another shard. Without a match they are
-  any tokens.
+  several, the last one in the response itself, then in the rows beside it: its
+  group, unless it has moved to another shard. Without a match they are any
+  tokens.
   """
 
   def local(tokens_BR, lengths_B, row_m, num_tokens_m):
