@@ -19,6 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from gspo_jax import model
 from gspo_jax.learner.train_batch import (
@@ -227,11 +228,42 @@ def gradient(
   Micro-batches have leaves [A, rows, ...]. The first `count` ([] int32; None:
   all) are summed and divided once, by the count of the whole minibatch: A = 4
   gives what A = 1 gives, up to rounding. `first`, [] bool, marks the first
-  minibatch of a batch. Without `apply_updates` the gradient is zero.
+  minibatch of a batch. Without `apply_updates` the gradient is zero. Devices
+  along the mesh axis `data`, which may be slices, add up once, at the end.
   """
-  A = micro_batches.tokens.shape[0]
-  count = A if count is None else count
+  count = len(micro_batches.tokens) if count is None else count
+  static = apply_updates is True
+  rows = PartitionSpec(None, "data")
+  whole = PartitionSpec()
+
+  def body(params, base, micro_batches, count, applying, first):
+    return _sums(
+      params,
+      base,
+      micro_batches,
+      learner,
+      count=count,
+      apply_updates=True if static else applying,
+      first=first,
+    )
+
+  add_up = sharding.sum_over_data(
+    body, (whole, whole, rows, whole, whole, whole), rows
+  )
   applying, first = jnp.asarray(apply_updates), jnp.asarray(first)
+  (grads, divisor, metrics), old = add_up(
+    params, base, micro_batches, jnp.asarray(count), applying, first
+  )
+  grads = jax.tree.map(lambda g: g / jnp.maximum(divisor, 1), grads)
+  norm = Mean(optax.tree.norm(grads), jnp.float32(1))
+  metrics["grad/norm"] = _only(applying, norm)
+  return grads, old, metrics
+
+
+def _sums(params, base, micro_batches, learner, *, count, apply_updates, first):
+  """((gradient, its divisor, metrics), fields): of `gradient`, not divided."""
+  A = len(micro_batches.tokens)
+  applying = jnp.asarray(apply_updates)
   is_old_policy = first | ~applying
 
   def add(j, carry):
@@ -272,10 +304,7 @@ def gradient(
     begin = jnp.where(first & ~applying, jnp.maximum(count - 1, 0), 0)
   with jax.named_scope(MICRO_BATCHES):
     grads, divisor, old, metrics = jax.lax.fori_loop(begin, count, add, start)
-  grads = jax.tree.map(lambda g: g / jnp.maximum(divisor, 1), grads)
-  norm = Mean(optax.tree.norm(grads), jnp.float32(1))
-  metrics["grad/norm"] = _only(applying, norm)
-  return grads, old, metrics
+  return (grads, divisor, metrics), old
 
 
 def _counted_once(

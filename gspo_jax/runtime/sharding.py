@@ -7,6 +7,7 @@ most of the program (axes of type Auto). What it partitions badly (experts,
 attention kernels, the vocabulary) is a `shard_map`.
 """
 
+import contextvars
 import dataclasses
 import functools
 import math
@@ -365,21 +366,22 @@ def _abstract_device():
 def size(*axes: str) -> int:
   """The number of devices along these mesh axes together."""
   mesh = ambient()
+  axes = [axis for axis in axes if axis not in _apart.get()]
   return math.prod(mesh.shape[axis] for axis in axes) if mesh else 1
 
 
 def is_local() -> bool:
   """Whether arrays are whole: on one device, or in the body of a shard_map."""
-  mesh = ambient()
-  return not mesh or mesh.size == 1 or mesh.are_all_axes_manual
+  return size(*AXES) == 1 or ambient().are_all_axes_manual
 
 
 def constrain(tree, *axes):
   """Constrains the sharding of each leaf to `PartitionSpec(*axes)`."""
   if not ambient():
     return tree
+  spec = _inside(PartitionSpec(*axes))
   constrain_leaf = jax.lax.with_sharding_constraint
-  return jax.tree.map(lambda x: constrain_leaf(x, PartitionSpec(*axes)), tree)
+  return jax.tree.map(lambda x: constrain_leaf(x, spec), tree)
 
 
 def constrain_batch(tree, axis: int):
@@ -402,7 +404,61 @@ def shard_map(body: Callable, in_specs, out_specs) -> Callable:
   if size(*AXES) == 1:
     return body
   return jax.shard_map(
-    body, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    body,
+    in_specs=_inside(in_specs),
+    out_specs=_inside(out_specs),
+    axis_names=set(AXES) - set(_apart.get()),
+    check_vma=False,
+  )
+
+
+# Axes whose devices each run the body of a `sum_over_data` by themselves.
+_apart = contextvars.ContextVar("apart", default=())
+
+
+def sum_over_data(body: Callable, in_specs, row_specs) -> Callable:
+  """A function whose devices along `data` first work apart, then add up.
+
+  `body` returns (sums, rows). For the functions of this module its mesh has no
+  `data`: what they sum and constrain is of one part. The result is the sums
+  over all parts, by one all-reduce, and the rows, joined by `row_specs`. Specs
+  have the axis `data` alone.
+  """
+  if size("data") == 1:
+    return body
+
+  def local(*args):
+    token = _apart.set(("data",))
+    try:
+      sums, rows = body(*args)
+    finally:
+      _apart.reset(token)
+    return jax.lax.psum(sums, "data"), rows
+
+  return jax.shard_map(
+    local,
+    in_specs=in_specs,
+    out_specs=(PartitionSpec(), row_specs),
+    axis_names={"data"},
+    check_vma=False,
+  )
+
+
+def _inside(specs):
+  """The specs without the axes that are apart."""
+  apart = _apart.get()
+  if not apart:
+    return specs
+
+  def entry(over):
+    axes = over if isinstance(over, tuple) else (over,)
+    axes = tuple(axis for axis in axes if axis not in apart)
+    return axes if len(axes) > 1 else axes[0] if axes else None
+
+  return jax.tree.map(
+    lambda spec: PartitionSpec(*map(entry, spec)),
+    specs,
+    is_leaf=lambda x: isinstance(x, PartitionSpec),
   )
 
 

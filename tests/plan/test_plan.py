@@ -254,6 +254,30 @@ def test_functions_that_a_config_lacks_are_named(monkeypatch):
     planner._analyze(["update", "prefill"], None, None, None)
 
 
+@pytest.mark.slow  # two compilations
+@needs_libtpu
+def test_gradients_cross_slices_once_an_optimizer_step():
+  """A minibatch of four micro-batches sends what one of one sends."""
+
+  def sent(prompts):
+    done = run(
+      f"--config={ROOT}/configs/moe_tpu_v5.py:debug",
+      *("--topology=v5p:2x2x1", "--slices=2", "--functions=update", "--json"),
+      *("--config.mesh.fsdp=2", "--config.mesh.expert=2"),
+      f"--config.data.prompts={prompts}",
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["mesh"]["data"] == 2
+    return [
+      (row["count"], row["wire"])
+      for row in report["functions"]["update"]["collectives"]
+      if row["kind"] == "network"
+    ]
+
+  assert sent(8) == sent(32) != []
+
+
 @needs_libtpu
 def test_a_config_that_cannot_work_there(debug_config):
   with pytest.raises(UserError, match=r"prompts = 4 .*share rows = 8"):
