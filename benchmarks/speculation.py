@@ -7,9 +7,10 @@ The policy is SmolLM2-135M-Instruct, whose step of few rows reads weights most
 of the time, as on a TPU. 16 responses to 2 questions ("question" in JSON lines)
 are sampled; then the tail: the 4 longest go on from their 32nd token, while the
 others have ended. Samplers with and without drafts decode the same tail in
-turns, in one process, with the same slots: 16, of which they compute 4. Seconds
-are CPU time of all threads, which other processes change little. Of each
-sampler the least time of a step counts, times its steps.
+turns, in one process, with the same slots: 16, of which they compute 4, and
+pages of 64 tokens: a CPU adds up pages one by one, so that pages of 16 take as
+long as weights. Seconds are CPU time of all threads, which other processes
+change little. Of each sampler the least time of a step counts, times its steps.
 
 tokens a step: of a response, in the tail.
 of all: of all 16 responses, were each decoded while the others have ended.
@@ -39,7 +40,7 @@ from gspo_jax.sampler.samples import UNFINISHED, Prompts, SamplerConfig
 _SYSTEM = "Solve the problem step by step."
 _WIDTH, _GROUP, _LEFT, _START = 160, 8, 4, 32
 _BATCHING = ContinuousBatchingConfig(
-  slots=2 * _GROUP, segment_steps=32, prefill_chunk=32
+  slots=2 * _GROUP, page_size=64, segment_steps=32, prefill_chunk=192
 )
 
 
@@ -173,6 +174,9 @@ def main() -> None:
   parser.add_argument("--data", type=Path, required=True)
   parser.add_argument("--dtype", default="bfloat16")
   parser.add_argument("--drafts", type=int, nargs="+", default=[3])
+  parser.add_argument(
+    "--temperatures", type=float, nargs="+", default=[1.0, 0.6]
+  )
   parser.add_argument("--tokens", type=int, default=320)
   parser.add_argument("--batches", type=int, default=2)
   parser.add_argument("--repeats", type=int, default=2)
@@ -192,7 +196,7 @@ def main() -> None:
     "drafted | tokens a step | of all | steps | ms a step | s | same | logps "
     "| times"
   )
-  for temperature in (0.6, 1.0):
+  for temperature in args.temperatures:
     config = SamplerConfig(
       _GROUP,
       args.tokens,
