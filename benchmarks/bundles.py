@@ -5,7 +5,8 @@
 
 The kernels of Qwen3-30B-A3B with the shapes of a device of v5p:4x4x4. Nothing
 runs on a TPU. `step` is a grid step or a row of pages, without its inner loop;
-`block` an inner loop's trip, or a grid step's largest conditional region;
+`block` an inner loop's trip, or a grid step's largest conditional region; of
+our kernel also the trips that start copies of a page, find a row, and wait;
 `both_cores` whether both TensorCores of a v5p run the kernel. A bundle takes at
 least a cycle: `gspo_jax.plan` reads these numbers from its own programs.
 """
@@ -61,11 +62,20 @@ def _jax_paged(mode, page, block):
   return function, (query, k, v, lengths, table)
 
 
-def _read(page):
+def _read(page, queries, window=None):
+  """With a window, gpt-oss-20b's heads, side by side, and its sinks."""
   k, v, table, lengths = _pages(page)
-  return paged_attention.read, (
-    ((B, 1, N, H), jnp.bfloat16), k, v, table, lengths,
-  )  # fmt: skip
+  query = (B, queries, N, H), jnp.bfloat16
+  if window is None:
+    return paged_attention.read, (query, k, v, table, lengths)
+
+  def function(q, k, v, table, lengths, sinks):
+    return paged_attention.read(
+      q, k, v, table, lengths, window=window, sinks_N=sinks
+    )
+
+  query, sinks = ((B, queries, 64, 64), jnp.bfloat16), ((64,), jnp.float32)
+  return function, (query, k, v, table, lengths, sinks)
 
 
 def _splash(fused=True):
@@ -98,8 +108,9 @@ def _kernels(cores):
   for mode in (None, "kv_head") if cores == 2 else (None,):
     for page, block in ((128, 512), (128, 1024), (512, 512), (512, 1024)):
       yield f"paged, {mode}, {page}, {block}", _jax_paged(mode, page, block)
-  for page in (128, 512):
-    yield f"paged, read, {page}", _read(page)
+  for page, queries in ((128, 1), (512, 1), (128, 5)):
+    yield f"paged, read, {page}, {queries} queries", _read(page, queries)
+  yield "paged, read, 128, window", _read(128, 1, 128)
   yield "splash", _splash()
   yield "splash, separate dq", _splash(fused=False)
   yield "grouped, gate and up", _grouped(D, 2 * F)
@@ -107,9 +118,15 @@ def _kernels(cores):
 
 
 def _bundles(kernel) -> dict:
-  step = max(kernel.body.inner, key=lambda loop: loop.whole)
+  longest = lambda loop: max(loop.inner, key=lambda inner: inner.whole)
+  step = longest(kernel.body)
+  if step.inner and any(loop.inner for loop in longest(step).inner):
+    step = longest(step)  # of rows; the grid is around it
   inner = sum(loop.whole for loop in step.inner)
   block = inner or max(step.conditional, default=0)
+  if copies := step.inner and longest(step).inner:
+    block = {"of pages": longest(step).bundles}
+    block |= {"copies": [loop.whole for loop in copies]}
   return {
     "once": kernel.body.bundles,
     "step": step.bundles if inner else step.bundles - block,
@@ -135,7 +152,7 @@ def main(_):
         lowered = jax.jit(function).lower(*shapes)
         done = plan_compile.compile_one(lowered)
       found[kind][name] = done.reason or {
-        re.sub(r"[.\d]+$", "", kernel): _bundles(issued)
+        re.sub(r"\.\d+$", "", kernel): _bundles(issued)
         for kernel, issued in sorted(done.kernels.items())
         if issued.body.inner and "metadata" not in kernel
       }

@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, AxisType
 from benchmarks import record
 from gspo_jax import model
 from gspo_jax.learner import packing
-from gspo_jax.plan.iteration.decoding import NO_SPECULATION, CountingSampler
+from gspo_jax.plan.iteration.decoding import CountingSampler
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
@@ -112,7 +112,7 @@ class Recorder(CountingSampler):
 
   def __init__(self, sampler, lengths, limit=None, whole=None):
     block = sampler.sizes.page_size
-    super().__init__(sampler, block, NO_SPECULATION)
+    super().__init__(sampler, block, tokens_a_step=1.0)
     self.lengths = lengths
     self.limit, self.whole = limit, whole
     self.shared, self.prefills, self.plans, self.results = [], [], [], []

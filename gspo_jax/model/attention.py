@@ -323,34 +323,41 @@ def splash(
 
   It skips the blocks of scores that no segment needs. Padding, segment 0, is
   cut into segments of one block. Two TensorCores share the parts of a `vmap`,
-  never the backward pass of one: these are the key-value heads.
+  never the backward pass of one: these are the key-value heads, or halves of
+  the query heads of an odd one.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as sa
 
   (B, T, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
-  parts = K if sharding.cores() == 2 else 1
+  parts, cores = 1, sharding.cores()
+  if cores > 1:
+    parts = next(n for n in (math.lcm(K, cores), K) if N % n == 0)
   padding = -T % _LANES  # at the end: no earlier token attends to it
   pad = lambda x: jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
   lanes = H + -H % _LANES  # in HBM
-  query_bytes = B * (T + padding) * N * lanes * q_BTNH.dtype.itemsize
+  query_bytes = (T + padding) * N * lanes * q_BTNH.dtype.itemsize
   sizes = _splash_sizes(T + padding, query_bytes, window)
   split = lambda x: x.reshape(parts, -1, *x.shape[1:])
   q_BTNH *= _scale(scale, H)
-  qkv = (pad(x).swapaxes(1, 2) for x in (q_BTNH, k_BTKH, v_BTKV))
-  if sinks_N is not None:
-    sinks_N = split(_cast_gradient(sinks_N))
+  repeat = lambda x: jnp.repeat(x, max(parts // K, 1), axis=2)
+  qkv = q_BTNH, repeat(k_BTKH), repeat(v_BTKV)
+  qkv = (pad(x).swapaxes(1, 2) for x in qkv)
 
-  def row(q_NTH, k_KTH, v_KTV, segments_T):
+  def row(operands):  # whose blocks are not those of another row
+    q_NTH, k_KTH, v_KTV, segments_T = operands
     kernel = _splash_kernel(sizes, segments_T, window, interpret)
     ids = sa.SegmentIds(q=segments_T, kv=segments_T)
     run = lambda *qkv, sinks: kernel(*qkv, segment_ids=ids, sinks=sinks)
-    out = jax.vmap(run)(*map(split, (q_NTH, k_KTH, v_KTV)), sinks=sinks_N)
+    sinks = None if sinks_N is None else split(_cast_gradient(sinks_N))
+    out = jax.vmap(run)(*map(split, (q_NTH, k_KTH, v_KTV)), sinks=sinks)
     return out.reshape(N, *out.shape[2:])
 
   segments_BT = pad(segments_BT)
   block_T = jnp.arange(T + padding) // sizes.block_q
   segments_BT = jnp.where(segments_BT == 0, -1 - block_T, segments_BT)
-  out_BNTV = jax.vmap(row)(*qkv, segments_BT)
+  # `vmap` of several would hold the parts of all rows at once.
+  rows = jax.vmap(row) if B == 1 else functools.partial(jax.lax.map, row)
+  out_BNTV = rows((*qkv, segments_BT))
   return out_BNTV.swapaxes(1, 2)[:, :T]
 
 

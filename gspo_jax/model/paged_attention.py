@@ -6,8 +6,6 @@ pages a row, M (row, page) pairs of a block. A page may hold j narrow heads side
 by side, as one head of width j * H. With T queries as rows, R = B * T.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -81,12 +79,17 @@ def read(
 
     out_BTKUV = paged_kernel.attend(*inputs, **options)
   else:
-    attend = functools.partial(by_blocks, value_dim=value_dim, **options)
     plain = low and window is None and sinks_N is None
     fits = gpu.fills_tiles(width, t) and t <= _GPU_KERNEL_TOKENS
     if plain and fits and gpu.has_kernels():
-      attend = by_gpu_kernel
-    out_BTKUV = _as_rows(attend, *inputs)
+      out_BTKUV = _as_rows(by_gpu_kernel, *inputs)
+    else:
+      q_BKTUH = q_BTKUH.swapaxes(1, 2)
+      q_BKUH = q_BKTUH.reshape(B, K, -1, width)
+      options |= {"value_dim": value_dim, "queries": T}
+      out_BKUV = by_blocks(q_BKUH, *inputs[1:], **options)
+      out_BKTUV = out_BKUV.reshape(*q_BKTUH.shape[:-1], -1)
+      out_BTKUV = out_BKTUV.swapaxes(1, 2)
   out_BTKjUjV = out_BTKUV.reshape(B, T, K, j, N // (K * j), j, -1)
   out_BTKjUV = jnp.einsum("btkjujv->btkjuv", out_BTKjUjV)
   return out_BTKjUV.reshape(B, T, N, -1)
@@ -138,24 +141,33 @@ def by_blocks(
   value_dim: int | None = None,
   window: int | None = None,
   sinks_N=None,
+  queries: int = 1,
 ):
-  """XLA operations, M (row, page) pairs a step, only for the tokens in use."""
-  B, K = q_BKUH.shape[:2]
-  t = k_KntH.shape[2]
+  """XLA operations, M (row, page) pairs a step, only for the tokens in use.
+
+  With several `queries`, those of one key-value head lie side by side in U.
+  """
+  (B, K, U), t = q_BKUH.shape[:3], k_KntH.shape[2]
   if window is not None:
-    table_BW, lengths_B = _last_pages(table_BW, lengths_B, t, window)
+    rows = table_BW, lengths_B
+    table_BW, lengths_B = _last_pages(*rows, t, window, queries)
+  # Tokens of each query.
+  later_U = jnp.arange(queries).repeat(U // queries) if queries > 1 else 0
+  most_BU = jnp.minimum(lengths_B[:, None] + later_U, table_BW.shape[1] * t)
+  tokens_BU = jnp.where(lengths_B[:, None] > 0, most_BU, 0)
   M = _block_pairs(B, table_BW.shape[1], k_KntH)
-  ends_B = jnp.cumsum(-(-lengths_B // t))
+  ends_B = jnp.cumsum(-(-tokens_BU[:, -1] // t))
 
   def body(i, state):
     pair_M = i * M + jnp.arange(M)
-    row_M, page_M, tokens_M = _look_up(pair_M, ends_B, table_BW, lengths_B, t)
+    row_M, page_M, start_M = _look_up(pair_M, ends_B, table_BW, t)
     index = every_head(K), page_M
-    visible_Mt = jnp.arange(t) < tokens_M[:, None]
+    left_MU1 = (tokens_BU[row_M] - start_M[:, None])[..., None]
+    visible_MUt = jnp.arange(t) < left_MU1
     if window is not None:
-      visible_Mt &= jnp.arange(t) >= tokens_M[:, None] - window
+      visible_MUt &= jnp.arange(t) >= left_MU1 - window
     k_KMtH = k_KntH[index]
-    scores_KMUt = _scores(q_KBUH[:, row_M], k_KMtH, visible_Mt, scale)
+    scores_KMUt = _scores(q_KBUH[:, row_M], k_KMtH, visible_MUt, scale)
     v_KMtV = k_KMtH[..., :value_dim] if v_KntH is None else v_KntH[index]
     return _update_softmax(state, row_M, scores_KMUt, v_KMtV)
 
@@ -169,7 +181,8 @@ def by_blocks(
     jnp.zeros((*zeros_KBU.shape, V)),
   )
   if sinks_N is not None:
-    sinks_KBU = zeros_KBU + wide(sinks_N).reshape(K, 1, -1)
+    sinks_K1U = jnp.tile(wide(sinks_N).reshape(K, 1, -1), queries)
+    sinks_KBU = zeros_KBU + sinks_K1U
     state = sinks_KBU, zeros_KBU + 1, state[2]
   num_blocks = -(-ends_B[-1] // M)
   _, total_KBU, out_KBUH = jax.lax.fori_loop(0, num_blocks, body, state)
@@ -190,33 +203,33 @@ def _block_pairs(B, W, k_KntH):
   return min(B * W, max(1, block_bytes // (K * t * H * k_KntH.dtype.itemsize)))
 
 
-def _look_up(pair_M, ends_B, table_BW, lengths_B, t):
-  """Each pair's row, page and remaining tokens (none after the last pair)."""
+def _look_up(pair_M, ends_B, table_BW, t):
+  """Each pair's row, page and first token (behind all after the last pair)."""
   B, W = table_BW.shape
   row_M = jnp.searchsorted(ends_B, pair_M, "right", method="compare_all")
   row_M = jnp.minimum(row_M, B - 1)
   start_M = jnp.where(row_M > 0, ends_B[row_M - 1], 0)
   page_index_M = pair_M - start_M
   page_M = table_BW[row_M, jnp.minimum(page_index_M, W - 1)]
-  return row_M, page_M, lengths_B[row_M] - page_index_M * t
+  return row_M, page_M, page_index_M * t
 
 
-def _last_pages(table_BW, lengths_B, t, window):
-  """The table and lengths without the pages before the window of each row."""
+def _last_pages(table_BW, lengths_B, t, window, queries):
+  """The table and lengths without the pages before the windows of each row."""
   W = table_BW.shape[1]
   skipped_B = jnp.maximum(lengths_B - window, 0) // t
-  # `window` tokens lie in at most so many pages.
-  index_W = jnp.arange(min(W, -(-(window - 1) // t) + 1))
+  # The tokens of all windows lie in at most so many pages.
+  index_W = jnp.arange(min(W, -(-(window + queries - 2) // t) + 1))
   index_BW = jnp.minimum(skipped_B[:, None] + index_W, W - 1)
   table_BW = jnp.take_along_axis(table_BW, index_BW, axis=1)
   return table_BW, lengths_B - skipped_B * t
 
 
-def _scores(q_KMUH, k_KMtH, visible_Mt, scale):
+def _scores(q_KMUH, k_KMtH, visible_MUt, scale):
   scores_KMUt = jnp.einsum(
     "kmuh,kmth->kmut", q_KMUH, k_KMtH, preferred_element_type=jnp.float32
   )
-  return jnp.where(visible_Mt[:, None], scores_KMUt * scale, attention.MASKED)
+  return jnp.where(visible_MUt, scores_KMUt * scale, attention.MASKED)
 
 
 def _update_softmax(state, row_M, scores_KMUt, v_KMtH):

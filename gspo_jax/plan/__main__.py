@@ -19,8 +19,8 @@ the first.
   --lengths=lognormal:mean=.25,sigma=1,group=.5
   --lengths=runs/tiny/lengths.txt
 
-`--speculation=1.3:4` says what drafted tokens gain: while at most a quarter of
-the slots sample, a step adds 1.3 tokens to a row on average, and feeds 4.
+With `continuous_batching.speculation`, `--speculation=1.3` adds 1.3 tokens to a
+response in a step that drafts.
 
 Exit codes: 0 every function fits; 1 one does not; 2 a mistake of the user, in
 one line; 3 a fault, with its traceback.
@@ -53,10 +53,8 @@ _LENGTHS = flags.DEFINE_string(
   "Also cost an iteration: lognormal:mean=.25,sigma=1,group=.5, shares of "
   "sampler.max_new_tokens; or a file with a length a line.",
 )
-_SPECULATION = flags.DEFINE_string(
-  "speculation",
-  "",
-  "Tokens that a row keeps of a step, and that it feeds: 1.3:4.",
+_SPECULATION = flags.DEFINE_float(
+  "speculation", 1.0, "Tokens of a response in a step that drafts."
 )
 _TOP = flags.DEFINE_integer("top", 0, "Show the N most expensive operations.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead.")

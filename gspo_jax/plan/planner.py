@@ -10,7 +10,6 @@ from gspo_jax.plan import chips, lower, lower_bounds, roofline
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan import memory as plan_memory
 from gspo_jax.plan.iteration import cost as iteration_cost
-from gspo_jax.plan.iteration import decoding
 from gspo_jax.plan.iteration import lengths as plan_lengths
 from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.functions import Program, build_program
@@ -29,12 +28,12 @@ def plan(
   slices: int = 1,
   functions: Sequence[str] = FUNCTIONS,
   lengths: str = "",
-  speculation: str = "",
+  speculation: float = 1.0,
 ) -> dict:
   """Compiles and costs `functions`; returns the report that `--json` prints.
 
   `lengths` (see `plan.iteration.lengths`) adds the cost of an iteration,
-  `speculation` (see `plan.iteration.decoding`) changes its decoding. Raises
+  whose steps with drafts add `speculation` tokens to a response. Raises
   UserError if the compiler is missing, an argument is invalid, or the config
   cannot work on the topology.
   """
@@ -46,11 +45,16 @@ def plan(
       f"--functions={','.join(functions)}: expected all of them, the default, "
       "with --lengths"
     )
-  speculation = decoding.parse_speculation(speculation)
   if slices < 1:
     raise UserError(f"--slices={slices}: expected at least 1")
   compiler = plan_compile.prepare(topology.platform)
   config = parse(config)
+  drafts = config.continuous_batching.speculation
+  if not 1 <= speculation <= 1 + drafts:
+    raise UserError(
+      f"--speculation={speculation:g}: expected the tokens of a step, from 1 "
+      f"to 1 + continuous_batching.speculation={drafts}"
+    )
   devices, sampler_devices = sharding.split_devices(
     config.sampler_mesh.devices, plan_compile.devices(topology, slices)
   )
@@ -172,7 +176,7 @@ def _in_turns(config, topology, slices, lengths, speculation) -> dict:
   if unfit := [name for name, result in results.items() if not result["fits"]]:
     return {"reason": f"does not fit: {', '.join(unfit)}"}
   iteration = iteration_cost.cost(
-    results, config, program, topology, drawn, speculation=speculation
+    results, config, program, topology, drawn, tokens_a_step=speculation
   )
   estimate = iteration["compiler"]
   return {

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
 from paged_oracle import attention as attention_of_one_token
 
 from gspo_jax.model import attention
@@ -128,7 +127,7 @@ def test_gradients_of_splash_equal_those_in_blocks(blocks, monkeypatch):
   traced = str(jax.make_jaxpr(gradients(splash))(qkv))
   assert ("splash_mha_dq" in traced) == (blocks == "apart")
   # The parts of the queries' gradient, one for each block of keys.
-  assert (f"[{B},1,2,{N},512,{H}]" in traced) == (blocks == "wide")
+  assert (f"f32[1,2,{N},512,{H}]" in traced) == (blocks == "wide")
   actual = jax.jit(gradients(splash))(qkv)
   expected = jax.jit(gradients(attention.in_blocks))(qkv)
   for a, b in zip(actual, expected, strict=True):
@@ -145,16 +144,16 @@ def random_segments(rng, tokens):
 @pytest.mark.parametrize(
   ("tokens", "window", "sinks_N", "apart", "K"),
   [
-    (700, None, None, False, 2),
-    (700, None, SINKS, True, 1),
-    (768, 150, SINKS, True, 4),
+    (500, None, None, False, 2),
+    (500, None, SINKS, True, 1),
+    (512, 150, SINKS, True, 4),
   ],
 )
 def test_splash_that_skips_blocks_is_splash(
   tokens, window, sinks_N, apart, K, monkeypatch
 ):
   """Bit for bit, padding included; at real tokens it is `in_blocks`."""
-  monkeypatch.setattr(attention, "splash_blocks", lambda *_: (128, 384))
+  monkeypatch.setattr(attention, "splash_blocks", lambda *_: (128, 256))
   if apart:
     monkeypatch.setattr(attention, "_PARTS_BYTES", 0)
   rng = np.random.default_rng(tokens + K)
@@ -191,7 +190,8 @@ def test_splash_that_skips_blocks_is_splash(
   *exact, expected = expected
   pairs = [(out[segments > 0], expected[segments > 0])]
   for a, b in [*pairs, *zip(grads, exact, strict=True)]:
-    np.testing.assert_allclose(a, b, atol=1e-6 * np.abs(b).max())
+    limit = 1e-6 if b.ndim > 1 else 2e-6  # sinks: a sum over all tokens
+    np.testing.assert_allclose(a, b, atol=limit * np.abs(b).max())
   for grad in grads[:3]:
     assert not grad[segments == 0].any()
 
@@ -297,9 +297,13 @@ def test_gradients_of_splash_with_sinks_equal_those_of_the_formula(
   )
 
 
-def test_two_cores_share_the_heads_of_a_single_row(monkeypatch):
-  """Key-value heads lead the grid of each kernel, and change no gradient."""
-  *qkv, segments = (x[1:] for x in random_inputs(H=64))
+@pytest.mark.parametrize(
+  ("K", "parts"), [(2, 2), (1, 2), (4, 4)], ids=["even", "one", "all"]
+)
+def test_two_cores_share_the_heads_of_a_single_row(K, parts, monkeypatch):
+  """They lead the grid of each kernel, and change no gradient."""
+  q, *kv, segments = (x[1:] for x in random_inputs(H=64))
+  qkv = [q, *(np.concatenate([x, -x], 2)[:, :, :K] for x in kv)]
 
   def run(cores):
     monkeypatch.setattr(sharding, "cores", lambda: cores)
@@ -313,10 +317,10 @@ def test_two_cores_share_the_heads_of_a_single_row(monkeypatch):
   (one, expected), (two, actual) = run(1), run(2)
   grids = lambda traced: re.findall(r"grid=\(.*?\)", traced)
   assert grids(one) == [f"grid=({N}, 1, 1)", f"grid=(1, {N}, 1)"]
-  U = N // K
-  assert grids(two) == [f"grid=({K}, {U}, 1, 1)", f"grid=({K}, 1, {U}, 1)"]
+  P, U = parts, N // parts
+  assert grids(two) == [f"grid=({P}, {U}, 1, 1)", f"grid=({P}, 1, {U}, 1)"]
   for a, b in zip(actual, expected, strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(a, b, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -384,7 +388,7 @@ def test_parts_of_narrow_heads_take_the_bytes_of_wide_ones(monkeypatch):
   """In HBM a head of width 64 fills all 128 lanes."""
   *qkv, segments = random_inputs(H=64)
   loss = lambda qkv: attention.splash(*qkv, segments).sum()
-  parts = 4 * 128 * B * T * N  # in one block of keys
+  parts = 4 * 128 * T * N  # of a row, in one block of keys
   for limit, apart in ((parts, False), (parts - 1, True)):
     monkeypatch.setattr(attention, "_PARTS_BYTES", limit)
     traced = str(jax.make_jaxpr(jax.grad(lambda x: loss(x)))(qkv))
@@ -466,6 +470,19 @@ def test_a_rematerialised_block_computes_the_scores_twice():
   assert exponentials(jax.checkpoint(attend)) > once
 
 
+def test_a_rematerialised_block_runs_the_forward_kernel_once():
+  *qkv, segments = random_inputs(H=64)
+  keep = jax.checkpoint_policies.save_only_these_names("attention")
+
+  def kernels(function):
+    loss = lambda qkv: (function(*qkv, segments) ** 2).sum()
+    return str(jax.make_jaxpr(jax.grad(loss))(qkv)).count("name=splash_mha_fwd")
+
+  splash = lambda *x: attention.splash(*x)
+  assert kernels(splash) == kernels(jax.checkpoint(splash, policy=keep))
+  assert kernels(splash) < kernels(jax.checkpoint(splash))
+
+
 def test_splash_pads_to_a_multiple_of_its_block():
   inputs = random_inputs(T=200)
   out = jax.jit(KERNELS["splash"])(*inputs)
@@ -492,7 +509,9 @@ def test_the_platform_is_that_of_the_mesh():
     # 64 likewise: a kernel for the queries' gradient
     (65536, (32, 4, 128), {}, 2.9),
     # a quarter of the heads, as with `mesh.context=4`
-    (65536, (8, 1, 128), {}, 4.4),
+    (65536, (8, 1, 128), {}, 4.5),
+    # Qwen3-235B-A22B; 5.2 for both rows at a time
+    (16384, (64, 4, 128), {"rows": 2}, 4.5),
     # an eighth, on a device of `mesh.context=8`
     (131_072, (4, 1, 128), {}, 0.9),
     (16384, (32, 8, 64), {}, 1.5),  # Llama-3.2-1B; 18.6 in blocks of queries
@@ -503,20 +522,23 @@ def test_the_platform_is_that_of_the_mesh():
     (4096, (20, 20, 256), {}, 0.5),  # GLM-4.7-Flash
   ],
 )
-def test_temporaries_of_one_layer_on_a_v5p(tokens, heads, options, gib):
-  """Forward and backward pass of one row of Qwen3-30B-A3B's heads, or others'.
+def test_one_layer_on_a_v5p(tokens, heads, options, gib):
+  """Temporaries and cores, forward and backward, of Qwen3-30B-A3B's heads.
 
   `heads` are those of the queries, those of the keys, and their width.
   """
   plan_compile.prepare()
-  device = plan_compile.devices(chips.parse("v5p:2x2x1"), 1)[0]
+  mesh = sharding.make_mesh(
+    plan_compile.devices(chips.parse("v5p:2x2x1"), 1)[:1]
+  )
   shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(
-    dims, dtype, sharding=SingleDeviceSharding(device)
+    dims, dtype, sharding=sharding.replicated(mesh)
   )
   *numbers, width = heads
-  query, key = (shape(1, tokens, n, width) for n in numbers)
+  rows = options.get("rows", 1)
+  query, key = (shape(rows, tokens, n, width) for n in numbers)
   output, value = (
-    shape(1, tokens, n, options.get("value", width)) for n in numbers
+    shape(rows, tokens, n, options.get("value", width)) for n in numbers
   )
   sinks = shape(heads[0], dtype=jnp.float32) if "sinks" in options else None
 
@@ -526,7 +548,11 @@ def test_temporaries_of_one_layer_on_a_v5p(tokens, heads, options, gib):
     )
     return jax.vjp(attend, q, k, v, sinks_N)[1](dout)
 
-  segments = shape(1, tokens, dtype=jnp.int32)
-  lowered = jax.jit(backward).lower(query, key, value, sinks, segments, output)
-  memory = plan_compile.compile_one(lowered).memory
-  assert memory.temporaries < gib * 2**30
+  segments = shape(rows, tokens, dtype=jnp.int32)
+  operands = query, key, value, sinks, segments, output
+  with jax.set_mesh(mesh):
+    done = plan_compile.compile_one(jax.jit(backward).lower(*operands))
+  assert done.memory.temporaries < gib * 2**30
+  kernels = [k for n, k in done.kernels.items() if n.startswith("splash")]
+  assert len(kernels) >= 2
+  assert all(kernel.both_cores for kernel in kernels)

@@ -69,7 +69,8 @@ def test_queries_attend_up_to_themselves(
   run = lambda *inputs: paged_kernel.attend(*inputs, H**-0.5, **options)
   grid = cores, len(LENGTHS) // rows // (cores if K % cores else 1)
   assert f"grid={grid}" in str(jax.make_jaxpr(run)(*inputs))
-  with pltpu.force_tpu_interpret_mode():
+  machine = pltpu.InterpretParams(num_cores_or_threads=cores)
+  with pltpu.force_tpu_interpret_mode(machine):
     out = np.asarray(jax.jit(run)(*inputs))
   filled = inputs[-1] > 0
   expected = by_blocks(*inputs, **options)

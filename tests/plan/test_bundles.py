@@ -61,6 +61,17 @@ def test_a_dump_is_a_tree_of_loops():
   assert body.whole == sum(1 for _ in lines(PROGRAM))
 
 
+def test_a_bundle_of_an_outer_loop_may_stand_in_an_inner_one():
+  text = "\n".join(lines([3, [4, [2], 5]]))
+  (*_, last) = text.splitlines()
+  outer = last.replace(">", "")
+  kernel = bundles.parse("\n".join([text, outer, last, outer]))
+  (loop,) = kernel.body.inner
+  assert kernel.body.bundles == 3 + 2
+  assert loop.bundles == 1 + 4 + 5 + 1
+  assert loop.inner == [Loop(1 + 2)]
+
+
 def call(name, operands, result):
   """The computation and its instruction, a kernel of libtpu 0.0.51."""
   text = "ENTRY %main (a: bf16[4]) -> bf16[4] {\n"

@@ -1,12 +1,15 @@
 """The cost of an iteration, from scripted costs of its functions."""
 
+import copy
+import types
+
 import jax
 import numpy as np
 import pytest
 
+from gspo_jax.model import attention
 from gspo_jax.plan import chips, lower_bounds
 from gspo_jax.plan.iteration import cost as iteration_cost
-from gspo_jax.plan.iteration.decoding import Speculation
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
@@ -65,12 +68,33 @@ def twice(report):
   }
 
 
-def cost(config, lengths, functions=FUNCTIONS, own=(), transfer=None, **more):
-  """By a compiler's estimate of twice the seconds."""
+def cost(
+  config,
+  lengths,
+  functions=FUNCTIONS,
+  own=(),
+  transfer=None,
+  fewer_slots=types.MappingProxyType({}),
+  **more,
+):
+  """By a compiler's estimate of twice the seconds.
+
+  `fewer_slots`: seconds of a step by the slots that it computes.
+  """
   functions = {k: f | {"compiler": twice(f)} for k, f in functions.items()}
   config = parse(config)
   mesh = sharding.make_mesh(jax.devices()[:2], data=2)
   program = build_program(config, mesh, sampler_devices=own)
+  if program.sampler.generate.batching:
+    decode = functions["generate"]["decode"]
+    functions["generate"]["fewer_slots"] = {
+      slots: {
+        "without_cache": fewer_slots.get(slots, STEP),
+        "compiler": 2 * fewer_slots.get(slots, STEP),
+        "reading": decode["reading"],
+      }
+      for slots in program.sampler.generate.compute_sizes[1:]
+    }
   return iteration_cost.cost(
     functions, config, program, WHERE, lengths, transfer, **more
   ), program
@@ -144,6 +168,39 @@ def test_short_responses_share_rows_and_end_early(config):
   assert generate["useful_fraction"] == uneven().responses.mean() / R
 
 
+def test_a_micro_batch_waits_for_the_row_with_the_most_blocks(
+  config, monkeypatch
+):
+  """Blocks of 4 columns, counted token by token; 2 s of 3 are in blocks."""
+  monkeypatch.setattr(attention, "splash_blocks", lambda tokens: (4, 4))
+  functions = FUNCTIONS | {"update": copy.deepcopy(FUNCTIONS["update"])}
+  functions["update"]["parts"]["micro_batch"]["block_seconds"] = 2.0
+  found, program = cost(config, uneven(), functions)
+  update = found["parts"]["update"]
+  packed = program.learner.pack(*uneven(), jax.random.key(0))
+  prompts, responses = uneven()
+  whole, width = np.repeat(prompts, G) + responses, S + R
+  # Padding is a sequence of one token each.
+  segment = -1 - np.tile(np.arange(width), (P * G, 1))
+  for i, n in enumerate(whole):
+    segment[packed.row[i], packed.offset[i] : packed.offset[i] + n] = i
+  needed = []
+  for row in segment:
+    same = np.tril(row[:, None] == row)
+    needed.append(same.reshape(5, 4, 5, 4).any((1, 3)).sum())
+  fullest = np.max(np.reshape(needed, (2, -1, 4)), axis=2)
+  shares = [
+    x / 15
+    for row, count in zip(fullest, packed.num_micro_batches, strict=True)
+    for x in row[:count]
+  ]
+  assert 0 < min(shares) < max(shares)
+  assert update["needed_blocks"] == pytest.approx(np.mean(shares))
+  assert update["seconds"] == pytest.approx(
+    4.0 + sum(1.0 + 2.0 * share for share in shares)
+  )
+
+
 def test_useful_flops_are_those_of_each_response_alone(config):
   found, program = cost(config, uneven())
   forward = lower_bounds.forward_flops
@@ -189,23 +246,17 @@ def test_slots_are_filled_again(continuous):
   assert found["parts"]["weights"]["seconds"] == 0.25
 
 
-def with_steps(fewer_slots=None, **decode):
-  """The functions, with other decode steps."""
+def with_reading(**reading):
   generate = FUNCTIONS["generate"]
-  generate = generate | {"decode": generate["decode"] | decode}
-  if fewer_slots:
-    generate["fewer_slots"] = {
-      slots: {"without_cache": seconds, "compiler": 2 * seconds}
-      for slots, seconds in fewer_slots.items()
-    }
-  return FUNCTIONS | {"generate": generate}
+  decode = generate["decode"] | {"reading": reading}
+  return FUNCTIONS | {"generate": generate | {"decode": decode}}
 
 
 def test_each_segment_costs_what_its_program_does(continuous):
   """A step of all slots, and one of a part of them, when few sample."""
   continuous.continuous_batching.slots = P * G
-  fewer = {slots: slots * 1e-5 for slots in (16,)}
-  found, program = cost(continuous, uneven(), with_steps(fewer))
+  fewer = {16: 2e-4}
+  found, program = cost(continuous, uneven(), fewer_slots=fewer)
   assert set(program.sampler.generate.compute_sizes) == {16, P * G}
   generate = found["parts"]["generate"]
   by_rows = {n: sums.steps for n, sums in generate["by_rows"].items()}
@@ -223,15 +274,14 @@ def test_each_step_waits_for_the_fullest_shard(continuous):
   prompts = np.full(P, S)
   one = np.where(np.arange(P * G) < P * G // 2, R, 1)
   both = np.where(np.arange(P * G) % 2, R, 1)
-  reading = {"row": 0.0, "block": 1.0}
+  reading = with_reading(row=0.0, block=1.0)
   found = [
-    cost(continuous, Lengths(prompts, x), with_steps(reading=reading))[0]
-    for x in (one, both)
+    cost(continuous, Lengths(prompts, x), reading)[0] for x in (one, both)
   ]
   generate = [f["parts"]["generate"] for f in found]
   # A row of 8 + n tokens reads pages of 4; an idle one reads none.
   pages = np.array([-(-(S + n) // 4) for n in range(R)])
-  (sums,) = generate[0]["by_rows"].values()
+  sums = generate[0]["by_rows"][P * G]
   assert sums.most_blocks == 16 * pages.sum()
   assert sums.blocks == (16 * (pages.sum() + pages[0])) / 2
   seconds = [g["seconds_of"] for g in generate]
@@ -240,16 +290,18 @@ def test_each_step_waits_for_the_fullest_shard(continuous):
 
 
 def test_drafted_tokens_save_steps_while_few_slots_sample(continuous):
-  continuous.continuous_batching.slots = P * G
-  plain = cost(continuous, uneven())[0]["parts"]["generate"]
-  speculation = Speculation(2.0, 4)
-  found, _ = cost(continuous, uneven(), speculation=speculation)
+  continuous.continuous_batching.slots = 4 * P * G
+  continuous.data.prompts = 4 * P
+  lengths = Lengths(*(np.tile(x, 4) for x in uneven()))
+  plain = cost(continuous, lengths)[0]["parts"]["generate"]
+  continuous.continuous_batching.speculation = 3
+  found, _ = cost(continuous, lengths, tokens_a_step=2.0)
   found = found["parts"]["generate"]
   # One of 8 responses has more than a token: all but the first step are few.
   assert plain["steps"] == R
   assert found["steps"] == 1 + -(-(R - 1) // 2)
   assert found["real_tokens"] == plain["real_tokens"]
-  assert set(found["by_rows"]) == {P * G, 4 * 16}
+  assert found["cached"] < plain["cached"]
 
 
 def test_partial_rollouts_sample_as_much_as_they_return(continuous):

@@ -108,6 +108,7 @@ def test_a_profile_is_of_a_first_and_a_last_iteration(debug_config, value):
 
 LIMIT = "rollout.max_tokens_per_iteration=4"
 SLOTS = "continuous_batching.slots=4"
+DRAFTS = "continuous_batching.speculation=3"
 ROUNDS = "rollout.dynamic_sampling_rounds=2"
 GAME = "rollout.environment=guessing reward.names=()"
 
@@ -128,6 +129,7 @@ GAME = "rollout.environment=guessing reward.names=()"
       f"{ROUNDS}: expected 1 with objective.name='ppo'",
     ),
     (LIMIT, f"{LIMIT}: expected 0 with continuous_batching.slots"),
+    (DRAFTS, f"{DRAFTS}: expected 0 with continuous_batching.slots=0"),
     (
       f"{LIMIT} {SLOTS} objective.replay=r3",
       f"{LIMIT}: expected 0 with objective.replay='r3'",

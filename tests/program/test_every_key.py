@@ -373,6 +373,12 @@ ROWS = (
     {4: (4, 8), 8: (8,)},
     PAGED,
   ),
+  Row(
+    "continuous_batching.speculation",
+    built.tokens_a_step,
+    {0: [1, 1, 1], 3: [4, 4, 4]},
+    PAGED,
+  ),
   # rollout
   Row("rollout.max_staleness", seen.order_of_phases, {0: "gugu", 1: "gguu"}),
   Row(

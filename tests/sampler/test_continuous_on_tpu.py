@@ -29,7 +29,6 @@ pytestmark = [
 ]
 
 PAGE = 128
-BLOCK = 512  # tokens of a slot that the kernel reads at one time
 SLOTS = {"v5p:2x2x2": 64, "v5e:4x4": 20}  # slots a device
 LARGE = 2**18  # elements; weights have more
 
@@ -99,7 +98,7 @@ def test_it_fits_and_its_temporaries_are_small(segment, which):
 
 @pytest.mark.parametrize("mean", [1.0, 0.5, 0.25])
 def test_a_step_moves_little_more_than_weights_and_cached_tokens(segment, mean):
-  """With slots of `mean` times the longest, and the kernel's last half block.
+  """With slots of `mean` times the longest, and half of the last page.
 
   The least is to read the weights and the cached tokens once; the compiled step
   may move 1.3 times as many bytes.
@@ -111,7 +110,7 @@ def test_a_step_moves_little_more_than_weights_and_cached_tokens(segment, mean):
   rest = step["hbm_bytes"] - step["pages_bytes"]
   length = mean * segment.longest
   least = weights + token * segment.slots * length
-  half = BLOCK / 2 if mean < 1 else 0
+  half = PAGE / 2 if mean < 1 else 0
   moved = rest + token * segment.slots * (length + half)
   assert weights <= moved < 1.3 * least
 

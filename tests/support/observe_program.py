@@ -302,6 +302,17 @@ def pool(config):
   return len(state.num_tokens), *state.pages.kv[0][0].shape[1:3]
 
 
+def tokens_a_step(config):
+  """Most tokens that a response reads in a step, by each sampler."""
+  functions = built(config).sampler
+  samplers = (
+    functions.generate,
+    functions.generate_eval,
+    functions.generate_greedy,
+  )
+  return [1 + generate.sizes.drafts for generate in samplers]
+
+
 def prefill_lengths(config):
   """Tokens of the forward passes of prompts."""
   return built(config).sampler.generate.buckets(continues=False)

@@ -66,8 +66,11 @@ def parse(text: str) -> Kernel:
     if label == "LB" and len(stack) == depth + 1 and depth:
       stack.pop()  # the next loop in the same one
     while len(stack) <= depth:
-      stack.append(Loop())
-      stack[-2].inner.append(stack[-1])
+      inner = stack[-1].inner
+      # A bundle of the outer loop may stand among those of an inner one.
+      if label == "LB" or not inner:
+        inner.append(Loop())
+      stack.append(inner[-1])
     loop = stack[-1]
     for number in _REGION.findall(line):
       regions = _close(regions, f"$region{number}")

@@ -21,9 +21,7 @@ from gspo_jax.plan import lower, lower_bounds, roofline
 from gspo_jax.plan.chips import Topology
 from gspo_jax.plan.iteration import partial
 from gspo_jax.plan.iteration.decoding import (
-  NO_SPECULATION,
   Decoding,
-  Speculation,
   decode_together,
   replay,
 )
@@ -35,27 +33,31 @@ from gspo_jax.runtime import sharding
 _SAMPLING = "generate", "weights"  # parts of an iteration
 
 
+class _StepCost(NamedTuple):
+  """Seconds of a device in a decode step."""
+
+  without_cache: float
+  row: float  # to begin to read a row
+  block: float  # to read a block of a row
+
+
 class _SamplerCost(NamedTuple):
-  """Seconds of a device. In each step all wait for the fullest shard."""
+  """Seconds. In each step all devices wait for the fullest shard."""
 
   weights: float  # to prepare the weights, once an iteration
-  prefill: float  # for a token, of all devices
-  rows: list[int]  # of the compiled steps, all shards, ascending
-  step: list[float]  # of a compiled step, without reading the cache
-  row: float  # to begin to read a row, in a step
-  block: float  # to read a block of a row
+  prefill: float  # for a token
+  steps: dict[int, _StepCost]  # by the rows that all shards compute
   shards: int
   move: float  # of pages between shards, a call
 
   def seconds(self, decoding: Decoding) -> dict[str, float]:
-    """By part; `steps` between compiled sizes, as with several queries a row,
-    are interpolated."""
     steps = reading = waiting = 0.0
     for rows, sums in decoding.by_rows.items():
-      steps += sums.steps * float(np.interp(rows, self.rows, self.step))
-      reading += self.block * sums.blocks
-      reading += self.row * sums.steps * rows / self.shards
-      waiting += self.block * (sums.most_blocks - sums.blocks)
+      step = self.steps[rows]
+      steps += sums.steps * step.without_cache
+      reading += step.block * sums.blocks
+      reading += step.row * sums.steps * rows / self.shards
+      waiting += step.block * (sums.most_blocks - sums.blocks)
     return {
       "prefill": decoding.prefilled * self.prefill,
       "steps": steps,
@@ -72,7 +74,7 @@ def cost(
   topology: Topology,
   lengths: Lengths,
   transfer: Mapping[str, float] | None = None,
-  speculation: Speculation = NO_SPECULATION,
+  tokens_a_step: float = 1.0,
 ) -> dict:
   """The cost of an iteration, for JSON.
 
@@ -83,7 +85,9 @@ def cost(
   `functions` has the reports of all functions of the program, `transfer` the
   `seconds` to send weights to a sampler with its own devices.
   """
-  decoding, lengths, sampled = _decoding(program, config, lengths, speculation)
+  decoding, lengths, sampled = _decoding(
+    program, config, lengths, tokens_a_step
+  )
   packed = program.learner.pack(*lengths, jax.random.key(config.seed))
   tokens = program.learner.row_tokens(*lengths, packed)
   needed = _needed_share(program, lengths, packed)
@@ -134,7 +138,7 @@ def cost(
   }
 
 
-def _decoding(program, config, lengths, speculation):
+def _decoding(program, config, lengths, tokens_a_step):
   """What is decoded, the lengths of an update, and the sampled tokens."""
   generate = program.sampler.generate
   if not generate.batching:
@@ -143,8 +147,8 @@ def _decoding(program, config, lengths, speculation):
   else:
     block = roofline.block_tokens(generate)
     if config.rollout.max_tokens_per_iteration:
-      return partial.replay(generate, lengths, block, speculation, config)
-    decoding = replay(generate, lengths, block, speculation)
+      return partial.replay(generate, lengths, block, tokens_a_step, config)
+    decoding = replay(generate, lengths, block, tokens_a_step)
   return decoding, lengths, int(lengths.responses.sum())
 
 
@@ -319,18 +323,15 @@ def _sampler_cost(functions, config, program, topology) -> _SamplerCost:
     prefilled = config.data.prompts * config.data.max_prompt_length
     step = decode["seconds"]["scheduled"]
     prefill = generate["seconds"]["scheduled"] - decode["steps"] * step
-  steps = {
-    slots: step["without_cache"]
-    for slots, step in generate.get("fewer_slots", {}).items()
-  }
-  steps[lower.decode_rows(config, program)] = decode["without_cache"]
-  rows = sorted(steps)
+  rows = {lower.decode_rows(config, program): decode}
+  rows |= generate.get("fewer_slots", {})
   return _SamplerCost(
     weights=weights,
     prefill=prefill / prefilled,
-    rows=rows,
-    step=[steps[n] for n in rows],
-    **decode["reading"],
+    steps={
+      n: _StepCost(step["without_cache"], **step["reading"])
+      for n, step in rows.items()
+    },
     shards=sharding.batch_shards(mesh),
     move=move,
   )

@@ -13,40 +13,11 @@ import numpy as np
 
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import Config
-from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.continuous.paged_decode import SegmentResults
 from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Prompts, Samples
 
 _PARTS = 10  # of the decode steps, for `slots_in_use`
-
-
-class Speculation(NamedTuple):
-  """While at most a quarter of the slots sample, a step adds several tokens."""
-
-  tokens: float = 1.0  # that a row keeps of a step, on average
-  queries: int = 1  # tokens that a step feeds for each row
-
-
-NO_SPECULATION = Speculation()
-_FEW = 4  # 1 of 4 slots
-
-
-def parse_speculation(text: str) -> Speculation:
-  """Parses TOKENS:QUERIES, 1.3:4; an empty text is no speculation."""
-  if not text:
-    return NO_SPECULATION
-  tokens, _, queries = text.partition(":")
-  try:
-    parsed = Speculation(float(tokens), int(queries))
-  except ValueError:
-    parsed = None
-  if parsed is None or not 1 <= parsed.tokens <= parsed.queries:
-    raise UserError(
-      f"--speculation={text}: expected the tokens that a row keeps of a step, "
-      "at least 1, and the tokens that it feeds, no fewer: 1.3:4"
-    )
-  return parsed
 
 
 class Steps(NamedTuple):
@@ -92,13 +63,13 @@ class CountingSampler:
   """
 
   def __init__(
-    self, sampler: ContinuousSampler, block: int, speculation: Speculation
+    self, sampler: ContinuousSampler, block: int, tokens_a_step: float
   ):
     self._steps = sampler.sizes.segment_steps
     self._group_size = sampler.config.group_size
     self._max_new_tokens = sampler.config.max_new_tokens
     self._slots, self._shards = sampler.batching.slots, sampler.shards
-    self._block, self._speculation = block, speculation
+    self._block, self._tokens_a_step = block, tokens_a_step
     self.lengths = np.zeros(0, int)  # of the responses of a call, at their end
     self.reset()
 
@@ -162,8 +133,7 @@ class CountingSampler:
     active = plan.active
     end = np.minimum(self.lengths, self._stop_at)[response]
     left = np.where(active, end - num_tokens, 0)
-    few = _FEW * (left > 0).sum() <= self._slots
-    pace, queries = self._speculation if few else NO_SPECULATION
+    pace = self._tokens_a_step if drafts else 1.0
     # After s steps, slots with more than s * pace tokens left are active.
     until = np.sort(left)[::-1][int(min_active)] / pace
     steps = min(self._steps, math.ceil(until))
@@ -172,7 +142,7 @@ class CountingSampler:
     before = self._prefixes + num_tokens
     cached = float((before * taken + pace * taken**2 / 2).sum())
     rows = slice(None) if compute_slots is None else np.asarray(compute_slots)
-    self._read(before[rows], left[rows], steps, pace, queries)
+    self._read(before[rows], left[rows], steps, pace)
     self._segments.append((steps, len(left[rows]), int(sampled.sum()), cached))
     num_tokens, active = num_tokens + sampled.astype(np.int32), left > sampled
     done = response[plan.active]
@@ -192,14 +162,14 @@ class CountingSampler:
     )
     return state, samples, results
 
-  def _read(self, before, left, steps, pace, queries):
+  def _read(self, before, left, steps, pace):
     """Adds the blocks that each step reads; an idle row reads none."""
     new = (np.arange(steps) * pace).astype(int)
     tokens = np.where(new < left[:, None], before[:, None] + new + 1, 0)
     blocks = -(-tokens // self._block)
     of_shards = np.stack([x.sum(0) for x in np.split(blocks, self._shards)])
-    total = self._by_rows.get(len(left) * queries, Steps())
-    self._by_rows[len(left) * queries] = Steps(
+    total = self._by_rows.get(len(left), Steps())
+    self._by_rows[len(left)] = Steps(
       total.steps + steps,
       total.blocks + float(of_shards.mean(0).sum()),
       total.most_blocks + float(of_shards.max(0).sum()),
@@ -236,13 +206,14 @@ class CountingSampler:
 
 
 def counting(
-  sampler: ContinuousSampler, block: int, speculation: Speculation
+  sampler: ContinuousSampler, block: int, tokens_a_step: float
 ) -> tuple[CountingSampler, ContinuousSampler]:
   """Counts of a sampler, and one like `sampler` that only counts.
 
-  `block` tokens of a row's cache are read at a time.
+  `block` tokens of a row's cache are read at a time. A step that drafts adds
+  `tokens_a_step` to a response, on average.
   """
-  counts = CountingSampler(sampler, block, speculation)
+  counts = CountingSampler(sampler, block, tokens_a_step)
   cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
   return counts, dataclasses.replace(sampler, jitted=counts, batch_sharding=cpu)
 
@@ -251,9 +222,9 @@ def replay(
   sampler: ContinuousSampler,
   lengths: Lengths,
   block: int,
-  speculation: Speculation = NO_SPECULATION,
+  tokens_a_step: float = 1.0,
 ) -> Decoding:
-  counts, dry = counting(sampler, block, speculation)
+  counts, dry = counting(sampler, block, tokens_a_step)
   counts.lengths = lengths.responses
   P = len(lengths.prompts)
   tokens = np.zeros((P, sampler.sizes.max_prompt_length), np.int32)

@@ -14,7 +14,7 @@ import numpy as np
 
 from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.plan.iteration import decoding
-from gspo_jax.plan.iteration.decoding import Decoding, Speculation
+from gspo_jax.plan.iteration.decoding import Decoding
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import Config
 from gspo_jax.rollout.batch import group_rows
@@ -44,13 +44,13 @@ def replay(
   sampler: ContinuousSampler,
   lengths: Lengths,
   block: int,
-  speculation: Speculation,
+  tokens_a_step: float,
   config: Config,
 ) -> tuple[Decoding, Lengths, int]:
   """What is decoded, the lengths of the batch, and the sampled tokens."""
   P, most = len(lengths.prompts), config.rollout.max_tokens_per_iteration
   of_group = lengths.responses.reshape(P, -1)
-  counting, dry = decoding.counting(sampler, block, speculation)
+  counting, dry = decoding.counting(sampler, block, tokens_a_step)
 
   def generate(params, prompts, key, **options):
     number = np.asarray(prompts.tokens)[:, -1]

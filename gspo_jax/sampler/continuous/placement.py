@@ -57,6 +57,7 @@ class Placement:
     self._num_tokens_B, self._stop_at_B = num_tokens, stop_at
     self.swaps: list[Moves] = []
     self._segments = 0  # since the last migration
+    self._stuck_at = 0  # running responses when no move was of use
     self._cached_DM = None  # tokens of each running response
     # Cached tokens, summed over segments: of the fullest shard, and the mean.
     self._most = self._mean = 0.0
@@ -83,7 +84,8 @@ class Placement:
 
   def is_uneven(self) -> bool:
     """Whether responses should move before the next segment."""
-    if self._segments < _SEGMENTS:
+    running = np.count_nonzero(self._cached_DM) if self._segments else 0
+    if self._segments < _SEGMENTS or running == self._stuck_at:
       return False
     cached_D = self._cached_DM.sum(1)
     return bool(cached_D.max() > _MOST * cached_D.mean())
@@ -128,6 +130,7 @@ class Placement:
         for old, new in zip(old_pages, new_pages, strict=True)
       ]
     if not pages:
+      self._stuck_at = np.count_nonzero(self._cached_DM)
       return None
     self.swaps.append(rows.moves(self._own))
     return Migration(
@@ -141,7 +144,10 @@ class Placement:
     """(from shard, slot, to shard), at most n of each; a shard does not give
     and take."""
     sizes, cached_DM = self._sizes, self._cached_DM.copy()
-    load_D, idle_D = cached_DM.sum(1), (cached_DM == 0).sum(1)
+    load_D, running_D = cached_DM.sum(1), (cached_DM > 0).sum(1)
+    # A response needs a slot, and the row of one that does not run.
+    b = len(self._num_tokens_B) // self._shards
+    idle_D = min(sizes.slots, b) - running_D
     # All visitors, and one more response, fit if they grow to their longest.
     most = (sizes.num_pages - 1) // sizes.pages_per_slot - 1
     takes_D = np.minimum(np.minimum(idle_D, n), most - visitors_D)
@@ -157,12 +163,15 @@ class Placement:
       # Half of the difference is best; less than all of it is an improvement.
       half = (load_D[giver] - load_D[taker]) / 2
       cached_M = cached_DM[giver]
-      pages_M = -(-(cached_M + sizes.segment_tokens) // sizes.page_size)
-      fits_M = (cached_M > 0) & (cached_M < 2 * half)
-      fits_M &= pages_M <= room_D[taker]
+      pages_M = -(-(cached_M + sizes.segment_tokens(1)) // sizes.page_size)
+      smaller_M = (cached_M > 0) & (cached_M < 2 * half)
+      fits_M = smaller_M & (pages_M <= room_D[taker])
       slot = int(np.where(fits_M, abs(cached_M - half), np.inf).argmin())
-      if not fits_M[slot]:
+      if not smaller_M.any():
         return choices
+      if not fits_M[slot]:
+        takes_D[taker] = 0
+        continue
       choices.append((giver, slot, taker))
       load_D[giver] -= cached_M[slot]
       load_D[taker] += cached_M[slot]
@@ -173,12 +182,14 @@ class Placement:
       takes_D[taker] -= 1
 
   def _page_moves(self, pages) -> list[Moves]:
-    """Moves of pages (from shard, page, to shard, page), few in each call."""
-    calls = []
+    """Moves of pages (from shard, page, to shard, page).
+
+    A call moves a quarter of a slot's pages from each shard, because all layers
+    of them are in memory twice.
+    """
+    calls, n = [], -(-self._sizes.pages_per_slot // 4)
     while pages:
-      call = _MoveList(
-        self._shards, self._sizes.pages_per_slot, self._sizes.num_pages
-      )
+      call = _MoveList(self._shards, n, self._sizes.num_pages)
       left = []
       for page in pages:
         if call.has_room(page[0], page[2]):
