@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import logging
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -287,14 +288,13 @@ def _from_first_part(x: jax.Array, abstract: jax.ShapeDtypeStruct) -> jax.Array:
   place = abstract.sharding
   if not _is_shared(place, abstract.dtype):
     return x
-  local = place.shard_shape(abstract.shape)
+  zeros = np.zeros(place.shard_shape(abstract.shape), abstract.dtype)
   read = {}
   if x is not ocp.PLACEHOLDER:
     read = {shard.device: shard.data for shard in x.addressable_shards}
+  # On the host: JAX computes on no single device while a mesh is set.
   parts = [
-    read[device][None]
-    if device in read
-    else jnp.zeros((1, *local), abstract.dtype, device=device)
+    jax.device_put(np.asarray(read.get(device, zeros))[None], device)
     for device in place.addressable_devices
   ]
   with jax.set_mesh(place.mesh):

@@ -462,7 +462,8 @@ def spy(folder, tree, **options):
 checkpoint.ocp.load = spy
 with checkpoint.Checkpoints(sys.argv[3], every=1, keep=9) as checkpoints:
   checkpoints.save(1, state, {})
-  restored = checkpoints.restore(like, lambda *_: None)
+  with jax.set_mesh(mesh):
+    restored = checkpoints.restore(like, lambda *_: None)
 assert restored.step == 1
 for name, x in restored.state.items():
   assert x.sharding == state[name].sharding
