@@ -1,22 +1,26 @@
 """The last responses of a batch, with drafted tokens and without.
 
   python -m benchmarks.speculation --checkpoint=models/smollm2
-    --data=gsm8k/test.jsonl [--dtype=float32] [--quick] [--out=FILE.json]
+    --data=gsm8k/test.jsonl [--dtype=float32] [--drafts 3 7] [--out=FILE.json]
 
 The policy is SmolLM2-135M-Instruct, whose step of few rows reads weights most
 of the time, as on a TPU. 16 responses to 2 questions ("question" in JSON lines)
 are sampled; then the tail: the 4 longest go on from their 32nd token, while the
-others have ended. Samplers that draft 0, 1 and 3 tokens decode the same tail
-in turns, in one process, with the same slots: 16, of which they compute 4. Of
-each sampler the least time of a step counts, times its steps. Responses are
-compared: "same" is the share of equal tokens up to the first other one, "logps"
-the largest difference of their log-probs.
+others have ended. Samplers with and without drafts decode the same tail in
+turns, in one process, with the same slots: 16, of which they compute 4, and
+pages of 64 tokens: a CPU adds up pages one by one, so that pages of 16 take as
+long as weights. Seconds are CPU time of all threads, which other processes
+change little. Of each sampler the least time of a step counts, times its steps.
 
-tokens a step: of a response; steps drafted if any.
+tokens a step: of a response, in the tail.
+of all: of all 16 responses, were each decoded while the others have ended.
+same: the share of tokens that are those without drafts, up to the first other.
+logps: the largest difference of the log-probs of these.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import time
 from pathlib import Path
@@ -29,14 +33,14 @@ from benchmarks import record
 from benchmarks.sampler import build
 from gspo_jax.data import tokenizers
 from gspo_jax.model import hf
-from gspo_jax.sampler.continuous import ContinuousSampler
+from gspo_jax.sampler.continuous import ContinuousSampler, speculation
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import UNFINISHED, Prompts, SamplerConfig
 
 _SYSTEM = "Solve the problem step by step."
 _WIDTH, _GROUP, _LEFT, _START = 160, 8, 4, 32
 _BATCHING = ContinuousBatchingConfig(
-  slots=2 * _GROUP, segment_steps=32, prefill_chunk=32
+  slots=2 * _GROUP, page_size=64, segment_steps=32, prefill_chunk=192
 )
 
 
@@ -76,14 +80,14 @@ class Tail:
     def decode(params, state, samples, *rest):
       before = int(samples.slot_steps)
       slots, drafts = rest[1], rest[-1]
-      start = time.monotonic()
+      start = time.process_time()
       state, samples, results = generate.jitted.decode(
         params, state, samples, *rest
       )
       after = int(samples.slot_steps)  # waits
       if slots is not None:
         steps = (after - before) // (slots.size * (1 + drafts))
-        segments.append((steps, time.monotonic() - start))
+        segments.append((steps, time.process_time() - start))
       return state, samples, results
 
     jitted = dataclasses.replace(generate.jitted, decode=decode)
@@ -107,6 +111,33 @@ def compared(samples, expected) -> dict:
   }
 
 
+def tokens_a_step(samples, count: int) -> float:
+  """Tokens that a response gets in a step, if the others have ended."""
+  draft = jax.jit(
+    functools.partial(speculation.draft, count=count, group_size=_GROUP)
+  )
+  steps = 0
+  for first in range(_GROUP):
+    rows = np.arange(first, len(samples.lengths), _GROUP)
+    whole, done = samples.lengths[rows], np.zeros(len(rows), np.int32)
+    while (done < whole).any():
+      lengths = samples.lengths.copy()
+      lengths[rows] = done
+      guesses = draft(dataclasses.replace(samples, lengths=lengths), rows, done)
+      at = done[:, None] + np.arange(count)
+      right = (
+        guesses
+        == samples.tokens[
+          rows[:, None], np.minimum(at, samples.tokens.shape[1] - 1)
+        ]
+      )
+      right &= at < whole[:, None]
+      accepted = np.asarray(right).cumprod(1).sum(1)
+      steps += (done < whole).sum()
+      done = np.minimum(done + 1 + accepted, whole).astype(np.int32)
+  return round(float(samples.lengths.sum() / steps), 3)
+
+
 def measure(tail: Tail, samplers: dict, repeats: int) -> list[dict]:
   found = {drafts: [] for drafts in samplers}
   for _ in range(repeats):
@@ -128,6 +159,7 @@ def measure(tail: Tail, samplers: dict, repeats: int) -> list[dict]:
       if steps
     )
     row = {"drafted": drafts, "tokens_a_step": round(tokens, 3)}
+    row["of_all"] = tokens_a_step(tail.expected, drafts) if drafts else 1.0
     row |= {"steps": steps, "ms_a_step": round(1e3 * step, 2)}
     row |= {"seconds": round(step * steps, 3)} | compared(samples, expected)
     rows.append(row)
@@ -141,9 +173,13 @@ def main() -> None:
   parser.add_argument("--checkpoint", default="models/smollm2")
   parser.add_argument("--data", type=Path, required=True)
   parser.add_argument("--dtype", default="bfloat16")
-  parser.add_argument("--tokens", type=int, default=384)
+  parser.add_argument("--drafts", type=int, nargs="+", default=[3])
+  parser.add_argument(
+    "--temperatures", type=float, nargs="+", default=[1.0, 0.6]
+  )
+  parser.add_argument("--tokens", type=int, default=320)
   parser.add_argument("--batches", type=int, default=2)
-  parser.add_argument("--repeats", type=int, default=3)
+  parser.add_argument("--repeats", type=int, default=2)
   parser.add_argument("--out", type=Path)
   args = parser.parse_args()
   cfg = dataclasses.replace(
@@ -157,9 +193,10 @@ def main() -> None:
   )
   sizes.start()
   print(
-    "drafted | tokens a step | steps | ms a step | s | same | logps | times"
+    "drafted | tokens a step | of all | steps | ms a step | s | same | logps "
+    "| times"
   )
-  for temperature in (1.0, 0.6):
+  for temperature in args.temperatures:
     config = SamplerConfig(
       _GROUP,
       args.tokens,
@@ -167,7 +204,7 @@ def main() -> None:
       temperature=temperature,
     )
     samplers = {}
-    for drafts in (0, 1, 3):
+    for drafts in (0, *args.drafts):
       drafting = dataclasses.replace(config, speculation=drafts)
       samplers[drafts] = build(cfg, params, drafting, _BATCHING, _WIDTH)
     for batch in range(args.batches):

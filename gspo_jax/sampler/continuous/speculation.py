@@ -41,9 +41,10 @@ def draft(
 ) -> jax.Array:
   """Guesses the next `count` tokens [m, count] of the responses in rows [m].
 
-  They are what followed, in a response to the same prompt, the longest match of
-  the response's newest tokens; of several, the last one in the response itself,
-  then in the others. Without a match they are any tokens.
+  They are what followed the longest match of the response's newest tokens; of
+  several, the last one in the response itself, then in the rows beside it: its
+  group, unless it has moved to another shard. Without a match they are any
+  tokens.
   """
 
   def local(tokens_BR, lengths_B, row_m, num_tokens_m):
