@@ -52,10 +52,10 @@ def replay(
   of_group = lengths.responses.reshape(P, -1)
   counting, dry = decoding.counting(sampler, block, tokens_a_step)
 
-  def generate(params, prompts, key, **options):
+  def generate(params, prompts, key, *, resume_from, stop_at, **_):
     number = np.asarray(prompts.tokens)[:, -1]
     counting.lengths = of_group[number].ravel()
-    return dry(params, prompts, key, **options)
+    return dry(params, prompts, key, resume_from=resume_from, stop_at=stop_at)
 
   def take(samples, index):
     rows = group_rows(np.asarray(index), of_group.shape[1])
