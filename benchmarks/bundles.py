@@ -4,15 +4,14 @@
   python -m benchmarks.bundles --topology=v5p --only=paged
 
 The kernels of Qwen3-30B-A3B with the shapes of a device of v5p:4x4x4. Nothing
-runs on a TPU. `step` is a grid step or a row of pages, without its inner loop;
-`block` an inner loop's trip, or a grid step's largest conditional region; of
-our kernel also the trips that start copies of a page, find a row, and wait;
-`both_cores` whether both TensorCores of a v5p run the kernel. A bundle takes at
-least a cycle: `gspo_jax.plan` reads these numbers from its own programs.
+runs on a TPU. For each kernel: whether both TensorCores of a v5p run it, and
+its loops. `bundles` are those of a trip without the inner loops, and
+`conditional` the parts of them that a branch may skip; a bundle takes at least
+a cycle. `gspo_jax.plan` reads the same from the programs that it compiles.
 """
 
+import dataclasses
 import functools
-import re
 from pathlib import Path
 from unittest import mock
 
@@ -117,24 +116,6 @@ def _kernels(cores):
   yield "grouped, down", _grouped(F, D)
 
 
-def _bundles(kernel) -> dict:
-  longest = lambda loop: max(loop.inner, key=lambda inner: inner.whole)
-  step = longest(kernel.body)
-  if step.inner and any(loop.inner for loop in longest(step).inner):
-    step = longest(step)  # of rows; the grid is around it
-  inner = sum(loop.whole for loop in step.inner)
-  block = inner or max(step.conditional, default=0)
-  if copies := step.inner and longest(step).inner:
-    block = {"of pages": longest(step).bundles}
-    block |= {"copies": [loop.whole for loop in copies]}
-  return {
-    "once": kernel.body.bundles,
-    "step": step.bundles if inner else step.bundles - block,
-    "block": block,
-    "both_cores": kernel.both_cores,
-  }
-
-
 def main(_):
   plan_compile.prepare()
   found = {}
@@ -152,7 +133,7 @@ def main(_):
         lowered = jax.jit(function).lower(*shapes)
         done = plan_compile.compile_one(lowered)
       found[kind][name] = done.reason or {
-        re.sub(r"\.\d+$", "", kernel): _bundles(issued)
+        kernel: dataclasses.asdict(issued)
         for kernel, issued in sorted(done.kernels.items())
         if issued.body.inner and "metadata" not in kernel
       }

@@ -107,7 +107,7 @@ class Recorder(CountingSampler):
   """Records what a host says and does, for `limit` segments.
 
   Without `whole`, of the host of all shards. With it, of one host that gets the
-  facts and results that `whole` has recorded.
+  facts and results that `whole` has recorded. Plans are kept without a limit.
   """
 
   def __init__(self, sampler, lengths, limit=None, whole=None):
@@ -142,14 +142,18 @@ class Recorder(CountingSampler):
     return samples
 
   def decode(self, params, state, samples, *plan_and_key):
+    at = len(self.seconds)
     self.seconds.append(time.process_time() - self._since)
-    if len(self.plans) == self.limit:
+    if at == self.limit:
       raise StopIteration
-    self.plans.append(plan_and_key[:-2])
+    if self.limit is None:  # else the plans would fill the memory
+      self.plans.append(plan_and_key[:-2])
     if self.whole:
-      results = self.whole.results[len(self.plans) - 1]
+      results = self.whole.results[at]
     else:
-      state, _, results = super().decode(params, state, samples, *plan_and_key)
+      state, samples, results = super().decode(
+        params, state, samples, *plan_and_key
+      )
     self.results.append(results)
     self._since = time.process_time()
     return state, samples, results

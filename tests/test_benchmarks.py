@@ -43,6 +43,15 @@ def quick(name):
 
 
 @pytest.mark.slow
+def test_pod():
+  (row,) = quick("pod")["rows"]
+  received = sum(row["packing_bytes"].values())
+  assert 20 * received < row["packing_bytes_by_gathering"]
+  seconds = row["seconds_of_a_segment"]
+  assert 0 < 2 * seconds["own_shards"] < seconds["all_shards"]
+
+
+@pytest.mark.slow
 def test_sampler():
   rows = quick("sampler")["rows"]
   by_case = {(row["responses"], row["sampler"]): row for row in rows}

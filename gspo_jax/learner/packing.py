@@ -28,6 +28,10 @@ from gspo_jax.runtime import sharding
 from gspo_jax.runtime.key import key
 from gspo_jax.sampler.samples import Prompts, Samples
 
+# Queries and keys of the blocks of scores by which `pack` sorts rows, which
+# need not be those of a kernel.
+_BLOCK = 512
+
 
 @dataclasses.dataclass(frozen=True)
 class PackingConfig:
@@ -55,9 +59,6 @@ class Packing(NamedTuple):
   row: np.ndarray
   offset: np.ndarray  # [B] int32, the column of the first token
   num_micro_batches: np.ndarray  # [M] int32, with sequences in them
-
-
-_BLOCK = 512  # queries and keys of a block of scores
 
 
 class RowTokens(NamedTuple):

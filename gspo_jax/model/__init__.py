@@ -39,6 +39,7 @@ __all__ = [
   "Params",
   "PolicyConfig",
   "YarnScaling",
+  "attention",
   "cache",
   "experts",
   "forward",

@@ -328,7 +328,7 @@ def splash(
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as sa
 
-  (_, T, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
+  (B, T, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
   parts, cores = 1, sharding.cores()
   if cores > 1:
     parts = next(n for n in (math.lcm(K, cores), K) if N % n == 0)
@@ -355,7 +355,9 @@ def splash(
   segments_BT = pad(segments_BT)
   block_T = jnp.arange(T + padding) // sizes.block_q
   segments_BT = jnp.where(segments_BT == 0, -1 - block_T, segments_BT)
-  out_BNTV = jax.lax.map(row, (*qkv, segments_BT))
+  # `vmap` of several would hold the parts of all rows at once.
+  rows = jax.vmap(row) if B == 1 else functools.partial(jax.lax.map, row)
+  out_BNTV = rows((*qkv, segments_BT))
   return out_BNTV.swapaxes(1, 2)[:, :T]
 
 

@@ -87,7 +87,8 @@ def in_tiles(x_AD, weights_eDF, sizes_e):
 
   libtpu may choose others: on v5e and v5p it multiplies 768 columns in two
   tiles of 640. Where only 128 or nothing divides a width, as 2880, the tiles
-  are padded: libtpu's, of 128 columns, would read the rows twice as often.
+  are padded: libtpu's, of 128 columns, would read the rows twice as often. Two
+  TensorCores share tiles of columns, so there are at least two.
   """
   return _tiled(x_AD, weights_eDF, sizes_e, _PRODUCT)
 
@@ -114,6 +115,9 @@ def _tiled(left, right, sizes_e, axes):
     k, numbers = _divisor(k, 1024) or k, _MAX_TILE // 2
   limit = 2 * numbers // (k * left.dtype.itemsize)
   n = _divisor(columns, limit)
+  if n == columns and sharding.cores() == 2:
+    half = _divisor(columns, n // 2)
+    n = half if half > _LANES else n
   if n <= _LANES:  # too few: a padded tile costs less
     n = min(columns, limit) // _LANES * _LANES
   # A tile has 128 rows, and libtpu takes only tiles that divide the rows.

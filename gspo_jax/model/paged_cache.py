@@ -209,11 +209,7 @@ def copy(pages: Pages, source: jax.Array, target: jax.Array) -> Pages:
 def exchange(kv: kv_cache.Arrays, moves: sharding.Moves) -> kv_cache.Arrays:
   """Copies pages between devices; in place if `kv` is donated."""
 
-  def local(kv, moves):
-    return jax.tree.map(
-      lambda x: sharding.exchange(x, moves, *BATCH_AXES, dim=1), kv
-    )
-
+  local = lambda kv, moves: sharding.exchange(kv, moves, *BATCH_AXES, dim=1)
   specs = _specs(kv)
   return sharding.shard_map(local, (specs, _ROWS), specs)(kv, moves)
 

@@ -15,8 +15,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import logging
 from etils import epath
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from gspo_jax.record.progress import Progress
@@ -190,8 +192,10 @@ class Checkpoints:
           _require_same_leaves, step, saved_specs, _specs(abstract_state)
         )
       )
-      if (state := self._try(step, self._load, abstract_state, part)) is None:
+      state = self._try(step, self._load, _to_read(abstract_state), part)
+      if state is None:
         continue
+      state = jax.tree.map(_from_first_part, state, abstract_state)
       if self._try(step, _require_checksums, state, saved["checksums"]):
         return Restored(step, state, saved["user"])
       del state  # frees its device memory before the next one is loaded
@@ -232,6 +236,7 @@ class Checkpoints:
     local.multiprocessing.primary_host = jax.process_index()
     local.multiprocessing.active_processes = {jax.process_index()}
     leaves = jax.tree.leaves(abstract_state)
+    leaves = [leaf for leaf in leaves if leaf is not ocp.PLACEHOLDER]
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / 1e9
     with local, Progress(f"loading checkpoint {step} ({size:.1f} GB)"):
       return ocp.load(
@@ -239,6 +244,74 @@ class Checkpoints:
         abstract_state,
         checkpointable_name="state",
       )
+
+
+def _to_read(abstract_state: Any) -> Any:
+  """What this process reads: of what it can get from another, nothing.
+
+  Processes along the mesh axis `data`, such as those of several slices, hold
+  copies. Only the first of them read; see `_from_first_part`.
+  """
+
+  def leaf(x):
+    if not _is_shared(x.sharding, x.dtype):
+      return x
+    mesh, spec = x.sharding.mesh, x.sharding.spec
+    first = Mesh(mesh.devices[:1], mesh.axis_names, axis_types=mesh.axis_types)
+    first = NamedSharding(first, spec)
+    if not first.addressable_devices:
+      return ocp.PLACEHOLDER
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=first)
+
+  return jax.tree.map(leaf, abstract_state)
+
+
+def _is_shared(sharding: jax.sharding.Sharding, dtype) -> bool:
+  """Whether all have copies along `data`, and no process has two of them."""
+  if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    return False
+  if not isinstance(sharding, NamedSharding) or "data" in str(sharding.spec):
+    return False
+  mesh = sharding.mesh
+  if mesh.axis_names[0] != "data" or mesh.shape["data"] == 1:
+    return False
+  parts = [{d.process_index for d in part.flat} for part in mesh.devices]
+  return len(set().union(*parts)) == sum(map(len, parts))
+
+
+def _from_first_part(x: jax.Array, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+  """Sends what the first processes along `data` have read to the others.
+
+  Bit for bit: it adds integers, zeros but for the first part. Orbax, which can
+  broadcast, adds floats, and -0 + 0 is 0.
+  """
+  place = abstract.sharding
+  if not _is_shared(place, abstract.dtype):
+    return x
+  zeros = np.zeros(place.shard_shape(abstract.shape), abstract.dtype)
+  read = {}
+  if x is not ocp.PLACEHOLDER:
+    read = {shard.device: shard.data for shard in x.addressable_shards}
+  # On the host: JAX computes on no single device while a mesh is set.
+  parts = [
+    jax.device_put(np.asarray(read.get(device, zeros))[None], device)
+    for device in place.addressable_devices
+  ]
+  with jax.set_mesh(place.mesh):
+    stacked = jax.make_array_from_single_device_arrays(
+      (place.mesh.shape["data"], *abstract.shape),
+      NamedSharding(place.mesh, PartitionSpec("data", *place.spec)),
+      parts,
+    )
+    return jax.jit(_sum_of_bits, out_shardings=place)(stacked)
+
+
+def _sum_of_bits(x: jax.Array) -> jax.Array:
+  if x.dtype == jnp.bool_:
+    return x.any(0)
+  word = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+  words = jax.lax.bitcast_convert_type(x, word).sum(0, dtype=word)
+  return jax.lax.bitcast_convert_type(words, x.dtype)
 
 
 def _open_folder(directory: str | os.PathLike, creates: bool) -> None:

@@ -65,7 +65,7 @@ class Progress:
     self._start, self._done, self._tokens = time.monotonic(), done, 0
     self._first = self._last = None  # (clock, done) of an `advance`
     self._next, self._prints = 0.0, multihost.is_primary()
-    self.note = ""  # ends the last line
+    self.note = ""  # ends the last line, and lines that count
 
   def __enter__(self) -> "Progress":
     self._start = time.monotonic()
@@ -106,10 +106,10 @@ class Progress:
     first_time, first_done = self._first or (now, self._done)
     last_time, done = self._last or (now, self._done)
     if not self._total or done >= self._total or done == first_done:
-      return line
+      return line + self.note
     pace = (last_time - first_time) / (done - first_done)
     left = (self._total - done) * pace - (now - last_time)
-    return f"{line}, {duration(max(left, 0))} left"
+    return f"{line}, {duration(max(left, 0))} left{self.note}"
 
   def _tokens_per_second(self, seconds: float) -> str:
     rate = self._tokens / max(seconds, 1e-9)

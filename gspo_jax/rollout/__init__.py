@@ -2,8 +2,8 @@
 
 Other wings take: `source.make_source`; `off_policy.OffPolicy`; `context` and
 `batch` (input and output of sources); `scoring`; `metrics.rollout_metrics`;
-`config.RolloutConfig`; `environment` and `environment_pool`; `conversations`.
-`environments` has the built-in ones.
+`config.RolloutConfig`; `partial.PartialRollouts`, for a plan; `environment` and
+`environment_pool`; `conversations`. `environments` has the built-in ones.
 """
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
   "environment_pool",
   "metrics",
   "off_policy",
+  "partial",
   "scoring",
   "source",
 ]

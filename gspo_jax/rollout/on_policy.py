@@ -74,7 +74,7 @@ class OnPolicy:
       samples = context.generate(
         params, prompts, key, on_finished=scorer.add, progress=progress
       )
-    rewards = scorer.rewards(samples.lengths)
+    rewards = scorer.rewards(samples)
     return ScoredSamples(batch, samples, scorer.responses, rewards)
 
   def get_state(self) -> dict:

@@ -105,8 +105,23 @@ class StreamingScorer:
         complete += sorted(self._incomplete.pop(row // size))
     return complete
 
-  def rewards(self, like: jax.Array) -> PendingRewards:
-    """The rewards of all responses, after all were added; see `gathered`."""
+  def rewards(self, samples: Samples) -> PendingRewards:
+    """The rewards of all responses, after all were added; see `gathered`.
+
+    A response may have moved to another host. Groups that no host got whole are
+    scored by the host of their rows.
+    """
+    like = samples.lengths
+    if self._pool.takes_groups and jax.process_count() > 1:
+      scored = multihost.allgather_rows(dict.fromkeys(self._rows, 1), like)
+      self._incomplete.clear()
+      self.add(
+        {
+          row: response
+          for row, response in finished_responses(samples).items()
+          if not scored[row]
+        }
+      )
     size = self._decode.group_size
     return gathered(self._pending, self._rows, size, like)
 

@@ -517,7 +517,7 @@ def all_to_all(x, *axes: str, split: int, join: int):
 
 
 class Moves(NamedTuple):
-  """Slices of an array that go to other devices; see `exchange`.
+  """Slices of arrays that go to other devices; see `exchange`.
 
   On a device all three are [n] int32.
   """
@@ -528,23 +528,27 @@ class Moves(NamedTuple):
   target: jax.Array  # where to store it; beyond the array: it is dropped
 
 
-def exchange(x, moves: Moves, *axes: str, dim: int):
+def exchange(tree, moves: Moves, *axes: str, dim: int):
   """Stores slices of dimension `dim` that devices along the axes offer.
 
   Whoever sends to whom, each device passes on an equal part of every slice: two
   all-to-alls of n slices, in which no link waits for another.
   """
-  axes = _larger_than_one(axes)
-  n, devices = len(moves.sent), size(*axes)
-  offered = jnp.moveaxis(jnp.take(x, moves.sent, axis=dim), dim, 0)
-  flat = offered.reshape(n, -1)
-  flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % devices)))
-  parts = all_to_all(flat, *axes, split=1, join=0)  # [devices * n, a part]
+  axes, n = _larger_than_one(axes), len(moves.sent)
+  devices = size(*axes)
   sources = gather(moves.source, *axes, dim=0)
-  stored = all_to_all(parts[sources], *axes, split=0, join=1)
-  stored = stored[:, : offered[0].size].reshape(offered.shape)
-  index = (*[slice(None)] * dim, moves.target)
-  return x.at[index].set(jnp.moveaxis(stored, 0, dim), mode="drop")
+
+  def of_leaf(x):
+    offered = jnp.moveaxis(jnp.take(x, moves.sent, axis=dim), dim, 0)
+    flat = offered.reshape(n, -1)
+    flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % devices)))
+    parts = all_to_all(flat, *axes, split=1, join=0)  # [devices * n, a part]
+    stored = all_to_all(parts[sources], *axes, split=0, join=1)
+    stored = stored[:, : offered[0].size].reshape(offered.shape)
+    index = (*[slice(None)] * dim, moves.target)
+    return x.at[index].set(jnp.moveaxis(stored, 0, dim), mode="drop")
+
+  return jax.tree.map(of_leaf, tree)
 
 
 def psum(x, *axes: str):

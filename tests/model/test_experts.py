@@ -14,7 +14,7 @@ from expert_oracle import random_experts, weighted_sum
 
 from gspo_jax import model
 from gspo_jax.model import experts as ep
-from gspo_jax.model import grouped_matmul, lora, parameters
+from gspo_jax.model import grouped_matmul, lora, moe, parameters
 from gspo_jax.model.moe import MoE
 from gspo_jax.runtime import sharding
 
@@ -107,7 +107,7 @@ MESHES = {
 
 
 @functools.cache
-def compiled(cfg, mesh):
+def compiled(cfg, mesh, few=None):
   """Output, routing and gradients of the layer, on a mesh or on one device."""
 
   def loss(params, x, cotangent, real):
@@ -128,13 +128,17 @@ def compiled(cfg, mesh):
 
 @pytest.mark.parametrize("skew", [0, 30], ids=["even", "all to expert 5"])
 @pytest.mark.parametrize(
-  ("mesh", "cfg"),
+  ("mesh", "cfg", "few"),
   [
-    *((mesh, CFG) for mesh in MESHES),
-    pytest.param(next(iter(MESHES)), BIASED, id="biases, adapters"),
+    *((mesh, CFG, moe._FEW_BYTES) for mesh in MESHES),
+    pytest.param(next(iter(MESHES)), CFG, 0, id="tokens gathered apart"),
+    pytest.param(next(iter(MESHES)), BIASED, 0, id="biases, adapters"),
   ],
 )
-def test_the_layer_on_a_mesh_equals_the_layer_on_one_device(mesh, cfg, skew):
+def test_the_layer_on_a_mesh_equals_the_layer_on_one_device(
+  mesh, cfg, few, skew, monkeypatch
+):
+  monkeypatch.setattr(moe, "_FEW_BYTES", few)
   x_MD, _, _, gate_up, down = random_layer("even")
   rng = np.random.default_rng(2)
   router = rng.normal(size=(D, E)).astype(np.float32)
@@ -147,7 +151,7 @@ def test_the_layer_on_a_mesh_equals_the_layer_on_one_device(mesh, cfg, skew):
   cotangent, real = rng.normal(size=(16, 4, D)), rng.random((16, 4)) < 0.8
   inputs = params, x_MD.reshape(16, 4, D), cotangent, real
   grads, (y, routing) = jax.device_get(compiled(cfg, None)(*inputs))
-  grads8, (y8, routing8) = jax.device_get(compiled(cfg, mesh)(*inputs))
+  grads8, (y8, routing8) = jax.device_get(compiled(cfg, mesh, few)(*inputs))
   np.testing.assert_array_equal(routing.experts, routing8.experts)
   assert (routing.experts == 5).any(-1).all() == bool(skew)
   assert routing.dropped == routing8.dropped == 0

@@ -118,20 +118,24 @@ SINKS = np.float32([-1.0, 0.5, 2.0, 3.0, 0.0, 5.0])
 @pytest.mark.parametrize("options", [{}, {"window": 6, "sinks_N": SINKS}])
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_heads_side_by_side_do_not_mix(platform, options, monkeypatch):
+  """The second of two queries attends to one token more."""
   monkeypatch.setattr(sharding, "platform", lambda: platform)
-  q, k, v, *rows = random_inputs((5, 3 * S, 0), heads=3, H=64)
+  q, k, v, table, lengths = random_inputs((5, 3 * S, 0), heads=3, H=64)
+  first = lengths - (lengths > 0)
+  q_BTKRH = np.stack([q, q[::-1]], 1)
   dtype = jnp.bfloat16 if platform == "tpu" else jnp.float32
-  low = [jnp.asarray(x, dtype) for x in (q.reshape(3, 1, -1, 64), k, v)]
+  low = [jnp.asarray(x, dtype) for x in (q_BTKRH.reshape(3, 2, -1, 64), k, v)]
   pages = side_by_side(low[1], 2), side_by_side(low[2], 2)
   read = jax.jit(lambda *inputs: attention.read(*inputs, **options))
   with pltpu.force_tpu_interpret_mode():
-    out = read(low[0], *pages, *rows)
+    out = read(low[0], *pages, table, first)
   assert out.dtype == dtype
-  out = np.asarray(out, np.float32).reshape(q.shape)
+  out = np.asarray(out, np.float32).reshape(q_BTKRH.shape)
   assert np.isfinite(out).all()
-  exact = expected_output(q, k, v, *rows, **options)
   atol = 2e-2 if platform == "tpu" else 5e-6
-  np.testing.assert_allclose(out[rows[-1] > 0], exact, atol=atol)
+  for t, tokens in enumerate((first, lengths)):
+    exact = expected_output(q_BTKRH[:, t], k, v, table, tokens, **options)
+    np.testing.assert_allclose(out[lengths > 0, t], exact, atol=atol)
 
 
 def test_heads_lie_side_by_side_if_they_fill_the_lanes_of_a_tpu(monkeypatch):

@@ -309,7 +309,7 @@ def in_turns(debug_config, monkeypatch):
   seconds = {"seconds": 2.0, "compiler": {"seconds": 1.0, "parts": {}}}
   monkeypatch.setattr(plan_compile, "devices", lambda *_: jax.devices()[:4])
   monkeypatch.setattr(planner, "_analyze", analyze)
-  monkeypatch.setattr(planner.iteration_cost, "cost", lambda *_: seconds)
+  monkeypatch.setattr(planner.iteration_cost, "cost", lambda *_, **__: seconds)
 
   def found(fits=True, **sizes):
     debug_config.mesh.update(sizes)
@@ -317,7 +317,8 @@ def in_turns(debug_config, monkeypatch):
     analyze.fits = fits
     lengths = "lognormal:mean=.4,sigma=1"
     where = chips.parse("v5e:2x2")
-    return planner._in_turns(parse(debug_config), where, 1, lengths), analyze
+    config = parse(debug_config)
+    return planner._in_turns(config, where, 1, lengths, 1.0), analyze
 
   return found
 
@@ -335,6 +336,15 @@ def test_in_turns_all_devices_sample_and_train(in_turns, sizes, axis):
   assert turns == {"seconds": 2.0, "compiler": {"seconds": 1.0}}
   assert analyzed.mesh.size == analyzed.mesh.shape[axis] == 4
   assert analyzed.own == 0
+
+
+def test_more_tokens_a_step_than_are_fed(debug_config):
+  """A step keeps its own token, and the drafts that it has."""
+  where = chips.parse("v5e:2x2")
+  for tokens in (0.9, 1.5):
+    with pytest.raises(UserError, match=rf"{tokens}: .*speculation=0") as error:
+      planner.plan(debug_config, where, speculation=tokens)
+    assert "--speculation=" in str(error.value)
 
 
 def test_in_turns_that_cannot_run_has_a_reason(in_turns):

@@ -69,6 +69,14 @@ def test_pending_responses_belong_to_the_same_prompts(debug_config, rollout):
   assert found == before | shapes | {kind: True}
 
 
+def test_pending_responses_draft_or_do_not(debug_config):
+  """Their samples count drafts."""
+  debug_config.continuous_batching.update({"slots": 8, "speculation": 3})
+  assert identity(debug_config).keys() == {"seed", "checkpoint format"}
+  debug_config.rollout.max_staleness = 1
+  assert "drafts (continuous_batching.speculation)" in identity(debug_config)
+
+
 def test_pending_conversations_have_as_many_turns(debug_config):
   """Their rewards have the shape [B, rollout.max_turns]."""
   debug_config.rollout.environment = "guessing"

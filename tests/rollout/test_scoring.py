@@ -100,7 +100,7 @@ def test_streamed_responses_have_the_same_rewards(pool):
     scorer.add({row: finished(row) for row in rows})
   responses = scoring.decode_responses(samples, batch, BYTES)
   assert dict(sorted(scorer.responses.items())) == responses
-  rewards = scorer.rewards(samples.lengths).result()
+  rewards = scorer.rewards(samples).result()
   assert list(rewards.parts) == ["final_answer"]
   np.testing.assert_array_equal(rewards.first, CORRECT)
   np.testing.assert_array_equal(rewards.total, CORRECT)
@@ -140,15 +140,43 @@ def test_a_group_is_scored_when_its_last_response_finished():
   ):
     scorer.add({row: finished(row) for row in rows})
     assert pool.groups == complete
-  rewards = scorer.rewards(samples.lengths).result()
+  rewards = scorer.rewards(samples).result()
   # Each response has the columns of its own problem.
+  np.testing.assert_array_equal(rewards.total, [[1] * 3, [2] * 3])
+
+
+def test_a_group_of_two_hosts_is_scored_by_the_host_of_its_rows(monkeypatch):
+  """Response 5 decoded on the other host, which also sent 0 to 2."""
+  problems = [
+    problem._replace(columns={"level": level})
+    for level, problem in enumerate(PROBLEMS, 1)
+  ]
+  samples, batch, pool = samples_of(RESPONSES), batch_of(problems), GroupPool()
+  scorer = StreamingScorer(pool, ResponseDecoder(batch, BYTES, 3))
+  whole = scoring.finished_responses(samples)
+  scorer.add({row: whole[row] for row in (0, 3, 2, 4, 1)})
+  assert pool.groups == [RESPONSES[:3]]
+  gathered = []
+
+  def allgather_rows(values, like):
+    gathered.append(values)
+    return np.array([values.get(row, 0) for row in range(6)], np.float32)
+
+  monkeypatch.setattr(scoring.multihost, "allgather_rows", allgather_rows)
+  monkeypatch.setattr(scoring.jax, "process_count", lambda: 2)
+  # Rows 3 to 5 are of this host, 0 to 2 of the other.
+  own = {row: whole[row] for row in (3, 4, 5)}
+  monkeypatch.setattr(scoring, "finished_responses", lambda _: own)
+  rewards = scorer.rewards(samples).result()
+  assert pool.groups == [RESPONSES[:3], RESPONSES[3:]]
+  assert gathered[0] == {0: 1, 1: 1, 2: 1}
   np.testing.assert_array_equal(rewards.total, [[1] * 3, [2] * 3])
 
 
 def test_a_host_without_responses_has_the_names_of_the_rewards(pool):
   """The hosts gather each reward in turn: none may leave one out."""
   scorer = StreamingScorer(pool, ResponseDecoder({}, BYTES, 3))
-  rewards = scorer.rewards(jnp.zeros(0)).result()
+  rewards = scorer.rewards(SimpleNamespace(lengths=jnp.zeros(0))).result()
   assert list(rewards.parts) == ["final_answer"]
   assert rewards.total.shape == (0, 3)
 

@@ -418,11 +418,11 @@ with Checkpoints(sys.argv[3], every=1, keep=9) as checkpoints:
 """
 
 
-def run_two(script, environment, folder):
+def run_two(script, environment, folder, devices=1):
   """The outputs of two processes; arguments: address, index and a folder."""
   address = f"127.0.0.1:{free_port()}"
   commands = [["-c", script, address, i, folder / "work"] for i in (0, 1)]
-  job = Job(commands, folder / "logs", environment, devices=1)
+  job = Job(commands, folder / "logs", environment, devices)
   try:
     return job.finish(seconds=120)
   finally:
@@ -439,6 +439,46 @@ def test_a_checkpoint_that_one_cannot_read_is_skipped_by_all(
     assert "again 2 20.0" in text
   assert outputs[0].count("checkpoint 2 skipped") == 1
   assert "skipped" not in outputs[1]
+
+
+COPIES = """
+import sys, jax, numpy as np
+from gspo_jax.record import checkpoint
+from gspo_jax.runtime import multihost, sharding
+from jax.sharding import NamedSharding, PartitionSpec as P
+multihost.start(sys.argv[1], 2, int(sys.argv[2]))
+mesh = sharding.make_mesh(data=2, fsdp=2)
+copies, rows = (NamedSharding(mesh, P(axis)) for axis in ("fsdp", "data"))
+x = np.arange(8, dtype=np.float32).reshape(4, 2) - 3
+numbers = {"w": x, "zero": -0.0 * abs(x), "n": x.astype(np.int8), "b": x > 0}
+state = multihost.to_global(numbers, copies) | multihost.to_global(
+  {"rows": x}, rows)
+like = jax.tree.map(
+  lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+load, read = checkpoint.ocp.load, []
+def spy(folder, tree, **options):
+  read.extend(name for name, x in tree.items() if x is not ...)
+  return load(folder, tree, **options)
+checkpoint.ocp.load = spy
+with checkpoint.Checkpoints(sys.argv[3], every=1, keep=9) as checkpoints:
+  checkpoints.save(1, state, {})
+  with jax.set_mesh(mesh):
+    restored = checkpoints.restore(like, lambda *_: None)
+assert restored.step == 1
+for name, x in restored.state.items():
+  assert x.sharding == state[name].sharding
+  for old, new in zip(state[name].addressable_shards, x.addressable_shards):
+    assert np.asarray(old.data).tobytes() == np.asarray(new.data).tobytes()
+print("read", sorted(read))
+"""
+
+
+def test_one_of_two_copies_is_read_and_the_other_process_gets_it(
+  environment, tmp_path
+):
+  first, second = run_two(COPIES, environment, tmp_path, devices=2)
+  assert "read ['b', 'n', 'rows', 'w', 'zero']" in first
+  assert "read ['rows']" in second
 
 
 AGREEMENT = """

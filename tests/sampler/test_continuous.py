@@ -19,6 +19,7 @@ from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import continuous, stop_strings
+from gspo_jax.sampler.continuous import config as continuous_config
 from gspo_jax.sampler.continuous import placement
 from gspo_jax.sampler.continuous import sampler as continuous_sampler
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
@@ -146,7 +147,10 @@ def test_samples_are_those_of_the_static_sampler(make):
   generate, counts = make(), []
   count = lambda n, tokens: counts.append((n, tokens))
   expected = static(generate.config)
-  samples = run(generate, progress=SimpleNamespace(advance=count))
+  progress = SimpleNamespace(advance=count, note="")
+  samples = run(generate, progress=progress)
+  several = generate.shards > 1
+  assert progress.note.startswith("; fullest: shard ") == several
   assert (expected.lengths == R).any() != (expected.lengths == R).all()
   assert_same(samples, expected)
   if generate.config.record_routing:
@@ -261,28 +265,45 @@ def migrate_often(monkeypatch):
     monkeypatch.setattr(placement, name, value)
 
 
-@pytest.mark.parametrize("record", [False, True])
-def test_samples_are_the_same_when_responses_move(monkeypatch, record):
+@pytest.mark.parametrize(
+  ("config", "pages", "pause"),
+  [
+    (dataclasses.replace(SAMPLED, record_routing=True), 0, R),
+    (dataclasses.replace(SAMPLED, speculation=2), 0, R),
+    (SAMPLED, 24, R),  # some responses start again
+    (SAMPLED, 0, 9),  # the others are continued in a second call
+  ],
+)
+def test_samples_are_the_same_when_responses_move(
+  config, pages, pause, monkeypatch
+):
   """Every segment, as soon as one shard has more than another."""
   migrate_often(monkeypatch)
-  batching = dataclasses.replace(SMALL, slots=B, segment_steps=3)
-  config = dataclasses.replace(SAMPLED, record_routing=record)
+  monkeypatch.setattr(continuous_config, "_DRAFTING", 1)
+  batching = dataclasses.replace(
+    SMALL, slots=B, segment_steps=2, num_pages=4 * pages
+  )
   generate, moved = build(batching, config, **MESH), []
 
   def move_slots(state, moves, rows):
     moved.append(int((np.asarray(moves.target) < B // 4).sum()))
     return generate.jitted.move_slots(state, moves, rows)
 
-  jitted = dataclasses.replace(generate.jitted, move_slots=move_slots)
-  reported = {}
-  samples = run(
-    dataclasses.replace(generate, jitted=jitted), on_finished=reported.update
+  spy, reported = spied(generate, move_slots=move_slots), {}
+  run_on = functools.partial(
+    spy, weights(), prompts(), jax.random.key(KEY), on_finished=reported.update
   )
-  expected = static()
+  if pause == R:
+    samples = run_on()
+  else:
+    samples = run_on(stop_at=np.full(B, pause))
+    moved.clear()
+    samples = run_on(resume_from=samples, stop_at=np.full(B, R))
   assert sum(moved) >= 3
-  assert_same(samples, expected)
-  if record:
-    assert_same_routing(samples, expected)
+  samples = jax.device_get(samples)
+  assert_same(samples, static())
+  if config.record_routing:
+    assert_same_routing(samples, static())
   assert sorted(reported) == list(range(B))
   for number, response in reported.items():
     assert response.length == samples.lengths[number]

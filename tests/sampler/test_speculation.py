@@ -14,6 +14,7 @@ from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import continuous, stop_strings
 from gspo_jax.sampler import samples as sampling
+from gspo_jax.sampler.continuous import config as continuous_config
 from gspo_jax.sampler.continuous import sampler as continuous_sampler
 from gspo_jax.sampler.continuous import speculation
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
@@ -92,7 +93,7 @@ def spied(generate, calls):
 def half_idle():
   """Speculates on half of the slots; also returns the responses without."""
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(continuous_sampler, "_IDLE_SLOTS", 2)
+    patch.setattr(continuous_config, "_DRAFTING", 2)
     generate, calls = build(speculating(CONFIG)), []
     samples = run(spied(generate, calls))
   return samples, calls, run(build())
@@ -124,7 +125,7 @@ def test_right_drafts_save_steps_and_wrong_ones_end_speculation(monkeypatch):
     shape = jax.ShapeDtypeStruct((len(row), J - 1), np.int32)
     return jax.pure_callback(drafts, shape, row, num_tokens)
 
-  monkeypatch.setattr(continuous_sampler, "_IDLE_SLOTS", 2)
+  monkeypatch.setattr(continuous_config, "_DRAFTING", 2)
   monkeypatch.setattr(speculation, "draft", draft)
   monkeypatch.setattr(speculation, "_TRIED", 20)
   generate, calls = build.__wrapped__(speculating(CONFIG)), []
@@ -271,7 +272,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_speculation_holds_with(name, monkeypatch):
   changes, cfg, sizes, devices, how = CASES[name]
-  monkeypatch.setattr(continuous_sampler, "_IDLE_SLOTS", 2)
+  monkeypatch.setattr(continuous_config, "_DRAFTING", 2)
   monkeypatch.setattr(continuous_sampler, "_FEWEST_ROWS", 4)
   config = dataclasses.replace(CONFIG, **changes)
   batching = dataclasses.replace(BATCHING, **sizes)

@@ -6,6 +6,7 @@ from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.key import AT_LEAST_1, ZERO_OR_MORE, check, key
 from gspo_jax.sampler.samples import SamplerConfig
 
+_DRAFTING = 4  # responses draft where at most 1 of 4 slots is in use
 PROMPT_ROWS = 2  # states of prefixes that a shard keeps for later slots
 
 
@@ -28,9 +29,17 @@ class ShardSizes:
     return -(-tokens // self.page_size)
 
   @property
-  def segment_tokens(self) -> int:
-    """Most tokens that a segment adds to a response."""
-    return self.segment_steps * (1 + self.drafts)
+  def holds_all_slots(self) -> bool:
+    """Whether the pool has pages for `slots` of the longest responses."""
+    return self.num_pages >= self.slots * (self.pages_per_slot + 1)
+
+  def drafts_of(self, active: int) -> int:
+    """Drafts of a response in a step where so many are in slots, or fewer."""
+    return self.drafts if _DRAFTING * active <= self.slots else 0
+
+  def segment_tokens(self, active: int) -> int:
+    """Most tokens that a segment adds to each of so many responses."""
+    return self.segment_steps * (1 + self.drafts_of(active))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -394,9 +394,9 @@ def read_tokens(samples: Samples, rows: jax.Array) -> jax.Array:
 
 def move_pages(state: DecodeState, moves: Moves) -> DecodeState:
   """Copies pages to other devices; sharded as `Pages.kv`."""
-  kv = paged_cache.exchange(state.pages.kv, moves)
+  moved = paged_cache.exchange(state.pages.kv, moves)
   return dataclasses.replace(
-    state, pages=dataclasses.replace(state.pages, kv=kv)
+    state, pages=dataclasses.replace(state.pages, kv=moved)
   )
 
 
@@ -410,9 +410,7 @@ def move_slots(
   """
 
   def local(arrays, moves, row_n):
-    moved = jax.tree.map(
-      lambda x: sharding.exchange(x, moves, *sharding.BATCH_AXES, dim=0), arrays
-    )
+    moved = sharding.exchange(arrays, moves, *sharding.BATCH_AXES, dim=0)
     row_M = moved.row.at[moves.target].set(row_n, mode="drop")
     return dataclasses.replace(moved, row=row_M)
 
@@ -424,9 +422,7 @@ def move_rows(samples: Samples, moves: Moves) -> Samples:
   """Exchanges rows of samples between devices."""
 
   def local(arrays, moves):
-    return jax.tree.map(
-      lambda x: sharding.exchange(x, moves, *sharding.BATCH_AXES, dim=0), arrays
-    )
+    return sharding.exchange(arrays, moves, *sharding.BATCH_AXES, dim=0)
 
   move = sharding.shard_map(local, (_BATCH, _BATCH), _BATCH)
   moved = move(

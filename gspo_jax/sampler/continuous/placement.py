@@ -12,6 +12,7 @@ slots, rows and pages of its own shards.
 Dimension letters as in `continuous/__init__`; D shards, n moves of a shard.
 """
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -56,17 +57,35 @@ class Placement:
     self._num_tokens_B, self._stop_at_B = num_tokens, stop_at
     self.swaps: list[Moves] = []
     self._segments = 0  # since the last migration
+    self._stuck_at = 0  # running responses when no move was of use
     self._cached_DM = None  # tokens of each running response
+    # Cached tokens, summed over segments: of the fullest shard, and the mean.
+    self._most = self._mean = 0.0
+    self._above_D = np.zeros(shards)  # what each was above the mean as fullest
+    self._start, self._all_segments = time.monotonic(), 0
 
   def update(self, results: SegmentResults) -> None:
     self._segments += 1
     self._results = results
     cached_M = np.where(results.active, results.num_cached, 0)
     self._cached_DM = cached_M.reshape(self._shards, -1)
+    cached_D = self._cached_DM.sum(1)
+    most, mean = cached_D.max(), cached_D.mean()
+    self._most, self._mean = self._most + most, self._mean + mean
+    self._above_D[cached_D.argmax()] += most - mean
+    self._all_segments += 1
+
+  def slowest(self) -> tuple[int, str]:
+    """The shard that the others wait for, and by how much, in words."""
+    ratio = self._most / max(self._mean, 1)
+    seconds = (time.monotonic() - self._start) / max(self._all_segments, 1)
+    words = f"{ratio:.2f} x the mean cached tokens, {seconds:.2g} s a segment"
+    return int(self._above_D.argmax()), words
 
   def is_uneven(self) -> bool:
     """Whether responses should move before the next segment."""
-    if self._segments < _SEGMENTS:
+    running = np.count_nonzero(self._cached_DM) if self._segments else 0
+    if self._segments < _SEGMENTS or running == self._stuck_at:
       return False
     cached_D = self._cached_DM.sum(1)
     return bool(cached_D.max() > _MOST * cached_D.mean())
@@ -111,6 +130,7 @@ class Placement:
         for old, new in zip(old_pages, new_pages, strict=True)
       ]
     if not pages:
+      self._stuck_at = np.count_nonzero(self._cached_DM)
       return None
     self.swaps.append(rows.moves(self._own))
     return Migration(
@@ -124,7 +144,10 @@ class Placement:
     """(from shard, slot, to shard), at most n of each; a shard does not give
     and take."""
     sizes, cached_DM = self._sizes, self._cached_DM.copy()
-    load_D, idle_D = cached_DM.sum(1), (cached_DM == 0).sum(1)
+    load_D, running_D = cached_DM.sum(1), (cached_DM > 0).sum(1)
+    # A response needs a slot, and the row of one that does not run.
+    b = len(self._num_tokens_B) // self._shards
+    idle_D = min(sizes.slots, b) - running_D
     # All visitors, and one more response, fit if they grow to their longest.
     most = (sizes.num_pages - 1) // sizes.pages_per_slot - 1
     takes_D = np.minimum(np.minimum(idle_D, n), most - visitors_D)
@@ -140,12 +163,15 @@ class Placement:
       # Half of the difference is best; less than all of it is an improvement.
       half = (load_D[giver] - load_D[taker]) / 2
       cached_M = cached_DM[giver]
-      pages_M = -(-(cached_M + sizes.segment_tokens) // sizes.page_size)
-      fits_M = (cached_M > 0) & (cached_M < 2 * half)
-      fits_M &= pages_M <= room_D[taker]
+      pages_M = -(-(cached_M + sizes.segment_tokens(1)) // sizes.page_size)
+      smaller_M = (cached_M > 0) & (cached_M < 2 * half)
+      fits_M = smaller_M & (pages_M <= room_D[taker])
       slot = int(np.where(fits_M, abs(cached_M - half), np.inf).argmin())
-      if not fits_M[slot]:
+      if not smaller_M.any():
         return choices
+      if not fits_M[slot]:
+        takes_D[taker] = 0
+        continue
       choices.append((giver, slot, taker))
       load_D[giver] -= cached_M[slot]
       load_D[taker] += cached_M[slot]
@@ -156,12 +182,14 @@ class Placement:
       takes_D[taker] -= 1
 
   def _page_moves(self, pages) -> list[Moves]:
-    """Moves of pages (from shard, page, to shard, page), few in each call."""
-    calls = []
+    """Moves of pages (from shard, page, to shard, page).
+
+    A call moves a quarter of a slot's pages from each shard, because all layers
+    of them are in memory twice.
+    """
+    calls, n = [], -(-self._sizes.pages_per_slot // 4)
     while pages:
-      call = _MoveList(
-        self._shards, self._sizes.pages_per_slot, self._sizes.num_pages
-      )
+      call = _MoveList(self._shards, n, self._sizes.num_pages)
       left = []
       for page in pages:
         if call.has_room(page[0], page[2]):

@@ -58,7 +58,6 @@ from gspo_jax.sampler.stop_strings import StopStrings
 
 _IDLE = 8  # a segment ends when 1 of 8 slots is idle and responses wait
 _FEWEST_ROWS = 8  # of a shard that a step computes: those of a TPU tile
-_IDLE_SLOTS = 4  # responses draft tokens where 1 of 4 slots is computed
 _MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
 
 
@@ -200,6 +199,12 @@ class ContinuousSampler:
       self.sizes, self.shards, self.own, so_far[0], self._stop_at(stop_at, B)
     )
 
+    # Kept tokens stay with the rows of their responses. A prefill that is
+    # repeated because pages ran out writes the routing of a group's rows.
+    may_migrate = not prefix_cache and (
+      samples.experts is None or self.sizes.holds_all_slots
+    )
+
     def finished_in(results, samples) -> list[tuple]:
       nonlocal active, speculates
       results = jax.device_get(results)
@@ -211,6 +216,10 @@ class ContinuousSampler:
       counts = before - active  # of responses that left, also on other hosts
       if progress:
         progress.advance(int(counts.sum()), tokens=int(results.num_sampled))
+        shard, words = placement.slowest()
+        device = self.mesh.devices.reshape(self.shards, -1)[shard, 0]
+        host = f"shard {shard} of process {device.process_index}"
+        progress.note = f"; fullest: {host}, {words}" if self.shards > 1 else ""
       most = counts.max(initial=0)
       return list(self._finished(left, most, samples)) if on_finished else []
 
@@ -222,8 +231,7 @@ class ContinuousSampler:
     while True:
       facts = self._facts(shared)
       look_ahead = facts.looks_ahead.all() and facts.goes_on.any()
-      # Kept tokens stay with the rows of their responses.
-      migrates = not prefix_cache and not facts.waiting.any()
+      migrates = may_migrate and not facts.waiting.any()
       migrates = migrates and placement.is_uneven()
       if results and (migrates or not look_ahead):
         finished += finished_in(results, samples)
@@ -248,7 +256,10 @@ class ContinuousSampler:
       count = min(n for n in self.compute_sizes if n >= most)
       if not any_new and count < self.batching.slots:
         slots = self._active_subset(plan, count // self.shards)
-      drafts = self._drafts(count) if speculates and slots is not None else 0
+      drafts = 0
+      # Where preempted responses wait, pages may hold single tokens only.
+      if speculates and slots is not None and not facts.waiting.any():
+        drafts = self._drafts(count)
       plan_and_slots = self._to_devices((plan, slots))
       unread = results
       state, samples, results = self.jitted.decode(
@@ -562,9 +573,7 @@ class ContinuousSampler:
 
   def _drafts(self, count: int) -> int:
     """Tokens that each slot drafts in a step where `count` are computed."""
-    return (
-      self.sizes.drafts if _IDLE_SLOTS * count <= self.batching.slots else 0
-    )
+    return self.sizes.drafts_of(count // self.shards)
 
   def _active_subset(self, plan: SegmentPlan, count: int) -> np.ndarray:
     """`count` slots of each shard to compute; all active ones.

@@ -229,6 +229,7 @@ class Scheduler:
       slot, response = int(newest_M.argmax()), int(newest_M.max())
       prefix = self._prefix_B[response] if response >= 0 else -1
       if not self._evict(after=prefix):
+        assert response >= 0  # `Placement` leaves room for all visitors
         self._queue.appendleft(response)
         self._release_slot(slot)
     column_W = np.arange(self._sizes.pages_per_slot)
@@ -365,7 +366,8 @@ class Scheduler:
     prefill.append(Prefill(prefix, pages, num_stored, [slot]))
 
   def _pages_after_segment(self, num_cached, num_generated, max_tokens):
-    new = self._sizes.segment_tokens * (self._unknown_segments + 1)
+    new = self._sizes.segment_tokens(self.num_active)
+    new *= self._unknown_segments + 1
     tokens = num_cached + np.minimum(num_generated + new, max_tokens)
     return -(-tokens // self._sizes.page_size)
 
