@@ -10,6 +10,7 @@ its loops. `bundles` are those of a trip without the inner loops, and
 a cycle. `gspo_jax.plan` reads the same from the programs that it compiles.
 """
 
+import argparse
 import dataclasses
 import functools
 from pathlib import Path
@@ -17,7 +18,6 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
 from jax.experimental.pallas.ops.tpu import paged_attention as pa
 
 from benchmarks import record
@@ -25,10 +25,6 @@ from gspo_jax.model import attention, grouped_matmul, paged_attention
 from gspo_jax.plan import chips
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.runtime import sharding
-
-_TOPOLOGY = flags.DEFINE_list("topology", ["v5e", "v5p", "v6e", "tpu7x"], "")
-_ONLY = flags.DEFINE_string("only", "", "Kernels whose name has this in it.")
-_OUT = flags.DEFINE_string("out", None, "Also write the JSON there.")
 
 # The smallest slices whose hosts are whole.
 _SLICES = {
@@ -116,17 +112,22 @@ def _kernels(cores):
   yield "grouped, down", _grouped(F, D)
 
 
-def main(_):
+def main():
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--topology", nargs="+", choices=_SLICES, default=_SLICES)
+  parser.add_argument("--only", default="", help="part of a kernel's name")
+  parser.add_argument("--out", type=Path)
+  args = parser.parse_args()
   plan_compile.prepare()
   found = {}
-  for kind in _TOPOLOGY.value:
+  for kind in args.topology:
     where = chips.parse(_SLICES[kind])
     device = plan_compile.devices(where, 1)[0]
     mesh = sharding.make_mesh([device])
     place = sharding.replicated(mesh)
     found[kind] = {}
     for name, (function, operands) in _kernels(where.chip.cores):
-      if _ONLY.value not in name:
+      if args.only not in name:
         continue
       shapes = [jax.ShapeDtypeStruct(*x, sharding=place) for x in operands]
       with jax.set_mesh(mesh):
@@ -138,8 +139,8 @@ def main(_):
         if issued.body.inner and "metadata" not in kernel
       }
       print(kind, name, found[kind][name], flush=True)
-  record.finish("bundles", found, _OUT.value and Path(_OUT.value))
+  record.finish("bundles", found, args.out)
 
 
 if __name__ == "__main__":
-  app.run(main)
+  main()

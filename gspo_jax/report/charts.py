@@ -36,7 +36,8 @@ _UNITS = {
     "mismatch/*_abs_mean",
   ),
   "tokens": (
-    *("response/length", "conversation/*_tokens"),
+    *("response/length", "response/acceptance_length"),
+    "conversation/*_tokens",
     *("dynamic_sampling/tokens_*ed",),
   ),
   "s": ("time/*",),

@@ -377,7 +377,7 @@ def is_local() -> bool:
 
 def constrain(tree, *axes):
   """Constrains the sharding of each leaf to `PartitionSpec(*axes)`."""
-  if not ambient():
+  if not ambient() or ambient().are_all_axes_manual:
     return tree
   spec = _inside(PartitionSpec(*axes))
   constrain_leaf = jax.lax.with_sharding_constraint
@@ -392,7 +392,7 @@ def constrain_batch(tree, axis: int):
 def constrain_state(tree, axes: LogicalAxes):
   """Constrains each leaf to its `spec`."""
   mesh = ambient()
-  if not mesh:
+  if not mesh or mesh.are_all_axes_manual:
     return tree
   place = lambda keys, x: spec(path_name(keys), x.shape, mesh, axes)
   specs = jax.tree.map_with_path(place, tree)
@@ -439,7 +439,8 @@ def sum_over_data(body: Callable, in_specs, row_specs) -> Callable:
     local,
     in_specs=in_specs,
     out_specs=(PartitionSpec(), row_specs),
-    axis_names={"data"},
+    # A kernel takes no axis of type Auto, not even of one device.
+    axis_names=set(AXES) if size(*AXES) == size("data") else {"data"},
     check_vma=False,
   )
 

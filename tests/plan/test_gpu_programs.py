@@ -120,7 +120,7 @@ def test_a_t4_has_no_kernels():
   done = plan_compile.compile_one(functions["generate"], "cuda")
   assert TRITON not in done.text
   work = roofline.work(
-    "generate", done.text, config("float32"), program, chips.parse("t4:1")
+    "generate", done, config("float32"), program, chips.parse("t4:1")
   )
   assert work["flops"] < 1.5 * work["model_flops"]
 

@@ -63,8 +63,8 @@ class Segment:
     call = program.abstract_policy, Prompts(ints(P, S), ints(P)), key
     lowered = generate.lower(*call, subsets=True)
     self.whole = plan_compile.compile_one(lowered["generate"])
-    quarter = self.slots // 4 * len(devices)
-    self.subset = plan_compile.compile_one(lowered[f"generate {quarter}"])
+    fewest = generate.compute_sizes[-1]
+    self.subset = plan_compile.compile_one(lowered[f"generate {fewest}"])
     report = roofline.work("generate", self.whole, config, program, where)
     self.step, sizes = report["decode"], generate.sizes  # a step of all slots
     # Tokens of a slot, and of the pool, with a partial page of each prompt.
