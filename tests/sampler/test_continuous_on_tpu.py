@@ -47,7 +47,7 @@ def configured(devices, slots):
 
 
 class Segment:
-  """Compiled segments of all slots and of a quarter; bytes of one device."""
+  """Compiled segments of all slots and of the fewest; bytes of one device."""
 
   def __init__(self, topology):
     plan_compile.prepare()
