@@ -22,7 +22,7 @@ def old_policy_metrics(
   `mismatch/*` is the recomputed log-prob minus the sampler's. In bfloat16 it
   can exceed GSPO's clip range, so it is measured also if the sampler's
   log-probs are the old ones. `moe/dropped` is a mean over the micro-batches
-  that hold responses.
+  that hold responses, of each part of the mesh axis `data`.
   """
   mask = batch.response_mask
   metrics = _mismatch(out.logps, batch)

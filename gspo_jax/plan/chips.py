@@ -154,18 +154,18 @@ class Slice:
     return links * chip.link
 
   def latency(self, devices: Sequence[DeviceCoordinates]) -> float:
-    """Seconds of the first byte to the farthest device of a group.
+    """Seconds of a byte between the two farthest devices of a group.
 
-    It passes along each torus axis of the group, of a ring the shorter way.
-    Between slices, as assumed for hosts in `gpus.LATENCY`, it takes longer.
+    It passes along each torus axis, of a ring the shorter way. Between slices,
+    as assumed for hosts in `gpus.LATENCY`, it takes longer.
     """
     if len({d.slice for d in devices}) > 1:
       return gpus.LATENCY
     hops = 0
     for axis, ring in enumerate(self.chip.rings(self.shape)):
-      extent = len({d.coordinates[axis] for d in devices})
-      whole = ring and extent == self.shape[axis]
-      hops += extent // 2 if whole else extent - 1
+      places, size = {d.coordinates[axis] for d in devices}, self.shape[axis]
+      apart = [b - a for a in places for b in places if b >= a]
+      hops += max(min(n, size - n) if ring else n for n in apart)
     return self.chip.hop * max(hops, 1)
 
   def bandwidth(

@@ -172,10 +172,17 @@ _KERNEL = re.compile(
 def _kernels(text: str) -> dict[str, bundles.Kernel]:
   """What the last program's kernels issue; equal ones are dumped once."""
   names, kernels = set(_KERNEL.findall(text)), {}
+  of_kind = lambda names: {name.rpartition(".")[0] or name for name in names}
   for file in Path(_bundles_folder().name).glob("*-final_bundles.txt"):
     name = re.fullmatch(r"\d+-(.+)-\d+-final_bundles\.txt", file.name)
     if name and name[1] in names:
       kernels[name[1]] = bundles.parse(file.read_text())
+  if missing := sorted(of_kind(names) - of_kind(kernels)):
+    raise UserError(
+      f"libtpu did not dump what {missing[0]} issues: expected a process in "
+      "which nothing else has loaded libtpu, and LIBTPU_INIT_ARGS without "
+      "--xla_jf_dump_to"
+    )
   return kernels
 
 

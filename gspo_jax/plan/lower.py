@@ -20,25 +20,26 @@ FUNCTIONS = (*LEARNING, "decode_params", "prefill", "generate")
 
 
 def functions(
-  config: Config, program: Program
+  config: Config, program: Program, *, fewer_slots: bool = False
 ) -> dict[str, jax.stages.Lowered]:
   """The functions that a run has, by name.
 
   With a continuous sampler, `generate` is a segment of decode steps of all
-  slots, and `generate SLOTS` of fewer, `decode_params` prepares weights, and
-  `prefill` takes the longest prompts.
+  slots, `decode_params` prepares weights, and `prefill` takes the longest
+  prompts. With `fewer_slots` there are also the segments `generate SLOTS`.
   """
   with for_absent(program.mesh.devices.flat[0]):
-    return _functions(config, program)
+    return _functions(config, program, fewer_slots)
 
 
-def _functions(config, program):
+def _functions(config, program, fewer_slots):
   rows = functools.partial(_with_batch_sharding, program.mesh)
   sampled = functools.partial(_with_batch_sharding, program.sampler.mesh)
   shape, S = jax.ShapeDtypeStruct, config.data.max_prompt_length
   prompts = lambda P: Prompts(shape((P, S), jnp.int32), shape((P,), jnp.int32))
   P = config.data.prompts
-  subsets = {"subsets": True} if program.sampler.generate.batching else {}
+  batching = program.sampler.generate.batching
+  subsets = {"subsets": fewer_slots} if batching else {}
   lowered = program.sampler.generate.lower(
     sampler_weights(program),
     sampled(prompts(config.prompts_in_flight)),

@@ -62,13 +62,15 @@ def plan(
   program = build_program(config, mesh, sampler_devices=sampler_devices)
   transfer = _transfer(program, topology) if sampler_devices else None
   drawn = lengths and plan_lengths.draw(lengths, config, program.tokenizer)
-  results = _analyze(functions, config, program, topology)
+  results = _analyze(
+    functions, config, program, topology, fewer_slots=bool(lengths)
+  )
   for name, result in results.items():
     if lower.has_pages(name, program) and "pages" not in result:
       result |= _room_by_a_smaller_pool(name, config, program, topology)
   _add_advice(results, program)
   iteration = None
-  if drawn and all("seconds" in result for result in results.values()):
+  if drawn and all(result["fits"] for result in results.values()):
     print("scheduling an iteration ...", file=sys.stderr, flush=True)
     with Progress("scheduling", file=sys.stderr):
       iteration = iteration_cost.cost(
@@ -95,8 +97,10 @@ def plan(
   }
 
 
-def _analyze(functions, config, program, topology) -> dict:
-  lowered = lower.functions(config, program)
+def _analyze(
+  functions, config, program, topology, *, fewer_slots=False
+) -> dict:
+  lowered = lower.functions(config, program, fewer_slots=fewer_slots)
   absent = [name for name in functions if name not in lowered]
   if absent and set(functions) != set(FUNCTIONS):
     raise UserError(
@@ -172,7 +176,7 @@ def _in_turns(config, topology, slices, lengths, speculation) -> dict:
     drawn = plan_lengths.draw(lengths, config, program.tokenizer)
   except UserError as error:
     return {"reason": str(error)}
-  results = _analyze(FUNCTIONS, config, program, topology)
+  results = _analyze(FUNCTIONS, config, program, topology, fewer_slots=True)
   if unfit := [name for name, result in results.items() if not result["fits"]]:
     return {"reason": f"does not fit: {', '.join(unfit)}"}
   iteration = iteration_cost.cost(

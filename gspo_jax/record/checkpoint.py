@@ -195,7 +195,11 @@ class Checkpoints:
       state = self._try(step, self._load, _to_read(abstract_state), part)
       if state is None:
         continue
-      state = jax.tree.map(_from_first_part, state, abstract_state)
+      leaves, tree = jax.tree.flatten(state)
+      del state
+      for i, like in enumerate(jax.tree.leaves(abstract_state)):
+        leaves[i] = _from_first_part(leaves[i], like)  # frees what was read
+      state = tree.unflatten(leaves)
       if self._try(step, _require_checksums, state, saved["checksums"]):
         return Restored(step, state, saved["user"])
       del state  # frees its device memory before the next one is loaded

@@ -117,6 +117,11 @@ MESHES = {
     {"expert": 4, "tensor": 1},
   ),
   "8 expert": (8, {"data": 1, "expert": 8}, {}),
+  "8 data, context, expert, decoding otherwise": (
+    8,
+    {"data": 2, "context": 2, "expert": 2},
+    {"expert": 4, "tensor": 1},
+  ),
   "8 fsdp, expert, tensor, decoding otherwise": (
     8,
     {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2},
@@ -124,7 +129,7 @@ MESHES = {
   ),
 }
 # The others take a quarter of a minute each. Other files test fsdp.
-DEFAULT = "8 context, expert, tensor, decoding otherwise"
+DEFAULT = "8 data, context, expert, decoding otherwise"
 
 
 @pytest.mark.parametrize(

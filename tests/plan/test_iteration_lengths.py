@@ -91,6 +91,13 @@ def test_other_numbers_of_lines_give_whole_groups(tmp_path):
   np.testing.assert_allclose(first, np.arange(64) * 1000 / 64, atol=9)
 
 
+def test_groups_of_the_same_size_stay_as_they_are(tmp_path):
+  group = [1, 1, 2, 3, 5, 8, 300, 511]
+  (tmp_path / "some.txt").write_text("\n".join(map(str, group * 3)))
+  drawn = draw(tmp_path / "some.txt").responses.reshape(64, 8)
+  np.testing.assert_array_equal(np.sort(drawn), [group] * 64)
+
+
 def test_prompts_are_the_groups_of_a_file(tmp_path):
   """Two groups of three in place of two of two: even quantiles of each."""
   lines = [("a", 1), ("a", 3), ("a", 2), ("b", 9), ("b", 9), ("b", 9)]
@@ -100,7 +107,7 @@ def test_prompts_are_the_groups_of_a_file(tmp_path):
   (tmp_path / "some.jsonl").write_text(text)
   drawn = draw(tmp_path / "some.jsonl", SMALL).responses.reshape(2, 2)
   groups = sorted(sorted(group) for group in drawn.tolist())
-  assert groups == [[2, 2], [9, 9]]  # 1.5 and 2.5, rounded
+  assert groups == [[1, 3], [9, 9]]  # 1.25 and 2.75, rounded
 
 
 @pytest.mark.parametrize("correlation", [0.5, 0.9])

@@ -178,7 +178,9 @@ def issued(
 
   A grid is a loop; all its steps run what is not conditional. In attention the
   largest conditional region is a block of scores; the others begin and end a
-  row of blocks. Each visit of a grouped product runs the whole loop.
+  row of blocks. Each visit of a grouped product runs the whole loop; but of the
+  gradient of the matrices, the first visit of a tile clears it, and the last
+  one writes it.
   """
   step, once = _longest(kernel.body), kernel.body.bundles
   if call := _attention(computation, i):
@@ -189,7 +191,12 @@ def issued(
     return Issued(once + steps + of_blocks, of_blocks)
   if tiling := _tiling(i):
     visits = (work.flops + work.padding_flops) / (2.0 * math.prod(tiling))
-    return Issued(once + step.whole * visits)
+    if len(dims := i.arrays[0].dims) < 3:
+      return Issued(once + step.whole * visits)
+    G, K, N = dims
+    tiles = G * math.ceil(K / tiling[1]) * math.ceil(N / tiling[2])
+    always = step.whole - sum(step.conditional)
+    return Issued(once + always * visits + sum(step.conditional) * tiles)
   return None
 
 

@@ -226,7 +226,8 @@ class _Walk:
     """What a kernel issues; None if unknown."""
     if not self.kernels or i.op != "custom-call":
       return None
-    return self._by_operands.get(_operands(computation, i))
+    of_equal = self._by_operands.get(_operands(computation, i))
+    return self.kernels.get(i.name, of_equal)
 
   @functools.cached_property
   def _by_operands(self):

@@ -23,6 +23,7 @@ another size gives even quantiles.
 possible. All is shuffled with a fixed seed.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -157,7 +158,9 @@ def _resampled(lengths, prompts, P, G) -> np.ndarray:
   groups = sorted(np.split(lengths, starts), key=np.mean)
   rng = np.random.default_rng(0)
   chosen = rng.permutation((_quantiles(P) * len(groups)).astype(int))
-  evenly = lambda group: rng.permutation(np.quantile(group, _quantiles(G)))
+  # Hazen's quantiles are the values themselves where the group has G.
+  values = functools.partial(np.quantile, q=_quantiles(G), method="hazen")
+  evenly = lambda group: rng.permutation(values(group))
   return np.concatenate([evenly(groups[i]) for i in chosen])
 
 
