@@ -200,6 +200,7 @@ class Checkpoints:
       for i, like in enumerate(jax.tree.leaves(abstract_state)):
         leaves[i] = _from_first_part(leaves[i], like)  # frees what was read
       state = tree.unflatten(leaves)
+      del leaves
       if self._try(step, _require_checksums, state, saved["checksums"]):
         return Restored(step, state, saved["user"])
       del state  # frees its device memory before the next one is loaded
