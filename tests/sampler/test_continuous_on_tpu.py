@@ -47,7 +47,10 @@ def configured(devices, slots):
 
 
 class Segment:
-  """Compiled segments of all slots and of the fewest; bytes of one device."""
+  """Compiled segments of all slots and of the fewest, and moves of pages.
+
+  Bytes are those of one device.
+  """
 
   def __init__(self, topology):
     plan_compile.prepare()
@@ -65,6 +68,12 @@ class Segment:
     self.whole = plan_compile.compile_one(lowered["generate"])
     fewest = generate.compute_sizes[-1]
     self.subset = plan_compile.compile_one(lowered[f"generate {fewest}"])
+    empty = generate.jitted.empty_samples.lower(P).out_info
+    state, _ = generate.jitted.begin.lower(empty, None).out_info
+    place = generate.batch_sharding
+    few = jax.ShapeDtypeStruct((8 * len(devices),), np.int32, sharding=place)
+    moves = generate.jitted.move_pages.lower(state, sh.Moves(few, few, few))
+    self.moves = plan_compile.compile_one(moves)
     report = roofline.work("generate", self.whole, config, program, where)
     self.step, sizes = report["decode"], generate.sizes  # a step of all slots
     # Tokens of a slot, and of the pool, with a partial page of each prompt.
@@ -89,7 +98,7 @@ def segment(request):
   return Segment(request.param)
 
 
-@pytest.mark.parametrize("which", ["whole", "subset"])
+@pytest.mark.parametrize("which", ["whole", "subset", "moves"])
 def test_it_fits_and_its_temporaries_are_small(segment, which):
   compiled = getattr(segment, which)
   assert compiled.memory is not None, compiled.reason
@@ -119,7 +128,7 @@ def dims(shape):
   return tuple(sorted(n for n in shape if n > 1))
 
 
-@pytest.mark.parametrize("which", ["whole", "subset"])
+@pytest.mark.parametrize("which", ["whole", "subset", "moves"])
 def test_nothing_copies_pages_or_weights(segment, which):
   """Nowhere in the program, inside its loop or outside, in any axis order.
 
