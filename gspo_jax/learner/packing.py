@@ -237,8 +237,8 @@ def pack_responses(
 ) -> PackedBatch:
   """Packs responses [B, R] behind their prompts [P, S]; B = P * G.
 
-  Tokens go to their rows by two exchanges, see `_mover`; a device holds about
-  as many as of its own responses and rows, however many devices there are.
+  Tokens go to their rows by two exchanges, see `_mover`. What a device holds
+  meanwhile does not grow with the number of devices.
   Log-probs and advantages that are filled in later are zeros.
 
   Args:
@@ -347,9 +347,9 @@ def _mover(packing, begins, cfg):
   """Returns a function from this device's sequences [b, C, ...] to its rows.
 
   Sequences begin at the columns `begins` [b]. Each is shifted to the columns
-  that it has in its row. After a first exchange a device has some columns of
-  all sequences; there each row takes its sequences. After a second exchange it
-  has all columns of its own rows, [rows, W, ...]. Padding is any token.
+  that it has in its row. A first exchange gives a device some columns of all
+  sequences, which it joins to rows. A second exchange gives it all columns of
+  its rows, [rows, W, ...]. Padding is any token.
   """
   B, size, shards = len(packing.row), cfg.micro_batch_size, _shards()
   axes = sharding.ROW_AXES

@@ -4,7 +4,7 @@ Sources:
   FLOPs and memory bandwidth: docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}
   Links, one way: jax-ml.github.io/scaling-book, chapter 2
   HBM: the out-of-memory message of libtpu 0.0.51
-  Latency of a hop: the same book, chapter 3, about 1 us
+  Latency of a hop: assumed, 1 us
   FLOPs a cycle of v5e and v5p: the pages above, 4 units of 128 x 128 in each
     TensorCore
 

@@ -172,7 +172,7 @@ def jit_sampler(
       static_argnums=0,
       out_shardings=train_samples,
     ),
-    # Every device gets what each host says of its own shards.
+    # Sends each host's facts of its shards to every device.
     share=jit(lambda x: x, out_shardings=sharding.replicated(sampler_mesh)),
     begin=jit(
       begin,

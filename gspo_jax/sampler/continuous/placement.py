@@ -6,8 +6,8 @@ between groups. So while no response waits for a slot, running ones move with
 their pages. On the other shard a response gets the row of a finished one, which
 gets its row in return. At the end of the call the swaps of rows are undone.
 
-All hosts make the same choice, from what every host knows; each fills in the
-slots, rows and pages of its own shards.
+All hosts choose the same moves, from the same results. A host knows the slots,
+rows and pages of its own shards alone, and fills in these.
 
 Dimension letters as in `continuous/__init__`; D shards, n moves of a shard.
 """
@@ -25,9 +25,7 @@ from gspo_jax.sampler.continuous.scheduler import Scheduler
 
 # Responses move when the fullest shard has a quarter more cached tokens than
 # the mean, until it has a twentieth more, and then not for some segments.
-# Lengths of a lognormal distribution (mean a quarter of 16,384, sigma 1), 512
-# groups of 16 on 64 shards: 386 moves, and the tokens of the fullest shards are
-# 1.17 times the mean, in place of 1.51. Half these limits: 898 moves, 1.10.
+# docs/rollouts.md has what this gives and costs on a pod.
 _MOST, _LEAST, _SEGMENTS = 1.25, 1.05, 8
 
 

@@ -5,10 +5,10 @@ of a few dozen steps (`paged_decode`), until all responses have finished or
 paused. While no response waits for a slot, the host starts the next segment
 before it reads the results of the last one, so the devices need not wait.
 
-Each host plans the shards of its own devices. Programs and their shapes follow
-from a few numbers of every shard (`_Facts`), which all hosts share once a
-segment: on the devices, before the segment. They are known at once where the
-host waits for results anyway; else when the segment before has ended.
+A host plans only the shards of its own devices. All hosts must run the same
+programs, which follow from a few numbers of every shard (`_Facts`). Before each
+segment the devices send these numbers to all hosts. A host reads them at once
+if it waits for results anyway, else after the segment before.
 
 Dimension letters as in `continuous/__init__`. A shard is a part of the devices;
 no two shards share rows. "Own" shards are those of this host.
@@ -57,7 +57,8 @@ from gspo_jax.sampler.samples import (
 from gspo_jax.sampler.stop_strings import StopStrings
 
 _IDLE = 8  # a segment ends when 1 of 8 slots is idle and responses wait
-_FEWEST_ROWS = 8  # of a shard that a step computes: those of a TPU tile
+# A step computes at least so many rows of a shard: a TPU tile has 8.
+_FEWEST_ROWS = 8
 _MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
 
 
@@ -170,7 +171,10 @@ class ContinuousSampler:
         "because the routing of a response's earlier tokens is not kept"
       )
     so_far = multihost.to_host((samples.lengths, samples.finish))
-    B = len(so_far[0])
+    R = self.sizes.max_new_tokens
+    if stop_at is None:
+      stop_at = np.full(len(so_far[0]), R)
+    stop_at = np.minimum(stop_at, R)
     cache, cached = prefix_cache or PrefixCache(), [None] * len(self.own)
     if prefix_cache:
       cached = cache.tokens or [{} for _ in self.own]
@@ -195,9 +199,7 @@ class ContinuousSampler:
       requests, [starts[shard] for shard in self.own], self.config.stop
     )
     params = cache.params or self.jitted.decode_params(params)
-    placement = Placement(
-      self.sizes, self.shards, self.own, so_far[0], self._stop_at(stop_at, B)
-    )
+    placement = Placement(self.sizes, self.shards, self.own, so_far[0], stop_at)
 
     # Kept tokens stay with the rows of their responses. A prefill that is
     # repeated because pages ran out writes the routing of a group's rows.
@@ -393,7 +395,7 @@ class ContinuousSampler:
     tokens = {}
     if so_far[0].any():
       tokens = multihost.addressable_rows(samples.tokens)
-    whole = prompts, prompt_lengths, *so_far, self._stop_at(stop_at, B)
+    whole = prompts, prompt_lengths, *so_far, stop_at
     parts = [np.split(x, self.shards) for x in whole]
     b = B // self.shards
     return [
@@ -403,10 +405,6 @@ class ContinuousSampler:
       )
       for shard in self.own
     ]
-
-  def _stop_at(self, stop_at, B):
-    R = self.sizes.max_new_tokens
-    return np.full(B, R) if stop_at is None else np.minimum(stop_at, R)
 
   def _share(self, schedulers, queues, plan: SegmentPlan | None) -> jax.Array:
     """This host's part of the `_Facts`, sent to all: [shards, ...] int32."""
