@@ -94,7 +94,8 @@ def test_loads_become_even():
     even.update(results(cached, cached, M))
   assert even.is_uneven()
   room, visitors = np.full(D, 80), np.zeros(D, int)
-  room[3], visitors[4] = 0, 14  # 15 visitors at most, of 63 pages each
+  room[3], visitors[4] = 0, 14  # visitors of 63 pages each: no more fit
+  assert not even._choices(room, np.full(D, 14), n)
   choices = even._choices(room, visitors, n)
   assert len(choices) > 8
   load, moved = cached.copy(), np.zeros(D, int)
