@@ -245,7 +245,7 @@ def test_a_fault_is_not_taken_for_a_misfit():
 
 def test_functions_that_a_config_lacks_are_named(monkeypatch):
   has = {"update": None, "generate": None}
-  monkeypatch.setattr(planner.lower, "functions", lambda *_: has)
+  monkeypatch.setattr(planner.lower, "functions", lambda *_, **__: has)
   words = (
     r"--functions=update,prefill: this config has no prefill; choose of "
     r"update, generate \("
@@ -302,7 +302,8 @@ def options_of_update(config, mesh, monkeypatch):
 def in_turns(debug_config, monkeypatch):
   """`_in_turns` of a mesh on four devices, as if half were the sampler's."""
 
-  def analyze(functions, config, program, where):
+  def analyze(functions, config, program, where, *, fewer_slots):
+    assert fewer_slots  # as `--lengths` needs them
     analyze.mesh, analyze.own = program.mesh, config.sampler_mesh.devices
     return {name: {"fits": analyze.fits} for name in functions}
 
