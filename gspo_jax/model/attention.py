@@ -23,6 +23,9 @@ _BLOCK = 512  # queries and keys of a tile of scores in VMEM
 # skipped takes a twelfth of one that is not on a v5p, by its bundles, and half
 # as many tokens need four times as many steps.
 _SPLASH_BLOCK = 1024
+# Widest key and value together of which 1,024 queries fit in the VMEM of the
+# fused backward pass on a v5p, if each head has its own keys.
+_WIDEST = 384
 # Most bytes of the parts of the fused backward pass: 32,768 tokens of 32 heads
 # of width 128. Above it a separate kernel computes the gradient of the queries,
 # and the scores once more.
@@ -336,7 +339,8 @@ def splash(
   pad = lambda x: jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
   lanes = H + -H % _LANES  # in HBM
   query_bytes = (T + padding) * N * lanes * q_BTNH.dtype.itemsize
-  sizes = _splash_sizes(T + padding, query_bytes, window)
+  width = lanes + v_BTKV.shape[-1]
+  sizes = _splash_sizes(T + padding, query_bytes, window, width)
   split = lambda x: x.reshape(parts, -1, *x.shape[1:])
   q_BTNH *= _scale(scale, H)
   repeat = lambda x: jnp.repeat(x, max(parts // K, 1), axis=2)
@@ -451,7 +455,10 @@ def _cast_gradient(x):
 _cast_gradient.defvjp(lambda x: (x, x), lambda x, dx: (dx.astype(x.dtype),))
 
 
-def _splash_sizes(tokens: int, query_bytes: int, window: int | None):
+def _splash_sizes(
+  tokens: int, query_bytes: int, window: int | None, width: int
+):
+  """The blocks of splash; `width` is of a key and a value together."""
   from jax.experimental.pallas.ops.tpu import splash_attention as sa
 
   block, wide_block = splash_blocks(tokens, window)
@@ -463,6 +470,8 @@ def _splash_sizes(tokens: int, query_bytes: int, window: int | None):
     names += "q_dq", "kv_dq"
   blocks = {f"block_{name}": block for name in names}
   blocks |= {x: min(block, _BLOCK) for x in blocks if x.endswith("_compute")}
+  if width > _WIDEST:
+    blocks["block_q_dkv"] = min(block, _BLOCK)
   if fused_block:
     blocks["block_kv_dkv"] = fused_block
   return sa.BlockSizes(**blocks, use_fused_bwd_kernel=fused_block > 0)

@@ -114,7 +114,7 @@ def test_attention_kernels_by_counting_blocks(
   name, results, products, window, T
 ):
   unfused = 0 if products == 5 else 2**60
-  sizes = attention._splash_sizes(T, unfused, window)
+  sizes = attention._splash_sizes(T, unfused, window, 256)
   kernel = attention._splash_kernel(sizes, np.zeros(T, int), window)
   blocks, mask = blocks_of(name, kernel)
   results = results.format(T=T, n=T // blocks[1])
