@@ -357,24 +357,29 @@ def _allgather(local) -> np.ndarray:
 def _joined(local, join) -> np.ndarray:
   """`join` of the arrays of all processes, [processes, ...].
 
-  It runs on one device of each process, of the context's mesh if any. So two
-  threads can call it at once if their meshes have no device in common: JAX does
-  not order the collectives of two threads.
+  It runs on all devices of the context's mesh, or on all. On a CPU, programs of
+  one device of each process would not wait for an earlier program on all of
+  them, and Gloo would mix up their collectives. Two threads can call it at once
+  if their meshes have no device in common: JAX does not order the collectives
+  of two threads.
   """
   local = np.asarray(local)
   if jax.process_count() == 1:
     return np.array(join(local[None]))
   mesh = jax.sharding.get_mesh()
   devices = jax.devices() if mesh.empty else mesh.devices.flat
-  first = {d.process_index: d for d in reversed([*devices])}
-  mesh = Mesh([first[i] for i in sorted(first)], "process")
+  by_process = {}
+  for device in devices:
+    by_process.setdefault(device.process_index, []).append(device)
+  rows = [by_process[i] for i in sorted(by_process)]
+  mesh = Mesh(rows, ("process", "device"))
   split, whole = (
     NamedSharding(mesh, spec)
     for spec in (PartitionSpec("process"), PartitionSpec())
   )
   with jax.set_mesh(mesh):
     gathered = jax.make_array_from_callback(
-      (len(first), *local.shape), split, lambda _: local[None]
+      (len(rows), *local.shape), split, lambda _: local[None]
     )
     joined = jax.jit(join, out_shardings=whole)(gathered)
   return np.array(joined.addressable_data(0))

@@ -441,6 +441,41 @@ def test_a_checkpoint_that_one_cannot_read_is_skipped_by_all(
   assert "skipped" not in outputs[1]
 
 
+BUSY = """
+import sys, jax, jax.numpy as jnp, numpy as np
+from gspo_jax.runtime import multihost, sharding
+from jax.sharding import NamedSharding, PartitionSpec as P
+multihost.start(sys.argv[1], 2, int(sys.argv[2]))
+mesh = sharding.make_mesh(data=2, fsdp=2)
+by_row = NamedSharding(mesh, P(("data", "fsdp")))
+rows = np.ones((4, 2048), np.float32)
+
+@jax.jit
+def program(x):  # sums over `data`, whose first group has both first devices
+  def step(_, x):
+    x = x.reshape(2, 2, -1).sum(0, keepdims=True) / 2
+    x = jnp.broadcast_to(x, (2, 2, x.shape[-1])).reshape(4, -1)
+    return jax.lax.with_sharding_constraint(x, by_row)
+  return jax.lax.fori_loop(0, 2000, step, x)
+
+with jax.set_mesh(mesh):
+  x = jax.make_array_from_callback(rows.shape, by_row, lambda i: rows[i])
+  jax.block_until_ready(program(x))
+  for i in range(3):
+    y = program(x)
+    for j in range(5):
+      sums = multihost.sum_of_all(np.full(3, i + j, np.float32))
+      assert (sums == 2 * (i + j)).all(), sums
+  assert (multihost.to_host(y) == 1).all()
+print("summed")
+"""
+
+
+def test_sums_of_processes_wait_for_the_program_before(environment, tmp_path):
+  outputs = run_two(BUSY, environment, tmp_path, devices=2)
+  assert all(text.endswith("summed\n") for text in outputs)
+
+
 COPIES = """
 import sys, jax, numpy as np
 from gspo_jax.record import checkpoint
