@@ -17,6 +17,7 @@ from gspo_jax.configs import common
 from gspo_jax.program.config import parse
 from gspo_jax.record.identity import changes, flatten
 from gspo_jax.runtime.errors import UserError
+from studies import weight_errors
 
 FOLDER = Path(__file__).parent
 
@@ -86,6 +87,11 @@ def digest(config: ConfigDict, kept: dict | None = None) -> str:
   return _hash([sorted(_chosen(_plain(config)).items()), kept])
 
 
+def of_package(config: ConfigDict) -> ConfigDict:
+  """Without `sampled_with`, the one key that only studies know."""
+  return ConfigDict({k: v for k, v in config.items() if k != "sampled_with"})
+
+
 def _chosen(plain: dict) -> dict:
   """By path, what is not as in common.py: keys that were added there since."""
   default = flatten(_plain(common.get_config()))
@@ -111,7 +117,8 @@ def finish(config: ConfigDict, folder: Path) -> Run:
   folder.mkdir(parents=True, exist_ok=True)
   saved, record = folder / "run_config.json", folder / "study.json"
   if saved.exists():
-    was, now = json.loads(saved.read_text()), parse(config).as_json()
+    was = json.loads(saved.read_text())
+    now = parse(of_package(config)).as_json()
     if _chosen(was) != _chosen(now):
       raise UserError(
         f"{folder} holds a run of another config: "
@@ -141,7 +148,8 @@ def _go_on(config, folder, record: Path) -> None:
   before = json.loads(record.read_text())["seconds"] if record.exists() else 0.0
   began, failure, state = time.monotonic(), "", None
   try:
-    state = train.train_and_evaluate(config, str(folder))
+    with weight_errors.sampled_with(config.get("sampled_with", "")):
+      state = train.train_and_evaluate(of_package(config), str(folder))
   except FloatingPointError as error:
     failure = str(error)
   finally:

@@ -18,7 +18,7 @@ from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
-from studies import arguments, runs, study
+from studies import arguments, runs, study, weight_errors
 from studies.clip_fraction import run as clip_fraction
 from studies.expert_flips import run as expert_flips
 from studies.gradient_noise import run as gradient_noise
@@ -52,7 +52,7 @@ def test_a_plan(name):
     config = make(arguments.write(**one))
     configs.add(config.to_json())
     assert not config.cold_start.gate  # a miss would end the study
-    free = ("method", "rate", "old", "staleness")
+    free = ("method", "rate", "old", "staleness", "error")
     alike = arguments.write(**{k: v for k, v in one.items() if k not in free})
     starts.setdefault(alike, set()).add(runs.cold_start(config))
   assert len(configs) == len(planned)
@@ -77,6 +77,7 @@ def test_planned_configs_build(name):
     config = make(text)
     if config.model.checkpoint:  # a folder that is not everywhere
       config = make(f"{text},quick=1")
+    config = runs.of_package(config)
     assert build_program(parse(config), mesh).cfg.num_experts
 
 
@@ -215,6 +216,42 @@ def test_results_are_no_change_of_the_commit_and_all_else_is(tmp_path):
   assert "changes" not in clean
   (left / "run.py").write_text("2")
   assert runs.commit(tmp_path) == f"{clean} and changes"
+
+
+def test_errors_are_in_the_weights_that_a_run_samples_with_alone():
+  key = jax.random.key(0)
+  layers = {
+    "norm": {"scale": jax.random.normal(key, (4, 64))},
+    "q": jax.random.normal(key, (4, 64, 64)),
+    "router": jax.random.normal(key, (4, 64, 8)),
+  }
+  off = lambda error, key=key: {
+    name: float(abs(a - b).max())
+    for name, (a, b) in {
+      name: (
+        jax.tree.leaves(layers[name])[0],
+        jax.tree.leaves(weight_errors.with_error(error, layers, key)[name])[0],
+      )
+      for name in layers
+    }.items()
+  }
+  largest = float(abs(layers["q"]).max())
+  for error, steps in ("int:8", 127), ("int:3", 3), ("int:2", 1):
+    found = off(error)
+    assert 0 < found["q"] <= largest / steps / 2 * 1.001
+    assert found["norm"] == found["router"] == 0
+  assert 0 < off("float8")["q"] <= largest * 2**-4
+  noise = off("router:0.5")
+  assert noise["q"] == noise["norm"] == 0 < noise["router"] < 0.5 * 6
+  assert noise == off("router:0.5")
+  assert noise != off("router:0.5", jax.random.key(1))
+  with pytest.raises(ValueError, match=r"int:BITS"):
+    off("int4")
+
+
+def test_an_exact_number_is_not_rounded():
+  x = jax.numpy.arange(-3.0, 4.0)[jax.numpy.arange(64) % 7]
+  assert (weight_errors.rounded(x, 3) == x).all()
 
 
 STEPS = 10
