@@ -71,10 +71,11 @@ def reinforce_plus_plus_advantages(
 
   REINFORCE++, Hu et al. 2025, arXiv 2501.03262. Without `baseline` a is the
   reward (sec. 3.1, eq. 5), with it the reward minus the mean of its group
-  (REINFORCE++ w/ baseline, sec. 3.2, eq. 6 and 7). Departures:
-    1. Mean and std are over responses, not over tokens, so that a long response
-       does not count more than a short one.
-    2. The KL penalty is not a part of a (eq. 4).
+  (REINFORCE++ w/ baseline, sec. 3.2, eq. 6 and 7).
+
+  Departures: (1) mean and std are over responses, not over tokens, so that a
+  long response does not count more than a short one; (2) the KL penalty is not
+  a part of a (eq. 4).
 
   Args:
     rewards: [P, G], of any real dtype; G >= 2 with `baseline`.
