@@ -37,6 +37,7 @@ ESTIMATED = [
 COLUMNS = (
   "pass@1 before",
   "pass@1 after",
+  "pass@8 after",
   "response length",
   "seconds per iteration",
 )
@@ -61,6 +62,10 @@ def main() -> None:
         made.mkdir(exist_ok=True)
       (workdir / "cold_start").symlink_to(shared)
       result = train(args.config, workdir, **settings)
+      rows = (workdir / "metrics.jsonl").read_text().splitlines()
+      last = json.loads(rows[-1])
+      result["pass@8 after"] = last["eval/pass@8"]
+      result["response length"] = last["response/length"]
       results.append(result)
       row = " | ".join(f"{result[column]:g}" for column in COLUMNS)
       print(f"{', '.join(map(str, settings.values()))} | {row}", flush=True)

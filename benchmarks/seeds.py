@@ -54,7 +54,6 @@ def train(config: str, workdir: Path, **settings) -> dict:
     "pass@1 after": rows[-1]["eval/pass@1"],
     "greedy before": rows[0]["eval/greedy"],
     "greedy after": rows[-1]["eval/greedy"],
-    "response length": rows[-1]["response/length"],
     "seconds per iteration": round(median("time/iteration"), 2),
     "seconds per update": round(median("time/update"), 2),
     "largest resident set, GiB": round(usage.ru_maxrss / 2**20, 2),  # of KiB
