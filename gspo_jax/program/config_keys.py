@@ -133,7 +133,8 @@ _COUNTS = {
   "continuous_batching.slots": "responses that decode together",
   "objective.name": "a method and its numbers, as "
   "gspo:clip_low=3e-4,clip_high=4e-4",
-  "objective.advantage_estimator": "rloo divides by no std",
+  "objective.advantage_estimator": "grpo divides by the "
+  "std of the group, rloo by none",
   "objective.mismatch": "as tis_token:cap=2",
   "objective.kl_coef": "0: no reference",
   "objective.reference_every": "iterations",
