@@ -198,6 +198,9 @@ def get_config() -> ConfigDict:
   # ("r3") [none | r2 | r3]
   c.objective.replay = "none"
   c.objective.zero_truncated = False  # no advantage for truncated responses
+  # How rewards become advantages: grpo, rloo, reinforce_plus_plus,
+  # reinforce_plus_plus_baseline, max_rl, 'pass_at_k:k=4', gdpo
+  c.objective.advantage_estimator = "grpo"
   # "response": one advantage, of the whole conversation; "turn": one for each
   # turn
   c.objective.credit = "response"

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from absl import logging
 from clu import parameter_overview
 
@@ -47,7 +48,7 @@ from gspo_jax.rollout.metrics import (
   useful_fractions,
 )
 from gspo_jax.rollout.off_policy import OffPolicy
-from gspo_jax.rollout.scoring import wait_scored
+from gspo_jax.rollout.scoring import rewards_apart, wait_scored
 from gspo_jax.rollout.source import Source, make_source
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.key import as_dict
@@ -255,8 +256,13 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
 
   # Advantages.
   credited = rewards.total.reshape(-1)
+  estimator, _ = config.objective.estimator
   if config.objective.credit == "turn":
     credited = scored.conversation["rewards"]
+  elif estimator == "gdpo":
+    credited = rewards_apart(rewards, config.reward.weights)
+  elif estimator == "pass_at_k":
+    credited = np.float32(correct(rewards.first, threshold)).reshape(-1)
   train_batch = learner.assign_advantages(
     train_batch,
     multihost.to_global(credited, batch_sharding),

@@ -123,6 +123,46 @@ class Recorder:
     return state, batch, {}
 
 
+class TwoRewards:
+  """Two rewards of four responses; the second leaves one out."""
+
+  takes_groups = False
+  right = np.float32([1, 0, 0.5, 0.4])
+  length = np.float32([0.1, 0.2, np.nan, 0.4])
+
+  def submit(self, responses, group_size=1):
+    parts = {"right": self.right, "length": self.length}
+    if not responses:
+      parts = {name: part[:0] for name, part in parts.items()}
+    total = self.right + np.nan_to_num(self.length)
+    total = total[: len(responses)]
+    scores = Rewards(total, parts, np.zeros(len(total), bool), ())
+    return PendingRewards.computed(scores)
+
+
+@pytest.mark.parametrize(
+  ("estimator", "expected"),
+  [
+    ("rloo", [1.1, 0.2, 0.5, 0.8]),
+    ("gdpo", [[1, 0.1], [0, 0.2], [0.5, np.nan], [0.4, 0.4]]),
+    ("pass_at_k:k=2", [1, 0, 1, 0]),
+  ],
+)
+def test_the_estimator_gets_the_rewards_that_it_compares(
+  config, estimator, expected
+):
+  config.objective.advantage_estimator = estimator
+  config.reward.names, config.reward.weights = ("right", "length"), (1.0, 1.0)
+  functions, found = Recorder(), []
+  learner = dataclasses.replace(
+    functions.learner, assign_advantages=lambda b, r, f: found.append(r) or b
+  )
+  run = make_run(config, TwoRewards(), functions.generate, learner, 2)
+  _, (metrics, *_) = train.iterate(run, STATE, 1)
+  np.testing.assert_allclose(found[0], expected)
+  assert metrics["reward/length"] == pytest.approx(0.7 / 3)
+
+
 def as_tuple(key):
   return tuple(jax.random.key_data(key).tolist())
 

@@ -4,7 +4,7 @@ Dimension key: B responses, R response columns of a packed row.
 """
 
 import dataclasses
-import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.train_batch import PackedBatch
 from gspo_jax.losses.advantages import (
+  ESTIMATORS,
   generalized_advantages,
-  group_relative_advantages,
   turn_advantages,
   whiten,
 )
@@ -27,6 +27,7 @@ def assign_advantages(
   *,
   objective: ObjectiveConfig,
   group_size: int,
+  reward_weights: Sequence[float] = (),
 ) -> PackedBatch:
   """The batch with its advantages, and with returns if there is a critic.
 
@@ -38,8 +39,9 @@ def assign_advantages(
   from the advantage. It is not divided by the std of the rewards: in a group of
   equal rewards it would become as large as a reward.
 
-  `rewards` are [B] float32, or [B, K] with credit="turn"
-  (see `turn_advantages`). `finish` is `Samples.finish`, [B].
+  `rewards` are [B] float32; [B, K] with credit="turn" (see `turn_advantages`);
+  and with gdpo [B, N], each with a weight (see `gdpo_advantages`). `finish` is
+  `Samples.finish`, [B].
   """
   rows, method, critic = batch.rows, objective.method, objective.critic
   mask, response = rows.response_mask, rows.response_index
@@ -56,14 +58,19 @@ def assign_advantages(
     advantages = by_turn[response, jnp.maximum(rows.turns - 1, 0)]
     advantages = jnp.where(mask, advantages, 0.0)
   elif critic is None:
-    groups = lambda x: x.reshape(-1, group_size)
-    relative = method.advantages or functools.partial(
-      group_relative_advantages, normalize_std=method.normalize_std
-    )
-    advantages = relative(groups(rewards))
+    groups = lambda x: x.reshape(-1, group_size, *x.shape[1:])
+    name, options = objective.estimator
+    if name == "grpo":
+      options = {"normalize_std": method.normalize_std}
+    if name == "gdpo":
+      options = {"weights": jnp.array(reward_weights)}
+    if method.advantages:
+      advantages = method.advantages(groups(rewards))
+    else:
+      advantages = ESTIMATORS[name](groups(rewards), **options)
     if objective.has_kl_in_reward:
       penalties = groups(
-        jnp.zeros_like(rewards).at[response].add(penalty, mode="drop")
+        jnp.zeros(len(rewards)).at[response].add(penalty, mode="drop")
       )
       advantages -= penalties - penalties.mean(1, keepdims=True)
     advantages = jnp.where(mask, advantages.reshape(-1)[response], 0.0)

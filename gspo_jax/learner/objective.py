@@ -21,6 +21,7 @@ from gspo_jax.learner.critic import CriticConfig
 from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.losses import METHODS, Mean, Method, Metrics, Std, Terms
+from gspo_jax.losses.advantages import ESTIMATORS
 from gspo_jax.runtime import spec as specs
 from gspo_jax.runtime.errors import UserError, nearest
 from gspo_jax.runtime.key import (
@@ -56,6 +57,11 @@ _MISMATCH = {
 _MISMATCH_RULES = {
   "cap": Range("1 or more", lambda x: 1 <= x < math.inf),
   "floor": UNDER_1,
+}
+_ESTIMATOR_RULES = {
+  "k": Range(
+    "a whole number, 1 or more", lambda x: isinstance(x, int) and x >= 1
+  )
 }
 _CRITIC = {f"critic_{f.name}": f for f in dataclasses.fields(CriticConfig)}
 # Ranges of the numbers of methods.
@@ -110,6 +116,11 @@ class ObjectiveConfig:
     Choice(("none", "r2", "r3")),
   )
   zero_truncated: bool = key(False, "no advantage for truncated responses")
+  advantage_estimator: str = key(
+    "grpo",
+    "how rewards become advantages: grpo, rloo, reinforce_plus_plus, "
+    "reinforce_plus_plus_baseline, max_rl, 'pass_at_k:k=4', gdpo",
+  )
   credit: str = key(
     "response",
     '"response": one advantage, of the whole conversation; "turn": one for '
@@ -119,7 +130,7 @@ class ObjectiveConfig:
 
   def __post_init__(self):
     check(self, "objective")
-    _ = self.mismatch_options
+    _ = self.mismatch_options, self.estimator
     # A policy can be evaluated without the module of a user's own method.
     if "." not in self.name.partition(":")[0]:
       _ = self.numbers
@@ -205,6 +216,25 @@ class ObjectiveConfig:
     return {"method": method, "unit": unit} | typed
 
   @property
+  def estimator(self) -> tuple[str, dict]:
+    """The name of the advantage estimator, and its numbers."""
+    spec = self.advantage_estimator
+    name = spec.partition(":")[0]
+    if name not in ESTIMATORS:
+      hint = nearest(name, ESTIMATORS)
+      raise UserError(f"objective.advantage_estimator={spec!r}: {hint}")
+    known = ("k",) if name == "pass_at_k" else ()
+    numbers = _typed(
+      "advantage_estimator", spec, known, "estimator", _ESTIMATOR_RULES
+    )
+    if numbers.keys() < {*known}:
+      raise UserError(
+        f"objective.advantage_estimator={spec!r}: expected k=..., which has no "
+        "default, as in 'pass_at_k:k=4'"
+      )
+    return name, numbers
+
+  @property
   def has_reference(self) -> bool:
     return self.kl_coef > 0
 
@@ -226,7 +256,11 @@ class ObjectiveConfig:
   @property
   def compares_groups(self) -> bool:
     """Whether a group of equal rewards gives no gradient."""
-    return not self.method.critic and not self.has_kl_in_reward
+    return not (
+      self.method.critic
+      or self.has_kl_in_reward
+      or self.estimator[0] in ("reinforce_plus_plus", "gdpo")
+    )
 
   @property
   def weighs_routers(self) -> bool:
@@ -263,6 +297,28 @@ class ObjectiveConfig:
         f"objective.reference_every={self.reference_every}: expected 0 with "
         "objective.kl_coef=0, where there is no reference to sync"
       )
+    if self.advantage_estimator != "grpo":
+      self._check_estimator()
+
+  def _check_estimator(self) -> None:
+    """UserError where other keys leave no choice of the estimator."""
+    method, typed = self.method, self.advantage_estimator
+    for other, wrong, why in (
+      ("name", method.critic, "whose critic gives the advantages"),
+      ("name", method.advantages, "which has its own advantages"),
+      ("name", not method.normalize_std, "whose advantages have no std"),
+      ("credit", self.credit == "turn", "which compares turn with turn"),
+      (
+        "kl_estimator",
+        self.has_kl_in_reward and typed == "reinforce_plus_plus",
+        "whose penalty is compared with the group's",
+      ),
+    ):
+      if wrong:
+        raise UserError(
+          f"objective.advantage_estimator={typed!r}: expected 'grpo' with "
+          f"objective.{other}={getattr(self, other)!r}, {why}"
+        )
 
 
 def _typed(name, spec, known, kind, rules) -> dict:

@@ -137,6 +137,7 @@ class Config:
     self.rollout.check_training()
     partial = self.rollout.max_tokens_per_iteration > 0
     rounds = self.rollout.dynamic_sampling_rounds
+    estimator, numbers = self.objective.estimator
     has_critic = self.objective.method.critic
     if self.model.lora.rank:
       self._check_lora()
@@ -175,9 +176,28 @@ class Config:
       ),
       (
         "rollout.group_size",
-        self.rollout.group_size < 2 and not has_critic,
+        self.rollout.group_size < 2
+        and not has_critic
+        and estimator != "reinforce_plus_plus",
         "at least 2, since an advantage compares a response with the others of "
         "its group",
+      ),
+      (
+        "rollout.dynamic_sampling_rounds",
+        rounds > 1 and estimator in ("reinforce_plus_plus", "gdpo"),
+        f"1 with objective.advantage_estimator={estimator!r}, which may learn "
+        "from a group whose total rewards are equal",
+      ),
+      (
+        "objective.advantage_estimator",
+        numbers.get("k", 1) > self.rollout.group_size,
+        f"k up to rollout.group_size={self.rollout.group_size}",
+      ),
+      (
+        "reward.names",
+        estimator == "pass_at_k" and len(self.reward.names) > 1,
+        "one with objective.advantage_estimator='pass_at_k', which knows only "
+        "right and wrong",
       ),
       (
         "log.profile",
@@ -220,6 +240,11 @@ class Config:
         "reward.weights",
         self.reward.weights not in ((), (1.0,)),
         "(1.0,), for the environment gives the reward",
+      ),
+      (
+        "objective.advantage_estimator",
+        self.objective.estimator[0] == "gdpo",
+        "another one, for the environment gives one reward",
       ),
       (
         "objective.replay",

@@ -53,8 +53,10 @@ OTHER_NAMES = {
   "staleness_threshold max_head_offpolicyness",
   "reward.seconds": "timeout environment_timeout",
   "reward.names": "reward_funcs reward_fn custom_reward_function remote_rm_url",
-  "objective.name": "loss_type loss_mode adv_estimator advantage_estimator "
-  "importance_sampling_level scale_rewards norm_adv_by_std_in_grpo",
+  "objective.name": "loss_type loss_mode importance_sampling_level",
+  "objective.advantage_estimator": "adv_estimator advantage scale_rewards "
+  "norm_adv_by_std_in_grpo multi_objective_aggregation algo.type "
+  "adv_estimator.name",
   "objective.name=gspo:clip_low=3e-4": "clip_low epsilon clip_ratio "
   "clip_ratio_low cliprange clip_eps eps_clip eps_clip_low_high ratio_clip_min",
   "objective.name=gspo:clip_high=4e-4": "clip_high epsilon_high "
@@ -131,6 +133,8 @@ _COUNTS = {
   "continuous_batching.slots": "responses that decode together",
   "objective.name": "a method and its numbers, as "
   "gspo:clip_low=3e-4,clip_high=4e-4",
+  "objective.advantage_estimator": "grpo divides by the "
+  "std of the group, rloo by none",
   "objective.mismatch": "as tis_token:cap=2",
   "objective.kl_coef": "0: no reference",
   "objective.reference_every": "iterations",

@@ -63,7 +63,7 @@ class LearnerFunctions:
   add_reference_and_values: (
     Callable[[TrainState, PackedBatch], PackedBatch] | None
   )
-  # (batch, rewards [B] or [B, K], finish [B]) -> batch
+  # (batch, rewards, finish [B]) -> batch; see `credit.assign_advantages`
   assign_advantages: Callable[[PackedBatch, jax.Array, jax.Array], PackedBatch]
   # One program for `compute_old_logps` and `update`, which applies the updates.
   step: Callable[
@@ -180,6 +180,7 @@ def learner_functions(
         credit.assign_advantages,
         objective=config.objective,
         group_size=config.rollout.group_size,
+        reward_weights=config.reward.weights,
       ),
       mesh,
       out_shardings=packed,

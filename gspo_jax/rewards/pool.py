@@ -3,6 +3,8 @@
 If a reward raises, hangs, dies, runs out of memory or returns no finite number,
 only its response or group is marked as failed: its total is the weighted sum of
 its other rewards, at most 0. `too_many` decides whether the caller should stop.
+A reward that returns None is left out of its response's sum; a response whose
+rewards all return None has failed.
 """
 
 import functools
@@ -27,14 +29,18 @@ class Rewards(NamedTuple):
   # failure pays no better than a wrong response. In a batch
   # `rollout.scoring.pay_failures_least` may lower it further.
   total: np.ndarray
-  # By the reward's name without arguments: float32, unweighted; 0 if it failed.
+  # By the reward's name without arguments: float32, unweighted; 0 if it failed,
+  # NaN if the reward returned None, which leaves it out.
   parts: dict[str, np.ndarray]
   failed: np.ndarray  # bool, whether a reward failed
   reasons: tuple[str, ...] = ()  # for up to 3 failures on this host
 
   @property
   def first(self) -> np.ndarray:
-    return next(iter(self.parts.values()))
+    """The first reward that is not left out; 0 if all are."""
+    parts = np.stack([*self.parts.values()])
+    first = np.argmax(~np.isnan(parts), axis=0)
+    return np.nan_to_num(np.take_along_axis(parts, first[None], axis=0)[0])
 
   @property
   def mixed_groups(self) -> np.ndarray:
@@ -146,12 +152,16 @@ class RewardPool(Pool):
     calls = [call for row in rows for call in row]
     numbers = [call.number() for call in calls]
     shape = -1, len(self.names)
-    parts = np.array([number.value or 0.0 for number in numbers], np.float64)
+    parts = np.array([number.part for number in numbers], np.float64)
     parts = parts.reshape(shape).astype(np.float32)
     failed = np.array([bool(number.failure) for number in numbers], bool)
     reasons = [calls[i].failure() for i in np.flatnonzero(failed)]
-    failed = failed.reshape(shape).any(1)
-    total = parts.astype(np.float64) @ np.float64(self._weights)
+    left_out = np.isnan(parts)
+    if (unscored := left_out.all(1)).any():
+      reasons.append("no reward: all of them returned None")
+    failed = failed.reshape(shape).any(1) | unscored
+    kept = np.where(left_out, 0, parts).astype(np.float64)
+    total = kept @ np.float64(self._weights)
     return Rewards(
       total=np.float32(np.where(failed, np.minimum(total, 0), total)),
       parts=dict(zip(self.names, parts.T, strict=True)),

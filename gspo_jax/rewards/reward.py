@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -228,9 +229,16 @@ class Needs(NamedTuple):
 class Number(NamedTuple):
   """What a reward returned for a response, or why it failed."""
 
-  value: float | None
+  value: float | None  # None without a failure: the reward is left out
   failure: str | None = None
   is_wrong_type: bool = False
+
+  @property
+  def part(self) -> float:
+    """The value; 0 for a failure, NaN for a reward that is left out."""
+    if self.value is None:
+      return 0.0 if self.failure else math.nan
+    return self.value
 
 
 def load(names: Sequence[str], seconds: float):
@@ -278,6 +286,8 @@ def _task(reward: Reward) -> Callable[[Sequence[Response]], Any]:
 
 
 def _number(value) -> Number:
+  if value is None:
+    return Number(None)
   if not hasattr(value, "__float__"):  # float() also takes strings
     failure = f"expected a number, got {type(value).__name__}"
     return Number(None, failure, True)

@@ -249,6 +249,20 @@ def wait_for_calls(
   return ""
 
 
+def rewards_apart(rewards: Rewards, weights: Sequence[float]) -> np.ndarray:
+  """[P * G, N], each reward unweighted; NaN where it is left out.
+
+  A failed response gets of each reward what `pay_failures_least` gives; the
+  least pay is the highest number if the weight is negative.
+  """
+  failed, G = rewards.failed.ravel(), rewards.failed.shape[1]
+  paid = [
+    sign * pay_failures_least(sign * part.reshape(-1, 1), failed, G)
+    for sign, part in zip(np.sign(weights), rewards.parts.values(), strict=True)
+  ]
+  return np.concatenate(paid, axis=1, dtype=np.float32)
+
+
 def pay_failures_least(
   rewards_BN: np.ndarray, failed_B: np.ndarray, G: int
 ) -> np.ndarray:

@@ -12,6 +12,8 @@ from gspo_jax.learner import credit
 from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
 from gspo_jax.losses.advantages import (
+  ESTIMATORS,
+  gdpo_advantages,
   generalized_advantages,
   group_relative_advantages,
 )
@@ -88,6 +90,29 @@ def test_responses_are_compared_with_their_group(batch):
   out = assign(batch, REWARDS, ObjectiveConfig("dr_grpo"))
   expected = of_response([0.5, -0.5, 0, 0])
   np.testing.assert_allclose(out["advantages"], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_each_estimator_gives_the_advantages_of_responses(batch, name):
+  spec = f"{name}:k=2" if name == "pass_at_k" else name
+  config = ObjectiveConfig("grpo", advantage_estimator=spec)
+  rewards, weights = np.array([[1, 0], [0, 1], [0, 1], [0, 0.5]]), (1.0, 0.1)
+  groups = rewards.reshape(2, 2, 2).astype(np.float32)
+  if name == "gdpo":
+    expected = gdpo_advantages(groups, weights)
+  else:
+    rewards, (_, numbers) = rewards[:, 0], config.estimator
+    expected = ESTIMATORS[name](groups[..., 0], **numbers)
+  out = credit.assign_advantages(
+    batch,
+    jnp.asarray(rewards, jnp.float32),
+    FINISH,
+    objective=config,
+    group_size=2,
+    reward_weights=weights,
+  )
+  found = unpacked.by_response(out, MASK.sum(1), 3)["advantages"]
+  np.testing.assert_allclose(found, of_response(expected), atol=1e-6)
 
 
 def test_k1_is_subtracted_from_the_reward(batch):

@@ -28,7 +28,9 @@ def meant(text):
     # TRL
     ("num_generations", "rollout.group_size"),
     ("objective.beta", "objective.kl_coef"),
+    ("scale_rewards", "objective.advantage_estimator"),
     # verl
+    ("algorithm.adv_estimator", "objective.advantage_estimator"),
     ("optim.lr", "optim.learning_rate"),
     ("optim", "optim.name"),
     ("actor_rollout_ref.actor.optim.lr", "optim.learning_rate"),

@@ -474,6 +474,12 @@ ROWS = (
     SHORT,
   ),
   Row(
+    "objective.advantage_estimator",
+    seen.credited,
+    {"grpo": (B,), "gdpo": (B, 2)},
+    {"reward.names": ("length", "number"), "reward.weights": (1.0, 0.5)},
+  ),
+  Row(
     "objective.credit",
     seen.credited,
     {"response": (B,), "turn": (B, 2)},
