@@ -24,6 +24,11 @@ def get_config() -> ConfigDict:
   c.model.variant = "tiny"
   # Of activations; parameters are float32 [float32 | bfloat16]
   c.model.dtype = "bfloat16"
+  # Multiply hidden states by the output matrix in float32, in training and
+  # sampling, not in `dtype`; logits are float32 in any case
+  c.model.float32_head = False
+  # Multiply hidden states by the routers in float32, as well
+  c.model.float32_router = False
   # What a block stores for the backward pass: "none": no rematerialisation, it
   # stores all; "full": nothing, it computes all again; else names of KEPT in
   # gspo_jax/model/config.py with commas between, and it computes the rest again
@@ -209,8 +214,8 @@ def get_config() -> ConfigDict:
 
   c.optim = ConfigDict()  # the optimizer
   # "adamw", or "muon": Muon for the matrices of the blocks, AdamW for the rest.
-  # "adamw:b1=0.9,b2=0.95,weight_decay=0.0" are the defaults of both; only
-  # matrices decay.
+  # "adamw:b1=0.9,b2=0.95,eps=1e-8,weight_decay=0.0" are the defaults of both;
+  # only matrices decay.
   c.optim.name = "adamw"
   c.optim.learning_rate = 1e-6  # its peak [0 or more]
   c.optim.warmup_steps = 0  # optimizer steps [0 or more]
@@ -218,6 +223,8 @@ def get_config() -> ConfigDict:
   # "cosine:min_lr_ratio=0.1" ends at a tenth of the peak, in place of 0
   c.optim.decay = "constant"
   c.optim.clip_norm = 1.0  # largest global norm of the gradient [more than 0]
+  # Keep the routers as they are; a cold start still trains them
+  c.optim.freeze_moe_router = False
 
   c.cold_start = ConfigDict()  # supervised fine-tuning before RL
   c.cold_start.steps = 0  # optimizer steps at most; 0: none [0 or more]

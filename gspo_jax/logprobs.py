@@ -134,7 +134,7 @@ def logps_and_entropy(
   """
 
   def local(hidden_BRD, head, targets_BR, wanted_BR):
-    head_Dv, column_v = _vocabulary_shard(head.astype(hidden_BRD.dtype))
+    head_Dv, column_v = _vocabulary_shard(head.astype(cfg.head_dtype))
     # Float32, so that its gradient is summed over the chunks in float32.
     head_Dv = head_Dv.astype(jnp.float32)
     flat = lambda x: x.reshape(-1, *x.shape[2:])

@@ -88,8 +88,8 @@ def _local(
   x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
   routes_Mk = None if routes_BTk is None else routes_BTk.reshape(-1, k)
 
-  def gather(name):
-    shard = weights[name].astype(x_MD.dtype)
+  def gather(name, dtype=x_MD.dtype):
+    shard = weights[name].astype(dtype)
     whole = sharding.gather(shard, *sharding.WEIGHT_AXES, dim=0)
     return checkpoint_name(whole, "weights")
 
@@ -100,11 +100,15 @@ def _local(
       **{field: gather(n) for field, n in names.items() if n in weights}
     )
 
+  router_dtype = jnp.float32 if cfg.float32_router else x_MD.dtype
   logits_ME = jnp.matmul(
-    x_MD, gather("router"), preferred_element_type=jnp.float32
+    x_MD.astype(router_dtype),
+    gather("router", router_dtype),
+    precision="highest" if cfg.float32_router else None,
+    preferred_element_type=jnp.float32,
   )
   if "router_bias" in weights:
-    logits_ME += weights["router_bias"].astype(x_MD.dtype)
+    logits_ME += weights["router_bias"].astype(router_dtype)
   choice_bias_E = weights.get("choice_bias")
   if use_own_experts is not None:
     _, top_Mk = route(logits_ME, cfg, choice_bias_E)

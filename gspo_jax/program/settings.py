@@ -29,6 +29,8 @@ def model_config(c: PolicyConfig) -> model.ModelConfig:
   # The model does not depend on where its adapters come from.
   lora = dataclasses.replace(c.lora, checkpoint="") if c.lora.rank else None
   changes = dict(c.sizes) | {"dtype": c.dtype, "remat": c.remat, "lora": lora}
+  names = "float32_head", "float32_router"
+  changes |= {name: getattr(c, name) for name in names}
   if not c.checkpoint:
     return model.variant(c.variant, **changes)
   with with_reason(f"model.checkpoint={c.checkpoint!r}"):
@@ -214,6 +216,7 @@ def _critic_learner(
     name=config.optim.name.replace("muon", "adamw"),
     learning_rate=c.learning_rate,
     warmup_steps=c.warmup_steps,
+    freeze_moe_router=False,
   )
   return policy._replace(
     loss=functools.partial(critic.loss, cfg=cfg, clip=c.clip),

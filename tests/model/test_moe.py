@@ -93,6 +93,25 @@ def compiled_dense(case):
   return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_float32_router_has_operands_of_float32(exact):
+  """Its probabilities are those of float64, in a bfloat16 model."""
+  cfg = dataclasses.replace(
+    config("all of five"), dtype="bfloat16", float32_router=exact
+  )
+  params, x = random_layer()
+  x = jnp.asarray(x, jnp.bfloat16)
+  cast = {"layers": {"moe": params}}
+  cast = model.parameters.cast(cast, cfg)["layers"]["moe"]  # for decoding
+  logits = np.float64(x) @ np.float64(params["router"])
+  expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  for weights in params, cast:
+    _, routing = MoE(cfg).apply({"params": weights}, x, ALL)
+    at = routing.experts.astype(int)
+    gap = routing.logps - np.take_along_axis(expected, at, 2)
+    assert (np.abs(gap).max() < 1e-5) == exact
+
+
 COTANGENT = np.random.default_rng(1).normal(size=(B, T, D)).astype(np.float32)
 
 
