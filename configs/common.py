@@ -202,7 +202,11 @@ def get_config() -> ConfigDict:
   # Routing Replay: the experts of the old policy ("r2") or of the sampler
   # ("r3") [none | r2 | r3]
   c.objective.replay = "none"
-  c.objective.zero_truncated = False  # no advantage for truncated responses
+  # What a response that was cut counts for: "train": as any other;
+  # "zero_advantage": it has no advantage, but counts in the mean; "mask":
+  # overlong filtering, it has no part in the loss. Its reward always counts in
+  # the mean of its group
+  c.objective.truncated = "train"
   # "response": one advantage, of the whole conversation; "turn": one for each
   # turn
   c.objective.credit = "response"

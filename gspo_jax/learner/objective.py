@@ -109,7 +109,14 @@ class ObjectiveConfig:
     '("r3")',
     Choice(("none", "r2", "r3")),
   )
-  zero_truncated: bool = key(False, "no advantage for truncated responses")
+  truncated: str = key(
+    "train",
+    'what a response that was cut counts for: "train": as any other; '
+    '"zero_advantage": it has no advantage, but counts in the mean; "mask": '
+    "overlong filtering, it has no part in the loss. Its reward always counts "
+    "in the mean of its group",
+    Choice(("train", "zero_advantage", "mask")),
+  )
   credit: str = key(
     "response",
     '"response": one advantage, of the whole conversation; "turn": one for '

@@ -87,7 +87,8 @@ OTHER_NAMES = {
   "vllm_importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold "
   "truncated_importance_sampling_ratio",
   "objective.replay": "router_replay routing_replay",
-  "objective.zero_truncated": "mask_truncated_completions overlong_filtering",
+  "objective.truncated": "zero_truncated mask_truncated_completions "
+  "overlong_filtering apply_overlong_filtering zero_truncated_completions",
   "learner.minibatches": "learner.epochs num_iterations ppo_epochs "
   "ppo_mini_batch_size mini_batch_size num_mini_batches "
   "steps_per_generation train_global_batch_size",
@@ -133,6 +134,7 @@ _COUNTS = {
   "gspo:clip_low=3e-4,clip_high=4e-4",
   "objective.mismatch": "as tis_token:cap=2",
   "objective.kl_coef": "0: no reference",
+  "objective.truncated": "mask or zero_advantage",
   "objective.reference_every": "iterations",
   "learner.minibatches": "optimizer steps an iteration",
   "learner.micro_batch_size": "packed rows of one pass, over all devices",

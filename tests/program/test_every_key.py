@@ -606,7 +606,7 @@ ROWS = (
 # Of these test_wiring holds the gradient against loops in float64.
 WIRED = {
   f"objective.{key}"
-  for key in ("entropy_coef", "kl_estimator", "mismatch", "zero_truncated")
+  for key in ("entropy_coef", "kl_estimator", "mismatch", "truncated")
 }
 
 

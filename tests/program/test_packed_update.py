@@ -121,7 +121,8 @@ def table_policy(monkeypatch):
 
 TERMS = (
   {"kl_coef": 0.1, "entropy_coef": 0.01, "mismatch": "tis_sequence"},
-  {"zero_truncated": True},
+  {"truncated": "zero_advantage"},
+  {"truncated": "mask"},
 )
 
 
@@ -135,20 +136,38 @@ TERMS = (
 def test_every_objective_has_the_gradient_of_unpacked_rows(
   table_policy, name, options
 ):
-  config = config_of(name, **options)
+  gradients, learner = gradients_of(config_of(name, **options))
+  samples = made_samples(V)
+  packed, alone = placements(learner, *samples)
+  compare(gradients(*samples, packed), gradients(*samples, alone))
+
+
+def compare(gradients, expected):
+  for one, other in zip(gradients, expected, strict=True):
+    norm = np.abs(other[0]["logits"]).max()
+    assert norm > 1e-4
+    np.testing.assert_allclose(
+      one[0]["logits"], other[0]["logits"], atol=1e-6 * max(norm, 1)
+    )
+    assert_same_metrics(one[2], other[2])
+
+
+def gradients_of(config):
+  """A function of samples that gives the gradient of each minibatch."""
   mesh = sharding.make_mesh(jax.devices()[:1])
   program = build_program(parse(config), mesh)
-  prompts, samples = made_samples(V)
   cfg = dataclasses.replace(program.cfg, num_experts=0, experts_per_token=0)
   learner = settings.learners(parse(config), cfg).policy
   objective = parse(config).objective
   rng = np.random.default_rng(0)
   params = {"logits": jnp.asarray(rng.normal(size=V), jnp.float32)}
+  rng_advantages = rng.standard_normal(B).astype(np.float32)
 
   @jax.jit
-  def gradients(placement):
+  def gradients(prompts, samples, placement):
     batch = packing.train_batch_from_samples(
-      *jax.tree.map(jnp.asarray, (prompts, samples)),
+      prompts,
+      samples,
       placement,
       cfg=cfg,
       objective=objective,
@@ -173,15 +192,24 @@ def test_every_objective_has_the_gradient_of_unpacked_rows(
       for m in range(2)
     ]
 
-  rng_advantages = rng.standard_normal(B).astype(np.float32)
-  packed, alone = placements(program.learner, prompts, samples)
-  for one, other in zip(gradients(packed), gradients(alone), strict=True):
-    norm = np.abs(other[0]["logits"]).max()
-    assert norm > 1e-4
-    np.testing.assert_allclose(
-      one[0]["logits"], other[0]["logits"], atol=1e-6 * max(norm, 1)
-    )
-    assert_same_metrics(one[2], other[2])
+  return gradients, program.learner
+
+
+@pytest.mark.parametrize("name", ["gspo", "dapo"])
+def test_a_masked_response_is_as_if_it_had_no_tokens(table_policy, name):
+  """In the numerator and in the denominator, which spans micro-batches."""
+  gradients, learner = gradients_of(
+    config_of(name, truncated="mask", entropy_coef=0.1)
+  )
+  prompts, samples = made_samples(V)
+  kept = np.where(samples.finish == TRUNCATED, 0, samples.lengths)
+  without = dataclasses.replace(samples, lengths=kept)
+  one, _ = placements(learner, prompts, samples)
+  other, _ = placements(learner, prompts, without)
+  found = gradients(prompts, samples, one)
+  compare(found, gradients(prompts, without, other))
+  count = sum(metrics["loss/policy"].count for _, _, metrics in found)
+  assert count == ((kept > 0) if name == "gspo" else kept).sum()
 
 
 def whole_iterations(config, devices, **mesh):
