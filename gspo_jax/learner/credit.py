@@ -36,9 +36,10 @@ def assign_advantages(
 
   The KL penalty k1 of a token is `kl_coef * (old_logps - reference_logps)`.
   With a critic it is subtracted from the token's reward. Without a critic, its
-  sum over the response, minus the group's mean of these sums (of responses that
-  are not masked), is subtracted from the advantage. It is not divided by the std of the rewards: in a group of
-  equal rewards it would become as large as a reward.
+  sum over the response, minus the group's mean of these sums, is subtracted
+  from the advantage; overlong filtering leaves truncated responses out of this
+  mean. It is not divided by the std of the rewards: in a group of equal rewards
+  it would become as large as a reward.
 
   `rewards` are [B] float32, or [B, K] with credit="turn"
   (see `turn_advantages`). `finish` is `Samples.finish`, [B].

@@ -393,9 +393,9 @@ def train_batch_from_samples(
   """The packed batch of samples, with zeros where values are filled in later.
 
   All fields that the objective reads exist from the start, so that one compiled
-  program takes the batch for old log-probs and for an update. Overlong filtering
-  takes truncated responses out of `response_mask`, from which every mean takes
-  its count: those of the whole optimizer batch.
+  program takes the batch for old log-probs and for an update. Overlong
+  filtering takes truncated responses out of `response_mask` here, before any
+  loss takes its count from it.
   """
   batch = pack_responses(
     prompts,
