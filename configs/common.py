@@ -196,6 +196,10 @@ def get_config() -> ConfigDict:
   # Iterations between syncs of the reference; 0: frozen [0 or more]
   c.objective.reference_every = 0
   c.objective.entropy_coef = 0.0  # of the entropy bonus [0 or more]
+  # Of the routers' load-balancing loss; 0: none [0 or more]
+  c.objective.router_aux_loss_coef = 0.0
+  # Of the routers' z-loss; 0: none [0 or more]
+  c.objective.router_z_loss_coef = 0.0
   # Importance weights between sampler and trainer: 'tis_token:cap=2',
   # tis_sequence, 'mis_token:cap=2,floor=0.5', mis_sequence
   c.objective.mismatch = "none"

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from gspo_jax import model
-from gspo_jax.learner.objective import ObjectiveConfig
+from gspo_jax.learner.objective import ObjectiveConfig, loss_per_token
 from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
 from gspo_jax.model.moe import number_type
 from gspo_jax.runtime import sharding
@@ -430,5 +430,10 @@ def train_batch_from_samples(
     returns=zeros if has_critic else None,
     turns=rows.turns if objective.credit == "turn" else None,
   )
+  if objective.has_router_losses:
+    longest = samples.tokens.shape[1]
+    rows = dataclasses.replace(
+      rows, loss_per_token=loss_per_token(rows, objective, longest)
+    )
   rows = sharding.constrain(rows, None, None, *sharding.ROWS)
   return batch._replace(rows=rows)

@@ -107,6 +107,7 @@ def hidden_states(
   routes: jax.Array | None = None,
   replay: bool = False,
   use_own_experts: jax.Array | None = None,
+  router_losses: bool = False,
 ) -> HiddenStates:
   """Runs the blocks over T tokens, which follow the tokens of the cache if any.
 
@@ -123,6 +124,8 @@ def hidden_states(
     replay: send tokens to `routes`, not to the top k; static.
     use_own_experts: [] bool, replace `routes` by the top k experts. So one
       program serves before and after routes are recorded. None: false.
+    router_losses: whether the routing has the losses of the routers; static,
+      not with a cache.
 
   Returns:
     `HiddenStates`; finite, but meaningless at padding.
@@ -133,7 +136,7 @@ def hidden_states(
     if routes is None:
       use_own_experts = None
     run = functools.partial(
-      _scan_layers, routes=Routes(routes, replay, use_own_experts)
+      _scan_layers, routes=Routes(routes, replay, use_own_experts, router_losses)
     )
     return _run_blocks(run, params, cfg, tokens, positions, mask)
   if routes is not None:

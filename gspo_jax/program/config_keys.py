@@ -83,6 +83,9 @@ OTHER_NAMES = {
   "objective.kl_estimator": "kl_loss_type kl_penalty",
   "objective.reference_every": "sync_ref_model ref_model_sync_steps",
   "objective.entropy_coef": "entropy_coeff",
+  "objective.router_aux_loss_coef": "router_aux_loss_coef moe_aux_loss_coeff "
+  "moe_aux_loss_coef aux_loss_coef load_balance_loss_weight",
+  "objective.router_z_loss_coef": "router_z_loss_coef moe_z_loss_coeff",
   "objective.mismatch": "vllm_importance_sampling_correction rollout_is "
   "enable_vllm_is_correction use_importance_sampling_correction",
   "objective.mismatch=mis_token:floor=0.5": "mismatch_floor",

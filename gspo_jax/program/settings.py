@@ -131,6 +131,12 @@ def require_experts(c: ObjectiveConfig, cfg: model.ModelConfig) -> None:
       f"objective.replay={c.replay!r}: expected 'none', for the model is dense "
       "and has no router"
     )
+  for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+    if value := getattr(c, name):
+      raise UserError(
+        f"objective.{name}={value}: expected 0, for the model is dense and has "
+        "no router"
+      )
   if "router_shift" in c.method.arguments:
     raise UserError(
       f"objective.name={c.name!r} weighs tokens by how far the router moved, "

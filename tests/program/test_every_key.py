@@ -468,6 +468,14 @@ ROWS = (
     built.batch_fields,
     {0.0: KEPT, 0.3: KEPT | {"reference_logps"}},
   ),
+  *(
+    Row(
+      f"objective.router_{loss}_loss_coef",
+      built.batch_fields,
+      {0.0: KEPT, 0.01: KEPT | {"loss_per_token"}},
+    )
+    for loss in ("aux", "z")
+  ),
   Row(
     "objective.reference_every",
     built.reference_after,

@@ -114,7 +114,13 @@ def table_policy(monkeypatch):
     logps = jax.nn.log_softmax(params["logits"])
     responses = batch.tokens[:, -batch.response_mask.shape[1] :]
     entropy = -(jnp.exp(logps) * logps).sum()
-    return TokenLogprobs(logps[responses], jnp.full(responses.shape, entropy))
+    tables = params["routers"][:, :, batch.tokens]  # [losses, layers, B, T]
+    return TokenLogprobs(
+      logps[responses],
+      jnp.full(responses.shape, entropy),
+      load_balance=tables[0],
+      z_loss=tables[1],
+    )
 
   monkeypatch.setattr(train_batch, "response_logps", logprobs)
 
@@ -160,7 +166,10 @@ def gradients_of(config):
   learner = settings.learners(parse(config), cfg).policy
   objective = parse(config).objective
   rng = np.random.default_rng(0)
-  params = {"logits": jnp.asarray(rng.normal(size=V), jnp.float32)}
+  params = {
+    "logits": jnp.asarray(rng.normal(size=V), jnp.float32),
+    "routers": jnp.asarray(rng.normal(size=(2, 3, V)), jnp.float32),
+  }
   rng_advantages = rng.standard_normal(B).astype(np.float32)
 
   @jax.jit
@@ -210,6 +219,32 @@ def test_a_masked_response_is_as_if_it_had_no_tokens(table_policy, name):
   compare(found, gradients(prompts, without, other))
   count = sum(metrics["loss/policy"].count for _, _, metrics in found)
   assert count == ((kept > 0) if name == "gspo" else kept).sum()
+
+
+@pytest.mark.parametrize("name", ["gspo", "dr_grpo"])
+def test_losses_of_routers_are_means_over_all_tokens_and_layers(
+  table_policy, name
+):
+  """Of prompts and responses, for any method, micro-batches and packing."""
+  coefs = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.25}
+  gradients, learner = gradients_of(config_of(name, **coefs))
+  prompts, samples = made_samples(V)
+  packed, _ = placements(learner, prompts, samples)
+  found = gradients(prompts, samples, packed)
+  # [B, S + R]: prompts are padded on the left; an empty response has no place.
+  ids = np.concatenate([prompts.tokens.repeat(G, 0), samples.tokens], axis=1)
+  column = np.arange(S + R)
+  real = column >= S - prompts.lengths.repeat(G)[:, None]
+  real &= column < S + samples.lengths[:, None]
+  real &= samples.lengths[:, None] > 0
+  for m, (slopes, _, metrics) in enumerate(found):
+    own = packed.row // (B // 2) == m
+    tokens = ids[own][real[own]]
+    share = np.bincount(tokens, minlength=V) / len(tokens) / 3
+    for slope, coef in zip(slopes["routers"], coefs.values(), strict=True):
+      expected = np.broadcast_to(coef * share, slope.shape)
+      np.testing.assert_allclose(slope, expected, rtol=1e-5)
+    assert metrics["loss/router_z"].count == len(tokens)
 
 
 def whole_iterations(config, devices, **mesh):
