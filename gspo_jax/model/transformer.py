@@ -135,9 +135,8 @@ def hidden_states(
   if cache is None:
     if routes is None:
       use_own_experts = None
-    run = functools.partial(
-      _scan_layers, routes=Routes(routes, replay, use_own_experts, router_losses)
-    )
+    routes = Routes(routes, replay, use_own_experts, router_losses)
+    run = functools.partial(_scan_layers, routes=routes)
     return _run_blocks(run, params, cfg, tokens, positions, mask)
   if routes is not None:
     raise ValueError(f"routes {routes.shape} with a cache: expected None")
