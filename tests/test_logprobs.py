@@ -108,7 +108,7 @@ def test_equals_the_log_softmax_of_the_forward(
   if cfg.num_experts:
     np.testing.assert_array_equal(out.experts, full.experts)
   else:
-    assert out[2:] == (None,) * 4
+    assert set(out[2:]) == {None}
   assert np.std(out.entropy) > 0.005
   assert np.isfinite(out.logps).all()
 
