@@ -24,6 +24,11 @@ def get_config() -> ConfigDict:
   c.model.variant = "tiny"
   # Of activations; parameters are float32 [float32 | bfloat16]
   c.model.dtype = "bfloat16"
+  # Multiply hidden states by the output matrix in float32, in training and
+  # sampling, not in `dtype`; logits are float32 in any case
+  c.model.float32_head = False
+  # Multiply hidden states by the routers in float32, as well
+  c.model.float32_router = False
   # What a block stores for the backward pass: "none": no rematerialisation, it
   # stores all; "full": nothing, it computes all again; else names of KEPT in
   # gspo_jax/model/config.py with commas between, and it computes the rest again
@@ -191,16 +196,24 @@ def get_config() -> ConfigDict:
   # Iterations between syncs of the reference; 0: frozen [0 or more]
   c.objective.reference_every = 0
   c.objective.entropy_coef = 0.0  # of the entropy bonus [0 or more]
+  # Of the routers' load-balancing loss; 0: none [0 or more]
+  c.objective.router_aux_loss_coef = 0.0
+  # Of the routers' z-loss; 0: none [0 or more]
+  c.objective.router_z_loss_coef = 0.0
   # Importance weights between sampler and trainer: 'tis_token:cap=2',
   # tis_sequence, 'mis_token:cap=2,floor=0.5', mis_sequence
   c.objective.mismatch = "none"
   # Routing Replay: the experts of the old policy ("r2") or of the sampler
   # ("r3") [none | r2 | r3]
   c.objective.replay = "none"
-  c.objective.zero_truncated = False  # no advantage for truncated responses
   # How rewards become advantages: grpo, rloo, reinforce_plus_plus,
   # reinforce_plus_plus_baseline, max_rl, 'pass_at_k:k=4', gdpo
   c.objective.advantage_estimator = "grpo"
+  # What a response that was cut counts for: "train": as any other;
+  # "zero_advantage": it has no advantage, but counts in the mean; "mask":
+  # overlong filtering, it has no part in the loss. Its reward always counts in
+  # the mean of its group
+  c.objective.truncated = "train"
   # "response": one advantage, of the whole conversation; "turn": one for each
   # turn
   c.objective.credit = "response"
@@ -212,8 +225,8 @@ def get_config() -> ConfigDict:
 
   c.optim = ConfigDict()  # the optimizer
   # "adamw", or "muon": Muon for the matrices of the blocks, AdamW for the rest.
-  # "adamw:b1=0.9,b2=0.95,weight_decay=0.0" are the defaults of both; only
-  # matrices decay.
+  # "adamw:b1=0.9,b2=0.95,eps=1e-8,weight_decay=0.0" are the defaults of both;
+  # only matrices decay.
   c.optim.name = "adamw"
   c.optim.learning_rate = 1e-6  # its peak [0 or more]
   c.optim.warmup_steps = 0  # optimizer steps [0 or more]
@@ -221,6 +234,8 @@ def get_config() -> ConfigDict:
   # "cosine:min_lr_ratio=0.1" ends at a tenth of the peak, in place of 0
   c.optim.decay = "constant"
   c.optim.clip_norm = 1.0  # largest global norm of the gradient [more than 0]
+  # Keep the routers as they are; a cold start still trains them
+  c.optim.freeze_moe_router = False
 
   c.cold_start = ConfigDict()  # supervised fine-tuning before RL
   c.cold_start.steps = 0  # optimizer steps at most; 0: none [0 or more]

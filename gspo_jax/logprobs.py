@@ -39,6 +39,9 @@ class TokenLogprobs(NamedTuple):
   router_entropy: jax.Array | None = None  # [L, B, R] float32, of all experts
   # [L] int32, skipped pairs of a token and an expert; expected to be 0
   dropped: jax.Array | None = None
+  # [L, B, T] float32, of all tokens; None unless `router_losses`
+  load_balance: jax.Array | None = None
+  z_loss: jax.Array | None = None
 
 
 def token_logprobs(
@@ -53,6 +56,7 @@ def token_logprobs(
   routes: jax.Array | None = None,
   replay: bool = False,
   use_own_experts: jax.Array | None = None,
+  router_losses: bool = False,
   wanted: jax.Array | None = None,
 ) -> TokenLogprobs:
   """Log-probs and entropies of the last `response_length` tokens of each row.
@@ -76,6 +80,7 @@ def token_logprobs(
     replay: whether to send the tokens to `routes`, with the routing weights of
       these parameters; static.
     use_own_experts: [] bool; if true the experts of this pass replace `routes`.
+    router_losses: whether to return the losses of the routers; static.
     wanted: [B, R] bool: which tokens get log-probs and entropies; the others
       get 0. Only chunks with a wanted token are computed. None: all tokens.
 
@@ -97,6 +102,7 @@ def token_logprobs(
     routes=routes,
     replay=replay,
     use_own_experts=use_own_experts,
+    router_losses=router_losses,
   )
   predicting = slice(-R - 1, -1)  # positions that predict the last R tokens
   hidden, targets = out.hidden[:, predicting], tokens[:, -R:]
@@ -117,9 +123,11 @@ def token_logprobs(
     logps, entropy = logps[:, predicting], entropy[:, predicting]
   if out.routing is None:
     return TokenLogprobs(logps, entropy)
-  experts, *router, dropped = out.routing
+  experts, *router, dropped, load_balance, z_loss = out.routing
   router = [x[:, :, predicting] for x in router]  # log-probs and entropy
-  return TokenLogprobs(logps, entropy, experts, *router, dropped)
+  return TokenLogprobs(
+    logps, entropy, experts, *router, dropped, load_balance, z_loss
+  )
 
 
 def logps_and_entropy(
@@ -134,7 +142,7 @@ def logps_and_entropy(
   """
 
   def local(hidden_BRD, head, targets_BR, wanted_BR):
-    head_Dv, column_v = _vocabulary_shard(head.astype(hidden_BRD.dtype))
+    head_Dv, column_v = _vocabulary_shard(head.astype(cfg.head_dtype))
     # Float32, so that its gradient is summed over the chunks in float32.
     head_Dv = head_Dv.astype(jnp.float32)
     flat = lambda x: x.reshape(-1, *x.shape[2:])

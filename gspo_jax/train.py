@@ -19,7 +19,11 @@ from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.evaluate import held_out
 from gspo_jax.evaluate.estimators import correct
 from gspo_jax.learner import cold_start
-from gspo_jax.learner.health import HealthChecks, require_finite
+from gspo_jax.learner.health import (
+  HealthChecks,
+  require_finite,
+  require_responses,
+)
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import EDGES
 from gspo_jax.program import load_params, settings
@@ -298,6 +302,7 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
     metrics["data/solved"] = run.curriculum.num_solved
   updates = step * config.learner.minibatches
   metrics["optim/learning_rate"] = float(learner.learning_rate(updates - 1))
+  require_responses(config.objective, metrics["response/truncated"], step)
   require_finite(metrics, step)
   samples = []
   if _due(_SAMPLES_EVERY, step, config.num_steps):

@@ -31,13 +31,16 @@ def assign_advantages(
 ) -> PackedBatch:
   """The batch with its advantages, and with returns if there is a critic.
 
-  Responses of a group are compared even if they are in different rows.
+  Responses of a group are compared even if they are in different rows, or
+  truncated: as in TRL and NeMo RL, overlong filtering leaves the mean of the
+  rewards as it is.
 
   The KL penalty k1 of a token is `kl_coef * (old_logps - reference_logps)`.
   With a critic it is subtracted from the token's reward. Without a critic, its
   sum over the response, minus the group's mean of these sums, is subtracted
-  from the advantage. It is not divided by the std of the rewards: in a group of
-  equal rewards it would become as large as a reward.
+  from the advantage; overlong filtering leaves truncated responses out of this
+  mean. It is not divided by the std of the rewards: in a group of equal rewards
+  it would become as large as a reward.
 
   `rewards` are [B] float32; [B, K] with credit="turn" (see `turn_advantages`);
   and with gdpo [B, N], each with a weight (see `gdpo_advantages`). `finish` is
@@ -72,7 +75,12 @@ def assign_advantages(
       penalties = groups(
         jnp.zeros(len(rewards)).at[response].add(penalty, mode="drop")
       )
-      advantages -= penalties - penalties.mean(1, keepdims=True)
+      counted = None
+      if objective.truncated == "mask":  # the others have no log-probs
+        counted = groups(finish != TRUNCATED)
+        counted |= ~counted.any(1, keepdims=True)
+      mean = penalties.mean(1, keepdims=True, where=counted)
+      advantages -= penalties - mean
     advantages = jnp.where(mask, advantages.reshape(-1)[response], 0.0)
   else:
     # [M, A, rows, W] -> [all rows, W]
@@ -89,7 +97,7 @@ def assign_advantages(
     )
     advantages = whiten(advantages, mask_BR).reshape(mask.shape)
     returns = returns.reshape(mask.shape)
-  if objective.zero_truncated:
+  if objective.truncated == "zero_advantage":
     advantages = jnp.where(finish[response] != TRUNCATED, advantages, 0.0)
   rows = dataclasses.replace(rows, advantages=advantages, returns=returns)
   return batch._replace(rows=rows)

@@ -24,6 +24,18 @@ def require_finite(metrics: Mapping[str, float], step: int) -> None:
       )
 
 
+def require_responses(
+  objective: ObjectiveConfig, truncated: float, step: int
+) -> None:
+  """UserError if overlong filtering leaves no response to learn from."""
+  if objective.truncated == "mask" and truncated == 1:
+    raise multihost.AgreedError(
+      f"objective.truncated='mask': all responses of step {step} were "
+      "truncated: raise sampler.max_new_tokens, or expected 'train' or "
+      "'zero_advantage'"
+    )
+
+
 def clip_range_warnings(objective: ObjectiveConfig) -> list[str]:
   """Warnings about a clip range that seems made for another method."""
   method, numbers = objective.method, objective.numbers

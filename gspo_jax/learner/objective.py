@@ -104,6 +104,12 @@ class ObjectiveConfig:
     0, "iterations between syncs of the reference; 0: frozen", ZERO_OR_MORE
   )
   entropy_coef: float = key(0.0, "of the entropy bonus", ZERO_OR_MORE)
+  router_aux_loss_coef: float = key(
+    0.0, "of the routers' load-balancing loss; 0: none", ZERO_OR_MORE
+  )
+  router_z_loss_coef: float = key(
+    0.0, "of the routers' z-loss; 0: none", ZERO_OR_MORE
+  )
   mismatch: str = key(
     "none",
     "importance weights between sampler and trainer: 'tis_token:cap=2', "
@@ -115,11 +121,18 @@ class ObjectiveConfig:
     '("r3")',
     Choice(("none", "r2", "r3")),
   )
-  zero_truncated: bool = key(False, "no advantage for truncated responses")
   advantage_estimator: str = key(
     "grpo",
     "how rewards become advantages: grpo, rloo, reinforce_plus_plus, "
     "reinforce_plus_plus_baseline, max_rl, 'pass_at_k:k=4', gdpo",
+  )
+  truncated: str = key(
+    "train",
+    'what a response that was cut counts for: "train": as any other; '
+    '"zero_advantage": it has no advantage, but counts in the mean; "mask": '
+    "overlong filtering, it has no part in the loss. Its reward always counts "
+    "in the mean of its group",
+    Choice(("train", "zero_advantage", "mask")),
   )
   credit: str = key(
     "response",
@@ -242,6 +255,10 @@ class ObjectiveConfig:
   def has_kl_in_reward(self) -> bool:
     """Whether the KL penalty is in the reward (k1), not in the loss."""
     return self.has_reference and self.kl_estimator == "k1"
+
+  @property
+  def has_router_losses(self) -> bool:
+    return self.router_aux_loss_coef > 0 or self.router_z_loss_coef > 0
 
   @property
   def has_sampler_logps(self) -> bool:
@@ -370,6 +387,7 @@ def policy_loss(
     routes=routes,
     replay=objective.replay != "none",
     use_own_experts=None if objective.replay == "r3" else is_old_policy,
+    **({"router_losses": True} if objective.has_router_losses else {}),
   )
   old_metrics = {}
   if batch.sampler_logps is not None:
@@ -395,6 +413,9 @@ def policy_loss(
     **options,
   )
   metrics |= method_metrics
+  if objective.has_router_losses:
+    router_total, router_metrics = _router_losses(out, batch, objective)
+    total, metrics = total + router_total, metrics | router_metrics
   if instruments and batch.router_logps is not None:
     metrics |= _routing_metrics(out, batch, objective)
   if not instruments:
@@ -461,6 +482,66 @@ def _options(
       shift = losses.router_log_weight(moved, mask, floor=floor)
   options["terms"] = Terms(shift, weights, penalty, numbers.get("dual_clip"))
   return options, metrics
+
+
+def _router_losses(
+  out: TokenLogprobs, batch: TrainBatch, objective
+) -> tuple[jax.Array, Metrics]:
+  """The sum to add to the loss of a micro-batch, and the losses.
+
+  Both are means over the layers, and over the tokens of prompts and responses
+  of the whole minibatch: padding alone does not count, as in transformers, TRL
+  and Megatron.
+
+  Departures: (1) transformers averages `f` and `P` over the layers before it
+  multiplies them; here each layer is balanced by itself, as in Switch. (2) TRL
+  averages the losses of micro-batches; here tokens weigh the same. Only `f` is
+  still of a micro-batch, so the load-balancing loss depends on their size.
+  """
+  real_BT = batch.segment_ids > 0
+  balance, z = (x.mean(0) for x in (out.load_balance, out.z_loss))
+  sums_BT = objective.router_aux_loss_coef * balance
+  sums_BT += objective.router_z_loss_coef * z
+  total = batch.loss_per_token[:, None] * jnp.where(real_BT, sums_BT, 0.0)
+  metrics = {
+    "loss/router_aux": Mean.of(balance, real_BT),
+    "loss/router_z": Mean.of(z, real_BT),
+  }
+  return total.sum(), jax.lax.stop_gradient(metrics)
+
+
+def loss_per_token(
+  batch: TrainBatch, objective: ObjectiveConfig, max_length: int
+) -> jax.Array:
+  """[M, A, rows]: what makes a sum over tokens a mean, of each minibatch.
+
+  `train_step.gradient` divides all sums of a minibatch by the count of its
+  policy loss. Means over other tokens first take this count over theirs. It
+  comes from the loss itself, which counts what the mask has.
+  """
+  options = objective.loss_numbers
+  arguments = objective.method.arguments
+
+  def count(batch):
+    zeros = jnp.zeros(batch.response_mask.shape)
+    own = {"max_length": max_length, "router_shift": zeros}
+    _, metrics = objective.method.loss(
+      zeros,
+      zeros,
+      zeros,
+      batch.response_mask,
+      normalizer=1.0,
+      segment_ids=batch.response_segments,
+      **options | {name: own[name] for name in own if name in arguments},
+    )
+    return metrics["loss/policy"].count
+
+  counts_M = jax.vmap(jax.vmap(count))(batch).sum(1)
+  tokens_M = (batch.segment_ids > 0).sum((1, 2, 3))
+  per_token_M = counts_M / jnp.maximum(tokens_M, 1)
+  return jnp.broadcast_to(
+    per_token_M[:, None, None], batch.segment_ids.shape[:3]
+  )
 
 
 def _router_shift(out: TokenLogprobs, batch: TrainBatch) -> jax.Array:

@@ -21,12 +21,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from gspo_jax import model
-from gspo_jax.learner.objective import ObjectiveConfig
+from gspo_jax.learner.objective import ObjectiveConfig, loss_per_token
 from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
 from gspo_jax.model.moe import number_type
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.key import key
-from gspo_jax.sampler.samples import Prompts, Samples
+from gspo_jax.sampler.samples import TRUNCATED, Prompts, Samples
 
 # Queries and keys of the blocks of scores by which `pack` sorts rows, which
 # need not be those of a kernel.
@@ -393,7 +393,9 @@ def train_batch_from_samples(
   """The packed batch of samples, with zeros where values are filled in later.
 
   All fields that the objective reads exist from the start, so that one compiled
-  program takes the batch for old log-probs and for an update.
+  program takes the batch for old log-probs and for an update. Overlong
+  filtering takes truncated responses out of `response_mask` here, before any
+  loss takes its count from it.
   """
   batch = pack_responses(
     prompts,
@@ -414,9 +416,12 @@ def train_batch_from_samples(
     experts = jnp.zeros((*lead, L, T, k), number_type(cfg.num_experts))
   if objective.reads_old_routers(cfg, instruments):
     router_logps = jnp.zeros((*lead, L, T - 1, k))
-  has_critic = objective.method.critic
+  has_critic, mask = objective.method.critic, rows.response_mask
+  if objective.truncated == "mask":
+    mask &= samples.finish[rows.response_index] != TRUNCATED
   rows = dataclasses.replace(
     rows,
+    response_mask=mask,
     old_logps=rows.sampler_logps if objective.has_sampler_logps else zeros,
     experts=experts,
     router_logps=router_logps,
@@ -425,5 +430,10 @@ def train_batch_from_samples(
     returns=zeros if has_critic else None,
     turns=rows.turns if objective.credit == "turn" else None,
   )
+  if objective.has_router_losses:
+    longest = samples.tokens.shape[1]
+    rows = dataclasses.replace(
+      rows, loss_per_token=loss_per_token(rows, objective, longest)
+    )
   rows = sharding.constrain(rows, None, None, *sharding.ROWS)
   return batch._replace(rows=rows)

@@ -54,6 +54,9 @@ class TrainBatch:
   returns: jax.Array | None = None  # [B, R] float32, the critic's targets
   # [B, R] int16, the turn of a conversation, from 1; 0 elsewhere.
   turns: jax.Array | None = None
+  # [B] float32: the count that divides the loss of the minibatch, by its tokens
+  # of prompts and responses. See `objective.loss_per_token`.
+  loss_per_token: jax.Array | None = None
 
   @property
   def response_segments(self) -> jax.Array:

@@ -168,6 +168,9 @@ class ModelConfig:
   # Of activations and matrix products; parameters, softmaxes and vocabulary
   # logits are always float32.
   dtype: str = "bfloat16"
+  # Operands of the product that gives the vocabulary logits are float32, too.
+  float32_head: bool = False
+  float32_router: bool = False  # those of the routers' logits are
   # What each block stores for the backward pass, which computes the rest again:
   # names of `KEPT` with commas between, "full" for nothing, "none" for all.
   remat: str = "attention,stream"
@@ -350,6 +353,11 @@ class ModelConfig:
     return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
   @property
+  def head_dtype(self) -> str:
+    """The dtype of the operands of the product that gives the logits."""
+    return "float32" if self.float32_head else self.dtype
+
+  @property
   def kept(self) -> tuple[str, ...] | None:
     """The values that `remat` stores; None: all values."""
     if self.remat in ("none", "full"):
@@ -370,6 +378,14 @@ class PolicyConfig:
   )
   dtype: str = key(
     "bfloat16", "of activations; parameters are float32", Choice(DTYPES)
+  )
+  float32_head: bool = key(
+    False,
+    "multiply hidden states by the output matrix in float32, in training and "
+    "sampling, not in `dtype`; logits are float32 in any case",
+  )
+  float32_router: bool = key(
+    False, "multiply hidden states by the routers in float32, as well"
   )
   remat: str = key(
     "attention,stream",

@@ -14,6 +14,9 @@ OTHER_NAMES = {
   "model.checkpoint": "model_name_or_path model_name model.name model_id "
   "model_path model.path pretrain load_parameters_path",
   "model.dtype": "bf16 fp16 torch_dtype param_dtype precision mixed_precision",
+  "model.float32_head": "cast_lm_head_to_fp32 head_dtype fp32_lm_head "
+  "enable_fp32_lm_head logits_dot_in_fp32",
+  "model.float32_router": "moe_router_dtype router_dtype float32_gate_logits",
   "model.remat": "gradient_checkpointing enable_gradient_checkpointing "
   "activation_checkpointing remat_policy",
   "mesh.data": "ici_data_parallelism dcn_data_parallelism data_parallel_size",
@@ -82,6 +85,9 @@ OTHER_NAMES = {
   "objective.kl_estimator": "kl_loss_type kl_penalty",
   "objective.reference_every": "sync_ref_model ref_model_sync_steps",
   "objective.entropy_coef": "entropy_coeff",
+  "objective.router_aux_loss_coef": "router_aux_loss_coef moe_aux_loss_coeff "
+  "moe_aux_loss_coef aux_loss_coef load_balance_loss_weight",
+  "objective.router_z_loss_coef": "router_z_loss_coef moe_z_loss_coeff",
   "objective.mismatch": "vllm_importance_sampling_correction rollout_is "
   "enable_vllm_is_correction use_importance_sampling_correction",
   "objective.mismatch=mis_token:floor=0.5": "mismatch_floor",
@@ -89,7 +95,8 @@ OTHER_NAMES = {
   "vllm_importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold "
   "truncated_importance_sampling_ratio",
   "objective.replay": "router_replay routing_replay",
-  "objective.zero_truncated": "mask_truncated_completions overlong_filtering",
+  "objective.truncated": "zero_truncated mask_truncated_completions "
+  "overlong_filtering apply_overlong_filtering zero_truncated_completions",
   "learner.minibatches": "learner.epochs num_iterations ppo_epochs "
   "ppo_mini_batch_size mini_batch_size num_mini_batches "
   "steps_per_generation train_global_batch_size",
@@ -99,6 +106,7 @@ OTHER_NAMES = {
   "optim.name": "optim optimizer optimizer_name",
   "optim.name=adamw:b1=0.9": "b1 beta1 adam_b1 adam_beta1 betas adam_betas",
   "optim.name=adamw:b2=0.95": "b2 beta2 adam_b2 adam_beta2",
+  "optim.name=adamw:eps=1e-8": "eps adam_eps adam_epsilon adamw_eps",
   "optim.name=adamw:weight_decay=0.1": "weight_decay adam_weight_decay l2",
   "optim.learning_rate": "learning_rate lr actor_learning_rate",
   "optim.decay": "schedule lr_scheduler_type lr_scheduler "
@@ -107,6 +115,7 @@ OTHER_NAMES = {
   "cosine_learning_rate_final_fraction",
   "optim.warmup_steps": "warmup_steps warmup warmup_ratio lr_warmup_steps "
   "lr_warmup_ratio lr_warmup_steps_ratio warmup_steps_fraction",
+  "optim.freeze_moe_router": "freeze_moe_router freeze_router",
   "optim.clip_norm": "max_grad_norm grad_clip clip_grad_norm "
   "gradient_clipping gradient_clipping_threshold",
   "cold_start.steps": "steps max_steps num_steps",
@@ -137,6 +146,7 @@ _COUNTS = {
   "std of the group, rloo by none",
   "objective.mismatch": "as tis_token:cap=2",
   "objective.kl_coef": "0: no reference",
+  "objective.truncated": "mask or zero_advantage",
   "objective.reference_every": "iterations",
   "learner.minibatches": "optimizer steps an iteration",
   "learner.micro_batch_size": "packed rows of one pass, over all devices",

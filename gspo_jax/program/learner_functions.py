@@ -259,7 +259,7 @@ def _new_state(learners, config, cfg, policy) -> TrainState:
   reference = value = None
   if config.objective.has_reference:
     # The forward pass would cast to this dtype anyway.
-    reference = model.parameters.cast(state.params, cfg.dtype)
+    reference = model.parameters.cast(state.params, cfg)
     if cfg.lora and not config.objective.reference_every:
       reference = {}
   if learners.critic:

@@ -146,8 +146,9 @@ def load(config: Config, program: Program, checkpoint: str) -> model.Params:
   if folder.name.isdecimal() and folder.parent.name == "checkpoints":
     folder, step = folder.parent.parent, int(folder.name)
   wanted = identity(program) | lora_identity(program)
-  # `dtype` may differ without adapters: the weights are then float32.
-  free = () if program.cfg.lora else ("dtype",)
+  # These may differ without adapters: the weights are then float32.
+  numerics = "dtype", "float32_head", "float32_router"
+  free = () if program.cfg.lora else numerics
   fixed = lambda keys: (
     keys | {"model": {k: v for k, v in keys["model"].items() if k not in free}}
   )

@@ -152,7 +152,7 @@ def _separate_devices(
 ) -> SeparateDevices:
   """Moves weights and samples between the meshes `here` and `there`."""
   # Weights are cast before they are sent.
-  cast = functools.partial(model.parameters.cast, dtype=cfg.dtype)
+  cast = functools.partial(model.parameters.cast, cfg=cfg)
   same = lambda samples: samples
   weights = abstract.sharded(jax.eval_shape(cast, params), there)
   return SeparateDevices(

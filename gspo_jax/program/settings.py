@@ -29,6 +29,8 @@ def model_config(c: PolicyConfig) -> model.ModelConfig:
   # The model does not depend on where its adapters come from.
   lora = dataclasses.replace(c.lora, checkpoint="") if c.lora.rank else None
   changes = dict(c.sizes) | {"dtype": c.dtype, "remat": c.remat, "lora": lora}
+  names = "float32_head", "float32_router"
+  changes |= {name: getattr(c, name) for name in names}
   if not c.checkpoint:
     return model.variant(c.variant, **changes)
   with with_reason(f"model.checkpoint={c.checkpoint!r}"):
@@ -129,6 +131,12 @@ def require_experts(c: ObjectiveConfig, cfg: model.ModelConfig) -> None:
       f"objective.replay={c.replay!r}: expected 'none', for the model is dense "
       "and has no router"
     )
+  for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+    if value := getattr(c, name):
+      raise UserError(
+        f"objective.{name}={value}: expected 0, for the model is dense and has "
+        "no router"
+      )
   if "router_shift" in c.method.arguments:
     raise UserError(
       f"objective.name={c.name!r} weighs tokens by how far the router moved, "
@@ -214,6 +222,7 @@ def _critic_learner(
     name=config.optim.name.replace("muon", "adamw"),
     learning_rate=c.learning_rate,
     warmup_steps=c.warmup_steps,
+    freeze_moe_router=False,
   )
   return policy._replace(
     loss=functools.partial(critic.loss, cfg=cfg, clip=c.clip),

@@ -126,14 +126,23 @@ def test_k1_is_subtracted_from_the_reward(batch):
 
 @pytest.mark.parametrize("name", ["gspo", "ppo"])
 def test_truncated_responses_have_no_advantage(batch, name):
-  config = ObjectiveConfig(name, zero_truncated=True)
+  config = ObjectiveConfig(name, truncated="zero_advantage")
   rewards = REWARDS.at[3].set(2.0)
   out = assign(batch, rewards, config)["advantages"]
-  kept = dataclasses.replace(config, zero_truncated=False)
+  kept = dataclasses.replace(config, truncated="train")
   whole = assign(batch, rewards, kept)["advantages"]
   np.testing.assert_array_equal(out[:3], whole[:3])
   assert not out[3].any()
   assert np.any(whole[3] != 0)
+
+
+def test_k1_of_masked_responses_is_not_in_the_mean_of_their_group(batch):
+  """Their rewards are: response 2 alone is left of its group."""
+  config = K1("dr_grpo", kl_coef=0.1, truncated="mask")
+  out = assign(batch, REWARDS.at[3].set(2.0), config)["advantages"]
+  np.testing.assert_allclose(out[2, 0], -0.75, atol=1e-6)
+  plain = assign(batch, REWARDS, dataclasses.replace(config, truncated="train"))
+  np.testing.assert_allclose(out[:2], plain["advantages"][:2])
 
 
 def test_with_a_critic_the_reward_is_of_the_last_token_and_k1_of_each(batch):

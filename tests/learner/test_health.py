@@ -10,10 +10,12 @@ from gspo_jax.learner.health import (
   HealthChecks,
   clip_range_warnings,
   require_finite,
+  require_responses,
 )
 from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.losses import METHODS
 from gspo_jax.program.config import parse
+from gspo_jax.runtime.errors import UserError
 
 HEALTHY = {
   "ratio/moved": 0.5,
@@ -173,3 +175,11 @@ def test_a_number_that_is_not_finite_stops_the_run():
   metrics = {"reward/mean": 0.5, "grad/norm": float("nan")}
   with pytest.raises(FloatingPointError, match="grad/norm is nan at step 7"):
     require_finite(metrics, 7)
+
+
+def test_overlong_filtering_of_all_responses_stops_the_run():
+  require_responses(ObjectiveConfig(), 1.0, 7)
+  mask = ObjectiveConfig(truncated="mask")
+  require_responses(mask, 0.9, 7)
+  with pytest.raises(UserError, match=r"truncated='mask': all .* of step 7"):
+    require_responses(mask, 1.0, 7)

@@ -159,6 +159,18 @@ ROWS = (
     {"float32": [False, False], "bfloat16": [True, True]},
     {"model.remat": "stream"},
   ),
+  *(
+    Row(
+      f"model.float32_{part}",
+      observe,
+      {False: [{"bfloat16"}] * 2, True: [{"float32"}] * 2},
+      {"model.dtype": "bfloat16", "model.remat": "stream"},
+    )
+    for part, observe in (
+      ("head", built.operands_of_head),
+      ("router", built.operands_of_router),
+    )
+  ),
   Row(
     "model.remat",
     built.kept_names,
@@ -456,6 +468,14 @@ ROWS = (
     built.batch_fields,
     {0.0: KEPT, 0.3: KEPT | {"reference_logps"}},
   ),
+  *(
+    Row(
+      f"objective.router_{loss}_loss_coef",
+      built.batch_fields,
+      {0.0: KEPT, 0.01: KEPT | {"loss_per_token"}},
+    )
+    for loss in ("aux", "z")
+  ),
   Row(
     "objective.reference_every",
     built.reference_after,
@@ -519,13 +539,18 @@ ROWS = (
   Row(
     "optim.name",
     built.second_moments,
-    {"adamw": {"embed", "gate_up"}, "muon": {"embed"}},
+    {"adamw": {"embed", "router", "gate_up"}, "muon": {"embed", "router"}},
   ),
   Row(
     "optim.decay",
     built.second_rate,
     {"constant": 1e-3, "linear": 7.5e-4, "cosine": 8.536e-4},
     {"num_steps": 4},
+  ),
+  Row(
+    "optim.freeze_moe_router",
+    built.second_moments,
+    {False: {"embed", "router", "gate_up"}, True: {"embed", "gate_up"}},
   ),
   Row("optim.clip_norm", built.norm_of_step, {1e-3: 1e-3, 2e-3: 2e-3}),
   # cold_start
@@ -595,7 +620,7 @@ ROWS = (
 # Of these test_wiring holds the gradient against loops in float64.
 WIRED = {
   f"objective.{key}"
-  for key in ("entropy_coef", "kl_estimator", "mismatch", "zero_truncated")
+  for key in ("entropy_coef", "kl_estimator", "mismatch", "truncated")
 }
 
 

@@ -72,11 +72,11 @@ TERMS = {
   "router shift": {},
   "r2": {"replay": "r2"},
   "r3": {"replay": "r3"},
-  "zero_truncated": {"zero_truncated": True},
+  "zero_advantage": {"truncated": "zero_advantage"},
   "everything": {
     **{"kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.1},
     **{"mismatch": "mis_token:cap=1.3,floor=0.8"},
-    **{"replay": "r3", "zero_truncated": True},
+    **{"replay": "r3", "truncated": "zero_advantage"},
   },
 }
 # Each method by itself, with its numbers and with all terms; each term with a
@@ -313,7 +313,7 @@ def expected_advantages(config, rows):
       advantages /= groups.std(1, keepdims=True) + 1e-6
     fees = fee.sum(1).reshape(P, G)
     advantages = (advantages - fees + fees.mean(1, keepdims=True)).ravel()
-  if c.zero_truncated:
+  if c.truncated == "zero_advantage":
     advantages[CUT] = 0
   return advantages, returns
 

@@ -26,7 +26,9 @@ from gspo_jax.runtime.errors import (
 )
 
 # Fields that a config.json does not have: how we run the model.
-_RUNTIME_FIELDS = ("dtype", "remat", "unroll", "lora")
+_RUNTIME_FIELDS = (
+  *("dtype", "float32_head", "float32_router", "remat", "unroll", "lora"),
+)
 _DTYPES = ("torch_dtype", "dtype")
 
 
