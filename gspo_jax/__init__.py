@@ -9,7 +9,10 @@ import importlib
 _MODULE_OF = {
   "Terms": "losses",
   "cispo_loss": "losses",
+  "ctpo_loss": "losses",
   "dapo_loss": "losses",
+  "dppo_kl_loss": "losses",
+  "dppo_tv_loss": "losses",
   "dr_grpo_loss": "losses",
   "generalized_advantages": "losses.advantages",
   "gmpo_loss": "losses",
@@ -18,12 +21,15 @@ _MODULE_OF = {
   "gspo_loss": "losses",
   "gspo_token_loss": "losses",
   "kl_penalty": "losses",
+  "luspo_loss": "losses",
   "mismatch_weights": "losses",
+  "off_policy_mask": "losses",
   "ppo_loss": "losses",
   "router_log_weight": "losses",
   "rspo_loss": "losses",
   "sapo_loss": "losses",
   "value_loss": "losses",
+  "vespo_loss": "losses",
   "whiten": "losses.advantages",
 }
 
