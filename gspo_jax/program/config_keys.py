@@ -53,7 +53,8 @@ OTHER_NAMES = {
   "staleness_threshold max_head_offpolicyness",
   "reward.seconds": "timeout environment_timeout",
   "reward.names": "reward_funcs reward_fn custom_reward_function remote_rm_url",
-  "objective.name": "loss_type loss_mode adv_estimator advantage_estimator "
+  "objective.name": "loss_type loss_mode policy_loss_type "
+  "adv_estimator advantage_estimator "
   "importance_sampling_level scale_rewards norm_adv_by_std_in_grpo",
   "objective.name=gspo:clip_low=3e-4": "clip_low epsilon clip_ratio "
   "clip_ratio_low cliprange clip_eps eps_clip eps_clip_low_high ratio_clip_min",
@@ -74,10 +75,20 @@ OTHER_NAMES = {
   "objective.name=cispo:cap=5.0": "cap",
   "objective.name=sapo:tau_positive=1.0": "tau_positive tau_pos",
   "objective.name=sapo:tau_negative=1.05": "tau_negative tau_neg",
+  "objective.name=vespo:k_positive=2.0": "k_positive vespo_k_pos",
+  "objective.name=vespo:lambda_positive=3.0": "lambda_positive "
+  "vespo_lambda_pos",
+  "objective.name=vespo:k_negative=3.0": "k_negative vespo_k_neg",
+  "objective.name=vespo:lambda_negative=2.0": "lambda_negative "
+  "vespo_lambda_neg",
+  "objective.name=dppo_tv:delta=0.2": "dppo_mask_low dppo_mask_high delta_low "
+  "delta_high divergence_threshold",
   "objective.name=gspo:router_shift_floor=0.8": "router_shift_floor",
   "objective.kl_coef": "beta kl_beta kl_loss_coef use_kl_loss init_kl_coef "
   "reference_policy_kl_penalty",
   "objective.kl_estimator": "kl_loss_type kl_penalty",
+  "objective.kl_estimator=k3_unbiased": "use_bias_correction_kl "
+  "use_unbiased_kl",
   "objective.reference_every": "sync_ref_model ref_model_sync_steps",
   "objective.entropy_coef": "entropy_coeff",
   "objective.mismatch": "vllm_importance_sampling_correction rollout_is "
@@ -86,6 +97,9 @@ OTHER_NAMES = {
   "objective.mismatch=tis_token:cap=2.0": "mismatch_cap "
   "vllm_importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold "
   "truncated_importance_sampling_ratio",
+  "objective.mismatch=icepop:cap=5.0,floor=0.5": "icepop",
+  "objective.off_policy_mask_threshold": "off_policy_sequence_mask opsm_delta "
+  "use_opsm",
   "objective.replay": "router_replay routing_replay",
   "objective.zero_truncated": "mask_truncated_completions overlong_filtering",
   "learner.minibatches": "learner.epochs num_iterations ppo_epochs "
