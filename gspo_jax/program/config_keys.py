@@ -98,8 +98,7 @@ OTHER_NAMES = {
   "vllm_importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold "
   "truncated_importance_sampling_ratio",
   "objective.mismatch=icepop:cap=5.0,floor=0.5": "icepop",
-  "objective.off_policy_mask_threshold": "off_policy_sequence_mask opsm_delta "
-  "use_opsm",
+  "objective.off_policy_mask_threshold": "opsm_delta use_opsm",
   "objective.replay": "router_replay routing_replay",
   "objective.zero_truncated": "mask_truncated_completions overlong_filtering",
   "learner.minibatches": "learner.epochs num_iterations ppo_epochs "
