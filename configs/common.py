@@ -183,15 +183,15 @@ def get_config() -> ConfigDict:
 
   c.objective = ConfigDict()  # the method, and what is added to its loss
   # The method: gspo, gspo_token, grpo, dr_grpo, dapo, ppo, gmpo, rspo, cispo,
-  # sapo, or package.module.function; its numbers follow:
-  # 'gspo:clip_low=3e-4,clip_high=4e-4'
+  # sapo, luspo, vespo, dppo_tv, dppo_kl, ctpo, or package.module.function; its
+  # numbers follow: 'gspo:clip_low=3e-4,clip_high=4e-4'
   c.objective.name = "gspo"
   # "recompute": by the forward pass of the update; "sampler": as sampled, with
   # no further pass
   c.objective.old_logps = "recompute"
   # Of the KL to a reference policy; 0: no reference [0 or more]
   c.objective.kl_coef = 0.0
-  # "k2", "k3": in the loss; "k1": in the reward
+  # "k2", "k3", "k3_unbiased": in the loss; "k1": in the reward
   c.objective.kl_estimator = "k3"
   # Iterations between syncs of the reference; 0: frozen [0 or more]
   c.objective.reference_every = 0
@@ -201,8 +201,12 @@ def get_config() -> ConfigDict:
   # Of the routers' z-loss; 0: none [0 or more]
   c.objective.router_z_loss_coef = 0.0
   # Importance weights between sampler and trainer: 'tis_token:cap=2',
-  # tis_sequence, 'mis_token:cap=2,floor=0.5', mis_sequence
+  # tis_sequence, 'mis_token:cap=2,floor=0.5', mis_sequence,
+  # 'icepop:cap=5,floor=0.5'
   c.objective.mismatch = "none"
+  # Mean log-ratio of a response, from the policy to the sampler, above which a
+  # negative advantage does not count; 0: none [0 or more]
+  c.objective.off_policy_mask_threshold = 0.0
   # Routing Replay: the experts of the old policy ("r2") or of the sampler
   # ("r3") [none | r2 | r3]
   c.objective.replay = "none"

@@ -9,7 +9,10 @@ import importlib
 _MODULE_OF = {
   "Terms": "losses",
   "cispo_loss": "losses",
+  "ctpo_loss": "losses",
   "dapo_loss": "losses",
+  "dppo_kl_loss": "losses",
+  "dppo_tv_loss": "losses",
   "dr_grpo_loss": "losses",
   "gdpo_advantages": "losses.advantages",
   "generalized_advantages": "losses.advantages",
@@ -19,8 +22,10 @@ _MODULE_OF = {
   "gspo_loss": "losses",
   "gspo_token_loss": "losses",
   "kl_penalty": "losses",
+  "luspo_loss": "losses",
   "max_rl_advantages": "losses.advantages",
   "mismatch_weights": "losses",
+  "off_policy_mask": "losses",
   "pass_at_k_advantages": "losses.advantages",
   "ppo_loss": "losses",
   "reinforce_plus_plus_advantages": "losses.advantages",
@@ -29,6 +34,7 @@ _MODULE_OF = {
   "rspo_loss": "losses",
   "sapo_loss": "losses",
   "value_loss": "losses",
+  "vespo_loss": "losses",
   "whiten": "losses.advantages",
 }
 

@@ -53,6 +53,7 @@ _MISMATCH = {
   "tis_sequence": ("cap",),
   "mis_token": ("cap", "floor"),
   "mis_sequence": ("cap", "floor"),
+  "icepop": ("cap", "floor"),
 }
 _MISMATCH_RULES = {
   "cap": Range("1 or more", lambda x: 1 <= x < math.inf),
@@ -71,6 +72,11 @@ _METHOD_RULES = {
   "cap": POSITIVE,
   "tau_positive": POSITIVE,
   "tau_negative": POSITIVE,
+  "k_positive": POSITIVE,
+  "lambda_positive": POSITIVE,
+  "k_negative": POSITIVE,
+  "lambda_negative": POSITIVE,
+  "delta": POSITIVE,
   "dual_clip": Range("more than 1", lambda x: 1 < x < math.inf),
   "router_shift_floor": Range("more than 0, under 1", lambda x: 0 < x < 1),
 } | {name: field.metadata["rule"] for name, field in _CRITIC.items()}
@@ -83,7 +89,8 @@ class ObjectiveConfig:
   name: str = key(
     "gspo",
     "the method: gspo, gspo_token, grpo, dr_grpo, dapo, ppo, gmpo, rspo, "
-    "cispo, sapo, or package.module.function; its numbers follow: "
+    "cispo, sapo, luspo, vespo, dppo_tv, dppo_kl, ctpo, or "
+    "package.module.function; its numbers follow: "
     "'gspo:clip_low=3e-4,clip_high=4e-4'",
   )
   old_logps: str = key(
@@ -97,8 +104,8 @@ class ObjectiveConfig:
   )
   kl_estimator: str = key(
     "k3",
-    '"k2", "k3": in the loss; "k1": in the reward',
-    Choice(("k1", "k2", "k3")),
+    '"k2", "k3", "k3_unbiased": in the loss; "k1": in the reward',
+    Choice(("k1", "k2", "k3", "k3_unbiased")),
   )
   reference_every: int = key(
     0, "iterations between syncs of the reference; 0: frozen", ZERO_OR_MORE
@@ -113,7 +120,14 @@ class ObjectiveConfig:
   mismatch: str = key(
     "none",
     "importance weights between sampler and trainer: 'tis_token:cap=2', "
-    "tis_sequence, 'mis_token:cap=2,floor=0.5', mis_sequence",
+    "tis_sequence, 'mis_token:cap=2,floor=0.5', mis_sequence, "
+    "'icepop:cap=5,floor=0.5'",
+  )
+  off_policy_mask_threshold: float = key(
+    0.0,
+    "mean log-ratio of a response, from the policy to the sampler, above which "
+    "a negative advantage does not count; 0: none",
+    ZERO_OR_MORE,
   )
   replay: str = key(
     "none",
@@ -225,6 +239,9 @@ class ObjectiveConfig:
     )
     if name == "none":
       return None
+    if name == "icepop":  # arXiv 2510.18855, sec. 2.3.4
+      defaults = {"method": "mis", "unit": "token", "cap": 5.0, "floor": 0.5}
+      return defaults | typed
     method, unit = name.split("_")
     return {"method": method, "unit": unit} | typed
 
@@ -453,7 +470,11 @@ def _options(
   if objective.has_reference and not objective.has_kl_in_reward:
     estimator = objective.kl_estimator
     penalty = objective.kl_coef * losses.kl_penalty(
-      out.logps, batch.reference_logps, mask, estimator=estimator
+      out.logps,
+      batch.reference_logps,
+      mask,
+      estimator=estimator,
+      old_logps=batch.old_logps,
     )
   if objective.entropy_coef:
     bonus = objective.entropy_coef * out.entropy
@@ -466,6 +487,17 @@ def _options(
       segment_ids=batch.response_segments,
       **options,
     )
+  if threshold := objective.off_policy_mask_threshold:
+    kept, masked = losses.off_policy_mask(
+      out.logps,
+      batch.sampler_logps,
+      batch.advantages,
+      mask,
+      threshold=threshold,
+      segment_ids=batch.response_segments,
+    )
+    weights = kept if weights is None else weights * kept
+    metrics |= masked
   if batch.reference_logps is not None:
     gap = losses.kl_penalty(out.logps, batch.reference_logps, mask)
     metrics["kl/reference"] = jax.lax.stop_gradient(Mean.of(gap, mask))

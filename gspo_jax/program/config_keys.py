@@ -56,7 +56,8 @@ OTHER_NAMES = {
   "staleness_threshold max_head_offpolicyness",
   "reward.seconds": "timeout environment_timeout",
   "reward.names": "reward_funcs reward_fn custom_reward_function remote_rm_url",
-  "objective.name": "loss_type loss_mode importance_sampling_level",
+  "objective.name": "loss_type loss_mode policy_loss_type "
+  "importance_sampling_level",
   "objective.advantage_estimator": "adv_estimator advantage scale_rewards "
   "norm_adv_by_std_in_grpo multi_objective_aggregation algo.type "
   "adv_estimator.name",
@@ -79,10 +80,20 @@ OTHER_NAMES = {
   "objective.name=cispo:cap=5.0": "cap",
   "objective.name=sapo:tau_positive=1.0": "tau_positive tau_pos",
   "objective.name=sapo:tau_negative=1.05": "tau_negative tau_neg",
+  "objective.name=vespo:k_positive=2.0": "k_positive vespo_k_pos",
+  "objective.name=vespo:lambda_positive=3.0": "lambda_positive "
+  "vespo_lambda_pos",
+  "objective.name=vespo:k_negative=3.0": "k_negative vespo_k_neg",
+  "objective.name=vespo:lambda_negative=2.0": "lambda_negative "
+  "vespo_lambda_neg",
+  "objective.name=dppo_tv:delta=0.2": "dppo_mask_low dppo_mask_high delta_low "
+  "delta_high divergence_threshold",
   "objective.name=gspo:router_shift_floor=0.8": "router_shift_floor",
   "objective.kl_coef": "beta kl_beta kl_loss_coef use_kl_loss init_kl_coef "
   "reference_policy_kl_penalty",
   "objective.kl_estimator": "kl_loss_type kl_penalty",
+  "objective.kl_estimator=k3_unbiased": "use_bias_correction_kl "
+  "use_unbiased_kl",
   "objective.reference_every": "sync_ref_model ref_model_sync_steps",
   "objective.entropy_coef": "entropy_coeff",
   "objective.router_aux_loss_coef": "router_aux_loss_coef moe_aux_loss_coeff "
@@ -94,6 +105,8 @@ OTHER_NAMES = {
   "objective.mismatch=tis_token:cap=2.0": "mismatch_cap "
   "vllm_importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold "
   "truncated_importance_sampling_ratio",
+  "objective.mismatch=icepop:cap=5.0,floor=0.5": "icepop",
+  "objective.off_policy_mask_threshold": "opsm_delta use_opsm",
   "objective.replay": "router_replay routing_replay",
   "objective.truncated": "zero_truncated mask_truncated_completions "
   "overlong_filtering apply_overlong_filtering zero_truncated_completions",

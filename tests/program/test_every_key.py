@@ -620,7 +620,10 @@ ROWS = (
 # Of these test_wiring holds the gradient against loops in float64.
 WIRED = {
   f"objective.{key}"
-  for key in ("entropy_coef", "kl_estimator", "mismatch", "truncated")
+  for key in (
+    *("entropy_coef", "kl_estimator", "mismatch", "truncated"),
+    "off_policy_mask_threshold",
+  )
 }
 
 
