@@ -155,12 +155,6 @@ class Config:
         "0 with continuous_batching.slots=0, for only continuous batching "
         "continues a response",
       ),
-      (
-        "rollout.max_tokens_per_iteration",
-        partial and self.objective.replay == "r3",
-        "0 with objective.replay='r3', for the experts of earlier tokens are "
-        "not kept",
-      ),
     )
     if self.rollout.environment:
       self._check_environment()
@@ -220,11 +214,6 @@ class Config:
         "reward.weights",
         self.reward.weights not in ((), (1.0,)),
         "(1.0,), for the environment gives the reward",
-      ),
-      (
-        "objective.replay",
-        self.objective.replay == "r3",
-        "'none' or 'r2', for the experts of earlier turns are not kept",
       ),
       (
         "rollout.max_tokens_per_iteration",
