@@ -539,7 +539,8 @@ def assert_requested(requests, lengths, finish, stop_at):
 
 
 def pending(lengths, finish, stop_at, prompts=P):
-  so_far = [x[: prompts * G] for x in (lengths, finish, stop_at, TOKENS)]
+  columns = lengths, finish, stop_at, np.zeros_like(lengths), TOKENS
+  so_far = [x[: prompts * G] for x in columns]
   return pending_requests(PROMPTS[:prompts], PROMPT_LENGTHS[:prompts], *so_far)
 
 

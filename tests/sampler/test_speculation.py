@@ -246,9 +246,7 @@ def conversation(generate):
   counts = np.where(goes_on, count, 0).astype(np.int32)
   tokens = np.full((B, count), 7, np.int32)
   joined = generate.append_tokens(first, tokens, counts, finish)
-  return jax.device_get(
-    converse(resume_from=joined, turn_start=lengths + counts)
-  )
+  return jax.device_get(converse(resume_from=joined, num_appended=counts))
 
 
 STOP = stop_strings.build(("ba", "kk", "ge"), Letters())
