@@ -257,14 +257,12 @@ CASES = {
   "greedy": ({"temperature": 0.0}, DENSE, {}, 1, run),
   "top-k, top-p": ({"top_k": 8, "top_p": 0.8}, DENSE, {}, 1, run),
   "pauses": (ROUTING, FAMILIES["glm-4.5"], {}, 1, paused),
-  "turns": ({}, DENSE, {}, 1, conversation),
+  "turns": (ROUTING, FAMILIES["glm-4.5"], {}, 1, conversation),
   "few pages": ({}, DENSE, {"num_pages": 15}, 1, run),
   "windows, sinks": (ROUTING, FAMILIES["gpt-oss"], {}, 1, run),
   "latents": (ROUTING, FAMILIES["deepseek-v3"], {}, 1, run),
   "devices": (ROUTING, FAMILIES["glm-4.5"], {"slots": 32}, 8, run),
-  "turns on devices": (
-    *(ROUTING, FAMILIES["glm-4.5"], {"slots": 32}, 8, conversation),
-  ),
+  "turns on devices": ({}, DENSE, {"slots": 32}, 8, conversation),
 }
 
 
