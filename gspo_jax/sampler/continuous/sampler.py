@@ -145,8 +145,8 @@ class ContinuousSampler:
       resume_from: samples whose UNFINISHED responses are continued; donated.
       stop_at: [B] int, tokens at which a response pauses and stays UNFINISHED.
       num_appended: [B] int, tokens that `append_tokens` has added to each
-        response since the last call. A turn begins behind them: stop strings
-        are found from there on. None: a response has one turn.
+        response since the last call that continued it. A turn begins behind
+        them: stop strings are found from there on. None: it has one turn.
       prefix_cache: left by earlier calls for these responses; updated.
       on_finished: called with responses of an earlier segment while a later one
         decodes.

@@ -424,7 +424,9 @@ class Requests(NamedTuple):
   # [B] int32, tokens at which the response stops or pauses; `num_tokens` for
   # one that is not to be generated
   stop_at: np.ndarray
-  num_appended: np.ndarray  # [B] int, of `num_tokens`, since the last call
+  # [B] int, the newest of `num_tokens`, appended since the call that sampled
+  # the others
+  num_appended: np.ndarray
 
   def unrecorded(self, prefix: int) -> tuple[np.ndarray, int]:
     """Which responses continue a prefix, and its first token without experts.
@@ -459,8 +461,7 @@ def pending_requests(
 
   `prompts` [P, S] are padded on the left; `tokens` are [R] for each of B
   responses, None if none has any; `finish` [B] is as in Samples; a response
-  pauses at `stop_at` [B] tokens; `num_appended` [B] of those that it has were
-  appended since the last call.
+  pauses at `stop_at` [B] tokens; `num_appended` [B] is as in Requests.
   """
   group_size = len(lengths) // max(len(prompts), 1)
   pending = (finish == UNFINISHED) & (lengths < stop_at)
