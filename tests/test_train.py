@@ -558,6 +558,7 @@ def test_pending_responses_resume(run, reference, tmp_path, assert_same_run):
     "rollout__max_staleness": 2,
     "data__drop_solved": True,
     "objective__mismatch": "tis_sequence",
+    "objective__replay": "r3",
     "cold_start": str(reference[0] / "cold_start"),
   }
   whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -699,7 +700,11 @@ GUESSING = {
 @pytest.mark.usefixtures("no_evaluation")
 def test_conversations_resume(run, tmp_path, assert_same_run):
   """GSPO-token with dynamic sampling, after a cold start."""
-  flags = {**GUESSING, "rollout__dynamic_sampling_rounds": 2}
+  flags = {
+    **GUESSING,
+    "rollout__dynamic_sampling_rounds": 2,
+    "objective__replay": "r3",
+  }
   whole, parts = tmp_path / "whole", tmp_path / "parts"
   run(whole, **flags)
   resume(run, whole, parts, **flags)

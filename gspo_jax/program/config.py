@@ -156,12 +156,6 @@ class Config:
         "0 with continuous_batching.slots=0, for only continuous batching "
         "continues a response",
       ),
-      (
-        "rollout.max_tokens_per_iteration",
-        partial and self.objective.replay == "r3",
-        "0 with objective.replay='r3', for the experts of earlier tokens are "
-        "not kept",
-      ),
     )
     if self.rollout.environment:
       self._check_environment()
@@ -245,11 +239,6 @@ class Config:
         "objective.advantage_estimator",
         self.objective.estimator[0] == "gdpo",
         "another one, for the environment gives one reward",
-      ),
-      (
-        "objective.replay",
-        self.objective.replay == "r3",
-        "'none' or 'r2', for the experts of earlier turns are not kept",
       ),
       (
         "rollout.max_tokens_per_iteration",

@@ -206,6 +206,8 @@ def checkpoint_identity(experiment: Experiment) -> dict:
     identity["sampler.max_new_tokens"] = config.sampler.max_new_tokens
     if config.continuous_batching.speculation:
       identity["drafts (continuous_batching.speculation)"] = True
+    if config.objective.replay == "r3":
+      identity["the sampler's experts (objective.replay)"] = True
     if rollout.environment:
       identity["rollout.environment"] = rollout.environment
       identity["rollout.max_turns"] = rollout.max_turns

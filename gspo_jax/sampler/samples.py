@@ -146,9 +146,10 @@ class Samples:
       speculation of the tokens read. Sampled tokens divided by it are the
       useful share.
     experts: [B, L, S + R, k] unsigned integers, the experts of the tokens of
-      prompt and response. Tokens that were not fed (padding, the last token of
-      a response) have any k experts. None for a dense model, or without
-      `record_routing`.
+      prompt and response. A token keeps those of the first call that fed it; a
+      later call, which may have other weights, only reads it again. Tokens that
+      were not fed (padding, the last token of a response) have any k experts.
+      None for a dense model, or without `record_routing`.
     turns: [B, R] int16, in a conversation with an environment the turn, from 1,
       whose response has the token; 0 for tokens that the policy did not write.
       None for samples of one turn.
@@ -275,16 +276,16 @@ def merge_groups(kept, new, index: jax.Array):
   def merge(a, b):
     if a.ndim == 0:
       return a + b
-    if a.ndim < 3:
-      return select(a, b)
-    # Routing, the largest array, crosses devices whole: move it by layers.
-    layers_first = lambda x: x.swapaxes(0, 1)
-    merged = jax.lax.map(
-      lambda ab: select(*ab), (layers_first(a), layers_first(b))
-    )
-    return layers_first(merged)
+    return select(a, b) if a.ndim < 3 else _by_layers(select, a, b)
 
   return jax.tree.map(merge, kept, new)
+
+
+def _by_layers(select: Callable, *routing: jax.Array) -> jax.Array:
+  """Routing, the largest array, crosses devices whole: move it by layers."""
+  layers_first = lambda x: x.swapaxes(0, 1)
+  layers = tuple(map(layers_first, routing))
+  return layers_first(jax.lax.map(lambda xs: select(*xs), layers))
 
 
 def take_groups(
@@ -294,17 +295,24 @@ def take_groups(
   cfg: model.ModelConfig,
   sampler: SamplerConfig,
 ) -> Samples:
-  """Selects groups, without routing; -1: an empty group. Counts stay."""
+  """Selects groups; -1: an empty group, with any experts. Counts stay."""
   empty = empty_samples(len(index), 0, cfg, sampler)
-  groups = lambda x: x.reshape(-1, sampler.group_size, *x.shape[1:])
+  G = sampler.group_size
+
+  def take(x):
+    taken = x.reshape(-1, G, *x.shape[1:])[jnp.maximum(index, 0)]
+    return taken.reshape(-1, *x.shape[1:])
 
   def select(x, empty):
-    is_taken = (index >= 0).reshape(-1, *[1] * x.ndim)
-    taken = groups(x)[jnp.maximum(index, 0)]
-    return jnp.where(is_taken, taken, groups(empty)).reshape(empty.shape)
+    is_taken = jnp.repeat(index >= 0, G).reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.where(is_taken, take(x), empty)
 
-  arrays = lambda s: dataclasses.replace(s, slot_steps=None, drafts=None)
-  selected = jax.tree.map(select, arrays(samples), arrays(empty))
+  others = {"slot_steps": None, "drafts": None, "experts": None}
+  arrays = lambda s: dataclasses.replace(s, **others)
+  experts = samples.experts
   return dataclasses.replace(
-    selected, slot_steps=samples.slot_steps, drafts=samples.drafts
+    jax.tree.map(select, arrays(samples), arrays(empty)),
+    slot_steps=samples.slot_steps,
+    drafts=samples.drafts,
+    experts=None if experts is None else _by_layers(take, experts),
   )

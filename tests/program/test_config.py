@@ -144,10 +144,6 @@ GAME = "rollout.environment=guessing reward.names=()"
     (LIMIT, f"{LIMIT}: expected 0 with continuous_batching.slots"),
     (DRAFTS, f"{DRAFTS}: expected 0 with continuous_batching.slots=0"),
     (
-      f"{LIMIT} {SLOTS} objective.replay=r3",
-      f"{LIMIT}: expected 0 with objective.replay='r3'",
-    ),
-    (
       f"rollout.max_staleness=2 {ROUNDS}",
       f"rollout.max_staleness=2: expected 0 with {ROUNDS}",
     ),
@@ -162,10 +158,6 @@ GAME = "rollout.environment=guessing reward.names=()"
       r"reward.names=\('final_answer',\): expected \(\), for the environment",
     ),
     (f"{GAME} {SLOTS} {LIMIT}", f"{LIMIT}: expected 0, for a conver"),
-    (
-      f"{GAME} {SLOTS} objective.replay=r3",
-      "objective.replay='r3': expected 'none' or 'r2'",
-    ),
     (
       "objective.credit=turn objective.name=gspo_token",
       "rollout.environment='': expected one, .*credit='turn'",

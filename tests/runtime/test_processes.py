@@ -222,10 +222,11 @@ QWEN = PARTIAL | {
   "mesh__tensor": 2,
   "continuous_batching__slots": 4,
 }
+R3 = {"objective__replay": "r3"}
 FILTERED = {
   "objective__kl_coef": 0.1,
   "objective__reference_every": 2,
-  "objective__replay": "r3",
+  **R3,
   "rollout__dynamic_sampling_rounds": 3,
   "data__drop_solved": True,
 }
@@ -240,10 +241,10 @@ CONTINUED = CONTINUOUS_BATCHING | {"rollout__dynamic_sampling_rounds": 2}
     (CONTINUED, "dynamic_sampling/rounds", 0),
     # Cut responses, and rewards while others decode.
     (PARTIAL, "rollout/resumed_fraction", 0),
-    (PARTIAL | {"mesh__tensor": 2}, "rollout/resumed_fraction", 0),
+    (PARTIAL | R3 | {"mesh__tensor": 2}, "rollout/resumed_fraction", 0),
     # Each process has the environments of the rows that it reads.
     (GUESSING, "conversation/turns", 1),
-    (GUESSING | {"sampler_mesh__tensor": 2}, "conversation/turns", 1),
+    (GUESSING | R3 | {"sampler_mesh__tensor": 2}, "conversation/turns", 1),
     # Windows and sinks, with pages and responses that are resumed.
     (GPT_OSS, "rollout/resumed_fraction", 0),
     # States, copied to slots over several rounds.

@@ -114,6 +114,17 @@ def test_no_device_holds_the_routing_of_all_responses():
   merge = jax.jit(merge_groups, out_shardings=batch)
   compiled = merge.lower(routing, routing, index).compile()
   assert compiled.memory_analysis().temp_size_in_bytes < routing.size
+  like = functools.partial(jax.ShapeDtypeStruct, sharding=batch)
+  row = like((64,), jnp.int32)
+  tokens, count = like((64, 9), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+  samples = Samples(tokens, tokens, row, row, count, experts=routing)
+  sampler = SamplerConfig(4, 9, stop_ids=(1,))
+  take = jax.jit(
+    functools.partial(take_groups, cfg=DENSE, sampler=sampler),
+    out_shardings=Samples(*[batch] * 4, replicated, batch),
+  )
+  compiled = take.lower(samples, index).compile()
+  assert compiled.memory_analysis().temp_size_in_bytes < routing.size
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -121,12 +132,10 @@ def test_take_groups_selects_groups_and_adds_empty_ones(devices):
   """Into an equal and a longer batch; the index -1 is an empty group."""
   rng = np.random.default_rng(1)
   mesh = sharding.make_mesh(jax.devices()[:devices], fsdp=-1)
-  sampler = SamplerConfig(G, 5, stop_ids=(1,), pad_id=9)
+  sampler = SamplerConfig(G, 5, stop_ids=(1,), pad_id=9, record_routing=True)
   shardings = samples_sharding(sampler, mesh)
   fields = random_samples(rng)
-  samples = Samples(
-    **{k: x for k, x in fields.items() if k not in ("experts", "absent")}
-  )
+  samples = Samples(**{k: x for k, x in fields.items() if k != "absent"})
   take = jax.jit(
     functools.partial(take_groups, cfg=DENSE, sampler=sampler),
     out_shardings=shardings,
@@ -144,3 +153,7 @@ def test_take_groups_selects_groups_and_adds_empty_ones(devices):
         expected = [nothing if i < 0 else groups[i] for i in index]
         found = np.asarray(getattr(taken, name)).reshape(count, G, -1)
         np.testing.assert_array_equal(found, expected)
+      groups = samples.experts.reshape(P, G, 4, 6, 2)
+      found = np.asarray(taken.experts).reshape(count, G, 4, 6, 2)
+      real = index >= 0  # an empty group has any experts
+      np.testing.assert_array_equal(found[real], groups[index[real]])

@@ -157,37 +157,32 @@ def prefill(
   return cache, experts.swapaxes(0, 1) if record_routing else None
 
 
-def write_prompt_routing(
-  samples: Samples,
-  experts: jax.Array,
-  lengths: jax.Array,
-  first_response: jax.Array,
-  *,
-  group_size: int,
+def write_prefix_routing(
+  samples: Samples, experts: jax.Array, rows: jax.Array, columns: jax.Array
 ) -> Samples:
-  """Writes the experts of a prompt's tokens into all G responses to it.
+  """Writes the experts of prefixes, [Q, L, T, k], into their responses.
 
-  Each row of `samples` is on the device that prefilled its prompt. `experts`
-  [Q, L, T, k] are of all tokens of a prompt but the last. `first_response` [Q]
-  is the first one to the prompt, -1 for a row of padding.
+  Each row of `samples` is on the device that prefilled its prefix. `rows` are
+  [Q, G], counted from the first one of the shard, and -1 after the last one.
+  `columns` [Q, T] are those of `Samples.experts`; beyond them nothing is
+  written.
   """
-  # The column of a prompt's last token, which the first decode step feeds.
-  last = samples.experts.shape[2] - samples.tokens.shape[1] - 1
 
-  def local(old, experts, lengths, first_Q):
-    rows, T = len(old), experts.shape[2]
-    row_QG = first_Q[:, None] % rows + jnp.arange(group_size)
-    row_QG = jnp.where(first_Q[:, None] < 0, rows, row_QG)
-    token_T = jnp.arange(T)
-    column_QT = last - lengths[:, None] + token_T
-    column_QT = jnp.where(token_T < lengths[:, None], column_QT, old.shape[2])
-    index = row_QG[:, :, None], slice(None), column_QT[:, None, :]
+  def local(old, experts, row_QG, column_QT):
     new_QTLk = experts.swapaxes(1, 2)
-    return old.at[index].set(new_QTLk[:, None], mode="drop")
+
+    def write(g, old):
+      row_Q = row_QG[:, g]
+      row_Q = jnp.where(row_Q < 0, len(old), row_Q)  # nowhere
+      index = row_Q[:, None], slice(None), column_QT
+      return old.at[index].set(new_QTLk, mode="drop")
+
+    most = (row_QG >= 0).sum(1).max()  # often 0 when responses are resumed
+    return jax.lax.fori_loop(0, most, write, old)
 
   write = sharding.shard_map(local, (_BATCH,) * 4, _BATCH)
   return dataclasses.replace(
-    samples, experts=write(samples.experts, experts, lengths, first_response)
+    samples, experts=write(samples.experts, experts, rows, columns)
   )
 
 
