@@ -113,7 +113,7 @@ def get_config() -> ConfigDict:
   # probability; 0: all [0 to 1]
   c.sampler.min_p = 0.0
   # With top_k, top_p or min_p log-probs are over the ids that these leave, in
-  # the sampler and in the update; with top_k=0 they leave at most so many. 0:
+  # the sampler and in the update; if top_k is 0, they leave so many at most. 0:
   # log-probs are over all ids, and samples are off-policy [0 or more]
   c.sampler.kept_ids = 64
   # Strings that also end a response, such as ("</answer>",); they stay in it. A

@@ -61,9 +61,9 @@ def token_logprobs(
   A log-prob is `log softmax(logits / temperature)[token]`, from the
   distribution that was sampled from. With `kept_ids` that is the softmax over a
   token's kept ids alone (Keep Sampling Mask, DeepSeek-V3.2, arXiv 2512.02556,
-  sec. 3.1), and the entropy is of this distribution, too. Float32 logits exist for 1,024 tokens at a
-  time, forward and backward: 0.6 GB for V = 151,936, in total over the devices
-  along `expert` and `tensor`.
+  sec. 3.1), and the entropy is of this distribution, too. Float32 logits exist
+  for 1,024 tokens at a time, forward and backward: 0.6 GB for V = 151,936, in
+  total over the devices along `expert` and `tensor`.
 
   Args:
     params: as `model.init` returns them.

@@ -48,8 +48,8 @@ class TrainBatch:
   # [B, L, R, k] float32, the old routers' log-probs of these experts at the
   # tokens that predict the response.
   router_logps: jax.Array | None = None
-  # [B, K, R] int32, the ids that a token was sampled among, as in `Samples`. All
-  # log-probs of the batch are over them: new, old, and the reference's.
+  # [B, K, R] int32, as in `Samples`. All log-probs of the batch are over these
+  # ids: new, old, and the reference's.
   kept_ids: jax.Array | None = None
   sampler_logps: jax.Array | None = None  # [B, R] float32
   reference_logps: jax.Array | None = None  # [B, R] float32

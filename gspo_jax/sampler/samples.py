@@ -78,8 +78,8 @@ class SamplerConfig:
   kept_ids: int = key(
     64,
     "with top_k, top_p or min_p log-probs are over the ids that these leave, "
-    "in the sampler and in the update; with top_k=0 they leave at most so many. "
-    "0: log-probs are over all ids, and samples are off-policy",
+    "in the sampler and in the update; if top_k is 0, they leave so many at "
+    "most. 0: log-probs are over all ids, and samples are off-policy",
     ZERO_OR_MORE,
   )
   stop: StopStrings | tuple[str, ...] | None = key(

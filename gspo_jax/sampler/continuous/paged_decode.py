@@ -459,8 +459,9 @@ def _write_tokens(
 ) -> Samples:
   """Writes what each response gets in a step.
 
-  Of `new`, `tokens` and `logps` are [m, J], `kept_ids` [m, J, K]; `experts` [m,
-  J, L, k] are those of the fed tokens, each one earlier. `lengths` and `finish` are [m].
+  Of `new`, `tokens` and `logps` are [m, J], `kept_ids` [m, J, K]; `experts`
+  [m, J, L, k] are those of the fed tokens, each one earlier. `lengths` and
+  `finish` are [m].
   """
 
   def local(old, new, of_rows, row_m, num_tokens_m, taken_mJ):
