@@ -121,7 +121,6 @@ def assert_equal(a, b):
   [
     (0, {}),
     (1, {}),
-    (0, {"top_k": 3}),
     (0, {"top_p": 0.7, "min_p": 0.1, "min_new_tokens": 3}),
   ],
 )
