@@ -142,11 +142,10 @@ def logps_and_entropy(
 ):
   """Log-probs of the targets and entropies, [B, R] each, from hidden states.
 
-  Both are 0 where `wanted_BR` is false; None: all are wanted. `kept_ids_BKR` as
-  in `token_logprobs`. The devices along
-  `tensor` and `expert` share the vocabulary, the devices along `context` the
-  columns. The results have whole rows, so that sums over a sequence are the
-  same on any mesh.
+  Both are 0 where `wanted_BR` is false; None: all are wanted. `kept_ids_BKR` is
+  as in `token_logprobs`. The devices along `tensor` and `expert` share the
+  vocabulary, the devices along `context` the columns. The results have whole
+  rows, so that sums over a sequence are the same on any mesh.
   """
 
   def local(hidden_BRD, head, targets_BR, wanted_BR, kept_ids_BRK):
@@ -211,7 +210,7 @@ def _vocabulary_shard(head):
 
 def _are_kept(ids_CK, column_v):
   """[C, v] bool, whether a column is among a token's ids; any at padding."""
-  place_CK = ids_CK - column_v[0]  # neighbours
+  place_CK = ids_CK - column_v[0]  # the columns have consecutive ids
   inside = (place_CK >= 0) & (place_CK < len(column_v))
   place_CK = jnp.where(inside, place_CK, len(column_v))
   none_Cv = jnp.zeros((len(ids_CK), len(column_v)), bool)
