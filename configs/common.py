@@ -110,12 +110,17 @@ def get_config() -> ConfigDict:
   c.sampler.max_new_tokens = 64
   # Divides the logits [more than 0, or 0 for a greedy evaluation]
   c.sampler.temperature = 1.0
-  # Sample among the k likeliest tokens, and those that tie with the k-th; 0:
-  # all, otherwise samples are off-policy [0 or more]
-  c.sampler.top_k = 0
-  # Sample among the fewest likeliest tokens of this total probability; 1: all,
-  # otherwise samples are off-policy [more than 0, at most 1]
+  c.sampler.top_k = 0  # sample among the k likeliest tokens; 0: all [0 or more]
+  # Sample among the fewest likeliest tokens of this total probability; 1: all
+  # [more than 0, at most 1]
   c.sampler.top_p = 1.0
+  # Sample among the tokens of at least this share of the likeliest one's
+  # probability; 0: all [0 to 1]
+  c.sampler.min_p = 0.0
+  # With top_k, top_p or min_p log-probs are over the ids that these leave, in
+  # the sampler and in the update; if top_k is 0, they leave so many at most. 0:
+  # log-probs are over all ids, and samples are off-policy [0 or more]
+  c.sampler.kept_ids = 64
   # Strings that also end a response, such as ("</answer>",); they stay in it. A
   # newline or a comma in one needs Python's notation in a shell: "('\n\n',)".
   # [strings that are not empty, as in ('</answer>',)]

@@ -539,5 +539,5 @@ def _health_checks(experiment: Experiment) -> HealthChecks:
     config.objective,
     minibatches=config.learner.minibatches,
     off_policy=config.rollout.is_off_policy,
-    truncated_sampling=sampling.truncates,
+    truncated_sampling=sampling.truncates and not sampling.keeps_ids,
   )

@@ -551,11 +551,15 @@ def test_continuous_batching_is_the_same_run(run, reference, tmp_path):
 
 @pytest.mark.usefixtures("no_evaluation")
 def test_pending_responses_resume(run, reference, tmp_path, assert_same_run):
-  """Partial rollouts, one step off-policy, from the step that was saved."""
+  """Partial rollouts, one step off-policy, from the step that was saved.
+
+  With the ids of their tokens, for sampling is truncated.
+  """
   flags = {
     **CONTINUOUS,
     "rollout__max_tokens_per_iteration": 6,
     "rollout__max_staleness": 2,
+    "sampler__top_p": 0.9,
     "data__drop_solved": True,
     "objective__mismatch": "tis_sequence",
     "objective__replay": "r3",

@@ -98,8 +98,9 @@ class HealthChecks:
     if truncated_sampling:
       self._warn(
         "truncated sampling",
-        "top-k, top-p or a minimum length is on: responses are sampled "
-        "from a truncated distribution, and log-probs are of the whole one",
+        "top_k, top_p or min_p is on and sampler.kept_ids=0: responses are "
+        "sampled from a truncated distribution, and log-probs are of the whole "
+        "one",
       )
 
   def __call__(self, metrics: Mapping[str, float]) -> None:

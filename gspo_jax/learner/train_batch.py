@@ -2,7 +2,7 @@
 
 Dimension key: P prompts, G responses a prompt, B = P * G responses, S prompt
 columns, R most response tokens, M minibatches, A most micro-batches of one, L
-layers, k experts a token, W columns of a row.
+layers, k experts a token, K kept ids a token, W columns of a row.
 """
 
 import dataclasses
@@ -48,6 +48,9 @@ class TrainBatch:
   # [B, L, R, k] float32, the old routers' log-probs of these experts at the
   # tokens that predict the response.
   router_logps: jax.Array | None = None
+  # [B, K, R] int32, as in `Samples`. All log-probs of the batch are over these
+  # ids: new, old, and the reference's.
+  kept_ids: jax.Array | None = None
   sampler_logps: jax.Array | None = None  # [B, R] float32
   reference_logps: jax.Array | None = None  # [B, R] float32
   values: jax.Array | None = None  # [B, R] float32, of the old critic
@@ -112,5 +115,6 @@ def response_logps(
     batch.segment_ids,
     response_length=batch.response_mask.shape[1],
     wanted=batch.response_mask,
+    kept_ids=batch.kept_ids,
     **options,
   )

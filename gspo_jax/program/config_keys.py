@@ -43,6 +43,7 @@ OTHER_NAMES = {
   "max_response_length generate_max_len max_tokens total_generation_steps "
   "max_length max_total_sequence_length max_target_length",
   "sampler.stop": "stop_strings stop_sequences",
+  "sampler.kept_ids": "sampling_mask keep_sampling_mask sampling_replay",
   "continuous_batching.slots": "use_vllm max_num_seqs",
   "continuous_batching.page_size": "block_size",
   "continuous_batching.num_pages": "num_gpu_blocks",

@@ -204,6 +204,9 @@ def checkpoint_identity(experiment: Experiment) -> dict:
       identity[f"data.{key}"] = getattr(config.data, key)
     identity["rollout.group_size"] = rollout.group_size
     identity["sampler.max_new_tokens"] = config.sampler.max_new_tokens
+    if config.sampler.keeps_ids:
+      kept = config.sampler.num_kept(experiment.program.cfg.vocab_size)
+      identity["ids of a token (sampler.kept_ids, sampler.top_k)"] = kept
     if config.continuous_batching.speculation:
       identity["drafts (continuous_batching.speculation)"] = True
     if config.objective.replay == "r3":

@@ -89,7 +89,7 @@ def sampler_functions(
   )
   generate = sampler(sampling, batching)
   evaluation = dataclasses.replace(
-    sampling, record_routing=False, group_size=config.eval.samples
+    sampling, record_routing=False, kept_ids=0, group_size=config.eval.samples
   )
   # Extra prompts in flight make an iteration's batch larger than an
   # evaluation's.

@@ -152,7 +152,9 @@ def test_a_clip_range_of_another_ratio_is_a_warning(name, words):
     ({"rollout.max_staleness": 1},
      ["exactly 1 over 2 updates", "no signal"]),
     ({"sampler.top_k": 3, "learner.minibatches": 1},
-     ["top-k, top-p", "no signal", "clip_low=3.0e-04"]),
+     ["no signal", "clip_low=3.0e-04"]),
+    ({"sampler.min_p": 0.1, "sampler.kept_ids": 0, "learner.minibatches": 1},
+     ["sampler.kept_ids=0", "no signal", "clip_low=3.0e-04"]),
   ],
 )  # fmt: skip
 def test_a_run_checks_what_its_config_calls_for(

@@ -355,6 +355,18 @@ ROWS = (
     SHORT,
   ),
   Row(
+    "sampler.min_p",
+    built.all_likeliest,
+    {0.0: [False, False, True], 1.0: [True] * 3},
+    SHORT,
+  ),
+  Row(
+    "sampler.kept_ids",
+    built.kept_of_a_token,
+    {0: [None] * 3, 9: [9, None, None]},
+    SHORT | {"sampler.top_p": 0.9},
+  ),
+  Row(
     "sampler.stop",
     built.end_at_letters,
     {(): [False] * 3, tuple(map(chr, range(128))): [True] * 3},

@@ -33,6 +33,8 @@ DENSE = model.variant("qwen3-0.6b")
     ("sampler.top_k", -1),
     ("sampler.top_p", 0.0),
     ("sampler.top_p", 1.1),
+    ("sampler.min_p", 1.1),
+    ("sampler.kept_ids", -1),
     ("min_new_tokens", -1),
     ("min_new_tokens", 5),
   ],
@@ -132,9 +134,12 @@ def test_take_groups_selects_groups_and_adds_empty_ones(devices):
   """Into an equal and a longer batch; the index -1 is an empty group."""
   rng = np.random.default_rng(1)
   mesh = sharding.make_mesh(jax.devices()[:devices], fsdp=-1)
-  sampler = SamplerConfig(G, 5, stop_ids=(1,), pad_id=9, record_routing=True)
+  sampler = SamplerConfig(
+    G, 5, stop_ids=(1,), pad_id=9, record_routing=True, top_k=4
+  )
   shardings = samples_sharding(sampler, mesh)
   fields = random_samples(rng)
+  fields["kept_ids"] = rng.integers(1, 250, (P * G, 4, 5)).astype(np.int32)
   samples = Samples(**{k: x for k, x in fields.items() if k != "absent"})
   take = jax.jit(
     functools.partial(take_groups, cfg=DENSE, sampler=sampler),
@@ -147,7 +152,7 @@ def test_take_groups_selects_groups_and_adds_empty_ones(devices):
       index[0] = -1
       taken = take(jax.device_put(samples, shardings), index)
       assert taken.slot_steps == samples.slot_steps
-      for name in ("tokens", "logps", "lengths", "finish"):
+      for name in ("tokens", "logps", "lengths", "finish", "kept_ids"):
         groups = np.asarray(getattr(samples, name)).reshape(P, G, -1)
         nothing = np.asarray(getattr(empty, name)).reshape(G, -1)
         expected = [nothing if i < 0 else groups[i] for i in index]

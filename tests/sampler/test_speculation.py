@@ -277,6 +277,10 @@ def test_speculation_holds_with(name, monkeypatch):
   expected = how(build(config, cfg, batching, devices))
   samples = how(build(speculating(config), cfg, batching, devices))
   assert_same(samples, expected)
+  if config.keeps_ids:
+    ids = lambda x: np.sort(x.kept_ids, axis=1).swapaxes(1, 2)
+    real = np.arange(R) < expected.lengths[:, None]
+    np.testing.assert_array_equal(ids(samples)[real], ids(expected)[real])
   steps, accepted = samples.drafts
   assert 0 < accepted < (J - 1) * steps
 

@@ -313,6 +313,12 @@ def records_routing(config):
   return [samples.experts is not None for samples in samples_of(config)]
 
 
+def kept_of_a_token(config):
+  """`Samples.kept_ids` of a token, of each sampler."""
+  kept = [samples.kept_ids for samples in samples_of(config)]
+  return [x if x is None else x.shape[1] for x in kept]
+
+
 def pool(config):
   """Slots, pages and tokens of a page; None for the static sampler."""
   made = built(config).sampler.generate

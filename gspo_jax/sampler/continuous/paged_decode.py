@@ -296,7 +296,7 @@ def decode(
     )
     logits = next_token.logits(params, cfg, out.hidden.reshape(m * J, -1))
     row_keys = jax.vmap(response_key)(jnp.repeat(state.response, J))
-    sampled = next_token.sample_token(
+    *sampled, kept_ids = next_token.sample_token(
       logits, row_keys, number_mJ.reshape(-1), sampler
     )
     token_mJ, logp_mJ = (x.reshape(m, J) for x in sampled)
@@ -320,6 +320,8 @@ def decode(
     )
     finish = jnp.where(last(stopped_mJ), STOPPED, finish)
     new = {"tokens": token_mJ, "logps": logp_mJ}
+    if kept_ids is not None:
+      new["kept_ids"] = kept_ids.reshape(m, J, -1)
     if samples.experts is not None:
       new["experts"] = out.routing.experts.transpose(1, 2, 0, 3)  # [m, J, L, k]
     samples = _write_tokens(state, samples, taken_mJ, new, num_tokens, finish)
@@ -452,8 +454,9 @@ def _write_tokens(
 ) -> Samples:
   """Writes what each response gets in a step.
 
-  Of `new`, `tokens` and `logps` are [m, J]; `experts` [m, J, L, k] are those of
-  the fed tokens, each one earlier. `lengths` and `finish` are [m].
+  Of `new`, `tokens` and `logps` are [m, J], `kept_ids` [m, J, K]; `experts`
+  [m, J, L, k] are those of the fed tokens, each one earlier. `lengths` and
+  `finish` are [m].
   """
 
   def local(old, new, of_rows, row_m, num_tokens_m, taken_mJ):
@@ -463,10 +466,11 @@ def _write_tokens(
     column_mJ = num_tokens_m[:, None] + jnp.arange(taken_mJ.shape[1])
 
     def write(old, value):
-      index = row_mJ, column_mJ
-      if old.ndim == 4:  # routing begins with the prompt's columns
-        index = row_mJ, slice(None), old.shape[2] - R - 1 + column_mJ
-      return old.at[index].set(value, mode="drop")
+      if old.ndim == 2:
+        return old.at[row_mJ, column_mJ].set(value, mode="drop")
+      # Routing begins with the prompt's columns, and is of the fed tokens.
+      first = old.shape[2] - R - (old.ndim == 4)
+      return old.at[row_mJ, :, first + column_mJ].set(value, mode="drop")
 
     written = {name: write(old[name], value) for name, value in new.items()}
     return written | {
