@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from absl import logging
 from clu import parameter_overview
 
@@ -228,7 +229,8 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   prompts = prompts_on_device(scored.prompts, batch_sharding)
   clock.append(time.monotonic())
 
-  # Old log-probs, reference log-probs and values, during the scoring.
+  # Old log-probs, those of reference and teachers, and values, during the
+  # scoring.
   lengths = multihost.to_host(scored.samples.lengths)
   packing = learner.pack(scored.prompts.lengths, lengths, key)
   train_batch = learner.make_train_batch(prompts, scored.samples, packing)
@@ -238,7 +240,11 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
       state, train_batch
     )
   if learner.add_reference_and_values:
-    train_batch = learner.add_reference_and_values(state, train_batch)
+    teacher = run.experiment.teachers_of(scored.prompts)
+    if teacher is not None:
+      teacher = np.repeat(teacher, config.rollout.group_size)
+      teacher = multihost.to_global(teacher, batch_sharding)
+    train_batch = learner.add_reference_and_values(state, train_batch, teacher)
 
   # Rewards.
   all_rewards = wait_scored(
@@ -392,7 +398,8 @@ def _print_parameters(experiment: Experiment) -> None:
 def _start(run: Run) -> tuple[TrainState, dict | None] | None:
   """The saved state, else a first one; and the row that `_save` stored."""
   experiment, learner = run.experiment, run.experiment.program.learner
-  identity = checkpoint_identity(experiment)
+  teachers = load_params.load_teachers(experiment.config, experiment.program)
+  identity = checkpoint_identity(experiment, teachers)
   name = f"checkpoint in {str(experiment.workdir)!r}"
   accept = lambda _, saved: match(
     identity, saved, name, "use another --workdir"
@@ -400,7 +407,7 @@ def _start(run: Run) -> tuple[TrainState, dict | None] | None:
   shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
   pending = jax.tree.map(shape, run.source.pending)
   abstract = dataclasses.replace(
-    learner.abstract, base=None, pending_rollouts=pending
+    learner.abstract, base=None, teachers=None, pending_rollouts=pending
   )
   restored = run.checkpoints.restore(abstract, accept)
   if restored is not None:
@@ -424,7 +431,7 @@ def _start(run: Run) -> tuple[TrainState, dict | None] | None:
         restored.metadata["base"],
       )
     state = dataclasses.replace(
-      restored.state, base=base, pending_rollouts=None
+      restored.state, base=base, teachers=teachers, pending_rollouts=None
     )
     return state, restored.metadata.get("unwritten")
   if experiment.config.cold_start.steps:
@@ -444,7 +451,7 @@ def _start(run: Run) -> tuple[TrainState, dict | None] | None:
   )
   if state.base is not None:
     load_params.save_base(state.base, experiment.config, experiment.workdir)
-  return state, None
+  return dataclasses.replace(state, teachers=teachers), None
 
 
 def _save(
@@ -453,7 +460,7 @@ def _save(
   """Saves a run, and the row of its step if its evaluation is still to come."""
   _wait_for_sampler(run)  # it takes prompts of the curriculum
   metadata = {
-    "identity": checkpoint_identity(run.experiment),
+    "identity": checkpoint_identity(run.experiment, state.teachers),
     "data": run.curriculum.get_state(),
     "rollouts": run.source.get_state(),
     "config": run.experiment.config.as_json(),
@@ -463,7 +470,7 @@ def _save(
   if state.base is not None:
     metadata["base"] = checksums(state.base)
   state = dataclasses.replace(
-    state, base=None, pending_rollouts=run.source.pending
+    state, base=None, teachers=None, pending_rollouts=run.source.pending
   )
   run.checkpoints.save(step, state, metadata)
 

@@ -38,6 +38,9 @@ def assign_advantages(
   from the advantage. It is not divided by the std of the rewards: in a group of
   equal rewards it would become as large as a reward.
 
+  With teachers the result is multiplied by `distillation.reward_weight`; the
+  update adds what the teachers say, for truncated responses, too.
+
   `rewards` are [B] float32, or [B, K] with credit="turn"
   (see `turn_advantages`). `finish` is `Samples.finish`, [B].
   """
@@ -84,6 +87,8 @@ def assign_advantages(
     returns = returns.reshape(mask.shape)
   if objective.zero_truncated:
     advantages = jnp.where(finish[response] != TRUNCATED, advantages, 0.0)
+  if objective.distillation.teachers:
+    advantages *= objective.distillation.reward_weight
   rows = dataclasses.replace(rows, advantages=advantages, returns=returns)
   return batch._replace(rows=rows)
 

@@ -415,12 +415,15 @@ def train_batch_from_samples(
   if objective.reads_old_routers(cfg, instruments):
     router_logps = jnp.zeros((*lead, L, T - 1, k))
   has_critic = objective.method.critic
+  teachers = len(objective.distillation.teachers)
   rows = dataclasses.replace(
     rows,
     old_logps=rows.sampler_logps if objective.has_sampler_logps else zeros,
     experts=experts,
     router_logps=router_logps,
     reference_logps=zeros if objective.has_reference else None,
+    teacher_logps=zeros if teachers else None,
+    teacher=jnp.zeros_like(rows.response_index) if teachers > 1 else None,
     values=zeros if has_critic else None,
     returns=zeros if has_critic else None,
     turns=rows.turns if objective.credit == "turn" else None,

@@ -62,7 +62,9 @@ def _functions(config, program, fewer_slots):
   learner = program.learner
   if learner.add_reference_and_values:
     lowered["reference_and_values"] = learner.add_reference_and_values.lower(
-      learner.abstract, batch
+      learner.abstract,
+      batch,
+      rows(rows_of_batch) if len(program.teachers) > 1 else None,
     )
   lowered["update"] = learner.step.lower(
     learner.abstract, batch, shape((), jnp.bool_)

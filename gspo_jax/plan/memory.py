@@ -63,7 +63,8 @@ def _unread(name, state):
   moments = state.opt_state, state.critic and state.critic.opt_state
   if name == "reference_and_values":
     return state.params, moments
-  return moments, state.reference, state.critic and state.critic.params
+  critic = state.critic and state.critic.params
+  return moments, state.reference, state.teachers, critic
 
 
 def array_bytes(tree) -> int:

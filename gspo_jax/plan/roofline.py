@@ -282,7 +282,13 @@ def _model_flops(name, config, program) -> float:
   # A critic's head is a vector.
   critic = flops(B, S + R, 0) if state.critic is not None else 0.0
   if name == "reference_and_values":
-    return critic + (forward if state.reference is not None else 0.0)
+    total = critic + (forward if state.reference is not None else 0.0)
+    # Several teachers are counted as if each had the same share of the rows.
+    teachers = [
+      lower_bounds.forward_flops(teacher.cfg, B, S + R, R)
+      for teacher in program.teachers
+    ]
+    return total + sum(teachers) / max(len(teachers), 1)
   if name == "update":
     return lower_bounds.update_passes(program.cfg) * (forward + critic)
   return forward

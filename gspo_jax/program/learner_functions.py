@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ class LearnerFunctions:
   """Functions that learn; they donate batches, and `step` also the state."""
 
   abstract: TrainState  # shapes and shardings, for a restore
-  init_state: InitState  # donates the policy
+  init_state: InitState  # donates the policy; without teachers
   learning_rate: optax.Schedule  # at an optimizer step from 0
   packing: PackingConfig
   # The batch, with zeros in the fields that are filled in later.
@@ -59,9 +59,10 @@ class LearnerFunctions:
   # Whether `compute_old_logps` also covers minibatch 0, which `update` can do
   # itself; the rewards need it (k1).
   recompute_first_minibatch: bool
-  # Adds `reference_logps` and `values`; None if the objective has neither.
+  # Adds `reference_logps`, `teacher_logps` and `values`; None if the objective
+  # has none of them. The last argument is [B] int32 with several teachers.
   add_reference_and_values: (
-    Callable[[TrainState, PackedBatch], PackedBatch] | None
+    Callable[[TrainState, PackedBatch, jax.Array | None], PackedBatch] | None
   )
   # (batch, rewards [B] or [B, K], finish [B]) -> batch
   assign_advantages: Callable[[PackedBatch, jax.Array, jax.Array], PackedBatch]
@@ -129,12 +130,26 @@ def learner_functions(
   cfg: model.ModelConfig,
   policy: model.Params,
   mesh: jax.sharding.Mesh,
+  teachers: Sequence[tuple[model.ModelConfig, model.Params]] = (),
 ) -> LearnerFunctions:
-  """The learner's functions, for an abstract policy; compiles nothing yet."""
+  """The learner's functions, for abstract weights; compiles nothing yet."""
   learners = settings.learners(config, cfg)
   make_state = functools.partial(_new_state, learners, config, cfg)
   state, init_state = _init_state(make_state, policy, mesh)
+  models = tuple(cfg for cfg, _ in teachers)
+  if teachers:
+    weights = tuple(
+      abstract.sharded(
+        jax.eval_shape(
+          functools.partial(model.parameters.cast, dtype=cfg.dtype), params
+        ),
+        mesh,
+      )
+      for cfg, params in teachers
+    )
+    state = dataclasses.replace(state, teachers=weights)
   states = abstract.shardings(state)
+  others = state.reference, state.teachers, state.critic
   rows = settings.packing(config, sharding.row_shards(mesh))
   replicated = sharding.replicated(mesh)
   # The rows of a micro-batch are split.
@@ -166,14 +181,15 @@ def learner_functions(
         reference_pass.add_reference_and_values,
         cfg=cfg,
         temperature=config.sampler.temperature,
+        teachers=models,
       ),
       mesh,
-      in_shardings=(states, packed),
+      in_shardings=(states, packed, sharding.batch_sharding(mesh)),
       out_shardings=packed,
       donate_argnums=1,
       compiler_options=_training_options(mesh),
     )
-    if state.reference is not None or state.critic is not None
+    if any(x is not None for x in others)
     else None,
     assign_advantages=mesh_jit(
       functools.partial(
