@@ -13,7 +13,7 @@ import jax
 
 from gspo_jax import model
 from gspo_jax.data.prompt_batch import PromptConfig
-from gspo_jax.data.tokenizers.base import Tokenizer
+from gspo_jax.data.tokenizers.base import UNKNOWN, Tokenizer
 from gspo_jax.learner.cold_start import ColdStartFunctions
 from gspo_jax.model import hf
 from gspo_jax.program import abstract, settings
@@ -150,7 +150,7 @@ def _teacher(config, folder, mesh, tokenizer) -> Program:
         )
       pairs = zip(other.token_bytes(), tokenizer.token_bytes(), strict=True)
       for i, (theirs, ours) in enumerate(pairs):
-        if theirs != ours:
+        if theirs != ours and UNKNOWN.encode() not in (theirs, ours):
           raise UserError(
             f"token {i} of its tokenizer is {theirs!r}, of the policy's "
             f"{ours!r}: expected the same tokens"

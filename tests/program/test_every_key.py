@@ -485,6 +485,30 @@ ROWS = (
     },
   ),
   Row(
+    "objective.distillation.teachers",
+    built.batch_fields,
+    {
+      (): KEPT,
+      ("{files}/hf",): KEPT | {"teacher_logps"},
+      ("{files}/hf",) * 2: KEPT | {"teacher_logps", "teacher"},
+    },
+    {"objective.name": "gspo_token", "data.source": f"{FILE_A},{FILE_B}"},
+  ),
+  Row(
+    "objective.distillation.teacher_key",
+    seen.teachers,
+    {"result": {0}, "worked": {1}},
+    BEFORE
+    | OF_A
+    | {
+      "objective.name": "gspo_token",
+      "objective.distillation.teachers": (
+        "3={files}/hf",
+        "so #### 7={files}/hf",
+      ),
+    },
+  ),
+  Row(
     "objective.name",
     built.value_step,
     {
@@ -589,7 +613,10 @@ ROWS = (
 # Of these test_wiring holds the gradient against loops in float64.
 WIRED = {
   f"objective.{key}"
-  for key in ("entropy_coef", "kl_estimator", "mismatch", "zero_truncated")
+  for key in (
+    *("entropy_coef", "kl_estimator", "mismatch", "zero_truncated"),
+    *("distillation.coef", "distillation.reward_weight"),
+  )
 }
 
 

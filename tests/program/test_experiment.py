@@ -25,7 +25,8 @@ def identity(keys, *, reference=None, critic=None):
   abstract = SimpleNamespace(reference=reference, critic=critic)
   program = SimpleNamespace(learner=SimpleNamespace(abstract=abstract))
   return experiment.checkpoint_identity(
-    SimpleNamespace(config=parse(keys), program=program, identity={"seed": 3})
+    SimpleNamespace(config=parse(keys), program=program, identity={"seed": 3}),
+    None,
   )
 
 
