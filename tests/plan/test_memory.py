@@ -24,7 +24,7 @@ STATIC, PAGED = (SimpleNamespace(batching=slots) for slots in (None, 8))
 def made():
   """Programs with 4 GiB of moments over 8 devices, and a count on each.
 
-  The second has a reference of five times that, and a critic.
+  The second has a reference of five times that, teachers and a critic.
   """
   mesh = sharding.make_mesh(fsdp=8)
   split = jax.ShapeDtypeStruct(
@@ -38,10 +38,15 @@ def made():
     params=[split] * 4,
     opt_state=[split, count],
     reference=[split] * 5,
+    teachers=([split] * 6, [split]),
     critic=critic,
   )
   bare = SimpleNamespace(
-    params=[split], opt_state=[split, count], reference=None, critic=None
+    params=[split],
+    opt_state=[split, count],
+    reference=None,
+    teachers=None,
+    critic=None,
   )
   return program(bare), program(state)
 
@@ -65,7 +70,7 @@ def test_what_a_function_does_not_read_stays(made):
   resident = lambda name: memory(name, whole, 0)["memory"]["resident"]
   assert resident("update") == 0
   assert resident("old_logps") == 0  # the same program
-  assert resident("generate") == (1 + 3 + 5 + 2) * GIB // 2 + 4
+  assert resident("generate") == (1 + 3 + 5 + 7 + 2) * GIB // 2 + 4
   assert resident("reference_and_values") == (4 + 1 + 3) * GIB // 2 + 4
 
 
