@@ -14,6 +14,7 @@ import numpy as np
 from absl import logging
 from clu import parameter_overview
 
+from gspo_jax import model
 from gspo_jax.data import pipeline, sources
 from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.evaluate import held_out
@@ -65,6 +66,7 @@ class Run(NamedTuple):
   source: Source
   checkpoints: Checkpoints  # of RL; not of the cold start
   preemption: Preemption
+  teachers: tuple[model.Params, ...] = ()  # weights, in no checkpoint
 
 
 class Row(NamedTuple):
@@ -137,7 +139,10 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
       source = _source(experiment, curriculum)
       if isinstance(source, OffPolicy):
         sampling.callback(source.close)
-      run = Run(experiment, curriculum, source, checkpoints, preemption)
+      teachers = load_params.load_teachers(config, experiment.program)
+      run = Run(
+        experiment, curriculum, source, checkpoints, preemption, teachers
+      )
       _print_parameters(experiment)
       if preemption.reached():
         multihost.print_once("stopped before training; nothing is lost")
@@ -244,7 +249,8 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
     if teacher is not None:
       teacher = np.repeat(teacher, config.rollout.group_size)
       teacher = multihost.to_global(teacher, batch_sharding)
-    train_batch = learner.add_reference_and_values(state, train_batch, teacher)
+    taught = (run.teachers, teacher) if run.teachers else ()
+    train_batch = learner.add_reference_and_values(state, train_batch, *taught)
 
   # Rewards.
   all_rewards = wait_scored(
@@ -398,8 +404,7 @@ def _print_parameters(experiment: Experiment) -> None:
 def _start(run: Run) -> tuple[TrainState, dict | None] | None:
   """The saved state, else a first one; and the row that `_save` stored."""
   experiment, learner = run.experiment, run.experiment.program.learner
-  teachers = load_params.load_teachers(experiment.config, experiment.program)
-  identity = checkpoint_identity(experiment, teachers)
+  identity = checkpoint_identity(experiment, run.teachers)
   name = f"checkpoint in {str(experiment.workdir)!r}"
   accept = lambda _, saved: match(
     identity, saved, name, "use another --workdir"
@@ -407,7 +412,7 @@ def _start(run: Run) -> tuple[TrainState, dict | None] | None:
   shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
   pending = jax.tree.map(shape, run.source.pending)
   abstract = dataclasses.replace(
-    learner.abstract, base=None, teachers=None, pending_rollouts=pending
+    learner.abstract, base=None, pending_rollouts=pending
   )
   restored = run.checkpoints.restore(abstract, accept)
   if restored is not None:
@@ -431,7 +436,7 @@ def _start(run: Run) -> tuple[TrainState, dict | None] | None:
         restored.metadata["base"],
       )
     state = dataclasses.replace(
-      restored.state, base=base, teachers=teachers, pending_rollouts=None
+      restored.state, base=base, pending_rollouts=None
     )
     return state, restored.metadata.get("unwritten")
   if experiment.config.cold_start.steps:
@@ -451,7 +456,7 @@ def _start(run: Run) -> tuple[TrainState, dict | None] | None:
   )
   if state.base is not None:
     load_params.save_base(state.base, experiment.config, experiment.workdir)
-  return dataclasses.replace(state, teachers=teachers), None
+  return state, None
 
 
 def _save(
@@ -460,7 +465,7 @@ def _save(
   """Saves a run, and the row of its step if its evaluation is still to come."""
   _wait_for_sampler(run)  # it takes prompts of the curriculum
   metadata = {
-    "identity": checkpoint_identity(run.experiment, state.teachers),
+    "identity": checkpoint_identity(run.experiment, run.teachers),
     "data": run.curriculum.get_state(),
     "rollouts": run.source.get_state(),
     "config": run.experiment.config.as_json(),
@@ -470,7 +475,7 @@ def _save(
   if state.base is not None:
     metadata["base"] = checksums(state.base)
   state = dataclasses.replace(
-    state, base=None, teachers=None, pending_rollouts=run.source.pending
+    state, base=None, pending_rollouts=run.source.pending
   )
   run.checkpoints.save(step, state, metadata)
 

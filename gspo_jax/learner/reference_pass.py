@@ -19,17 +19,17 @@ from gspo_jax.learner.train_step import TrainState
 def add_reference_and_values(
   state: TrainState,
   batch: PackedBatch,
+  teachers: Sequence[model.Params] = (),
   teacher: jax.Array | None = None,
   *,
   cfg: model.ModelConfig,
   temperature: float,
-  teachers: Sequence[model.ModelConfig] = (),
+  teacher_models: Sequence[model.ModelConfig] = (),
 ) -> PackedBatch:
   """The batch with the log-probs of reference and teachers, and with values.
 
   All log-probs are of softmax(logits / temperature), as the policy's. `teacher`
-  is [B] int32, which of several teachers scores a response; `teachers` are the
-  models of `state.teachers`.
+  is [B] int32, which of several teachers scores a response.
   """
   rows, counts = batch
   if teacher is not None:
@@ -43,9 +43,9 @@ def add_reference_and_values(
         new["reference_logps"] = train_batch.response_logps(
           reference, cfg, one, temperature=temperature
         ).logps
-      if state.teachers is not None:
+      if teachers:
         new["teacher_logps"] = _teacher_logps(
-          state.teachers, teachers, one, temperature
+          teachers, teacher_models, one, temperature
         )
       if state.critic is not None:
         new["values"] = critic.values(state.critic.params, cfg, one)
@@ -57,7 +57,7 @@ def add_reference_and_values(
   fields = {}
   if state.reference is not None:
     fields["reference_logps"] = rows.reference_logps
-  if state.teachers is not None:
+  if teachers:
     fields["teacher_logps"] = rows.teacher_logps
   if state.critic is not None:
     fields["values"] = rows.values

@@ -71,9 +71,6 @@ class TrainState:
   # reference is the base model; None if there is no KL.
   reference: model.Params | None = None
   critic: TrainState | None = None  # PPO's, with an optimizer
-  # The frozen weights of the teachers, each in its model's dtype. None without
-  # distillation, and in a checkpoint.
-  teachers: tuple[model.Params, ...] | None = None
   # Responses for the next iteration; only in a checkpoint.
   pending_rollouts: dict | Samples | None = None
 

@@ -40,6 +40,8 @@ def memory(
     resident = copies * array_bytes(separate.weights)
   else:
     resident = array_bytes(_unread(name, program.learner.abstract))
+    if name != "reference_and_values":
+      resident += array_bytes(program.learner.teachers)
     if has_pages(name, program):
       resident += array_bytes(program.abstract_policy)
     if separate:
@@ -63,8 +65,7 @@ def _unread(name, state):
   moments = state.opt_state, state.critic and state.critic.opt_state
   if name == "reference_and_values":
     return state.params, moments
-  critic = state.critic and state.critic.params
-  return moments, state.reference, state.teachers, critic
+  return moments, state.reference, state.critic and state.critic.params
 
 
 def array_bytes(tree) -> int:

@@ -213,7 +213,7 @@ def _reward_pool(c: RewardConfig, problems: Datasets) -> RewardPool:
 
 
 def checkpoint_identity(
-  experiment: Experiment, teachers: Sequence[model.Params] | None
+  experiment: Experiment, teachers: Sequence[model.Params] = ()
 ) -> dict:
   """What a checkpoint of RL must agree with: `identity` and more."""
   config, state = experiment.config, experiment.program.learner.abstract

@@ -50,7 +50,7 @@ class LearnerFunctions:
   """Functions that learn; they donate batches, and `step` also the state."""
 
   abstract: TrainState  # shapes and shardings, for a restore
-  init_state: InitState  # donates the policy; without teachers
+  init_state: InitState  # donates the policy
   learning_rate: optax.Schedule  # at an optimizer step from 0
   packing: PackingConfig
   # The batch, with zeros in the fields that are filled in later.
@@ -60,10 +60,9 @@ class LearnerFunctions:
   # itself; the rewards need it (k1).
   recompute_first_minibatch: bool
   # Adds `reference_logps`, `teacher_logps` and `values`; None if the objective
-  # has none of them. The last argument is [B] int32 with several teachers.
-  add_reference_and_values: (
-    Callable[[TrainState, PackedBatch, jax.Array | None], PackedBatch] | None
-  )
+  # has none of them. (state, batch) -> batch; with teachers two more arguments,
+  # their weights and, of several, [B] int32.
+  add_reference_and_values: Callable[..., PackedBatch] | None
   # (batch, rewards [B] or [B, K], finish [B]) -> batch
   assign_advantages: Callable[[PackedBatch, jax.Array, jax.Array], PackedBatch]
   # One program for `compute_old_logps` and `update`, which applies the updates.
@@ -71,6 +70,8 @@ class LearnerFunctions:
     [TrainState, PackedBatch, np.bool_],
     tuple[TrainState, PackedBatch, Metrics],
   ]
+  # Shapes and shardings of the weights of the teachers.
+  teachers: tuple[model.Params, ...] = ()
 
   def pack(
     self, prompt_lengths: np.ndarray, lengths: np.ndarray, key: jax.Array
@@ -136,20 +137,18 @@ def learner_functions(
   learners = settings.learners(config, cfg)
   make_state = functools.partial(_new_state, learners, config, cfg)
   state, init_state = _init_state(make_state, policy, mesh)
-  models = tuple(cfg for cfg, _ in teachers)
-  if teachers:
-    weights = tuple(
-      abstract.sharded(
-        jax.eval_shape(
-          functools.partial(model.parameters.cast, dtype=cfg.dtype), params
-        ),
-        mesh,
-      )
-      for cfg, params in teachers
+  weights = tuple(
+    abstract.sharded(
+      jax.eval_shape(
+        functools.partial(model.parameters.cast, dtype=cfg.dtype), params
+      ),
+      mesh,
     )
-    state = dataclasses.replace(state, teachers=weights)
+    for cfg, params in teachers
+  )
+  taught = (abstract.shardings(weights), sharding.batch_sharding(mesh))
+  taught = taught if teachers else ()
   states = abstract.shardings(state)
-  others = state.reference, state.teachers, state.critic
   rows = settings.packing(config, sharding.row_shards(mesh))
   replicated = sharding.replicated(mesh)
   # The rows of a micro-batch are split.
@@ -181,15 +180,15 @@ def learner_functions(
         reference_pass.add_reference_and_values,
         cfg=cfg,
         temperature=config.sampler.temperature,
-        teachers=models,
+        teacher_models=tuple(cfg for cfg, _ in teachers),
       ),
       mesh,
-      in_shardings=(states, packed, sharding.batch_sharding(mesh)),
+      in_shardings=(states, packed, *taught),
       out_shardings=packed,
       donate_argnums=1,
       compiler_options=_training_options(mesh),
     )
-    if any(x is not None for x in others)
+    if teachers or state.reference is not None or state.critic is not None
     else None,
     assign_advantages=mesh_jit(
       functools.partial(
@@ -213,6 +212,7 @@ def learner_functions(
       donate_argnums=(0, 1),
       compiler_options=_training_options(mesh),
     ),
+    teachers=weights,
   )
 
 

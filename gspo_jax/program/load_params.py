@@ -177,10 +177,8 @@ def load(config: Config, program: Program, checkpoint: str) -> model.Params:
   return model.lora.join(base, params)
 
 
-def load_teachers(
-  config: Config, program: Program
-) -> tuple[model.Params, ...] | None:
-  """The teachers of `TrainState`, as `load` reads each; None without any."""
+def load_teachers(config: Config, program: Program) -> tuple[model.Params, ...]:
+  """The weights of each teacher, read by `load`, in its model's dtype."""
   loaded = []
   folders = config.objective.distillation.folders.values()
   for folder, teacher in zip(folders, program.teachers, strict=True):
@@ -189,4 +187,4 @@ def load_teachers(
     cast = functools.partial(model.parameters.cast, dtype=teacher.cfg.dtype)
     place = shardings(teacher.abstract_policy)
     loaded.append(jax.jit(cast, out_shardings=place, donate_argnums=0)(params))
-  return tuple(loaded) or None
+  return tuple(loaded)

@@ -25,8 +25,7 @@ def identity(keys, *, reference=None, critic=None):
   abstract = SimpleNamespace(reference=reference, critic=critic)
   program = SimpleNamespace(learner=SimpleNamespace(abstract=abstract))
   return experiment.checkpoint_identity(
-    SimpleNamespace(config=parse(keys), program=program, identity={"seed": 3}),
-    None,
+    SimpleNamespace(config=parse(keys), program=program, identity={"seed": 3})
   )
 
 
