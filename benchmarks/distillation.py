@@ -1,23 +1,22 @@
 """On-policy distillation against GSPO on rewards, from one cold start.
 
-  python -m benchmarks.distillation --out=benchmarks/distillation
+  python -m benchmarks.distillation --out=benchmarks/distillation.json
 
 The teacher has twice the width of the embedded default, and imitates
 demonstrations without wrong steps. The student is the embedded default after
 its own cold start, whose demonstrations have wrong steps. It then learns from
 the teacher alone, by each of `--names`, or by GSPO from rewards alone. All else
-is as in configs/tiny_cpu.py. Writes OUT.json: held-out pass@1 by iteration.
+is as in configs/tiny_cpu.py. Held-out pass@1 by iteration; seconds are of runs
+that may have shared the machine.
 """
 
 import argparse
-import json
-import os
-import platform
 import tempfile
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from benchmarks import record
 from benchmarks.seeds import train
 from gspo_jax.configs import tiny_cpu
 
@@ -27,7 +26,7 @@ COLUMNS = ("pass@1 before", "pass@1 after", "seconds per iteration")
 def get_config(mode: str = "") -> ConfigDict:
   """mode: "teacher" or "student"."""
   c = tiny_cpu.get_config()
-  c.eval.every = 5
+  c.eval.every = 10
   if mode == "teacher":
     c.model.embed_dim = c.model.mlp_dim = 128
     c.model.head_dim = 32
@@ -52,12 +51,7 @@ def main() -> None:
     ]
     for seed in args.seeds:
       results += _students(folder, teacher, seed, args)
-  record = {
-    "command": f"python -m benchmarks.distillation --out={args.out}",
-    "machine": f"{os.cpu_count()} x {platform.machine()}",
-    "results": results,
-  }
-  args.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+  record.finish("distillation", {"results": results}, args.out)
 
 
 def _students(folder: str, teacher: Path, seed: int, args) -> list[dict]:
