@@ -39,7 +39,7 @@ def get_config(mode: str = "") -> ConfigDict:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--names", nargs="+", default=["gspo_token", "dapo"])
-  parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+  parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
   parser.add_argument("--steps", type=int, default=20)
   parser.add_argument("--teacher", type=Path, help="a workdir; else trains one")
   parser.add_argument("--out", type=Path, required=True)
