@@ -15,6 +15,10 @@ from gspo_jax.learner.train_batch import (
 )
 from gspo_jax.learner.train_step import TrainState
 
+# The named scope of conditionals that run one of several teachers or skip it;
+# `plan` counts all of them by it.
+TEACHERS = "teachers"
+
 
 def add_reference_and_values(
   state: TrainState,
@@ -84,9 +88,10 @@ def _teacher_logps(
   total = jnp.zeros(batch.response_mask.shape)
   for i in range(len(params)):
     mask = batch.response_mask & (batch.teacher == i)
-    total += jax.lax.cond(
-      mask.any(),
-      lambda i=i, mask=mask: logps(i, mask),
-      lambda: jnp.zeros(batch.response_mask.shape),
-    )
+    with jax.named_scope(TEACHERS):
+      total += jax.lax.cond(
+        mask.any(),
+        lambda i=i, mask=mask: logps(i, mask),
+        lambda: jnp.zeros(batch.response_mask.shape),
+      )
   return total

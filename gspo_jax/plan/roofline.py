@@ -8,7 +8,7 @@ import functools
 
 import jax
 
-from gspo_jax.learner import train_batch, train_step
+from gspo_jax.learner import reference_pass, train_batch, train_step
 from gspo_jax.logprobs import WANTED_TOKENS
 from gspo_jax.model import experts
 from gspo_jax.plan import chips, hlo, lower, lower_bounds
@@ -64,7 +64,11 @@ def _walk(name, done, program, topology, by_compiler):
       mesh.size,
       latency=_latency(mesh, topology),
       kernels=done.kernels,
-      branches={train_step.BACKWARD: name == "update", WANTED_TOKENS: True},
+      branches={
+        train_step.BACKWARD: name == "update",
+        reference_pass.TEACHERS: True,
+        WANTED_TOKENS: True,
+      },
       trips={train_batch.MICRO_BATCHES: micro_batches},
       # With expert parallelism, buffers hold more rows than the mean load.
       filled=1 / experts.SLACK if mesh.shape["expert"] > 1 else 1.0,
