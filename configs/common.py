@@ -227,6 +227,22 @@ def get_config() -> ConfigDict:
   # turn
   c.objective.credit = "response"
 
+  # On-policy distillation from frozen teachers
+  c.objective.distillation = ConfigDict()
+  # Each a Hugging Face folder, a run's workdir (its newest checkpoint) or
+  # WORKDIR/checkpoints/STEP, with the policy's vocabulary; (): no distillation.
+  # One teaches all problems; several: one for each source of data.source, in
+  # its order
+  c.objective.distillation.teachers = ()
+  # The column of the problems that names their teacher; teachers are then
+  # "NAME=FOLDER"
+  c.objective.distillation.teacher_key = ""
+  # Of a token's teacher log-prob minus old log-prob [0 or more]
+  c.objective.distillation.coef = 1.0
+  # Of the advantages of rewards; 0: rewards are logged, not learned from [0 or
+  # more]
+  c.objective.distillation.reward_weight = 0.0
+
   c.learner = ConfigDict()  # how a batch is cut into updates
   c.learner.minibatches = 4  # optimizer steps an iteration (GSPO, sec. 5.1)
   # Packed rows of a forward and backward pass, over all devices

@@ -14,6 +14,7 @@ import numpy as np
 from absl import logging
 from clu import parameter_overview
 
+from gspo_jax import model
 from gspo_jax.data import pipeline, sources
 from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.evaluate import held_out
@@ -69,6 +70,7 @@ class Run(NamedTuple):
   source: Source
   checkpoints: Checkpoints  # of RL; not of the cold start
   preemption: Preemption
+  teachers: tuple[model.Params, ...] = ()  # weights, in no checkpoint
 
 
 class Row(NamedTuple):
@@ -141,7 +143,10 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
       source = _source(experiment, curriculum)
       if isinstance(source, OffPolicy):
         sampling.callback(source.close)
-      run = Run(experiment, curriculum, source, checkpoints, preemption)
+      teachers = load_params.load_teachers(config, experiment.program)
+      run = Run(
+        experiment, curriculum, source, checkpoints, preemption, teachers
+      )
       _print_parameters(experiment)
       if preemption.reached():
         multihost.print_once("stopped before training; nothing is lost")
@@ -233,7 +238,8 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   prompts = prompts_on_device(scored.prompts, batch_sharding)
   clock.append(time.monotonic())
 
-  # Old log-probs, reference log-probs and values, during the scoring.
+  # Old log-probs, those of reference and teachers, and values, during the
+  # scoring.
   lengths = multihost.to_host(scored.samples.lengths)
   packing = learner.pack(scored.prompts.lengths, lengths, key)
   train_batch = learner.make_train_batch(prompts, scored.samples, packing)
@@ -243,7 +249,12 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
       state, train_batch
     )
   if learner.add_reference_and_values:
-    train_batch = learner.add_reference_and_values(state, train_batch)
+    teacher = run.experiment.teachers_of(scored.prompts)
+    if teacher is not None:
+      teacher = np.repeat(teacher, config.rollout.group_size)
+      teacher = multihost.to_global(teacher, batch_sharding)
+    taught = (run.teachers, teacher) if run.teachers else ()
+    train_batch = learner.add_reference_and_values(state, train_batch, *taught)
 
   # Rewards.
   all_rewards = wait_scored(
@@ -403,7 +414,7 @@ def _print_parameters(experiment: Experiment) -> None:
 def _start(run: Run) -> tuple[TrainState, dict | None] | None:
   """The saved state, else a first one; and the row that `_save` stored."""
   experiment, learner = run.experiment, run.experiment.program.learner
-  identity = checkpoint_identity(experiment)
+  identity = checkpoint_identity(experiment, run.teachers)
   name = f"checkpoint in {str(experiment.workdir)!r}"
   accept = lambda _, saved: match(
     identity, saved, name, "use another --workdir"
@@ -464,7 +475,7 @@ def _save(
   """Saves a run, and the row of its step if its evaluation is still to come."""
   _wait_for_sampler(run)  # it takes prompts of the curriculum
   metadata = {
-    "identity": checkpoint_identity(run.experiment),
+    "identity": checkpoint_identity(run.experiment, run.teachers),
     "data": run.curriculum.get_state(),
     "rollouts": run.source.get_state(),
     "config": run.experiment.config.as_json(),

@@ -407,6 +407,34 @@ def test_a_second_run_in_a_workdir_is_refused(run, workdir):
     assert "nothing is left to do" in run(workdir)[1]
 
 
+def test_a_distilled_run_resumes_with_the_same_teachers_alone(
+  run, reference, tmp_path
+):
+  """The teacher is a step of an earlier run; its folder may move."""
+
+  def distil(step, num_steps, teachers=reference[0]):
+    return run(
+      tmp_path,
+      cold_start=str(reference[0] / "cold_start"),
+      objective__name="gspo_token",
+      objective__distillation__teachers=(f"{teachers}/checkpoints/{step}",),
+      checkpoint__every=1,
+      eval__every=0,
+      num_steps=num_steps,
+    )
+
+  distil(4, 1)
+  (row,) = metrics_of(tmp_path)
+  assert row["distill/reverse_kl"] != 0
+  assert row["grad/norm"] > 0
+  assert undocumented(tmp_path) == []
+  with pytest.raises(UserError, match=r"has weights of objective\.dist.*work"):
+    distil(2, 2)
+  (tmp_path / "moved").symlink_to(reference[0])
+  _, out = distil(4, 2, tmp_path / "moved")
+  assert "resumed after step 1" in out
+
+
 def test_adapters_resume_beside_the_weights_of_a_cold_start(
   run, reference, tmp_path, build_once
 ):

@@ -42,6 +42,9 @@ def assign_advantages(
   mean. It is not divided by the std of the rewards: in a group of equal rewards
   it would become as large as a reward.
 
+  With teachers the result is multiplied by `distillation.reward_weight`; the
+  update adds what the teachers say, for truncated responses, too.
+
   `rewards` are [B] float32; [B, K] with credit="turn" (see `turn_advantages`);
   and with gdpo [B, N], each with a weight (see `gdpo_advantages`). `finish` is
   `Samples.finish`, [B].
@@ -99,6 +102,8 @@ def assign_advantages(
     returns = returns.reshape(mask.shape)
   if objective.truncated == "zero_advantage":
     advantages = jnp.where(finish[response] != TRUNCATED, advantages, 0.0)
+  if objective.distillation.teachers:
+    advantages *= objective.distillation.reward_weight
   rows = dataclasses.replace(rows, advantages=advantages, returns=returns)
   return batch._replace(rows=rows)
 

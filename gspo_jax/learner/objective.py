@@ -83,6 +83,54 @@ _METHOD_RULES = {
 
 
 @dataclasses.dataclass(frozen=True)
+class DistillationConfig:
+  """On-policy distillation: frozen teachers score the responses."""
+
+  teachers: tuple[str, ...] = key(
+    (),
+    "each a Hugging Face folder, a run's workdir (its newest checkpoint) or "
+    "WORKDIR/checkpoints/STEP, with the policy's vocabulary; (): no "
+    "distillation. One teaches all problems; several: one for each source of "
+    "data.source, in its order",
+  )
+  teacher_key: str = key(
+    "",
+    "the column of the problems that names their teacher; teachers are then "
+    '"NAME=FOLDER"',
+  )
+  coef: float = key(
+    1.0, "of a token's teacher log-prob minus old log-prob", ZERO_OR_MORE
+  )
+  reward_weight: float = key(
+    0.0,
+    "of the advantages of rewards; 0: rewards are logged, not learned from",
+    ZERO_OR_MORE,
+  )
+
+  def __post_init__(self):
+    check(self, "objective.distillation")
+    if len({*self.folders}) < len(self.teachers):
+      raise UserError(
+        f"objective.distillation.teachers={self.teachers}: expected each NAME "
+        "once"
+      )
+
+  @property
+  def folders(self) -> dict[str, str]:
+    """The folder of each teacher by its name: 0, 1, ... without a key."""
+    if not self.teacher_key:
+      return {str(i): folder for i, folder in enumerate(self.teachers)}
+    pairs = [teacher.partition("=") for teacher in self.teachers]
+    for teacher, (name, _, folder) in zip(self.teachers, pairs, strict=True):
+      if not (name and folder):
+        raise UserError(
+          f"objective.distillation.teachers={teacher!r}: expected NAME=FOLDER "
+          f"with objective.distillation.teacher_key={self.teacher_key!r}"
+        )
+    return {name: folder for name, _, folder in pairs}
+
+
+@dataclasses.dataclass(frozen=True)
 class ObjectiveConfig:
   """The method, and what is added to its loss; static under jit."""
 
@@ -153,6 +201,9 @@ class ObjectiveConfig:
     '"response": one advantage, of the whole conversation; "turn": one for '
     "each turn",
     Choice(("response", "turn")),
+  )
+  distillation: DistillationConfig = key(
+    DistillationConfig(), "on-policy distillation from frozen teachers"
   )
 
   def __post_init__(self):
@@ -293,6 +344,7 @@ class ObjectiveConfig:
     return not (
       self.method.critic
       or self.has_kl_in_reward
+      or self.distillation.teachers
       or self.estimator[0] in ("reinforce_plus_plus", "gdpo")
     )
 
@@ -420,6 +472,9 @@ def policy_loss(
   }
   batch = dataclasses.replace(batch, **old)
   options, metrics = _options(out, batch, objective, max_length)
+  if batch.teacher_logps is not None:
+    batch, distilled = _distilled(batch, objective.distillation)
+    metrics |= distilled
   total, method_metrics = objective.method.loss(
     out.logps,
     batch.old_logps,
@@ -459,6 +514,25 @@ def _old_policy_fields(
   if batch.router_logps is not None:
     fields["router_logps"] = _rows_first(out.router_logps)
   return jax.lax.stop_gradient(fields)
+
+
+def _distilled(
+  batch: TrainBatch, c: DistillationConfig
+) -> tuple[TrainBatch, Metrics]:
+  """Adds `coef * (teacher_logps - old_logps)` to each token's advantage.
+
+  The estimate k1 of the reverse KL, sampled at this token alone: later tokens
+  do not count (a discount of 0).
+  """
+  mask = batch.response_mask
+  gap = jnp.where(mask, batch.old_logps - batch.teacher_logps, 0.0)
+  metrics = {"distill/reverse_kl": Mean.of(gap, mask)}
+  if batch.teacher is not None:
+    for i, name in enumerate(c.folders):
+      own = Mean.of(gap, mask & (batch.teacher == i))
+      metrics[f"distill/reverse_kl_{name}"] = own
+  advantages = batch.advantages - c.coef * gap
+  return dataclasses.replace(batch, advantages=advantages), metrics
 
 
 def _options(

@@ -429,6 +429,7 @@ def train_batch_from_samples(
   has_critic, mask = objective.method.critic, rows.response_mask
   if objective.truncated == "mask":
     mask &= samples.finish[rows.response_index] != TRUNCATED
+  teachers = len(objective.distillation.teachers)
   rows = dataclasses.replace(
     rows,
     response_mask=mask,
@@ -436,6 +437,8 @@ def train_batch_from_samples(
     experts=experts,
     router_logps=router_logps,
     reference_logps=zeros if objective.has_reference else None,
+    teacher_logps=zeros if teachers else None,
+    teacher=jnp.zeros_like(rows.response_index) if teachers > 1 else None,
     values=zeros if has_critic else None,
     returns=zeros if has_critic else None,
     turns=rows.turns if objective.credit == "turn" else None,

@@ -53,6 +53,9 @@ class TrainBatch:
   kept_ids: jax.Array | None = None
   sampler_logps: jax.Array | None = None  # [B, R] float32
   reference_logps: jax.Array | None = None  # [B, R] float32
+  teacher_logps: jax.Array | None = None  # [B, R] float32
+  # [B, R] int32, which of several teachers scores a token, from 0
+  teacher: jax.Array | None = None
   values: jax.Array | None = None  # [B, R] float32, of the old critic
   returns: jax.Array | None = None  # [B, R] float32, the critic's targets
   # [B, R] int16, the turn of a conversation, from 1; 0 elsewhere.

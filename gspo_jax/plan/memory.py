@@ -40,6 +40,8 @@ def memory(
     resident = copies * array_bytes(separate.weights)
   else:
     resident = array_bytes(_unread(name, program.learner.abstract))
+    if name != "reference_and_values":
+      resident += array_bytes(program.learner.teachers)
     if has_pages(name, program):
       resident += array_bytes(program.abstract_policy)
     if separate:

@@ -9,6 +9,7 @@ evaluated on other devices. An error names a key as it is typed: `section.key`.
 import dataclasses
 import json
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -161,6 +162,10 @@ class Config:
       self._check_environment()
     if self.objective.credit == "turn":
       self._check_turns()
+    rewarded = True
+    if self.objective.distillation.teachers:
+      self._check_teachers()
+      rewarded = self.objective.distillation.reward_weight > 0
     self._refuse(
       (
         "rollout.dynamic_sampling_rounds",
@@ -171,6 +176,7 @@ class Config:
       (
         "rollout.group_size",
         self.rollout.group_size < 2
+        and rewarded
         and not has_critic
         and estimator != "reinforce_plus_plus",
         "at least 2, since an advantage compares a response with the others of "
@@ -274,6 +280,36 @@ class Config:
       because="objective.credit",
     )
 
+  def _check_teachers(self):
+    c = self.objective.distillation
+    by_source = len(c.teachers) > 1 and not c.teacher_key
+    sources = self.data.source.split(",")
+    self._refuse(
+      (
+        "objective.name",
+        self.objective.method.one_advantage,
+        "'gspo_token' or another method with an advantage for each token",
+      ),
+      (
+        "rollout.dynamic_sampling_rounds",
+        self.rollout.dynamic_sampling_rounds > 1 and not c.reward_weight,
+        "1 with objective.distillation.reward_weight=0, for it keeps groups by "
+        "rewards",
+      ),
+      (
+        "data.curriculum",
+        by_source and self.data.curriculum,
+        "() without objective.distillation.teacher_key",
+      ),
+      (
+        "data.source",
+        by_source and len(sources) != len(c.teachers),
+        "as many sources as teachers without objective.distillation."
+        "teacher_key",
+      ),
+      because="objective.distillation.teachers",
+    )
+
   def _check_lora(self):
     self._refuse(
       (
@@ -348,6 +384,11 @@ def _section(default, values, prefix: str):
   if "sizes" in parsed:
     parsed["sizes"] = tuple(sorted(parsed["sizes"]))
   return type(default)(**parsed)
+
+
+def parse_model(values: Mapping[str, Any]) -> PolicyConfig:
+  """The section `model` of `Config.as_json`."""
+  return _section(PolicyConfig(), values, "model.")
 
 
 def all_keys() -> list[str]:

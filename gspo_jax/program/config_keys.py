@@ -111,6 +111,13 @@ OTHER_NAMES = {
   "objective.replay": "router_replay routing_replay",
   "objective.truncated": "zero_truncated mask_truncated_completions "
   "overlong_filtering apply_overlong_filtering zero_truncated_completions",
+  "objective.distillation.teachers": "teacher_model teacher_models "
+  "teacher_model_name_or_path teacher_model.model_path teacher.model_name "
+  "teacher_model_path opd_teacher_load use_opd",
+  "objective.distillation.teacher_key": "teacher_id",
+  "objective.distillation.coef": "opd_kl_coef distillation_loss_coef "
+  "kl_penalty_coef",
+  "objective.distillation.reward_weight": "use_task_rewards",
   "learner.minibatches": "learner.epochs num_iterations ppo_epochs "
   "ppo_mini_batch_size mini_batch_size num_mini_batches "
   "steps_per_generation train_global_batch_size",

@@ -1,21 +1,27 @@
 """What a run consists of before its first step, and what identifies it."""
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from etils import epath
 
+from gspo_jax import model
 from gspo_jax.data import datasets, pipeline, readers
 from gspo_jax.data.config import DataConfig
 from gspo_jax.data.datasets import Datasets
 from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.learner.health import clip_range_warnings
+from gspo_jax.learner.objective import DistillationConfig
 from gspo_jax.program import load_params, settings
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program, build_program
+from gspo_jax.record.checkpoint import checksums
 from gspo_jax.record.progress import Progress
 from gspo_jax.rewards.config import RewardConfig
 from gspo_jax.rewards.pool import RewardPool
@@ -57,6 +63,15 @@ class Experiment:
   identity: dict
   keys: Keys
 
+  def teachers_of(self, prompts: PromptBatch) -> np.ndarray | None:
+    """[P] int32, the teacher of each prompt; None without several."""
+    c = self.config.objective.distillation
+    if len(c.teachers) < 2:
+      return None
+    if not c.teacher_key:
+      return prompts.positions[:, 1]
+    return np.int32([teacher_of(c, p) for p in prompts.problems])
+
   @property
   def conversations(self) -> Conversations | None:
     """The sampler of conversations; None without an environment."""
@@ -69,6 +84,21 @@ class Experiment:
       batch_sharding=sharding.batch_sharding(self.program.sampler.mesh),
       stop=self.program.sampler.stop,
     )
+
+
+def teacher_of(c: DistillationConfig, problem: Problem) -> int:
+  """The teacher that the problem's column names; UserError if none."""
+  names, key = list(c.folders), "objective.distillation.teacher_key"
+  name = problem.columns.get(c.teacher_key)
+  if name in names:
+    return names.index(name)
+  has = f"has {c.teacher_key}={name!r}"
+  if c.teacher_key not in problem.columns:
+    has = f"has no column {c.teacher_key!r} ({key})"
+  raise UserError(
+    f"the problem {problem.text[:40]!r} {has}: expected one of {names}, the "
+    "names of objective.distillation.teachers"
+  )
 
 
 def prepare(
@@ -91,6 +121,9 @@ def prepare(
     problems = datasets.load(config.data, config.seed)
   for note in filter(None, (*problems.notes, _first_weights(config))):
     multihost.print_once(note)
+  if config.objective.distillation.teacher_key:
+    for problem in _first_problems(problems):
+      teacher_of(config.objective.distillation, problem)
   identity = load_params.identity(program) | {
     "seed": config.seed,
     "data": {"fingerprint": datasets.fingerprint(problems.stages)},
@@ -179,12 +212,18 @@ def _reward_pool(c: RewardConfig, problems: Datasets) -> RewardPool:
     raise UserError(f"reward.names={c.names}: {error}") from error
 
 
-def checkpoint_identity(experiment: Experiment) -> dict:
+def checkpoint_identity(
+  experiment: Experiment, teachers: Sequence[model.Params] = ()
+) -> dict:
   """What a checkpoint of RL must agree with: `identity` and more."""
   config, state = experiment.config, experiment.program.learner.abstract
   identity = experiment.identity | {"checkpoint format": CHECKPOINT_FORMAT}
   if state.reference is not None:
     identity["a reference (objective.kl_coef)"] = True
+  if teachers:
+    sums = json.dumps(checksums(teachers), sort_keys=True).encode()
+    name = "weights of objective.distillation.teachers"
+    identity[name] = hashlib.sha256(sums).hexdigest()[:16]
   if config.model.lora.rank:
     identity |= load_params.lora_identity(experiment.program)
   if state.critic is not None:

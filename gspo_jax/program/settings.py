@@ -1,7 +1,10 @@
 """The frozen settings that a config gives each wing."""
 
+import contextlib
 import dataclasses
 import functools
+import json
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from etils import epath
@@ -18,7 +21,7 @@ from gspo_jax.learner.optimizer import OptimConfig
 from gspo_jax.learner.packing import PackingConfig
 from gspo_jax.learner.train_step import Learner
 from gspo_jax.model import PolicyConfig, hf
-from gspo_jax.program.config import Config
+from gspo_jax.program.config import Config, parse_model
 from gspo_jax.runtime.errors import UserError, how_to_download, with_reason
 from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.samples import SamplerConfig
@@ -41,6 +44,46 @@ def model_config(c: PolicyConfig) -> model.ModelConfig:
       f"{how_to_download(c.checkpoint)}"
     )
   return hf.config_from_hf(c.checkpoint, **changes)
+
+
+def teacher_config(config: Config, folder: str) -> Config:
+  """The config with a teacher's model and tokenizer.
+
+  `folder` is a Hugging Face folder, whose model has the policy's dtype; or a
+  run's workdir or a step in it, whose model is as in its run_config.json.
+  """
+  tokenizer = {"tokenizer": "", "template_args": ""}
+  if (epath.Path(folder) / "config.json").exists():
+    policy = PolicyConfig(checkpoint=folder, dtype=config.model.dtype)
+    return config.replace(model=policy, data=tokenizer)
+  path = run_and_step(folder)[0] / "run_config.json"
+  if not path.exists():
+    raise UserError(
+      "expected a Hugging Face folder, with config.json, or the workdir of a "
+      f"run, with run_config.json{how_to_download(folder)}"
+    )
+  saved = json.loads(path.read_text())
+  tokenizer["tokenizer"] = saved["data"]["tokenizer"]
+  return config.replace(model=parse_model(saved["model"]), data=tokenizer)
+
+
+@contextlib.contextmanager
+def of_teacher(folder: str) -> Iterator[None]:
+  """Names the teacher in a UserError."""
+  try:
+    yield
+  except UserError as error:
+    raise type(error)(
+      f"objective.distillation.teachers={folder!r}: {error}"
+    ) from error
+
+
+def run_and_step(checkpoint: str) -> tuple[epath.Path, int | None]:
+  """The workdir of a run, and the step of WORKDIR/checkpoints/STEP."""
+  folder = epath.Path(checkpoint)
+  if folder.name.isdecimal() and folder.parent.name == "checkpoints":
+    return folder.parent.parent, int(folder.name)
+  return folder, None
 
 
 def length_warning(config: Config) -> str:

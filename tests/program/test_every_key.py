@@ -523,6 +523,30 @@ ROWS = (
     },
   ),
   Row(
+    "objective.distillation.teachers",
+    built.batch_fields,
+    {
+      (): KEPT,
+      ("{files}/hf",): KEPT | {"teacher_logps"},
+      ("{files}/hf",) * 2: KEPT | {"teacher_logps", "teacher"},
+    },
+    {"objective.name": "gspo_token", "data.source": f"{FILE_A},{FILE_B}"},
+  ),
+  Row(
+    "objective.distillation.teacher_key",
+    seen.teachers,
+    {"result": {0}, "worked": {1}},
+    BEFORE
+    | OF_A
+    | {
+      "objective.name": "gspo_token",
+      "objective.distillation.teachers": (
+        "3={files}/hf",
+        "so #### 7={files}/hf",
+      ),
+    },
+  ),
+  Row(
     "objective.name",
     built.value_step,
     {
@@ -635,6 +659,7 @@ WIRED = {
   for key in (
     *("entropy_coef", "kl_estimator", "mismatch", "truncated"),
     "off_policy_mask_threshold",
+    *("distillation.coef", "distillation.reward_weight"),
   )
 }
 

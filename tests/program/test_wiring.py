@@ -85,6 +85,10 @@ TERMS = {
   "r2": {"replay": "r2"},
   "r3": {"replay": "r3"},
   "zero_advantage": {"truncated": "zero_advantage"},
+  "distillation": {
+    "truncated": "zero_advantage",  # a teacher scores truncated responses, too
+    "distillation": {"teachers": ("-",), "coef": 0.7, "reward_weight": 0.4},
+  },
   "everything": {
     **{"kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.1},
     **{"mismatch": "mis_token:cap=1.3,floor=0.8"},
@@ -94,11 +98,13 @@ TERMS = {
 }
 # Each method by itself, with its numbers and with all terms; each term with a
 # method that clips sequences and with one that clips tokens.
+TOKEN_METHODS = {"distillation": ("gspo_token", "grpo", "ppo")}
 CASES = [
   (name, term)
   for name in NAMES
   for term in TERMS
-  if term in ("nothing", "numbers", "everything") or name in ("gspo", "grpo")
+  if term in ("nothing", "numbers", "everything")
+  or name in TOKEN_METHODS.get(term, ("gspo", "grpo"))
 ]
 
 
@@ -157,6 +163,7 @@ def params_and_batch(name):
     router_logps=router,
     sampler_logps=old + np.float32(0.3) * normal(B, R),
     reference_logps=old + np.float32(0.5) * normal(B, R),
+    teacher_logps=old + np.float32(0.5) * np.roll(normal(B, R), 1),
     values=values,
   )
   return params, rows
@@ -217,6 +224,8 @@ def policy(monkeypatch):
 def assign(config, rows):
   finish = jnp.where(CUT, TRUNCATED, STOPPED).astype(jnp.int8)
   rewards = jnp.asarray(REWARDS, jnp.float32)
+  if not config.objective.distillation.teachers:
+    rows = dataclasses.replace(rows, teacher_logps=None)
   batch = credit.assign_advantages(
     unpacked.cut(rows),
     rewards,
@@ -247,6 +256,9 @@ def expect(config, params, rows) -> tuple[oracles.Case, dict]:
   name, numbers = typed(config)
   floor = numbers.get("router_shift_floor")
   advantages, _ = expected_advantages(config, rows)
+  if c.distillation.teachers:
+    gap = rows.teacher_logps.astype(float) - rows.old_logps
+    advantages = of_tokens(advantages) + c.distillation.coef * gap
   weights = shift = penalty = None
   if c.mismatch != "none":
     spec, _, text = c.mismatch.partition(":")
@@ -338,6 +350,8 @@ def expected_advantages(config, rows):
     advantages = (advantages - fees + fees.mean(1, keepdims=True)).ravel()
   if c.truncated == "zero_advantage":
     advantages[CUT] = 0
+  if c.distillation.teachers:
+    advantages = c.distillation.reward_weight * advantages
   return advantages, returns
 
 
@@ -369,8 +383,8 @@ def test_loss_and_gradient_are_those_of_the_oracle(policy, name, term):
   config = make_config(name, term)
   params, rows = params_and_batch(name)
   rows = assign(config, rows)
-  case, _ = expect(config, params, rows)
-  assert_close(rows.advantages, of_tokens(case.a))
+  advantages, _ = expected_advantages(config, rows)
+  assert_close(rows.advantages, of_tokens(advantages))
   learner, *_ = settings.learners(parse(config), CFG)
   value, grads = loss_and_gradient(learner.loss, params, rows)
   loss, slope = oracle(name, term)
