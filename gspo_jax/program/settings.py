@@ -126,6 +126,8 @@ def sampler_config(config: Config, tokenizer: Tokenizer) -> SamplerConfig:
     stop_ids=tokenizer.stop_ids,
     pad_id=tokenizer.pad_id,
     record_routing=config.objective.replay == "r3",
+    # Then a sampler without truncation is the one of evaluations, too.
+    kept_ids=config.sampler.kept_ids if config.sampler.truncates else 0,
     speculation=config.continuous_batching.speculation,
   )
 
