@@ -140,7 +140,7 @@ def learner_functions(
   weights = tuple(
     abstract.sharded(
       jax.eval_shape(
-        functools.partial(model.parameters.cast, dtype=cfg.dtype), params
+        functools.partial(model.parameters.cast, cfg=cfg), params
       ),
       mesh,
     )

@@ -185,7 +185,7 @@ def load_teachers(config: Config, program: Program) -> tuple[model.Params, ...]:
   for folder, teacher in zip(folders, program.teachers, strict=True):
     with settings.of_teacher(folder):
       params = load(settings.teacher_config(config, folder), teacher, folder)
-    cast = functools.partial(model.parameters.cast, dtype=teacher.cfg.dtype)
+    cast = functools.partial(model.parameters.cast, cfg=teacher.cfg)
     place = shardings(teacher.abstract_policy)
     loaded.append(jax.jit(cast, out_shardings=place, donate_argnums=0)(params))
   return tuple(loaded)

@@ -478,6 +478,7 @@ def test_an_update_after_old_logps_is_on_policy(policy, minibatches, term):
   config = make_config("gspo", term)
   config.learner.minibatches = minibatches
   params, rows = params_and_batch("gspo")
+  rows = dataclasses.replace(rows, teacher_logps=None)  # no distillation
   recorded = config.objective.replay == "r3"
   # The fields of an old policy with these parameters.
   at_once = params["logps"] / np.float32(TEMPERATURE)
@@ -543,6 +544,7 @@ def test_the_samplers_logps_can_be_the_old_ones(policy):
   config = make_config("gspo", "nothing")
   config.objective.old_logps = "sampler"
   params, rows = params_and_batch("gspo")
+  rows = dataclasses.replace(rows, teacher_logps=None)  # no distillation
   rows = dataclasses.replace(rows, old_logps=rows.sampler_logps)
   state, update = start(config, params)
   state, scored, first = update(state, rows, apply_updates=np.False_)
