@@ -374,10 +374,7 @@ def scores(
   mask_BT = (positions_BT < lengths[:, None]).astype(jnp.int32)
   out = hidden_states(params, cfg, tokens, positions_BT, mask_BT)
   last_BD = jnp.take_along_axis(out.hidden, lengths[:, None, None] - 1, 1)[:, 0]
-  score_D1 = params["score"].astype(jnp.float32)
-  return jnp.dot(last_BD.astype(jnp.float32), score_D1, precision="highest")[
-    :, 0
-  ]
+  return project_logits(last_BD, params["score"], cfg)[:, 0]
 
 
 def forward(

@@ -56,7 +56,9 @@ def reward_config(folder: epath.PathLike, **changes) -> ModelConfig:
   found = raw.get("architectures")
   wanted = _architecture(raw["model_type"], cfg)
   if found != [wanted]:
-    raise UserError(f"{path}: architectures={found!r:.80}: expected [{wanted!r}]")
+    raise UserError(
+      f"{path}: architectures={found!r:.80}: expected [{wanted!r}]"
+    )
   # transformers writes the labels unless there are two.
   labels = raw.get("num_labels", len(raw.get("id2label") or "01"))
   if labels != 1:
