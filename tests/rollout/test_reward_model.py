@@ -86,11 +86,15 @@ RESPONSES = {
 def expected(params, row):
   """By a forward pass of one row, without padding, and numpy."""
   text = f"Add.\n\n{PROBLEMS[row // 3].text} Go: {TEXTS[row]}"
-  ids = jnp.array([[*text.encode(), *BYTES.stop_ids]])
+  last = last_hidden(params, jnp.array([[*text.encode(), *BYTES.stop_ids]]))
+  return np.float64(last) @ np.float64(params["score"][:, 0])
+
+
+@jax.jit
+def last_hidden(params, ids):
   positions = jnp.arange(ids.shape[1])[None]
-  hidden = model.hidden_states(params, CFG, ids, positions, positions * 0 + 1)
-  last = np.asarray(hidden.hidden[0, -1], np.float64)
-  return last @ np.asarray(params["score"][:, 0], np.float64)
+  mask = jnp.ones_like(ids)
+  return model.hidden_states(params, CFG, ids, positions, mask).hidden[0, -1]
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +178,7 @@ def test_a_score_that_is_not_finite_is_a_failure(scorer, params, monkeypatch):
     ({"num_labels": 2}, "num_labels=2: expected 1"),
     ({"id2label": None}, "num_labels=2: expected 1"),
     ({"vocab_size": 200}, "tokenizer has 258 tokens and the model room for"),
-    ({"num_hidden_layers": 1}, "not of this model: model.layers.1"),
+    ({"num_hidden_layers": 1}, r"not of this model \(11\): model.layers.1"),
   ],
 )
 def test_what_is_no_reward_model_is_refused(
@@ -191,7 +195,7 @@ def test_a_bias_is_refused(folder, tmp_path, debug_config):
   tensors = load_file(file) | {"score.bias": np.ones(1, np.float32)}
   file.unlink()
   save_file(tensors, file)
-  refused(tmp_path, "not of this model: score.bias", debug_config)
+  refused(tmp_path, r"not of this model \(1\): score.bias", debug_config)
   refused("nowhere", "'nowhere': no such folder", debug_config)
 
 
@@ -209,7 +213,7 @@ def test_a_plan_counts_its_weights(folder, scorer, debug_config):
   assert memory.reward_model_bytes(config, one_device()) == size
   half = config.replace(model={"dtype": "bfloat16"})
   assert memory.reward_model_bytes(half, one_device()) == size // 2
-  with pytest.raises(UserError, match="reward.names=.*no such folder"):
+  with pytest.raises(UserError, match=r"reward.names=.*no such folder"):
     memory.reward_model_bytes(
       config.replace(reward={"names": ("model:nowhere",)}), one_device()
     )
@@ -263,7 +267,7 @@ def test_a_model_may_be_the_only_reward(folder, tmp_path, scores):
     pending = scoring.score_responses(pool, responses, 3, samples.lengths)
     (rewards,) = scoring.wait_scored([pending], 0.5, label="it")
     pending = scoring.score_responses(pool, responses, 3, samples.lengths)
-    with pytest.raises(multihost.AgreedError, match="it: 1 of 6 .*157 tokens"):
+    with pytest.raises(multihost.AgreedError, match=r"it: 1 of 6 .*157 tokens"):
       scoring.wait_scored([pending], 0.1, label="it")
   total = 2 * np.array(scores)
   total[2] = min(0, total[0], total[1])
