@@ -15,7 +15,7 @@ from gspo_jax.data import pipeline, prompt_batch, tokenizers
 from gspo_jax.data.problem import Problem
 from gspo_jax.model import hf
 from gspo_jax.plan import memory
-from gspo_jax.program import experiment
+from gspo_jax.program import experiment, settings
 from gspo_jax.program.config import parse
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rewards.reward import Response
@@ -282,6 +282,12 @@ def test_it_cannot_run_beside_a_dynamic_sampler_of_other_devices(debug_config):
   debug_config.sampler_mesh.devices = 4
   with pytest.raises(UserError, match="dynamic_sampling_rounds=2: expected 1"):
     parse(debug_config).check_training(1)
+
+
+def test_a_policy_is_no_classifier(debug_config):
+  debug_config.model.classifier = True
+  with pytest.raises(UserError, match=r"classifier: .* reward.names=model:"):
+    settings.model_config(parse(debug_config).model)
 
 
 @pytest.mark.slow  # needs torch
