@@ -36,7 +36,7 @@ from gspo_jax.tasks.chain import OPERATIONS, Chain
 
 STEPS = (1, 2)  # of the chains that it learns
 WIDTH, BATCH = 32, 64  # tokens of a row; pairs of an update
-NOISE = 0.3  # probability of a wrong result of a step
+NOISE = 0.2  # probability of an error, and of one in a demonstration
 HELD_OUT = 256  # pairs that measure it, of the longest chains
 CFG = model.ModelConfig(
   vocab_size=258,
@@ -73,15 +73,18 @@ PPO = {
 
 
 def wrong_answer(text: str, reference: str, seed: int) -> str:
-  """A worked answer to a chain with errors, which changes the result."""
+  """A worked answer to a chain with errors, which changes the result.
+
+  An error is a wrong operand or a wrong result of a step.
+  """
   rng, result = random.Random(f"wrong {seed}"), reference
+  noisy = lambda x: rng.randrange(10) if rng.random() < NOISE else x
   while result == reference:
     value, answer = int(text[0]), ""
     for label, operation, operand in re.findall(r"([a-z])(.)(\d)", text):
+      operand = noisy(int(operand))
       answer += f"{label}{value}{operation}{operand}="
-      value = OPERATIONS[operation](value, int(operand)) % 10
-      if rng.random() < NOISE:
-        value = rng.randrange(10)
+      value = noisy(OPERATIONS[operation](value, operand) % 10)
       answer += f"{value};"
     result = str(value)
   return f"{answer}#{result}"
