@@ -62,13 +62,14 @@ PPO = {
   "data.max_prompt_length": 8,
   "sampler.max_new_tokens": 20,
   "objective.name": "ppo:critic_learning_rate=1e-3",
-  "objective.kl_coef": 0.02,  # of InstructGPT
+  "objective.kl_coef": 0.05,  # InstructGPT has 0.02
   "objective.kl_estimator": "k1",
   "reward.weights": "0,1",
-  "cold_start.steps": 200,
+  "cold_start.steps": 1200,
   "cold_start.gate": 0,
-  "eval.every": 10,
-  "num_steps": 30,
+  "eval.every": 20,
+  "eval.prompts": 64,
+  "num_steps": 60,
 }
 
 
@@ -176,8 +177,8 @@ def train(folder: Path, imitated: int, compared: int) -> dict:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--to", type=Path, required=True)
-  parser.add_argument("--imitate", type=int, default=300)
-  parser.add_argument("--compare", type=int, default=300)
+  parser.add_argument("--imitate", type=int, default=500)
+  parser.add_argument("--compare", type=int, default=1500)
   parser.add_argument("--seeds", type=int, nargs="*", default=[])
   parser.add_argument("--out", type=Path)
   args = parser.parse_args()
