@@ -166,8 +166,9 @@ def get_config() -> ConfigDict:
   c.rollout.max_turns = 8  # responses of a conversation at most [1 to 32767]
 
   c.reward = ConfigDict()  # what responses are rewarded for
-  # Of gspo_jax/rewards/, or package.module.function; evaluation is of the first
-  # one, and the reward is the weighted sum of all
+  # Of gspo_jax/rewards/, package.module.function, or model:FOLDER, a reward
+  # model; evaluation is of the first one, and the reward is the weighted sum of
+  # all
   c.reward.names = ("final_answer",)
   c.reward.weights = (1.0,)  # one each
   # A response is correct if its first reward is at least this: in pass@k and

@@ -79,7 +79,7 @@ def make_run(config, pool, generate, learner, prompts):
 class FailingPool:
   """A reward pool that fails, from some response on."""
 
-  takes_groups = False
+  takes_groups, model = False, None
 
   def __init__(self, first=0):
     self.first = first
@@ -314,7 +314,7 @@ class TabularPolicy:
 class ScriptedPool:
   """Scores responses by `REWARDS`, and checks that their problem is theirs."""
 
-  takes_groups = False
+  takes_groups, model = False, None
 
   def submit(self, responses, group_size=1):
     total = []

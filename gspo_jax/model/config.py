@@ -165,6 +165,8 @@ class ModelConfig:
   norm_rounds_last: bool = False
   norm_plus_one: bool = False  # an RMSNorm multiplies by 1 + its scale
   tie_embeddings: bool = False  # the embedding is also the output matrix
+  # A reward model: in place of the logits it has one score, see `scores`.
+  classifier: bool = False
   # Of activations and matrix products; parameters, softmaxes and vocabulary
   # logits are always float32.
   dtype: str = "bfloat16"

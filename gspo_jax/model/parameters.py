@@ -328,8 +328,10 @@ TABLE = (
             ("mlp.shared_expert_gate.weight",), **_in("shared", "shared_gate")),
   Parameter("final_norm/scale", "D", "whole", ("model.norm.weight",), **_NORM),
   Parameter("head", "D -> V", "table vocab", ("lm_head.weight",), init="width",
-            exists=lambda cfg: not cfg.tie_embeddings,
+            exists=lambda cfg: not (cfg.tie_embeddings or cfg.classifier),
             unrounded=lambda cfg: cfg.float32_head),
+  Parameter("score", "D -> 1", "whole whole", ("score.weight",), init="zeros",
+            exists=lambda cfg: cfg.classifier),
   # A critic has it in place of the head.
   Parameter("value_head", "D ->", "whole", init="zeros",
             exists=lambda cfg: False),

@@ -53,7 +53,9 @@ def init(key: jax.Array, cfg: ModelConfig) -> Params:
     "layers": _init_layers(jax.random.split(k_layers, cfg.num_layers), cfg),
     "final_norm": {"scale": initial("final_norm/scale", None)},
   }
-  if not cfg.tie_embeddings:
+  if cfg.classifier:
+    params["score"] = initial("score", k_head)
+  elif not cfg.tie_embeddings:
     params["head"] = initial("head", k_head)
   return params
 
@@ -361,6 +363,21 @@ def project_logits(
 def unembed(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
   """Float32 logits [..., V] of the whole vocabulary."""
   return project_logits(hidden, output_matrix(params, cfg), cfg)
+
+
+def scores(
+  params: Params, cfg: ModelConfig, tokens: jax.Array, lengths: jax.Array
+) -> jax.Array:
+  """[B] float32, the scores of a `cfg.classifier`, at the last token of each.
+
+  `tokens` [B, T] are padded on the right, `lengths` [B] are at least 1.
+  """
+  position_T = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+  positions_BT = jnp.broadcast_to(position_T, tokens.shape)
+  mask_BT = (positions_BT < lengths[:, None]).astype(jnp.int32)
+  out = hidden_states(params, cfg, tokens, positions_BT, mask_BT)
+  last_BD = jnp.take_along_axis(out.hidden, lengths[:, None, None] - 1, 1)[:, 0]
+  return project_logits(last_BD, params["score"], cfg)[:, 0]
 
 
 def forward(

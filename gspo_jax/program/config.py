@@ -25,6 +25,7 @@ from gspo_jax.record.checkpoint import CheckpointConfig
 from gspo_jax.record.identity import flatten
 from gspo_jax.record.metric_writer import LogConfig
 from gspo_jax.rewards.config import RewardConfig
+from gspo_jax.rewards.pool import MODEL
 from gspo_jax.rollout.config import RolloutConfig
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.key import (
@@ -172,6 +173,14 @@ class Config:
         has_critic and rounds > 1,
         f"1 with objective.name={self.objective.name!r}, whose critic learns "
         "from equal rewards, too",
+      ),
+      (
+        "rollout.dynamic_sampling_rounds",
+        rounds > 1
+        and self.sampler_mesh.devices
+        and any(name.startswith(MODEL) for name in self.reward.names),
+        f"1 with sampler_mesh.devices={self.sampler_mesh.devices}, for the "
+        "reward model runs on the trainer's devices",
       ),
       (
         "rollout.group_size",

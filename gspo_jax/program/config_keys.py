@@ -56,6 +56,9 @@ OTHER_NAMES = {
   "rollout.max_staleness": "one_step_off_policy async_train async_grpo "
   "staleness_threshold max_head_offpolicyness",
   "reward.seconds": "timeout environment_timeout",
+  "reward.names=model:FOLDER": "reward_model_path reward_model "
+  "reward_model.path reward_model.model.path reward_model_name_or_path "
+  "reward_pretrain rm_path",
   "reward.names": "reward_funcs reward_fn custom_reward_function remote_rm_url",
   "objective.name": "loss_type loss_mode policy_loss_type "
   "importance_sampling_level",

@@ -20,15 +20,16 @@ from gspo_jax.learner.health import clip_range_warnings
 from gspo_jax.learner.objective import DistillationConfig
 from gspo_jax.program import load_params, settings
 from gspo_jax.program.config import Config
-from gspo_jax.program.functions import Program, build_program
+from gspo_jax.program.functions import Program, build_program, check_heads
 from gspo_jax.record.checkpoint import checksums
 from gspo_jax.record.progress import Progress
 from gspo_jax.rewards.config import RewardConfig
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rewards.reward import EXAMPLE
-from gspo_jax.rollout import environment
+from gspo_jax.rollout import environment, reward_model
 from gspo_jax.rollout.conversations import Conversations
 from gspo_jax.rollout.environment_pool import EnvironmentPool
+from gspo_jax.rollout.reward_model import RewardModel
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.workers import sandbox_files
@@ -134,7 +135,7 @@ def prepare(
     program=program,
     reward_pool=_environment_pool(config, program.tokenizer, problems)
     if config.rollout.environment
-    else _reward_pool(config.reward, problems),
+    else _reward_pool(config.reward, problems, _reward_model(config, program)),
     datasets=problems,
     held_out=pipeline.take(
       problems.held_out, program.prompt_config, config.eval.prompts
@@ -198,7 +199,34 @@ def _first_problems(problems: Datasets) -> list[Problem]:
   return [source[0] for source in sources if len(source)]
 
 
-def _reward_pool(c: RewardConfig, problems: Datasets) -> RewardPool:
+def _reward_model(config: Config, program: Program) -> RewardModel | None:
+  names = config.reward.names
+  if not (folder := reward_model.folder_of(names)):
+    return None
+  try:
+    return make_reward_model(folder, config, program)
+  except UserError as error:
+    raise UserError(f"reward.names={names}: {error}") from error
+
+
+def make_reward_model(
+  folder: str, config: Config, program: Program
+) -> RewardModel:
+  """The reward model in a folder; a pass has the rows of a micro-batch."""
+  scorer = RewardModel(
+    folder,
+    program.prompt_config,
+    program.mesh,
+    dtype=config.model.dtype,
+    rows=config.learner.micro_batch_size,
+  )
+  check_heads(scorer.cfg, program.mesh)
+  return scorer
+
+
+def _reward_pool(
+  c: RewardConfig, problems: Datasets, scorer: RewardModel | None = None
+) -> RewardPool:
   try:
     return RewardPool(
       c.names,
@@ -207,6 +235,7 @@ def _reward_pool(c: RewardConfig, problems: Datasets) -> RewardPool:
       seconds=c.seconds,
       concurrency=c.concurrency,
       examples=[EXAMPLE.to(p) for p in _first_problems(problems)],
+      model=scorer,
     )
   except UserError as error:
     raise UserError(f"reward.names={c.names}: {error}") from error

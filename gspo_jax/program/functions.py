@@ -92,7 +92,7 @@ def build_program(
   if training:
     config.check_training(sharding.batch_shards(mesh), mesh.shape["context"])
   cfg = settings.model_config(config.model)
-  _check_heads(cfg, mesh)
+  check_heads(cfg, mesh)
   _check_dtype(cfg, mesh)
   tokenizer = settings.load_tokenizer(config, cfg)
   params, policy = abstract.params(cfg, mesh), abstract.policy(cfg, mesh)
@@ -189,7 +189,7 @@ def _check_dtype(cfg, mesh):
     )
 
 
-def _check_heads(cfg, mesh):
+def check_heads(cfg: model.ModelConfig, mesh: jax.sharding.Mesh) -> None:
   """UserError unless all layers can split their heads over `context`."""
   context, tensor = mesh.shape["context"], mesh.shape["tensor"]
   counts = dict.fromkeys(

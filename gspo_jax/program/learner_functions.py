@@ -139,9 +139,7 @@ def learner_functions(
   state, init_state = _init_state(make_state, policy, mesh)
   weights = tuple(
     abstract.sharded(
-      jax.eval_shape(
-        functools.partial(model.parameters.cast, cfg=cfg), params
-      ),
+      jax.eval_shape(functools.partial(model.parameters.cast, cfg=cfg), params),
       mesh,
     )
     for cfg, params in teachers

@@ -31,6 +31,11 @@ def model_config(c: PolicyConfig) -> model.ModelConfig:
   """The policy's sizes, from `model.checkpoint` or else `model.variant`."""
   # The model does not depend on where its adapters come from.
   lora = dataclasses.replace(c.lora, checkpoint="") if c.lora.rank else None
+  if "classifier" in dict(c.sizes):
+    raise UserError(
+      "model.classifier: expected a policy; a reward model is named in "
+      "reward.names=model:FOLDER"
+    )
   changes = dict(c.sizes) | {"dtype": c.dtype, "remat": c.remat, "lora": lora}
   names = "float32_head", "float32_router"
   changes |= {name: getattr(c, name) for name in names}

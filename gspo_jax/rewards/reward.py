@@ -28,7 +28,7 @@ BUILT_IN = {
 _LENGTHS = ("tokens", "limit")
 # Largest size of a reward: the sum of squares over a group stays finite in
 # float32.
-_LARGEST = 1e9
+LARGEST = 1e9
 # Positional parameter -> the trainer whose rewards have it. Our three arguments
 # may fit such a reward by chance, with other meanings.
 _OTHER_TRAINERS = {
@@ -45,6 +45,7 @@ class Response(NamedTuple):
   tokens: int = 0  # length, stop token included
   limit: int = 0  # the largest length allowed, in tokens
   columns: Mapping[str, Any] = {}  # other columns of the problem's record
+  problem: Any = None  # the `data.problem.Problem`, for a reward model
 
   def to(self, problem) -> "Response":
     return self._replace(
@@ -295,6 +296,6 @@ def _number(value) -> Number:
     number = float(value)
   except Exception as e:
     return Number(None, ascii(f"{type(e).__name__}: {e}"[:300])[1:-1])
-  if not abs(number) <= _LARGEST:  # NaN too
+  if not abs(number) <= LARGEST:  # NaN too
     return Number(None, f"expected a number up to 1e9, got {number}")
   return Number(number)

@@ -109,7 +109,7 @@ def test_streamed_responses_have_the_same_rewards(pool):
 class GroupPool:
   """A reward pool that notes the groups that it is given."""
 
-  takes_groups = True
+  takes_groups, model = True, None
 
   def __init__(self):
     self.groups = []

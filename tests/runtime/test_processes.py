@@ -21,7 +21,10 @@ import numpy as np
 import pytest
 from repository import ROOT, xla_flags
 
+from gspo_jax import model
 from gspo_jax.configs import tiny_cpu
+from gspo_jax.data import tokenizers
+from gspo_jax.model import hf
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.record.checkpoint import Checkpoints
@@ -262,6 +265,28 @@ def test_rollouts_of_two_processes_equal_those_of_one(
   assert any(row[metric] > least for row in rows(tmp_path / "one")[1:])
   atol = 1e-4 if own_start else 1e-5
   assert_same_run(tmp_path / "two", tmp_path / "one", atol=atol)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("added", [FILTERED, PARTIAL])
+def test_a_reward_model_scores_the_responses_of_two_processes(
+  launch, reference, tmp_path, added
+):
+  cfg = model.variant(
+    "tiny", num_experts=0, experts_per_token=0, classifier=True
+  )
+  params = model.init(jax.random.key(0), cfg)
+  params["score"] = jax.random.normal(jax.random.key(1), (cfg.embed_dim, 1))
+  hf.save_hf(params, cfg, tmp_path / "rm", beside=tokenizers.load("bytes").save)
+  added = added | {
+    "cold_start": reference / "cold_start",
+    "reward__names": f"final_answer,model:{tmp_path / 'rm'}",
+    "reward__weights": "1,.1",
+  }
+  launch(1, tmp_path / "one", devices=2, **added).finish()
+  launch(2, tmp_path / "two", **added).finish()
+  assert all(row["reward/model"] for row in rows(tmp_path / "one")[1:])
+  assert_same_run(tmp_path / "two", tmp_path / "one")
 
 
 @pytest.mark.slow
