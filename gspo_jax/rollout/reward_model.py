@@ -87,7 +87,7 @@ class RewardModel:
     """The weights; all processes read them at the first use."""
     with jax.set_mesh(self._mesh):
       weights = hf.load_hf(self._folder, self.cfg, shardings=self._shardings)
-    cast = functools.partial(model.parameters.cast, dtype=self.cfg.dtype)
+    cast = functools.partial(model.parameters.cast, cfg=self.cfg)
     cast = mesh_jit(cast, self._mesh, out_shardings=self._shardings)
     return cast(weights)
 
