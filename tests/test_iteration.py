@@ -126,7 +126,7 @@ class Recorder:
 class TwoRewards:
   """Two rewards of four responses; the second leaves one out."""
 
-  takes_groups = False
+  takes_groups, model = False, None
   right = np.float32([1, 0, 0.5, 0.4])
   length = np.float32([0.1, 0.2, np.nan, 0.4])
 
