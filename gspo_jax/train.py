@@ -70,7 +70,8 @@ class Run(NamedTuple):
   source: Source
   checkpoints: Checkpoints  # of RL; not of the cold start
   preemption: Preemption
-  teachers: tuple[model.Params, ...] = ()  # weights, in no checkpoint
+  teachers: tuple[model.Params, ...]  # weights, in no checkpoint
+  identity: dict  # of checkpoints
 
 
 class Row(NamedTuple):
@@ -145,7 +146,13 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
         sampling.callback(source.close)
       teachers = load_params.load_teachers(config, experiment.program)
       run = Run(
-        experiment, curriculum, source, checkpoints, preemption, teachers
+        experiment,
+        curriculum,
+        source,
+        checkpoints,
+        preemption,
+        teachers,
+        checkpoint_identity(experiment, teachers),
       )
       _print_parameters(experiment)
       if preemption.reached():
@@ -414,10 +421,9 @@ def _print_parameters(experiment: Experiment) -> None:
 def _start(run: Run) -> tuple[TrainState, dict | None] | None:
   """The saved state, else a first one; and the row that `_save` stored."""
   experiment, learner = run.experiment, run.experiment.program.learner
-  identity = checkpoint_identity(experiment, run.teachers)
   name = f"checkpoint in {str(experiment.workdir)!r}"
   accept = lambda _, saved: match(
-    identity, saved, name, "use another --workdir"
+    run.identity, saved, name, "use another --workdir"
   )
   shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
   pending = jax.tree.map(shape, run.source.pending)
@@ -475,7 +481,7 @@ def _save(
   """Saves a run, and the row of its step if its evaluation is still to come."""
   _wait_for_sampler(run)  # it takes prompts of the curriculum
   metadata = {
-    "identity": checkpoint_identity(run.experiment, run.teachers),
+    "identity": run.identity,
     "data": run.curriculum.get_state(),
     "rollouts": run.source.get_state(),
     "config": run.experiment.config.as_json(),

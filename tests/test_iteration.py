@@ -73,7 +73,7 @@ def make_run(config, pool, generate, learner, prompts):
   experiment = Experiment(parse(config), None, program, pool, *[None] * 3, KEYS)
   curriculum = Curriculum(prompts)
   source = train._source(experiment, curriculum)
-  return train.Run(experiment, curriculum, source, None, None)
+  return train.Run(experiment, curriculum, source, None, None, (), {})
 
 
 class FailingPool:

@@ -31,8 +31,8 @@ def require_responses(
   if objective.truncated == "mask" and truncated == 1:
     raise multihost.AgreedError(
       f"objective.truncated='mask': all responses of step {step} were "
-      "truncated: raise sampler.max_new_tokens, or expected 'train' or "
-      "'zero_advantage'"
+      "truncated: expected longer ones (sampler.max_new_tokens or "
+      "rollout.max_turns), or 'train' or 'zero_advantage'"
     )
 
 
@@ -113,7 +113,7 @@ class HealthChecks:
         f"the importance ratio is exactly 1 over {self._minibatches} updates: "
         "the old log-probs are not being used",
       )
-    unmoved_std = metrics["ratio/first_minibatch_std"]
+    unmoved_std = metrics.get("ratio/first_minibatch_std", 0.0)
     if not self._objective.has_sampler_logps and unmoved_std > _MAX_UNMOVED_STD:
       self._warn(
         "unmoved ratio",
@@ -133,7 +133,7 @@ class HealthChecks:
         "does not tell responses apart",
       )
     self._check_clipping(metrics)
-    gap = metrics["mismatch/sequence_abs_mean"]
+    gap = metrics.get("mismatch/sequence_abs_mean", 0.0)
     clip_low = self._numbers.get("clip_low", math.inf)
     # An earlier policy's samples also differ by the updates since then.
     if gap > clip_low and not self._off_policy:

@@ -392,7 +392,11 @@ class ObjectiveConfig:
     for other, wrong, why in (
       ("name", method.critic, "whose critic gives the advantages"),
       ("name", method.advantages, "which has its own advantages"),
-      ("name", not method.normalize_std, "whose advantages have no std"),
+      (
+        "name",
+        not method.normalize_std and typed != "rloo",
+        "whose advantages are not divided by a std, or 'rloo'",
+      ),
       ("credit", self.credit == "turn", "which compares turn with turn"),
       (
         "kl_estimator",
@@ -456,7 +460,7 @@ def policy_loss(
     routes=routes,
     replay=objective.replay != "none",
     use_own_experts=None if objective.replay == "r3" else is_old_policy,
-    **({"router_losses": True} if objective.has_router_losses else {}),
+    router_losses=objective.has_router_losses,
   )
   old_metrics = {}
   if batch.sampler_logps is not None:
@@ -471,10 +475,11 @@ def policy_loss(
     k: jnp.where(is_old_policy, x, getattr(batch, k)) for k, x in fields.items()
   }
   batch = dataclasses.replace(batch, **old)
-  options, metrics = _options(out, batch, objective, max_length)
+  distilled = {}
   if batch.teacher_logps is not None:
     batch, distilled = _distilled(batch, objective.distillation)
-    metrics |= distilled
+  options, metrics = _options(out, batch, objective, max_length)
+  metrics |= distilled
   total, method_metrics = objective.method.loss(
     out.logps,
     batch.old_logps,

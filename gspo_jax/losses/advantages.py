@@ -105,11 +105,13 @@ def max_rl_advantages(rewards: jax.Array) -> jax.Array:
 
   Returns:
     [P, G] float32 from -1 to G - 1, with mean 0 in a group. Exact zeros where
-    the rewards are equal, and where their mean is 0 or less.
+    the rewards are equal, and where one is negative.
   """
   centered = group_relative_advantages(rewards, normalize_std=False)
-  mean = jnp.asarray(rewards, jnp.float32).mean(axis=1, keepdims=True)
-  return jnp.where(mean > 0, centered / jnp.where(mean > 0, mean, 1.0), 0.0)
+  rewards = jnp.asarray(rewards, jnp.float32)
+  mean = rewards.mean(axis=1, keepdims=True)
+  is_defined = (mean > 0) & (rewards.min(axis=1, keepdims=True) >= 0)
+  return jnp.where(is_defined, centered / jnp.where(mean > 0, mean, 1.0), 0.0)
 
 
 def pass_at_k_advantages(rewards: jax.Array, *, k: int) -> jax.Array:

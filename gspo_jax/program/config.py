@@ -204,9 +204,9 @@ class Config:
       ),
       (
         "reward.names",
-        estimator == "pass_at_k" and len(self.reward.names) > 1,
-        "one with objective.advantage_estimator='pass_at_k', which knows only "
-        "right and wrong",
+        estimator in ("pass_at_k", "max_rl") and len(self.reward.names) > 1,
+        f"one with objective.advantage_estimator={estimator!r}, which is made "
+        "for right and wrong",
       ),
       (
         "log.profile",
@@ -300,6 +300,11 @@ class Config:
         "'gspo_token' or another method with an advantage for each token",
       ),
       (
+        "objective.kl_estimator",
+        self.objective.has_kl_in_reward,
+        "'k2' or 'k3', for k1 is a part of the reward",
+      ),
+      (
         "rollout.dynamic_sampling_rounds",
         self.rollout.dynamic_sampling_rounds > 1 and not c.reward_weight,
         "1 with objective.distillation.reward_weight=0, for it keeps groups by "
@@ -330,6 +335,11 @@ class Config:
         "optim.name",
         not self.optim.name.startswith("adamw"),
         "'adamw', for Muon is made for whole matrices",
+      ),
+      (
+        "optim.freeze_moe_router",
+        self.optim.freeze_moe_router,
+        "False, for only adapters are trained",
       ),
       (
         "model.lora.checkpoint",
@@ -396,7 +406,9 @@ def _section(default, values, prefix: str):
 
 
 def parse_model(values: Mapping[str, Any]) -> PolicyConfig:
-  """The section `model` of `Config.as_json`."""
+  """The section `model` of `Config.as_json`, also of an earlier release."""
+  default = as_dict(PolicyConfig())
+  values = default | values | {"lora": default["lora"] | values["lora"]}
   return _section(PolicyConfig(), values, "model.")
 
 

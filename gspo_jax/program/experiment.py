@@ -260,6 +260,8 @@ def checkpoint_identity(
   name = config.optim.name.partition(":")[0]
   if name != "adamw":
     identity["optim.name"] = name
+  if config.optim.freeze_moe_router:
+    identity["frozen routers (optim.freeze_moe_router)"] = True
   rollout = config.rollout
   if rollout.max_staleness:
     identity["batches ahead (rollout.max_staleness)"] = rollout.max_staleness

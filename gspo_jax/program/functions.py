@@ -99,9 +99,9 @@ def build_program(
   learner = cold_start = None
   teachers = ()
   if training:
-    settings.require_experts(config.objective, cfg)
+    settings.require_experts(config, cfg)
     teachers = tuple(
-      _teacher(config, folder, mesh, tokenizer)
+      _teacher(config, folder, mesh, cfg, tokenizer)
       for folder in config.objective.distillation.folders.values()
     )
     learner = learner_functions(
@@ -131,7 +131,7 @@ def build_program(
   )
 
 
-def _teacher(config, folder, mesh, tokenizer) -> Program:
+def _teacher(config, folder, mesh, cfg, tokenizer) -> Program:
   """The model of a teacher; UserError if its token ids mean something else."""
   with settings.of_teacher(folder):
     teacher = build_program(
@@ -140,6 +140,11 @@ def _teacher(config, folder, mesh, tokenizer) -> Program:
       training=False,
       sampling=False,
     )
+    if teacher.cfg.vocab_size < cfg.vocab_size:
+      raise UserError(
+        f"its model has {teacher.cfg.vocab_size} token ids, the policy's "
+        f"{cfg.vocab_size}: expected at least as many"
+      )
     other = teacher.tokenizer
     if other.fingerprint != tokenizer.fingerprint:
       # Chat templates may differ; ids may not.

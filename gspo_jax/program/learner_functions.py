@@ -99,7 +99,7 @@ class LearnerFunctions:
       tokens["old_logps"] = packing.row_tokens(
         sequences, packed, self.packing, first
       )
-    if self.add_reference_and_values:  # counts once, with one model or two
+    if self.add_reference_and_values:  # counts once, however many models
       tokens["reference_and_values"] = all_rows
     return tokens
 

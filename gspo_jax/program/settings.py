@@ -16,7 +16,7 @@ from gspo_jax.data.prompt_batch import PromptConfig
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.learner import critic, optimizer
 from gspo_jax.learner.cold_start import cross_entropy
-from gspo_jax.learner.objective import ObjectiveConfig, policy_loss
+from gspo_jax.learner.objective import policy_loss
 from gspo_jax.learner.optimizer import OptimConfig
 from gspo_jax.learner.packing import PackingConfig
 from gspo_jax.learner.train_step import Learner
@@ -54,12 +54,15 @@ def model_config(c: PolicyConfig) -> model.ModelConfig:
 def teacher_config(config: Config, folder: str) -> Config:
   """The config with a teacher's model and tokenizer.
 
-  `folder` is a Hugging Face folder, whose model has the policy's dtype; or a
-  run's workdir or a step in it, whose model is as in its run_config.json.
+  `folder` is a Hugging Face folder, whose model computes in the policy's
+  dtypes; or a run's workdir or a step in it, whose model is as in its
+  run_config.json.
   """
   tokenizer = {"tokenizer": "", "template_args": ""}
   if (epath.Path(folder) / "config.json").exists():
-    policy = PolicyConfig(checkpoint=folder, dtype=config.model.dtype)
+    numerics = "dtype", "float32_head", "float32_router"
+    same = {key: getattr(config.model, key) for key in numerics}
+    policy = PolicyConfig(checkpoint=folder, **same)
     return config.replace(model=policy, data=tokenizer)
   path = run_and_step(folder)[0] / "run_config.json"
   if not path.exists():
@@ -172,10 +175,19 @@ def cold_start_packing(config: Config, shards: int) -> PackingConfig:
   )
 
 
-def require_experts(c: ObjectiveConfig, cfg: model.ModelConfig) -> None:
-  """UserError if the objective needs experts and the model is dense."""
+def require_experts(config: Config, cfg: model.ModelConfig) -> None:
+  """UserError if a key needs experts and the model is dense."""
+  c = config.objective
   if cfg.num_experts:
     return
+  for name, value in (
+    ("model.float32_router", config.model.float32_router),
+    ("optim.freeze_moe_router", config.optim.freeze_moe_router),
+  ):
+    if value:
+      raise UserError(
+        f"{name}=True: expected False, for the model is dense and has no router"
+      )
   if c.replay != "none":
     raise UserError(
       f"objective.replay={c.replay!r}: expected 'none', for the model is dense "

@@ -38,10 +38,15 @@ class Rewards(NamedTuple):
 
   @property
   def first(self) -> np.ndarray:
-    """The first reward that is not left out; 0 if all are."""
+    """The first reward that is not left out; 0 if all are.
+
+    A failure is no better than the worst response.
+    """
     parts = np.stack([*self.parts.values()])
-    first = np.argmax(~np.isnan(parts), axis=0)
-    return np.nan_to_num(np.take_along_axis(parts, first[None], axis=0)[0])
+    place = np.argmax(~np.isnan(parts), axis=0)
+    first = np.nan_to_num(np.take_along_axis(parts, place[None], axis=0)[0])
+    has_failed = self.failed & (first == 0)
+    return np.where(has_failed, first.min(initial=0), first)
 
   @property
   def mixed_groups(self) -> np.ndarray:

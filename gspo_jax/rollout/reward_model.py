@@ -17,7 +17,6 @@ from gspo_jax import model
 from gspo_jax.data import tokenizers
 from gspo_jax.data.prompt_batch import PromptConfig
 from gspo_jax.model import hf
-from gspo_jax.model.hf.tensors import HFCheckpoint
 from gspo_jax.rewards.pool import MODEL, Rewards
 from gspo_jax.rewards.reward import LARGEST, Response
 from gspo_jax.runtime import multihost, sharding
@@ -67,8 +66,12 @@ class RewardModel:
         f"{folder}: the tokenizer has {self._tokenizer.vocab_size} tokens and "
         f"the model room for {self.cfg.vocab_size}"
       )
-    HFCheckpoint(folder, self.cfg)  # raises for other tensors
-    self._shardings = model.shardings(model.shapes(self.cfg), mesh)
+    places = model.shardings(model.shapes(self.cfg), mesh)
+    # Read in float32, before the policy and its optimizer take their memory.
+    with jax.set_mesh(mesh):
+      weights = hf.load_hf(folder, self.cfg, shardings=places)
+    cast = functools.partial(model.parameters.cast, cfg=self.cfg)
+    self.params = mesh_jit(cast, mesh, out_shardings=places)(weights)
     shards = sharding.row_shards(mesh)
     self._rows = -(-rows // shards) * shards
     self._places = (
@@ -78,18 +81,9 @@ class RewardModel:
     self._score = mesh_jit(
       lambda params, *rows: model.scores(params, self.cfg, *rows),
       mesh,
-      in_shardings=(self._shardings, *self._places),
+      in_shardings=(places, *self._places),
       out_shardings=sharding.replicated(mesh),
     )
-
-  @functools.cached_property
-  def params(self) -> model.Params:
-    """The weights; all processes read them at the first use."""
-    with jax.set_mesh(self._mesh):
-      weights = hf.load_hf(self._folder, self.cfg, shardings=self._shardings)
-    cast = functools.partial(model.parameters.cast, cfg=self.cfg)
-    cast = mesh_jit(cast, self._mesh, out_shardings=self._shardings)
-    return cast(weights)
 
   def ids(self, response: Response) -> list[int]:
     """The tokens whose last one has the score of transformers."""

@@ -104,6 +104,8 @@ def test_max_rl_weighs_a_problem_by_how_rarely_it_is_solved():
   ]
   np.testing.assert_allclose(max_rl_advantages(rewards), expected, atol=1e-6)
   assert not np.any(max_rl_advantages(-rewards))
+  # Their mean is near 0, and a division by it would mean nothing.
+  assert not np.any(max_rl_advantages(np.array([[-1, 1, -0.9, 1.0]])))
 
 
 @pytest.mark.parametrize("baseline", [False, True])

@@ -7,7 +7,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from gspo_jax.program import config
-from gspo_jax.program.config import all_keys, parse
+from gspo_jax.program.config import all_keys, parse, parse_model
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
@@ -164,14 +164,18 @@ GAME = "rollout.environment=guessing reward.names=()"
     ),
     *(
       (
-        f"{RLOO} objective.name={name}",
-        f"objective.advantage_estimator='rloo': expected 'grpo' with "
+        f"objective.advantage_estimator={estimator} objective.name={name}",
+        f"objective.advantage_estimator='{estimator}': expected 'grpo' with "
         f"objective.name='{name}', {why}",
       )
-      for name, why in (
-        ("ppo", "whose critic gives the advantages"),
-        ("dr_grpo", "whose advantages have no std"),
+      for estimator, name, why in (
+        ("rloo", "ppo", "whose critic gives the advantages"),
+        ("max_rl", "dr_grpo", "whose advantages are not divided by a std, or"),
       )
+    ),
+    (
+      "model.lora.rank=4 optim.freeze_moe_router=True",
+      "optim.freeze_moe_router=True: expected False, for only adapters",
     ),
     (
       f"{GAME} {SLOTS} {RLOO} objective.credit=turn objective.name=gspo_token",
@@ -342,3 +346,10 @@ def test_replace_changes_keys_and_no_others(debug_config):
   other = parsed.replace(seed=9, data={"prompts": 2})
   assert (other.seed, other.data.prompts) == (9, 2)
   assert other.replace(seed=parsed.seed, data=parsed.data) == parsed
+
+
+def test_the_model_of_an_earlier_release_has_the_keys_of_this_one(debug_config):
+  saved = parse(debug_config).as_json()["model"]
+  earlier = {k: v for k, v in saved.items() if k != "float32_head"}
+  earlier["lora"] = {k: v for k, v in saved["lora"].items() if k != "alpha"}
+  assert parse_model(earlier) == parse_model(saved) == parse(debug_config).model

@@ -158,6 +158,10 @@ def test_a_teacher_like_the_student_gives_no_advantage(config, weights):
       {"objective.name": "gspo"},
       r"objective.name='gspo': expected 'gspo_token' or another .*teachers=",
     ),
+    (
+      {"objective.kl_coef": 0.1, "objective.kl_estimator": "k1"},
+      "kl_estimator='k1': expected 'k2' or 'k3', for k1 is a part of the",
+    ),
     ({"data.source": "jsonl:a.jsonl"}, "data.source='jsonl:a.jsonl': expected"),
     (
       {"data.curriculum": ((2, "jsonl:c.jsonl"),)},

@@ -88,6 +88,7 @@ TERMS = {
   "distillation": {
     "truncated": "zero_advantage",  # a teacher scores truncated responses, too
     "distillation": {"teachers": ("-",), "coef": 0.7, "reward_weight": 0.4},
+    "off_policy_mask_threshold": 0.05,
   },
   "everything": {
     **{"kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.1},
@@ -191,6 +192,7 @@ def table(
   routes=None,
   replay=False,
   use_own_experts=None,
+  router_losses=False,
 ):
   """Stands for `train_batch.response_logps`."""
   i = rows.tokens[:, 0]

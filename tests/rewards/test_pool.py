@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from gspo_jax.rewards.pool import RewardPool, too_many
+from gspo_jax.rewards.pool import RewardPool, Rewards, too_many
 from gspo_jax.rewards.reward import EXAMPLE, Response
 from gspo_jax.runtime.errors import UserError
 
@@ -315,3 +315,16 @@ def test_how_many_responses_may_fail(failed, size, share, allowed):
       f"it: {failed} of {size} responses could not be scored, expected at most "
       f"{allowed} (reward.max_failed={share:g})"
     )
+
+
+@pytest.mark.parametrize(
+  ("parts", "failed", "first"),
+  [
+    ([-3, 0, -2], [False, True, False], [-3, -3, -2]),
+    ([1, 0, 0], [True, True, False], [1, 0, 0]),
+  ],
+)
+def test_a_failure_is_no_better_than_the_worst_response(parts, failed, first):
+  parts = np.float32(parts)
+  rewards = Rewards(parts, {"model": parts}, np.array(failed))
+  np.testing.assert_array_equal(rewards.first, first)
