@@ -1,10 +1,11 @@
 """Peak memory of token log-probs in pieces against all logits at once.
 
-  python -m benchmarks.logprobs [--tokens=4096] [--chips=1]
+  python -m benchmarks.logprobs [--tokens=4096] [--chips=1] [--kept_ids=64]
 
 Forward and backward of the output layer of Qwen3-30B-A3B (D = 2,048, V =
 151,936), bfloat16, compiled by libtpu for v5p; the peaks are the compiler's own
-report. Nothing runs. Needs `pip install -e '.[plan]'`.
+report. Nothing runs. With `kept_ids` pieces are over so many ids of a token.
+Needs `pip install -e '.[plan]'`.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from gspo_jax.plan import chips
 from gspo_jax.plan import compile as plan_compile
 
 
-def peaks(tokens: int, count: int) -> dict[str, int]:
+def peaks(tokens: int, count: int, kept: int) -> dict[str, int]:
   """Bytes a chip, of logits in pieces and of logits at once."""
   libtpu = plan_compile.prepare()  # before any use of JAX's backends
   import jax
@@ -39,12 +40,15 @@ def peaks(tokens: int, count: int) -> dict[str, int]:
     shape((count, tokens, D), jnp.bfloat16, rows),
     shape((D, V), jnp.float32, head),
     shape((count, tokens), jnp.int32, rows),
+    shape((count, kept, tokens), jnp.int32, rows) if kept else None,
   )
 
-  def pieces(hidden, head, targets):
-    return logprobs.logps_and_entropy(hidden, head, targets, cfg, 1.0)[0].sum()
+  def pieces(hidden, head, targets, ids):
+    return logprobs.logps_and_entropy(
+      hidden, head, targets, cfg, 1.0, kept_ids_BKR=ids
+    )[0].sum()
 
-  def at_once(hidden, head, targets):
+  def at_once(hidden, head, targets, ids):
     logps = jax.nn.log_softmax(model.project_logits(hidden, head, cfg))
     return jnp.take_along_axis(logps, targets[..., None], -1).sum()
 
@@ -61,5 +65,6 @@ if __name__ == "__main__":
   parser = argparse.ArgumentParser()
   parser.add_argument("--tokens", type=int, default=4096)
   parser.add_argument("--chips", type=int, default=1, choices=(1, 2, 4, 8))
+  parser.add_argument("--kept_ids", type=int, default=0)
   args = parser.parse_args()
-  print(json.dumps(peaks(args.tokens, args.chips)))
+  print(json.dumps(peaks(args.tokens, args.chips, args.kept_ids)))

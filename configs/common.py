@@ -24,6 +24,11 @@ def get_config() -> ConfigDict:
   c.model.variant = "tiny"
   # Of activations; parameters are float32 [float32 | bfloat16]
   c.model.dtype = "bfloat16"
+  # Multiply hidden states by the output matrix in float32, in training and
+  # sampling, not in `dtype`; logits are float32 in any case
+  c.model.float32_head = False
+  # Multiply hidden states by the routers in float32, as well
+  c.model.float32_router = False
   # What a block stores for the backward pass: "none": no rematerialisation, it
   # stores all; "full": nothing, it computes all again; else names of KEPT in
   # gspo_jax/model/config.py with commas between, and it computes the rest again
@@ -105,12 +110,17 @@ def get_config() -> ConfigDict:
   c.sampler.max_new_tokens = 64
   # Divides the logits [more than 0, or 0 for a greedy evaluation]
   c.sampler.temperature = 1.0
-  # Sample among the k likeliest tokens, and those that tie with the k-th; 0:
-  # all, otherwise samples are off-policy [0 or more]
-  c.sampler.top_k = 0
-  # Sample among the fewest likeliest tokens of this total probability; 1: all,
-  # otherwise samples are off-policy [more than 0, at most 1]
+  c.sampler.top_k = 0  # sample among the k likeliest tokens; 0: all [0 or more]
+  # Sample among the fewest likeliest tokens of this total probability; 1: all
+  # [more than 0, at most 1]
   c.sampler.top_p = 1.0
+  # Sample among the tokens of at least this share of the likeliest one's
+  # probability; 0: all [0 to 1]
+  c.sampler.min_p = 0.0
+  # With top_k, top_p or min_p log-probs are over the ids that these leave, in
+  # the sampler and in the update; if top_k is 0, they leave so many at most. 0:
+  # log-probs are over all ids, and samples are off-policy [0 or more]
+  c.sampler.kept_ids = 64
   # Strings that also end a response, such as ("</answer>",); they stay in it. A
   # newline or a comma in one needs Python's notation in a shell: "('\n\n',)".
   # [strings that are not empty, as in ('</answer>',)]
@@ -156,8 +166,9 @@ def get_config() -> ConfigDict:
   c.rollout.max_turns = 8  # responses of a conversation at most [1 to 32767]
 
   c.reward = ConfigDict()  # what responses are rewarded for
-  # Of gspo_jax/rewards/, or package.module.function; evaluation is of the first
-  # one, and the reward is the weighted sum of all
+  # Of gspo_jax/rewards/, package.module.function, or model:FOLDER, a reward
+  # model; evaluation is of the first one, and the reward is the weighted sum of
+  # all
   c.reward.names = ("final_answer",)
   c.reward.weights = (1.0,)  # one each
   # A response is correct if its first reward is at least this: in pass@k and
@@ -178,29 +189,60 @@ def get_config() -> ConfigDict:
 
   c.objective = ConfigDict()  # the method, and what is added to its loss
   # The method: gspo, gspo_token, grpo, dr_grpo, dapo, ppo, gmpo, rspo, cispo,
-  # sapo, or package.module.function; its numbers follow:
-  # 'gspo:clip_low=3e-4,clip_high=4e-4'
+  # sapo, luspo, vespo, dppo_tv, dppo_kl, ctpo, or package.module.function; its
+  # numbers follow: 'gspo:clip_low=3e-4,clip_high=4e-4'
   c.objective.name = "gspo"
   # "recompute": by the forward pass of the update; "sampler": as sampled, with
   # no further pass
   c.objective.old_logps = "recompute"
   # Of the KL to a reference policy; 0: no reference [0 or more]
   c.objective.kl_coef = 0.0
-  # "k2", "k3": in the loss; "k1": in the reward
+  # "k2", "k3", "k3_unbiased": in the loss; "k1": in the reward
   c.objective.kl_estimator = "k3"
   # Iterations between syncs of the reference; 0: frozen [0 or more]
   c.objective.reference_every = 0
   c.objective.entropy_coef = 0.0  # of the entropy bonus [0 or more]
+  # Of the routers' load-balancing loss; 0: none [0 or more]
+  c.objective.router_aux_loss_coef = 0.0
+  # Of the routers' z-loss; 0: none [0 or more]
+  c.objective.router_z_loss_coef = 0.0
   # Importance weights between sampler and trainer: 'tis_token:cap=2',
-  # tis_sequence, 'mis_token:cap=2,floor=0.5', mis_sequence
+  # tis_sequence, 'mis_token:cap=2,floor=0.5', mis_sequence,
+  # 'icepop:cap=5,floor=0.5'
   c.objective.mismatch = "none"
+  # Mean log-ratio of a response, from the policy to the sampler, above which a
+  # negative advantage does not count; 0: none [0 or more]
+  c.objective.off_policy_mask_threshold = 0.0
   # Routing Replay: the experts of the old policy ("r2") or of the sampler
   # ("r3") [none | r2 | r3]
   c.objective.replay = "none"
-  c.objective.zero_truncated = False  # no advantage for truncated responses
+  # How rewards become advantages: grpo, rloo, reinforce_plus_plus,
+  # reinforce_plus_plus_baseline, max_rl, 'pass_at_k:k=4', gdpo
+  c.objective.advantage_estimator = "grpo"
+  # What a response that was cut counts for: "train": as any other;
+  # "zero_advantage": it has no advantage, but counts in the mean; "mask":
+  # overlong filtering, it has no part in the loss. Its reward always counts in
+  # the mean of its group
+  c.objective.truncated = "train"
   # "response": one advantage, of the whole conversation; "turn": one for each
   # turn
   c.objective.credit = "response"
+
+  # On-policy distillation from frozen teachers
+  c.objective.distillation = ConfigDict()
+  # Each a Hugging Face folder, a run's workdir (its newest checkpoint) or
+  # WORKDIR/checkpoints/STEP, with the policy's vocabulary; (): no distillation.
+  # One teaches all problems; several: one for each source of data.source, in
+  # its order
+  c.objective.distillation.teachers = ()
+  # The column of the problems that names their teacher; teachers are then
+  # "NAME=FOLDER"
+  c.objective.distillation.teacher_key = ""
+  # Of a token's teacher log-prob minus old log-prob [0 or more]
+  c.objective.distillation.coef = 1.0
+  # Of the advantages of rewards; 0: rewards are logged, not learned from [0 or
+  # more]
+  c.objective.distillation.reward_weight = 0.0
 
   c.learner = ConfigDict()  # how a batch is cut into updates
   c.learner.minibatches = 4  # optimizer steps an iteration (GSPO, sec. 5.1)
@@ -209,8 +251,8 @@ def get_config() -> ConfigDict:
 
   c.optim = ConfigDict()  # the optimizer
   # "adamw", or "muon": Muon for the matrices of the blocks, AdamW for the rest.
-  # "adamw:b1=0.9,b2=0.95,weight_decay=0.0" are the defaults of both; only
-  # matrices decay.
+  # "adamw:b1=0.9,b2=0.95,eps=1e-8,weight_decay=0.0" are the defaults of both;
+  # only matrices decay.
   c.optim.name = "adamw"
   c.optim.learning_rate = 1e-6  # its peak [0 or more]
   c.optim.warmup_steps = 0  # optimizer steps [0 or more]
@@ -218,6 +260,8 @@ def get_config() -> ConfigDict:
   # "cosine:min_lr_ratio=0.1" ends at a tenth of the peak, in place of 0
   c.optim.decay = "constant"
   c.optim.clip_norm = 1.0  # largest global norm of the gradient [more than 0]
+  # Keep the routers as they are; a cold start still trains them
+  c.optim.freeze_moe_router = False
 
   c.cold_start = ConfigDict()  # supervised fine-tuning before RL
   c.cold_start.steps = 0  # optimizer steps at most; 0: none [0 or more]

@@ -104,7 +104,7 @@ def _dapo(c: ConfigDict) -> None:
 
 def _srpo(c: ConfigDict) -> None:
   c.objective.name = "grpo"
-  c.objective.zero_truncated = True
+  c.objective.truncated = "zero_advantage"
   c.data.drop_solved = True
 
 

@@ -3,7 +3,7 @@
 Dimension key: B rows, T columns, R response columns (the last of each row; of a
 packed row all but the first), M = B * R tokens of the devices that share the
 vocabulary, C tokens a chunk, D model width, V vocabulary, v vocabulary shard of
-one device, L layers, k experts a token.
+one device, L layers, k experts a token, K kept ids a token.
 """
 
 from typing import NamedTuple
@@ -39,6 +39,9 @@ class TokenLogprobs(NamedTuple):
   router_entropy: jax.Array | None = None  # [L, B, R] float32, of all experts
   # [L] int32, skipped pairs of a token and an expert; expected to be 0
   dropped: jax.Array | None = None
+  # [L, B, T] float32, of all tokens; None unless `router_losses`
+  load_balance: jax.Array | None = None
+  z_loss: jax.Array | None = None
 
 
 def token_logprobs(
@@ -53,14 +56,18 @@ def token_logprobs(
   routes: jax.Array | None = None,
   replay: bool = False,
   use_own_experts: jax.Array | None = None,
+  router_losses: bool = False,
   wanted: jax.Array | None = None,
+  kept_ids: jax.Array | None = None,
 ) -> TokenLogprobs:
   """Log-probs and entropies of the last `response_length` tokens of each row.
 
   A log-prob is `log softmax(logits / temperature)[token]`, from the
-  distribution that was sampled from. Float32 logits exist for 1,024 tokens at a
-  time, forward and backward: 0.6 GB for V = 151,936, in total over the devices
-  along `expert` and `tensor`.
+  distribution that was sampled from. With `kept_ids` that is the softmax over a
+  token's kept ids alone (Keep Sampling Mask, DeepSeek-V3.2, arXiv 2512.02556,
+  sec. 3.1), and the entropy is of this distribution, too. Float32 logits exist
+  for 1,024 tokens at a time, forward and backward: 0.6 GB for V = 151,936, in
+  total over the devices along `expert` and `tensor`.
 
   Args:
     params: as `model.init` returns them.
@@ -76,8 +83,11 @@ def token_logprobs(
     replay: whether to send the tokens to `routes`, with the routing weights of
       these parameters; static.
     use_own_experts: [] bool; if true the experts of this pass replace `routes`.
+    router_losses: whether to return the losses of the routers; static.
     wanted: [B, R] bool: which tokens get log-probs and entropies; the others
       get 0. Only chunks with a wanted token are computed. None: all tokens.
+    kept_ids: [B, K, R] int32, of the wanted tokens as in `Samples`; an id may
+      be there more than once. None: all ids.
 
   Raises:
     ValueError: a response length outside 1..T-1, or `replay` without routes.
@@ -97,6 +107,7 @@ def token_logprobs(
     routes=routes,
     replay=replay,
     use_own_experts=use_own_experts,
+    router_losses=router_losses,
   )
   predicting = slice(-R - 1, -1)  # positions that predict the last R tokens
   hidden, targets = out.hidden[:, predicting], tokens[:, -R:]
@@ -104,7 +115,10 @@ def token_logprobs(
     # All columns: R of them would not split evenly over the devices.
     hidden, targets = out.hidden, jnp.roll(tokens, -1, axis=1)
     wanted = jnp.ones_like(tokens[:, -R:], bool) if wanted is None else wanted
-    wanted = jnp.pad(wanted, ((0, 0), (T - R - 1, 1)))
+    all_columns = (T - R - 1, 1)
+    wanted = jnp.pad(wanted, ((0, 0), all_columns))
+    if kept_ids is not None:
+      kept_ids = jnp.pad(kept_ids, ((0, 0), (0, 0), all_columns))
   logps, entropy = logps_and_entropy(
     hidden,
     model.output_matrix(params, cfg),
@@ -112,44 +126,59 @@ def token_logprobs(
     cfg,
     temperature or 1.0,
     wanted,
+    kept_ids,
   )
   if is_split:
     logps, entropy = logps[:, predicting], entropy[:, predicting]
   if out.routing is None:
     return TokenLogprobs(logps, entropy)
-  experts, *router, dropped = out.routing
+  experts, *router, dropped, load_balance, z_loss = out.routing
   router = [x[:, :, predicting] for x in router]  # log-probs and entropy
-  return TokenLogprobs(logps, entropy, experts, *router, dropped)
+  return TokenLogprobs(
+    logps, entropy, experts, *router, dropped, load_balance, z_loss
+  )
 
 
 def logps_and_entropy(
-  hidden_BRD, head_DV, targets_BR, cfg, temperature, wanted_BR=None
+  hidden_BRD,
+  head_DV,
+  targets_BR,
+  cfg,
+  temperature,
+  wanted_BR=None,
+  kept_ids_BKR=None,
 ):
   """Log-probs of the targets and entropies, [B, R] each, from hidden states.
 
-  Both are 0 where `wanted_BR` is false; None: all are wanted. The devices along
-  `tensor` and `expert` share the vocabulary, the devices along `context` the
-  columns. The results have whole rows, so that sums over a sequence are the
-  same on any mesh.
+  Both are 0 where `wanted_BR` is false; None: all are wanted. `kept_ids_BKR` is
+  as in `token_logprobs`. The devices along `tensor` and `expert` share the
+  vocabulary, the devices along `context` the columns. The results have whole
+  rows, so that sums over a sequence are the same on any mesh.
   """
 
-  def local(hidden_BRD, head, targets_BR, wanted_BR):
-    head_Dv, column_v = _vocabulary_shard(head.astype(hidden_BRD.dtype))
+  def local(hidden_BRD, head, targets_BR, wanted_BR, kept_ids_BRK):
+    head_Dv, column_v = _vocabulary_shard(head.astype(cfg.head_dtype))
     # Float32, so that its gradient is summed over the chunks in float32.
     head_Dv = head_Dv.astype(jnp.float32)
     flat = lambda x: x.reshape(-1, *x.shape[2:])
     gather = lambda x: sharding.gather(flat(x), "expert", dim=0)
 
     def score_chunk(chunk):
-      hidden_CD, targets_C = chunk
+      hidden_CD, targets_C, *kept_ids_CK = chunk
       logits_Cv = model.project_logits(hidden_CD, head_Dv, cfg) / temperature
+      allowed = column_v >= 0
+      for ids_CK in kept_ids_CK:
+        allowed &= _are_kept(ids_CK, column_v)
+      logits_Cv = jnp.where(allowed, logits_Cv, -1e30)
       return _log_softmax(logits_Cv, targets_C, column_v)
 
-    operands = gather(hidden_BRD), gather(targets_BR)
+    operands = [gather(hidden_BRD), gather(targets_BR)]
+    if kept_ids_BRK is not None:
+      operands.append(gather(kept_ids_BRK))
     if wanted_BR is None:
       gathered = _map_chunks(jax.checkpoint(score_chunk), *operands)
     else:
-      gathered = _map_wanted(score_chunk, *operands, gather(wanted_BR))
+      gathered = _map_wanted(score_chunk, gather(wanted_BR), *operands)
 
     def whole_rows(x_M):
       count = targets_BR.size  # this device's share of the tokens
@@ -161,12 +190,14 @@ def logps_and_entropy(
     return jax.tree.map(whole_rows, gathered)
 
   tokens = sharding.TOKENS
+  head = model.parameters.partition_spec("head")
   sharded = sharding.shard_map(
     local,
-    in_specs=(tokens, model.parameters.partition_spec("head"), tokens, tokens),
+    in_specs=(tokens, head, *[tokens] * 3),
     out_specs=sharding.ROWS,
   )
-  return sharded(hidden_BRD, head_DV, targets_BR, wanted_BR)
+  kept_ids_BRK = None if kept_ids_BKR is None else kept_ids_BKR.swapaxes(1, 2)
+  return sharded(hidden_BRD, head_DV, targets_BR, wanted_BR, kept_ids_BRK)
 
 
 def _vocabulary_shard(head):
@@ -185,9 +216,14 @@ def _vocabulary_shard(head):
   return head_Dv, jnp.where(column_v < columns, id_v, -1)
 
 
+def _are_kept(ids_CK, column_v):
+  """[C, v] bool: whether a column is among a token's ids."""
+  # Compared one by one, in one fused loop: a TPU would scatter them in turn.
+  return (ids_CK[:, None, :] == column_v[:, None]).any(-1)
+
+
 def _log_softmax(logits_Cv, targets_C, column_v):
   """The targets' log-probs [C] and the entropies [C] over all shards."""
-  logits_Cv = jnp.where(column_v >= 0, logits_Cv, -1e30)
   maximum = jax.lax.stop_gradient(logits_Cv.max(-1))
   logits_Cv -= sharding.pmax(maximum, *_VOCABULARY_AXES)[:, None]
   weights_Cv = jnp.exp(logits_Cv)
@@ -197,7 +233,7 @@ def _log_softmax(logits_Cv, targets_C, column_v):
   return target - jnp.log(total), jnp.log(total) - weighted / total
 
 
-def _map_wanted(score_chunk, hidden_MD, targets_M, wanted_M):
+def _map_wanted(score_chunk, wanted_M, *operands):
   """`_map_chunks` of the wanted tokens, sorted to the front; 0 elsewhere."""
   wanted_M = jnp.asarray(wanted_M, bool)
   order = jnp.argsort(~wanted_M, stable=True)
@@ -217,8 +253,7 @@ def _map_wanted(score_chunk, hidden_MD, targets_M, wanted_M):
   )
   sorted_ = _map_chunks(
     jax.checkpoint(chunk_if_wanted),
-    permute(hidden_MD, order),
-    permute(targets_M, order),
+    *(permute(x, order) for x in operands),
     jnp.arange(len(order)),
   )
   back = jnp.argsort(order)

@@ -10,15 +10,21 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from absl import logging
 from clu import parameter_overview
 
+from gspo_jax import model
 from gspo_jax.data import pipeline, sources
 from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.evaluate import held_out
 from gspo_jax.evaluate.estimators import correct
 from gspo_jax.learner import cold_start
-from gspo_jax.learner.health import HealthChecks, require_finite
+from gspo_jax.learner.health import (
+  HealthChecks,
+  require_finite,
+  require_responses,
+)
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import EDGES
 from gspo_jax.program import load_params, settings
@@ -47,7 +53,7 @@ from gspo_jax.rollout.metrics import (
   useful_fractions,
 )
 from gspo_jax.rollout.off_policy import OffPolicy
-from gspo_jax.rollout.scoring import wait_scored
+from gspo_jax.rollout.scoring import rewards_apart, wait_scored
 from gspo_jax.rollout.source import Source, make_source
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.key import as_dict
@@ -64,6 +70,8 @@ class Run(NamedTuple):
   source: Source
   checkpoints: Checkpoints  # of RL; not of the cold start
   preemption: Preemption
+  teachers: tuple[model.Params, ...]  # weights, in no checkpoint
+  identity: dict  # of checkpoints
 
 
 class Row(NamedTuple):
@@ -136,7 +144,16 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
       source = _source(experiment, curriculum)
       if isinstance(source, OffPolicy):
         sampling.callback(source.close)
-      run = Run(experiment, curriculum, source, checkpoints, preemption)
+      teachers = load_params.load_teachers(config, experiment.program)
+      run = Run(
+        experiment,
+        curriculum,
+        source,
+        checkpoints,
+        preemption,
+        teachers,
+        checkpoint_identity(experiment, teachers),
+      )
       _print_parameters(experiment)
       if preemption.reached():
         multihost.print_once("stopped before training; nothing is lost")
@@ -228,7 +245,8 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   prompts = prompts_on_device(scored.prompts, batch_sharding)
   clock.append(time.monotonic())
 
-  # Old log-probs, reference log-probs and values, during the scoring.
+  # Old log-probs, those of reference and teachers, and values, during the
+  # scoring.
   lengths = multihost.to_host(scored.samples.lengths)
   packing = learner.pack(scored.prompts.lengths, lengths, key)
   train_batch = learner.make_train_batch(prompts, scored.samples, packing)
@@ -238,7 +256,12 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
       state, train_batch
     )
   if learner.add_reference_and_values:
-    train_batch = learner.add_reference_and_values(state, train_batch)
+    teacher = run.experiment.teachers_of(scored.prompts)
+    if teacher is not None:
+      teacher = np.repeat(teacher, config.rollout.group_size)
+      teacher = multihost.to_global(teacher, batch_sharding)
+    taught = (run.teachers, teacher) if run.teachers else ()
+    train_batch = learner.add_reference_and_values(state, train_batch, *taught)
 
   # Rewards.
   all_rewards = wait_scored(
@@ -255,8 +278,13 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
 
   # Advantages.
   credited = rewards.total.reshape(-1)
+  estimator, _ = config.objective.estimator
   if config.objective.credit == "turn":
     credited = scored.conversation["rewards"]
+  elif estimator == "gdpo":
+    credited = rewards_apart(rewards, config.reward.weights)
+  elif estimator == "pass_at_k":
+    credited = np.float32(correct(rewards.first, threshold)).reshape(-1)
   train_batch = learner.assign_advantages(
     train_batch,
     multihost.to_global(credited, batch_sharding),
@@ -292,6 +320,7 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
     metrics["data/solved"] = run.curriculum.num_solved
   updates = step * config.learner.minibatches
   metrics["optim/learning_rate"] = float(learner.learning_rate(updates - 1))
+  require_responses(config.objective, metrics["response/truncated"], step)
   require_finite(metrics, step)
   samples = []
   if _due(_SAMPLES_EVERY, step, config.num_steps):
@@ -392,10 +421,9 @@ def _print_parameters(experiment: Experiment) -> None:
 def _start(run: Run) -> tuple[TrainState, dict | None] | None:
   """The saved state, else a first one; and the row that `_save` stored."""
   experiment, learner = run.experiment, run.experiment.program.learner
-  identity = checkpoint_identity(experiment)
   name = f"checkpoint in {str(experiment.workdir)!r}"
   accept = lambda _, saved: match(
-    identity, saved, name, "use another --workdir"
+    run.identity, saved, name, "use another --workdir"
   )
   shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
   pending = jax.tree.map(shape, run.source.pending)
@@ -453,7 +481,7 @@ def _save(
   """Saves a run, and the row of its step if its evaluation is still to come."""
   _wait_for_sampler(run)  # it takes prompts of the curriculum
   metadata = {
-    "identity": checkpoint_identity(run.experiment),
+    "identity": run.identity,
     "data": run.curriculum.get_state(),
     "rollouts": run.source.get_state(),
     "config": run.experiment.config.as_json(),
@@ -528,5 +556,5 @@ def _health_checks(experiment: Experiment) -> HealthChecks:
     config.objective,
     minibatches=config.learner.minibatches,
     off_policy=config.rollout.is_off_policy,
-    truncated_sampling=sampling.truncates,
+    truncated_sampling=sampling.truncates and not sampling.keeps_ids,
   )

@@ -73,13 +73,13 @@ def make_run(config, pool, generate, learner, prompts):
   experiment = Experiment(parse(config), None, program, pool, *[None] * 3, KEYS)
   curriculum = Curriculum(prompts)
   source = train._source(experiment, curriculum)
-  return train.Run(experiment, curriculum, source, None, None)
+  return train.Run(experiment, curriculum, source, None, None, (), {})
 
 
 class FailingPool:
   """A reward pool that fails, from some response on."""
 
-  takes_groups = False
+  takes_groups, model = False, None
 
   def __init__(self, first=0):
     self.first = first
@@ -121,6 +121,46 @@ class Recorder:
   def step(self, state, batch, apply_updates):
     self.steps.append(bool(apply_updates))
     return state, batch, {}
+
+
+class TwoRewards:
+  """Two rewards of four responses; the second leaves one out."""
+
+  takes_groups, model = False, None
+  right = np.float32([1, 0, 0.5, 0.4])
+  length = np.float32([0.1, 0.2, np.nan, 0.4])
+
+  def submit(self, responses, group_size=1):
+    parts = {"right": self.right, "length": self.length}
+    if not responses:
+      parts = {name: part[:0] for name, part in parts.items()}
+    total = self.right + np.nan_to_num(self.length)
+    total = total[: len(responses)]
+    scores = Rewards(total, parts, np.zeros(len(total), bool), ())
+    return PendingRewards.computed(scores)
+
+
+@pytest.mark.parametrize(
+  ("estimator", "expected"),
+  [
+    ("rloo", [1.1, 0.2, 0.5, 0.8]),
+    ("gdpo", [[1, 0.1], [0, 0.2], [0.5, np.nan], [0.4, 0.4]]),
+    ("pass_at_k:k=2", [1, 0, 1, 0]),
+  ],
+)
+def test_the_estimator_gets_the_rewards_that_it_compares(
+  config, estimator, expected
+):
+  config.objective.advantage_estimator = estimator
+  config.reward.names, config.reward.weights = ("right", "length"), (1.0, 1.0)
+  functions, found = Recorder(), []
+  learner = dataclasses.replace(
+    functions.learner, assign_advantages=lambda b, r, f: found.append(r) or b
+  )
+  run = make_run(config, TwoRewards(), functions.generate, learner, 2)
+  _, (metrics, *_) = train.iterate(run, STATE, 1)
+  np.testing.assert_allclose(found[0], expected)
+  assert metrics["reward/length"] == pytest.approx(0.7 / 3)
 
 
 def as_tuple(key):
@@ -274,7 +314,7 @@ class TabularPolicy:
 class ScriptedPool:
   """Scores responses by `REWARDS`, and checks that their problem is theirs."""
 
-  takes_groups = False
+  takes_groups, model = False, None
 
   def submit(self, responses, group_size=1):
     total = []

@@ -407,6 +407,34 @@ def test_a_second_run_in_a_workdir_is_refused(run, workdir):
     assert "nothing is left to do" in run(workdir)[1]
 
 
+def test_a_distilled_run_resumes_with_the_same_teachers_alone(
+  run, reference, tmp_path
+):
+  """The teacher is a step of an earlier run; its folder may move."""
+
+  def distil(step, num_steps, teachers=reference[0]):
+    return run(
+      tmp_path,
+      cold_start=str(reference[0] / "cold_start"),
+      objective__name="gspo_token",
+      objective__distillation__teachers=(f"{teachers}/checkpoints/{step}",),
+      checkpoint__every=1,
+      eval__every=0,
+      num_steps=num_steps,
+    )
+
+  distil(4, 1)
+  (row,) = metrics_of(tmp_path)
+  assert row["distill/reverse_kl"] != 0
+  assert row["grad/norm"] > 0
+  assert undocumented(tmp_path) == []
+  with pytest.raises(UserError, match=r"has weights of objective\.dist.*work"):
+    distil(2, 2)
+  (tmp_path / "moved").symlink_to(reference[0])
+  _, out = distil(4, 2, tmp_path / "moved")
+  assert "resumed after step 1" in out
+
+
 def test_adapters_resume_beside_the_weights_of_a_cold_start(
   run, reference, tmp_path, build_once
 ):
@@ -551,13 +579,18 @@ def test_continuous_batching_is_the_same_run(run, reference, tmp_path):
 
 @pytest.mark.usefixtures("no_evaluation")
 def test_pending_responses_resume(run, reference, tmp_path, assert_same_run):
-  """Partial rollouts, one step off-policy, from the step that was saved."""
+  """Partial rollouts, one step off-policy, from the step that was saved.
+
+  With the ids of their tokens, for sampling is truncated.
+  """
   flags = {
     **CONTINUOUS,
     "rollout__max_tokens_per_iteration": 6,
     "rollout__max_staleness": 2,
+    "sampler__top_p": 0.9,
     "data__drop_solved": True,
     "objective__mismatch": "tis_sequence",
+    "objective__replay": "r3",
     "cold_start": str(reference[0] / "cold_start"),
   }
   whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -699,7 +732,11 @@ GUESSING = {
 @pytest.mark.usefixtures("no_evaluation")
 def test_conversations_resume(run, tmp_path, assert_same_run):
   """GSPO-token with dynamic sampling, after a cold start."""
-  flags = {**GUESSING, "rollout__dynamic_sampling_rounds": 2}
+  flags = {
+    **GUESSING,
+    "rollout__dynamic_sampling_rounds": 2,
+    "objective__replay": "r3",
+  }
   whole, parts = tmp_path / "whole", tmp_path / "parts"
   run(whole, **flags)
   resume(run, whole, parts, **flags)

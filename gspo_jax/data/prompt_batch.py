@@ -8,7 +8,7 @@ from typing import Self, TypeVar
 import numpy as np
 
 from gspo_jax.data.problem import Problem
-from gspo_jax.data.tokenizers.base import Tokenizer
+from gspo_jax.data.tokenizers.base import Tokenizer, Turn
 from gspo_jax.runtime.errors import UserError
 
 
@@ -77,13 +77,19 @@ class PromptConfig:
   instruction: str = "{problem}"
   too_long: str = "error"
 
-  def tokens_of(self, problem: Problem) -> list[int]:
+  def messages_of(self, problem: Problem) -> list[Turn]:
+    """The messages of a prompt; the last one is of the user."""
     history, system = list(problem.history), self.system
     if history and history[0][0] == "system":
       _, system = history.pop(0)
     # No str.format: problems contain braces.
     message = self.instruction.replace("{problem}", problem.text)
-    return self.tokenizer.prompt(message, system, history)
+    first = [("system", system)] if system else []
+    return [*first, *history, ("user", message)]
+
+  def tokens_of(self, problem: Problem) -> list[int]:
+    *history, (_, user) = self.messages_of(problem)
+    return self.tokenizer.prompt(user, history=history)
 
   def fits(self, ids: Sequence[int], width: int, name: str, key: str) -> bool:
     """Whether ids fit; if not and `too_long` is "error", raises UserError.

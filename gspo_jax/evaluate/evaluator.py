@@ -23,12 +23,15 @@ from gspo_jax.evaluate.benchmarks import Benchmark
 from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
 from gspo_jax.program import load_params
 from gspo_jax.program.config import ConfigDict, parse
+from gspo_jax.program.experiment import make_reward_model
 from gspo_jax.program.settings import length_warning
 from gspo_jax.record import checkpoint
 from gspo_jax.record.identity import flatten
 from gspo_jax.record.progress import Progress
-from gspo_jax.rewards.pool import RewardPool, too_many
+from gspo_jax.rewards.pool import PendingRewards, RewardPool, too_many
 from gspo_jax.rewards.reward import EXAMPLE
+from gspo_jax.rollout import reward_model
+from gspo_jax.rollout.reward_model import RewardModel
 from gspo_jax.rollout.scoring import wait_for_calls
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
@@ -148,7 +151,8 @@ def _read(config, sets, samples, limit, reward) -> list[Benchmark]:
     )
     if benchmark.name in [b.name for b in chosen]:
       raise UserError(f"--set={pair}: {benchmark.name} is there twice")
-    rewards.named(benchmark.reward)  # UserError here if it does not exist
+    if not reward_model.folder_of([benchmark.reward]):
+      rewards.named(benchmark.reward)  # UserError here if it does not exist
     chosen.append(benchmark._replace(samples=samples or benchmark.samples))
   return chosen
 
@@ -207,8 +211,11 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
   first_batch = int(multihost.allgather_text(done)[0])
   key = jax.random.key(config.seed)
   key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+  scorer = multihost.run_on_all(
+    lambda: _reward_model(config, benchmark, sampler)
+  )
   reward_pool = multihost.run_on_all(
-    lambda: None if file is None else _reward_pool(config, benchmark)
+    lambda: None if file is None or scorer else _reward_pool(config, benchmark)
   )
   progress = Progress(
     name,
@@ -226,8 +233,12 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
         params, problems, jax.random.fold_in(key, batch), progress
       )
       multihost.run_on_all(save)
-      if reward_pool is not None:
+      if scorer:
+        scores = scorer(dict(enumerate(responses)), len(responses))
+        pending = PendingRewards.computed(scores)
+      elif reward_pool:
         pending = reward_pool.submit(responses, benchmark.samples)
+      if file is not None:
         save = functools.partial(
           _save_batch,
           config,
@@ -286,6 +297,15 @@ def _save_batch(
     f"{len(benchmark.problems)} problems, average {np.mean(values):.3f}",
     file=sys.stderr,
   )
+
+
+def _reward_model(config, benchmark, sampler) -> RewardModel | None:
+  if not (folder := reward_model.folder_of([benchmark.reward])):
+    return None
+  try:
+    return make_reward_model(folder, config, sampler.program)
+  except UserError as error:
+    raise UserError(f"--reward={benchmark.reward}: {error}") from error
 
 
 def _reward_pool(config, benchmark) -> RewardPool:

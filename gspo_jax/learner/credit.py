@@ -4,7 +4,7 @@ Dimension key: B responses, R response columns of a packed row.
 """
 
 import dataclasses
-import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.train_batch import PackedBatch
 from gspo_jax.losses.advantages import (
+  ESTIMATORS,
   generalized_advantages,
-  group_relative_advantages,
   turn_advantages,
   whiten,
 )
@@ -27,19 +27,27 @@ def assign_advantages(
   *,
   objective: ObjectiveConfig,
   group_size: int,
+  reward_weights: Sequence[float] = (),
 ) -> PackedBatch:
   """The batch with its advantages, and with returns if there is a critic.
 
-  Responses of a group are compared even if they are in different rows.
+  Responses of a group are compared even if they are in different rows, or
+  truncated: as in TRL and NeMo RL, overlong filtering leaves the mean of the
+  rewards as it is.
 
   The KL penalty k1 of a token is `kl_coef * (old_logps - reference_logps)`.
   With a critic it is subtracted from the token's reward. Without a critic, its
   sum over the response, minus the group's mean of these sums, is subtracted
-  from the advantage. It is not divided by the std of the rewards: in a group of
-  equal rewards it would become as large as a reward.
+  from the advantage; overlong filtering leaves truncated responses out of this
+  mean. It is not divided by the std of the rewards: in a group of equal rewards
+  it would become as large as a reward.
 
-  `rewards` are [B] float32, or [B, K] with credit="turn"
-  (see `turn_advantages`). `finish` is `Samples.finish`, [B].
+  With teachers the result is multiplied by `distillation.reward_weight`; the
+  update adds what the teachers say, for truncated responses, too.
+
+  `rewards` are [B] float32; [B, K] with credit="turn" (see `turn_advantages`);
+  and with gdpo [B, N], each with a weight (see `gdpo_advantages`). `finish` is
+  `Samples.finish`, [B].
   """
   rows, method, critic = batch.rows, objective.method, objective.critic
   mask, response = rows.response_mask, rows.response_index
@@ -56,16 +64,26 @@ def assign_advantages(
     advantages = by_turn[response, jnp.maximum(rows.turns - 1, 0)]
     advantages = jnp.where(mask, advantages, 0.0)
   elif critic is None:
-    groups = lambda x: x.reshape(-1, group_size)
-    relative = method.advantages or functools.partial(
-      group_relative_advantages, normalize_std=method.normalize_std
-    )
-    advantages = relative(groups(rewards))
+    groups = lambda x: x.reshape(-1, group_size, *x.shape[1:])
+    name, options = objective.estimator
+    if name == "grpo":
+      options = {"normalize_std": method.normalize_std}
+    if name == "gdpo":
+      options = {"weights": jnp.array(reward_weights)}
+    if method.advantages:
+      advantages = method.advantages(groups(rewards))
+    else:
+      advantages = ESTIMATORS[name](groups(rewards), **options)
     if objective.has_kl_in_reward:
       penalties = groups(
-        jnp.zeros_like(rewards).at[response].add(penalty, mode="drop")
+        jnp.zeros(len(rewards)).at[response].add(penalty, mode="drop")
       )
-      advantages -= penalties - penalties.mean(1, keepdims=True)
+      counted = None
+      if objective.truncated == "mask":  # the others have no log-probs
+        counted = groups(finish != TRUNCATED)
+        counted |= ~counted.any(1, keepdims=True)
+      mean = penalties.mean(1, keepdims=True, where=counted)
+      advantages -= penalties - mean
     advantages = jnp.where(mask, advantages.reshape(-1)[response], 0.0)
   else:
     # [M, A, rows, W] -> [all rows, W]
@@ -82,8 +100,10 @@ def assign_advantages(
     )
     advantages = whiten(advantages, mask_BR).reshape(mask.shape)
     returns = returns.reshape(mask.shape)
-  if objective.zero_truncated:
+  if objective.truncated == "zero_advantage":
     advantages = jnp.where(finish[response] != TRUNCATED, advantages, 0.0)
+  if objective.distillation.teachers:
+    advantages *= objective.distillation.reward_weight
   rows = dataclasses.replace(rows, advantages=advantages, returns=returns)
   return batch._replace(rows=rows)
 

@@ -24,6 +24,18 @@ def require_finite(metrics: Mapping[str, float], step: int) -> None:
       )
 
 
+def require_responses(
+  objective: ObjectiveConfig, truncated: float, step: int
+) -> None:
+  """UserError if overlong filtering leaves no response to learn from."""
+  if objective.truncated == "mask" and truncated == 1:
+    raise multihost.AgreedError(
+      f"objective.truncated='mask': all responses of step {step} were "
+      "truncated: expected longer ones (sampler.max_new_tokens or "
+      "rollout.max_turns), or 'train' or 'zero_advantage'"
+    )
+
+
 def clip_range_warnings(objective: ObjectiveConfig) -> list[str]:
   """Warnings about a clip range that seems made for another method."""
   method, numbers = objective.method, objective.numbers
@@ -86,8 +98,9 @@ class HealthChecks:
     if truncated_sampling:
       self._warn(
         "truncated sampling",
-        "top-k, top-p or a minimum length is on: responses are sampled "
-        "from a truncated distribution, and log-probs are of the whole one",
+        "top_k, top_p or min_p is on and sampler.kept_ids=0: responses are "
+        "sampled from a truncated distribution, and log-probs are of the whole "
+        "one",
       )
 
   def __call__(self, metrics: Mapping[str, float]) -> None:
@@ -100,7 +113,7 @@ class HealthChecks:
         f"the importance ratio is exactly 1 over {self._minibatches} updates: "
         "the old log-probs are not being used",
       )
-    unmoved_std = metrics["ratio/first_minibatch_std"]
+    unmoved_std = metrics.get("ratio/first_minibatch_std", 0.0)
     if not self._objective.has_sampler_logps and unmoved_std > _MAX_UNMOVED_STD:
       self._warn(
         "unmoved ratio",
@@ -120,7 +133,7 @@ class HealthChecks:
         "does not tell responses apart",
       )
     self._check_clipping(metrics)
-    gap = metrics["mismatch/sequence_abs_mean"]
+    gap = metrics.get("mismatch/sequence_abs_mean", 0.0)
     clip_low = self._numbers.get("clip_low", math.inf)
     # An earlier policy's samples also differ by the updates since then.
     if gap > clip_low and not self._off_policy:

@@ -21,6 +21,7 @@ from gspo_jax.learner.critic import CriticConfig
 from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.losses import METHODS, Mean, Method, Metrics, Std, Terms
+from gspo_jax.losses.advantages import ESTIMATORS
 from gspo_jax.runtime import spec as specs
 from gspo_jax.runtime.errors import UserError, nearest
 from gspo_jax.runtime.key import (
@@ -52,10 +53,16 @@ _MISMATCH = {
   "tis_sequence": ("cap",),
   "mis_token": ("cap", "floor"),
   "mis_sequence": ("cap", "floor"),
+  "icepop": ("cap", "floor"),
 }
 _MISMATCH_RULES = {
   "cap": Range("1 or more", lambda x: 1 <= x < math.inf),
   "floor": UNDER_1,
+}
+_ESTIMATOR_RULES = {
+  "k": Range(
+    "a whole number, 1 or more", lambda x: isinstance(x, int) and x >= 1
+  )
 }
 _CRITIC = {f"critic_{f.name}": f for f in dataclasses.fields(CriticConfig)}
 # Ranges of the numbers of methods.
@@ -65,9 +72,62 @@ _METHOD_RULES = {
   "cap": POSITIVE,
   "tau_positive": POSITIVE,
   "tau_negative": POSITIVE,
+  "k_positive": POSITIVE,
+  "lambda_positive": POSITIVE,
+  "k_negative": POSITIVE,
+  "lambda_negative": POSITIVE,
+  "delta": POSITIVE,
   "dual_clip": Range("more than 1", lambda x: 1 < x < math.inf),
   "router_shift_floor": Range("more than 0, under 1", lambda x: 0 < x < 1),
 } | {name: field.metadata["rule"] for name, field in _CRITIC.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillationConfig:
+  """On-policy distillation: frozen teachers score the responses."""
+
+  teachers: tuple[str, ...] = key(
+    (),
+    "each a Hugging Face folder, a run's workdir (its newest checkpoint) or "
+    "WORKDIR/checkpoints/STEP, with the policy's vocabulary; (): no "
+    "distillation. One teaches all problems; several: one for each source of "
+    "data.source, in its order",
+  )
+  teacher_key: str = key(
+    "",
+    "the column of the problems that names their teacher; teachers are then "
+    '"NAME=FOLDER"',
+  )
+  coef: float = key(
+    1.0, "of a token's teacher log-prob minus old log-prob", ZERO_OR_MORE
+  )
+  reward_weight: float = key(
+    0.0,
+    "of the advantages of rewards; 0: rewards are logged, not learned from",
+    ZERO_OR_MORE,
+  )
+
+  def __post_init__(self):
+    check(self, "objective.distillation")
+    if len({*self.folders}) < len(self.teachers):
+      raise UserError(
+        f"objective.distillation.teachers={self.teachers}: expected each NAME "
+        "once"
+      )
+
+  @property
+  def folders(self) -> dict[str, str]:
+    """The folder of each teacher by its name: 0, 1, ... without a key."""
+    if not self.teacher_key:
+      return {str(i): folder for i, folder in enumerate(self.teachers)}
+    pairs = [teacher.partition("=") for teacher in self.teachers]
+    for teacher, (name, _, folder) in zip(self.teachers, pairs, strict=True):
+      if not (name and folder):
+        raise UserError(
+          f"objective.distillation.teachers={teacher!r}: expected NAME=FOLDER "
+          f"with objective.distillation.teacher_key={self.teacher_key!r}"
+        )
+    return {name: folder for name, _, folder in pairs}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +137,8 @@ class ObjectiveConfig:
   name: str = key(
     "gspo",
     "the method: gspo, gspo_token, grpo, dr_grpo, dapo, ppo, gmpo, rspo, "
-    "cispo, sapo, or package.module.function; its numbers follow: "
+    "cispo, sapo, luspo, vespo, dppo_tv, dppo_kl, ctpo, or "
+    "package.module.function; its numbers follow: "
     "'gspo:clip_low=3e-4,clip_high=4e-4'",
   )
   old_logps: str = key(
@@ -91,17 +152,30 @@ class ObjectiveConfig:
   )
   kl_estimator: str = key(
     "k3",
-    '"k2", "k3": in the loss; "k1": in the reward',
-    Choice(("k1", "k2", "k3")),
+    '"k2", "k3", "k3_unbiased": in the loss; "k1": in the reward',
+    Choice(("k1", "k2", "k3", "k3_unbiased")),
   )
   reference_every: int = key(
     0, "iterations between syncs of the reference; 0: frozen", ZERO_OR_MORE
   )
   entropy_coef: float = key(0.0, "of the entropy bonus", ZERO_OR_MORE)
+  router_aux_loss_coef: float = key(
+    0.0, "of the routers' load-balancing loss; 0: none", ZERO_OR_MORE
+  )
+  router_z_loss_coef: float = key(
+    0.0, "of the routers' z-loss; 0: none", ZERO_OR_MORE
+  )
   mismatch: str = key(
     "none",
     "importance weights between sampler and trainer: 'tis_token:cap=2', "
-    "tis_sequence, 'mis_token:cap=2,floor=0.5', mis_sequence",
+    "tis_sequence, 'mis_token:cap=2,floor=0.5', mis_sequence, "
+    "'icepop:cap=5,floor=0.5'",
+  )
+  off_policy_mask_threshold: float = key(
+    0.0,
+    "mean log-ratio of a response, from the policy to the sampler, above which "
+    "a negative advantage does not count; 0: none",
+    ZERO_OR_MORE,
   )
   replay: str = key(
     "none",
@@ -109,17 +183,32 @@ class ObjectiveConfig:
     '("r3")',
     Choice(("none", "r2", "r3")),
   )
-  zero_truncated: bool = key(False, "no advantage for truncated responses")
+  advantage_estimator: str = key(
+    "grpo",
+    "how rewards become advantages: grpo, rloo, reinforce_plus_plus, "
+    "reinforce_plus_plus_baseline, max_rl, 'pass_at_k:k=4', gdpo",
+  )
+  truncated: str = key(
+    "train",
+    'what a response that was cut counts for: "train": as any other; '
+    '"zero_advantage": it has no advantage, but counts in the mean; "mask": '
+    "overlong filtering, it has no part in the loss. Its reward always counts "
+    "in the mean of its group",
+    Choice(("train", "zero_advantage", "mask")),
+  )
   credit: str = key(
     "response",
     '"response": one advantage, of the whole conversation; "turn": one for '
     "each turn",
     Choice(("response", "turn")),
   )
+  distillation: DistillationConfig = key(
+    DistillationConfig(), "on-policy distillation from frozen teachers"
+  )
 
   def __post_init__(self):
     check(self, "objective")
-    _ = self.mismatch_options
+    _ = self.mismatch_options, self.estimator
     # A policy can be evaluated without the module of a user's own method.
     if "." not in self.name.partition(":")[0]:
       _ = self.numbers
@@ -201,8 +290,30 @@ class ObjectiveConfig:
     )
     if name == "none":
       return None
+    if name == "icepop":  # arXiv 2510.18855, sec. 2.3.4
+      defaults = {"method": "mis", "unit": "token", "cap": 5.0, "floor": 0.5}
+      return defaults | typed
     method, unit = name.split("_")
     return {"method": method, "unit": unit} | typed
+
+  @property
+  def estimator(self) -> tuple[str, dict]:
+    """The name of the advantage estimator, and its numbers."""
+    spec = self.advantage_estimator
+    name = spec.partition(":")[0]
+    if name not in ESTIMATORS:
+      hint = nearest(name, ESTIMATORS)
+      raise UserError(f"objective.advantage_estimator={spec!r}: {hint}")
+    known = ("k",) if name == "pass_at_k" else ()
+    numbers = _typed(
+      "advantage_estimator", spec, known, "estimator", _ESTIMATOR_RULES
+    )
+    if numbers.keys() < {*known}:
+      raise UserError(
+        f"objective.advantage_estimator={spec!r}: expected k=..., which has no "
+        "default, as in 'pass_at_k:k=4'"
+      )
+    return name, numbers
 
   @property
   def has_reference(self) -> bool:
@@ -212,6 +323,10 @@ class ObjectiveConfig:
   def has_kl_in_reward(self) -> bool:
     """Whether the KL penalty is in the reward (k1), not in the loss."""
     return self.has_reference and self.kl_estimator == "k1"
+
+  @property
+  def has_router_losses(self) -> bool:
+    return self.router_aux_loss_coef > 0 or self.router_z_loss_coef > 0
 
   @property
   def has_sampler_logps(self) -> bool:
@@ -226,7 +341,12 @@ class ObjectiveConfig:
   @property
   def compares_groups(self) -> bool:
     """Whether a group of equal rewards gives no gradient."""
-    return not self.method.critic and not self.has_kl_in_reward
+    return not (
+      self.method.critic
+      or self.has_kl_in_reward
+      or self.distillation.teachers
+      or self.estimator[0] in ("reinforce_plus_plus", "gdpo")
+    )
 
   @property
   def weighs_routers(self) -> bool:
@@ -263,6 +383,32 @@ class ObjectiveConfig:
         f"objective.reference_every={self.reference_every}: expected 0 with "
         "objective.kl_coef=0, where there is no reference to sync"
       )
+    if self.advantage_estimator != "grpo":
+      self._check_estimator()
+
+  def _check_estimator(self) -> None:
+    """UserError where other keys leave no choice of the estimator."""
+    method, typed = self.method, self.advantage_estimator
+    for other, wrong, why in (
+      ("name", method.critic, "whose critic gives the advantages"),
+      ("name", method.advantages, "which has its own advantages"),
+      (
+        "name",
+        not method.normalize_std and typed != "rloo",
+        "whose advantages are not divided by a std, or 'rloo'",
+      ),
+      ("credit", self.credit == "turn", "which compares turn with turn"),
+      (
+        "kl_estimator",
+        self.has_kl_in_reward and typed == "reinforce_plus_plus",
+        "whose penalty is compared with the group's",
+      ),
+    ):
+      if wrong:
+        raise UserError(
+          f"objective.advantage_estimator={typed!r}: expected 'grpo' with "
+          f"objective.{other}={getattr(self, other)!r}, {why}"
+        )
 
 
 def _typed(name, spec, known, kind, rules) -> dict:
@@ -314,6 +460,7 @@ def policy_loss(
     routes=routes,
     replay=objective.replay != "none",
     use_own_experts=None if objective.replay == "r3" else is_old_policy,
+    router_losses=objective.has_router_losses,
   )
   old_metrics = {}
   if batch.sampler_logps is not None:
@@ -328,7 +475,11 @@ def policy_loss(
     k: jnp.where(is_old_policy, x, getattr(batch, k)) for k, x in fields.items()
   }
   batch = dataclasses.replace(batch, **old)
+  distilled = {}
+  if batch.teacher_logps is not None:
+    batch, distilled = _distilled(batch, objective.distillation)
   options, metrics = _options(out, batch, objective, max_length)
+  metrics |= distilled
   total, method_metrics = objective.method.loss(
     out.logps,
     batch.old_logps,
@@ -339,6 +490,9 @@ def policy_loss(
     **options,
   )
   metrics |= method_metrics
+  if objective.has_router_losses:
+    router_total, router_metrics = _router_losses(out, batch, objective)
+    total, metrics = total + router_total, metrics | router_metrics
   if instruments and batch.router_logps is not None:
     metrics |= _routing_metrics(out, batch, objective)
   if not instruments:
@@ -367,6 +521,25 @@ def _old_policy_fields(
   return jax.lax.stop_gradient(fields)
 
 
+def _distilled(
+  batch: TrainBatch, c: DistillationConfig
+) -> tuple[TrainBatch, Metrics]:
+  """Adds `coef * (teacher_logps - old_logps)` to each token's advantage.
+
+  The estimate k1 of the reverse KL, sampled at this token alone: later tokens
+  do not count (a discount of 0).
+  """
+  mask = batch.response_mask
+  gap = jnp.where(mask, batch.old_logps - batch.teacher_logps, 0.0)
+  metrics = {"distill/reverse_kl": Mean.of(gap, mask)}
+  if batch.teacher is not None:
+    for i, name in enumerate(c.folders):
+      own = Mean.of(gap, mask & (batch.teacher == i))
+      metrics[f"distill/reverse_kl_{name}"] = own
+  advantages = batch.advantages - c.coef * gap
+  return dataclasses.replace(batch, advantages=advantages), metrics
+
+
 def _options(
   out: TokenLogprobs, batch: TrainBatch, objective, max_length
 ) -> tuple[dict, Metrics]:
@@ -376,7 +549,11 @@ def _options(
   if objective.has_reference and not objective.has_kl_in_reward:
     estimator = objective.kl_estimator
     penalty = objective.kl_coef * losses.kl_penalty(
-      out.logps, batch.reference_logps, mask, estimator=estimator
+      out.logps,
+      batch.reference_logps,
+      mask,
+      estimator=estimator,
+      old_logps=batch.old_logps,
     )
   if objective.entropy_coef:
     bonus = objective.entropy_coef * out.entropy
@@ -389,6 +566,17 @@ def _options(
       segment_ids=batch.response_segments,
       **options,
     )
+  if threshold := objective.off_policy_mask_threshold:
+    kept, masked = losses.off_policy_mask(
+      out.logps,
+      batch.sampler_logps,
+      batch.advantages,
+      mask,
+      threshold=threshold,
+      segment_ids=batch.response_segments,
+    )
+    weights = kept if weights is None else weights * kept
+    metrics |= masked
   if batch.reference_logps is not None:
     gap = losses.kl_penalty(out.logps, batch.reference_logps, mask)
     metrics["kl/reference"] = jax.lax.stop_gradient(Mean.of(gap, mask))
@@ -405,6 +593,66 @@ def _options(
       shift = losses.router_log_weight(moved, mask, floor=floor)
   options["terms"] = Terms(shift, weights, penalty, numbers.get("dual_clip"))
   return options, metrics
+
+
+def _router_losses(
+  out: TokenLogprobs, batch: TrainBatch, objective
+) -> tuple[jax.Array, Metrics]:
+  """The sum to add to the loss of a micro-batch, and the losses.
+
+  Both are means over the layers, and over the tokens of prompts and responses
+  of the whole minibatch: padding alone does not count, as in transformers, TRL
+  and Megatron.
+
+  Departures: (1) transformers averages `f` and `P` over the layers before it
+  multiplies them; here each layer is balanced by itself, as in Switch. (2) TRL
+  averages the losses of micro-batches; here tokens weigh the same. Only `f` is
+  still of a micro-batch, so the load-balancing loss depends on their size.
+  """
+  real_BT = batch.segment_ids > 0
+  balance, z = (x.mean(0) for x in (out.load_balance, out.z_loss))
+  sums_BT = objective.router_aux_loss_coef * balance
+  sums_BT += objective.router_z_loss_coef * z
+  total = batch.loss_per_token[:, None] * jnp.where(real_BT, sums_BT, 0.0)
+  metrics = {
+    "loss/router_aux": Mean.of(balance, real_BT),
+    "loss/router_z": Mean.of(z, real_BT),
+  }
+  return total.sum(), jax.lax.stop_gradient(metrics)
+
+
+def loss_per_token(
+  batch: TrainBatch, objective: ObjectiveConfig, max_length: int
+) -> jax.Array:
+  """[M, A, rows]: what makes a sum over tokens a mean, of each minibatch.
+
+  `train_step.gradient` divides all sums of a minibatch by the count of its
+  policy loss. Means over other tokens first take this count over theirs. It
+  comes from the loss itself, which counts what the mask has.
+  """
+  options = objective.loss_numbers
+  arguments = objective.method.arguments
+
+  def count(batch):
+    zeros = jnp.zeros(batch.response_mask.shape)
+    own = {"max_length": max_length, "router_shift": zeros}
+    _, metrics = objective.method.loss(
+      zeros,
+      zeros,
+      zeros,
+      batch.response_mask,
+      normalizer=1.0,
+      segment_ids=batch.response_segments,
+      **options | {name: own[name] for name in own if name in arguments},
+    )
+    return metrics["loss/policy"].count
+
+  counts_M = jax.vmap(jax.vmap(count))(batch).sum(1)
+  tokens_M = (batch.segment_ids > 0).sum((1, 2, 3))
+  per_token_M = counts_M / jnp.maximum(tokens_M, 1)
+  return jnp.broadcast_to(
+    per_token_M[:, None, None], batch.segment_ids.shape[:3]
+  )
 
 
 def _router_shift(out: TokenLogprobs, batch: TrainBatch) -> jax.Array:

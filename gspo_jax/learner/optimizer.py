@@ -1,6 +1,7 @@
 """The optimizer, AdamW or Muon, and its learning rate schedule."""
 
 import dataclasses
+import functools
 
 import jax
 import optax
@@ -29,8 +30,8 @@ class OptimConfig:
   name: str = key(
     "adamw",
     '"adamw", or "muon": Muon for the matrices of the blocks, AdamW for the '
-    'rest. "adamw:b1=0.9,b2=0.95,weight_decay=0.0" are the defaults of both; '
-    "only matrices decay.",
+    'rest. "adamw:b1=0.9,b2=0.95,eps=1e-8,weight_decay=0.0" are the defaults '
+    "of both; only matrices decay.",
   )
   learning_rate: float = key(1e-6, "its peak", ZERO_OR_MORE)
   warmup_steps: int = key(0, "optimizer steps", ZERO_OR_MORE)
@@ -40,6 +41,9 @@ class OptimConfig:
     '"cosine:min_lr_ratio=0.1" ends at a tenth of the peak, in place of 0',
   )
   clip_norm: float = key(1.0, "largest global norm of the gradient", POSITIVE)
+  freeze_moe_router: bool = key(
+    False, "keep the routers as they are; a cold start still trains them"
+  )
   total_steps: int = 1  # optimizer steps in all; `decay` ends with them
 
   def __post_init__(self):
@@ -78,24 +82,33 @@ _DECAYS = {"constant": _constant, "linear": _linear, "cosine": _cosine}
 
 
 def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
-  """Clip by global norm, then AdamW or Muon."""
+  """Clip by global norm, then AdamW or Muon.
+
+  Frozen routers have no part in the norm, no decay and no moments.
+  """
   make = spec.chosen("optim.name", cfg.name, _OPTIMIZERS)
   clip = optax.clip_by_global_norm(cfg.clip_norm)
-  return optax.chain(clip, make(schedule(cfg)))
+  chain = optax.chain(clip, make(schedule(cfg)))
+  if not cfg.freeze_moe_router:
+    return chain
+  label = lambda row: "frozen" if row.router else "trained"
+  parts = {"trained": chain, "frozen": optax.set_to_zero()}
+  return optax.partition(parts, functools.partial(_by_row, label))
 
 
-def _adamw(rate, *, b1=0.9, b2=0.95, weight_decay=0.0):
+def _adamw(rate, *, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0):
   UNDER_1.check("optim.name: b1", b1)
   UNDER_1.check("optim.name: b2", b2)
+  POSITIVE.check("optim.name: eps", eps)
   ZERO_OR_MORE.check("optim.name: weight_decay", weight_decay)
   return optax.adamw(
-    rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=_decays
+    rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=_decays
   )
 
 
-def _muon(rate, *, b1=0.9, b2=0.95, weight_decay=0.0):
+def _muon(rate, *, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0):
   """Muon (Jordan et al. 2024) for matrices, AdamW for other parameters."""
-  adamw = _adamw(rate, b1=b1, b2=b2, weight_decay=weight_decay)
+  adamw = _adamw(rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
   # Updates as large as AdamW's, for the same learning rate: arXiv 2502.16982,
   # sec. 2.2. The AdamW inside of `optax.contrib.muon` is not used: it has
   # Nesterov momentum, and decays norms.

@@ -21,12 +21,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from gspo_jax import model
-from gspo_jax.learner.objective import ObjectiveConfig
+from gspo_jax.learner.objective import ObjectiveConfig, loss_per_token
 from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
 from gspo_jax.model.moe import number_type
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.key import key
-from gspo_jax.sampler.samples import Prompts, Samples
+from gspo_jax.sampler.samples import TRUNCATED, Prompts, Samples
 
 # Queries and keys of the blocks of scores by which `pack` sorts rows, which
 # need not be those of a kernel.
@@ -233,6 +233,7 @@ def pack_responses(
   *,
   logps: jax.Array | None = None,
   experts: jax.Array | None = None,
+  kept_ids: jax.Array | None = None,
   turns: jax.Array | None = None,
 ) -> PackedBatch:
   """Packs responses [B, R] behind their prompts [P, S]; B = P * G.
@@ -247,13 +248,14 @@ def pack_responses(
     logps: [B, R] float32, for `sampler_logps`.
     experts: [B, L, S + R, k], with the columns of the left-padded prompt and
       its response.
+    kept_ids: [B, K, R] int32.
     turns: [B, R] int; tokens of turn 0 are not in `response_mask`. None: all
       are.
   """
   B, (P, S) = len(responses), prompts.tokens.shape
   batch_axes = PartitionSpec(sharding.BATCH_AXES)
 
-  def local(prompts, responses, lengths, packing, logps, experts, turns):
+  def local(prompts, responses, lengths, packing, logps, by_layer, turns):
     repeat = lambda x: jnp.repeat(x, B // P, axis=0)
     prompt_lengths = repeat(prompts.lengths)
     whole = lambda x: sharding.gather(x, *sharding.BATCH_AXES, dim=0)
@@ -271,10 +273,15 @@ def pack_responses(
     zeros = jnp.zeros(mask.shape)
     if logps is not None:
       logps = jnp.where(mask, at_response(logps), 0.0)
+    # The largest fields: layer by layer, and one of the K after another.
+    each = lambda f, x: jnp.moveaxis(
+      jax.lax.map(f, jnp.moveaxis(x, 1, 0)), 0, 1
+    )
+    experts, kept_ids = by_layer
     if experts is not None:
-      # Layer by layer: this is the largest field.
-      layers = jax.lax.map(move, jnp.moveaxis(experts, 1, 0))
-      experts = jnp.moveaxis(layers, 0, 1)
+      experts = each(move, experts)
+    if kept_ids is not None:
+      kept_ids = each(at_response, kept_ids)
     rows = TrainBatch(
       tokens=jnp.where(real, tokens, 0),
       positions=jnp.where(real, place, 0),
@@ -284,6 +291,7 @@ def pack_responses(
       advantages=zeros,
       response_index=jnp.where(mask, b[:, 1:], 0),
       experts=experts,
+      kept_ids=kept_ids,
       sampler_logps=logps,
       turns=turns,
     )
@@ -297,7 +305,8 @@ def pack_responses(
     in_specs=(*[batch_axes] * 3, PartitionSpec(), *[batch_axes] * 3),
     out_specs=PartitionSpec(None, None, *sharding.ROWS),
   )
-  rows = sharded(prompts, responses, lengths, packing, logps, experts, turns)
+  by_layer = experts, kept_ids
+  rows = sharded(prompts, responses, lengths, packing, logps, by_layer, turns)
   return PackedBatch(rows, jnp.asarray(packing.num_micro_batches))
 
 
@@ -393,7 +402,9 @@ def train_batch_from_samples(
   """The packed batch of samples, with zeros where values are filled in later.
 
   All fields that the objective reads exist from the start, so that one compiled
-  program takes the batch for old log-probs and for an update.
+  program takes the batch for old log-probs and for an update. Overlong
+  filtering takes truncated responses out of `response_mask` here, before any
+  loss takes its count from it.
   """
   batch = pack_responses(
     prompts,
@@ -403,6 +414,7 @@ def train_batch_from_samples(
     packing_config,
     logps=samples.logps,
     experts=samples.experts,
+    kept_ids=samples.kept_ids,
     turns=samples.turns,
   )
   rows = batch.rows
@@ -414,16 +426,27 @@ def train_batch_from_samples(
     experts = jnp.zeros((*lead, L, T, k), number_type(cfg.num_experts))
   if objective.reads_old_routers(cfg, instruments):
     router_logps = jnp.zeros((*lead, L, T - 1, k))
-  has_critic = objective.method.critic
+  has_critic, mask = objective.method.critic, rows.response_mask
+  if objective.truncated == "mask":
+    mask &= samples.finish[rows.response_index] != TRUNCATED
+  teachers = len(objective.distillation.teachers)
   rows = dataclasses.replace(
     rows,
+    response_mask=mask,
     old_logps=rows.sampler_logps if objective.has_sampler_logps else zeros,
     experts=experts,
     router_logps=router_logps,
     reference_logps=zeros if objective.has_reference else None,
+    teacher_logps=zeros if teachers else None,
+    teacher=jnp.zeros_like(rows.response_index) if teachers > 1 else None,
     values=zeros if has_critic else None,
     returns=zeros if has_critic else None,
     turns=rows.turns if objective.credit == "turn" else None,
   )
+  if objective.has_router_losses:
+    longest = samples.tokens.shape[1]
+    rows = dataclasses.replace(
+      rows, loss_per_token=loss_per_token(rows, objective, longest)
+    )
   rows = sharding.constrain(rows, None, None, *sharding.ROWS)
   return batch._replace(rows=rows)

@@ -1,24 +1,43 @@
-"""The passes of the reference policy and the critic before an update."""
+"""The passes of the reference policy, teachers and critic before an update."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from gspo_jax import model
 from gspo_jax.learner import critic, train_batch, train_step
-from gspo_jax.learner.train_batch import MICRO_BATCHES, PackedBatch
+from gspo_jax.learner.train_batch import (
+  MICRO_BATCHES,
+  PackedBatch,
+  TrainBatch,
+)
 from gspo_jax.learner.train_step import TrainState
+
+# The named scope of conditionals that run one of several teachers or skip it;
+# `plan` counts all of them by it.
+TEACHERS = "teachers"
 
 
 def add_reference_and_values(
   state: TrainState,
   batch: PackedBatch,
+  teachers: Sequence[model.Params] = (),
+  teacher: jax.Array | None = None,
   *,
   cfg: model.ModelConfig,
   temperature: float,
+  teacher_models: Sequence[model.ModelConfig] = (),
 ) -> PackedBatch:
-  """The batch with the reference's log-probs and the critic's values."""
+  """The batch with the log-probs of reference and teachers, and with values.
+
+  All log-probs are of softmax(logits / temperature), as the policy's. `teacher`
+  is [B] int32, which of several teachers scores a response.
+  """
   rows, counts = batch
+  if teacher is not None:
+    rows = dataclasses.replace(rows, teacher=teacher[rows.response_index])
 
   def minibatch(m, fields):
     def micro_batch(a, fields):
@@ -28,6 +47,10 @@ def add_reference_and_values(
         new["reference_logps"] = train_batch.response_logps(
           reference, cfg, one, temperature=temperature
         ).logps
+      if teachers:
+        new["teacher_logps"] = _teacher_logps(
+          teachers, teacher_models, one, temperature
+        )
       if state.critic is not None:
         new["values"] = critic.values(state.critic.params, cfg, one)
       return {name: x.at[m, a].set(new[name]) for name, x in fields.items()}
@@ -38,7 +61,37 @@ def add_reference_and_values(
   fields = {}
   if state.reference is not None:
     fields["reference_logps"] = rows.reference_logps
+  if teachers:
+    fields["teacher_logps"] = rows.teacher_logps
   if state.critic is not None:
     fields["values"] = rows.values
   fields = jax.lax.fori_loop(0, len(counts), minibatch, fields)
   return PackedBatch(dataclasses.replace(rows, **fields), counts)
+
+
+def _teacher_logps(
+  params: Sequence[model.Params],
+  models: Sequence[model.ModelConfig],
+  batch: TrainBatch,
+  temperature: float,
+) -> jax.Array:
+  """[B, R] float32; a teacher without a token of its own is not run."""
+
+  def logps(i, mask):
+    own = dataclasses.replace(batch, response_mask=mask)
+    return train_batch.response_logps(
+      params[i], models[i], own, temperature=temperature
+    ).logps
+
+  if batch.teacher is None:
+    return logps(0, batch.response_mask)
+  total = jnp.zeros(batch.response_mask.shape)
+  for i in range(len(params)):
+    mask = batch.response_mask & (batch.teacher == i)
+    with jax.named_scope(TEACHERS):
+      total += jax.lax.cond(
+        mask.any(),
+        lambda i=i, mask=mask: logps(i, mask),
+        lambda: jnp.zeros(batch.response_mask.shape),
+      )
+  return total

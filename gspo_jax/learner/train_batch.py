@@ -2,7 +2,7 @@
 
 Dimension key: P prompts, G responses a prompt, B = P * G responses, S prompt
 columns, R most response tokens, M minibatches, A most micro-batches of one, L
-layers, k experts a token, W columns of a row.
+layers, k experts a token, K kept ids a token, W columns of a row.
 """
 
 import dataclasses
@@ -48,12 +48,21 @@ class TrainBatch:
   # [B, L, R, k] float32, the old routers' log-probs of these experts at the
   # tokens that predict the response.
   router_logps: jax.Array | None = None
+  # [B, K, R] int32, as in `Samples`. All log-probs of the batch are over these
+  # ids: new, old, and the reference's.
+  kept_ids: jax.Array | None = None
   sampler_logps: jax.Array | None = None  # [B, R] float32
   reference_logps: jax.Array | None = None  # [B, R] float32
+  teacher_logps: jax.Array | None = None  # [B, R] float32
+  # [B, R] int32, which of several teachers scores a token, from 0
+  teacher: jax.Array | None = None
   values: jax.Array | None = None  # [B, R] float32, of the old critic
   returns: jax.Array | None = None  # [B, R] float32, the critic's targets
   # [B, R] int16, the turn of a conversation, from 1; 0 elsewhere.
   turns: jax.Array | None = None
+  # [B] float32: the count that divides the loss of the minibatch, by its tokens
+  # of prompts and responses. See `objective.loss_per_token`.
+  loss_per_token: jax.Array | None = None
 
   @property
   def response_segments(self) -> jax.Array:
@@ -109,5 +118,6 @@ def response_logps(
     batch.segment_ids,
     response_length=batch.response_mask.shape[1],
     wanted=batch.response_mask,
+    kept_ids=batch.kept_ids,
     **options,
   )

@@ -1,4 +1,12 @@
-"""Advantages: rewards in, float32 advantages out."""
+"""Advantages: rewards in, float32 advantages out.
+
+P prompts have a group of G responses each, and a response may have N rewards.
+A function of [P, G] compares responses with their group, and some also with
+the batch: give them the responses of all hosts, before the batch is split into
+minibatches.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +50,145 @@ def group_relative_advantages(
   return centered / (jnp.sqrt(variance) + jnp.where(equal, 1.0, eps))
 
 
+def rloo_advantages(rewards: jax.Array) -> jax.Array:
+  """[P, G]: A_i = r_i - mean of the other rewards of the group.
+
+  RLOO, Ahmadian et al. 2024, arXiv 2402.14740. The baseline does not depend on
+  the response, so the policy gradient has no bias. A_i is G / (G - 1) times
+  r_i - mean of all: equal rewards give exact zeros, and a group's mean is 0.
+
+  Args:
+    rewards: [P, G], of any real dtype; G >= 2.
+  """
+  centered = group_relative_advantages(rewards, normalize_std=False)
+  return centered * (centered.shape[1] / (centered.shape[1] - 1))
+
+
+def reinforce_plus_plus_advantages(
+  rewards: jax.Array, *, baseline: bool = False, eps: float = 1e-6
+) -> jax.Array:
+  """[P, G]: A = (a - mean) / (std + eps), over the whole batch.
+
+  REINFORCE++, Hu et al. 2025, arXiv 2501.03262. Without `baseline` a is the
+  reward (sec. 3.1, eq. 5), with it the reward minus the mean of its group
+  (REINFORCE++ w/ baseline, sec. 3.2, eq. 6 and 7).
+
+  Departures: (1) mean and std are over responses, not over tokens, so that a
+  long response does not count more than a short one; (2) the KL penalty is not
+  a part of a (eq. 4).
+
+  Args:
+    rewards: [P, G], of any real dtype; G >= 2 with `baseline`.
+    eps: added to the standard deviation (ddof 0), in units of reward.
+
+  Returns:
+    [P, G] float32 with mean 0. Exact zeros if all rewards are equal; with
+    `baseline`, in each group of equal rewards.
+  """
+  if baseline:
+    centered = group_relative_advantages(rewards, normalize_std=False)
+    return _over_batch_std(centered, eps)
+  return whiten(jnp.asarray(rewards), jnp.ones(rewards.shape, bool), eps=eps)
+
+
+def max_rl_advantages(rewards: jax.Array) -> jax.Array:
+  """[P, G]: A_i = (r_i - mean) / mean, over the group.
+
+  MaxRL, Tajwar et al. 2026, arXiv 2602.02710, algorithm 1. With K right of G
+  responses, a right one gets G / K - 1 and a wrong one -1: a hard problem
+  counts more. With p the probability of a right response, the expected policy
+  gradient (a mean over the group) is that of the first G - 1 terms of
+  log p = -sum_k (1 - p)^k / k, where rewards minus their mean give the first.
+
+  Args:
+    rewards: [P, G], 0 or 1, or other numbers of 0 or more; G >= 2.
+
+  Returns:
+    [P, G] float32 from -1 to G - 1, with mean 0 in a group. Exact zeros where
+    the rewards are equal, and where one is negative.
+  """
+  centered = group_relative_advantages(rewards, normalize_std=False)
+  rewards = jnp.asarray(rewards, jnp.float32)
+  mean = rewards.mean(axis=1, keepdims=True)
+  is_defined = (mean > 0) & (rewards.min(axis=1, keepdims=True) >= 0)
+  return jnp.where(is_defined, centered / jnp.where(mean > 0, mean, 1.0), 0.0)
+
+
+def pass_at_k_advantages(rewards: jax.Array, *, k: int) -> jax.Array:
+  """[P, G]: the advantage of pass@k, over all subsets of k responses.
+
+  The reward of a subset is 1 if one of its responses is right; a response gets
+  the mean, over the subsets with it, of (reward - mean) / std. With W wrong of
+  G responses, f = C(W, k) / C(G, k) the share of subsets that fail and
+  s = sqrt(f (1 - f)):
+
+    right: f / s          wrong: (f - C(W - 1, k - 1) / C(G - 1, k - 1)) / s
+
+  Chen et al. 2025, arXiv 2508.10751, sec. 2.4. `grpo_passk` of verl is another
+  estimator: there only the best response of a group has an advantage.
+
+  Args:
+    rewards: [P, G], of any real dtype; above 0: the response is right. G >= 2.
+    k: size of the subsets, from 1 to G. With 1 the advantages are those of
+      `group_relative_advantages`.
+
+  Returns:
+    [P, G] float32 with mean 0 in a group. Exact zeros where no or all responses
+    are right, and where fewer than k are wrong.
+  """
+  rewards = jnp.asarray(rewards)
+  if rewards.ndim != 2 or not 1 <= k <= rewards.shape[1]:
+    raise ValueError(
+      f"expected rewards [P, G], k up to G, got {rewards.shape=}, {k=}"
+    )
+  right, size = rewards > 0, rewards.shape[1]
+  wrong = (size - right.sum(1, keepdims=True)).astype(jnp.float32)
+  # Of the subsets with a wrong response, those that fail.
+  others_fail = jnp.ones_like(wrong)
+  for i in range(1, k):
+    others_fail *= jnp.maximum(wrong - i, 0.0) / (size - i)
+  fail = wrong / size * others_fail
+  std = jnp.sqrt(fail * (1 - fail))
+  advantages = jnp.where(right, fail, fail - others_fail)
+  return jnp.where(std > 0, advantages / jnp.where(std > 0, std, 1.0), 0.0)
+
+
+def gdpo_advantages(
+  rewards: jax.Array, weights: jax.Array, *, eps: float = 1e-6
+) -> jax.Array:
+  """[P, G]: A = a / (std + eps), with a_i = sum_n w_n A_in.
+
+  A_in = (r_in - mean) / (std + eps) compares reward n of response i with the
+  same reward of its group; the other std is of a, over the whole batch. GDPO,
+  Liu et al. 2026, arXiv 2601.05242, sec. 3.1 and 3.2, eq. 4, 6 and 7: two
+  rewards keep their weights even if one varies more than the other. a has the
+  mean 0, which eq. 6 subtracts. Departure: NaN is a reward that a response does
+  not have, and stays out of mean, std and sum.
+
+  Args:
+    rewards: [P, G, N] float32; NaN: left out.
+    weights: [N], of each reward.
+    eps: added to both standard deviations (ddof 0).
+
+  Returns:
+    [P, G] float32; exact zeros in groups in which each reward is equal.
+  """
+  rewards, weights = jnp.asarray(rewards), jnp.asarray(weights, jnp.float32)
+  if rewards.ndim != 3 or weights.shape != rewards.shape[2:]:
+    raise ValueError(
+      f"expected rewards [P, G, N] and weights [N], got {rewards.shape=}, "
+      f"{weights.shape=}"
+    )
+  apart = _group_relative(rewards, ~jnp.isnan(rewards), eps=eps)
+  return _over_batch_std((apart * weights).sum(-1), eps)
+
+
+def _over_batch_std(advantages, eps):
+  """A / (std + eps) over the batch, for advantages with the mean 0."""
+  std = jnp.sqrt((advantages**2).mean())
+  return advantages / jnp.where(std > 0, std + eps, 1.0)
+
+
 def turn_advantages(
   rewards: jax.Array, *, normalize_std: bool = True, eps: float = 1e-6
 ) -> jax.Array:
@@ -69,13 +216,18 @@ def turn_advantages(
   has_turn = ~jnp.isnan(rewards)
   rewards = jnp.where(has_turn, rewards, 0.0)
   to_go = jnp.cumsum(rewards[..., ::-1], axis=-1)[..., ::-1]
-  count = jnp.maximum(has_turn.sum(1, keepdims=True), 1)
-  mean = jnp.where(has_turn, to_go, 0.0).sum(1, keepdims=True) / count
-  lowest = jnp.where(has_turn, to_go, jnp.inf).min(1, keepdims=True)
-  highest = jnp.where(has_turn, to_go, -jnp.inf).max(1, keepdims=True)
+  return _group_relative(to_go, has_turn, normalize_std=normalize_std, eps=eps)
+
+
+def _group_relative(x, has, *, normalize_std=True, eps):
+  """(x - mean) / (std + eps) over axis 1 of [P, G, K], of those that `has`."""
+  count = jnp.maximum(has.sum(1, keepdims=True), 1)
+  mean = jnp.where(has, x, 0.0).sum(1, keepdims=True) / count
+  lowest = jnp.where(has, x, jnp.inf).min(1, keepdims=True)
+  highest = jnp.where(has, x, -jnp.inf).max(1, keepdims=True)
   # Compared for the same reason as in group_relative_advantages.
   equal = lowest >= highest
-  centered = jnp.where(has_turn & ~equal, to_go - mean, 0.0)
+  centered = jnp.where(has & ~equal, x - mean, 0.0)
   if not normalize_std:
     return centered
   std = jnp.sqrt((centered**2).sum(1, keepdims=True) / count)
@@ -177,3 +329,18 @@ def whiten(
   equal = lowest >= highest
   std = jnp.sqrt((centered**2).sum() / count)
   return jnp.where(equal, 0.0, centered) / (std + jnp.where(equal, 1.0, eps))
+
+
+# Keys are values of `objective.advantage_estimator`. All take rewards [P, G],
+# but `gdpo`, which takes [P, G, N] and weights; `pass_at_k` also needs `k`.
+ESTIMATORS = {
+  "grpo": group_relative_advantages,
+  "rloo": rloo_advantages,
+  "reinforce_plus_plus": reinforce_plus_plus_advantages,
+  "reinforce_plus_plus_baseline": functools.partial(
+    reinforce_plus_plus_advantages, baseline=True
+  ),
+  "max_rl": max_rl_advantages,
+  "pass_at_k": pass_at_k_advantages,
+  "gdpo": gdpo_advantages,
+}

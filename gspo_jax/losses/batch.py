@@ -34,6 +34,19 @@ class TokenBatch(NamedTuple):
     """[B, T] -> [B, N]; 0 for a sequence without response tokens."""
     return self.sums(values) / jnp.maximum(self.lengths(), 1.0)
 
+  def running_sums(self, values: jax.Array) -> jax.Array:
+    """[B, T]: the sum over the sequence's response tokens up to each token."""
+    values = jnp.where(self.mask, values, 0.0)
+    if self.segment_ids is None:
+      return jnp.cumsum(values, axis=1)
+    # One sequence after the other, less the sums of the sequences before.
+    take = lambda x, i: jnp.take_along_axis(x, i, axis=1)
+    order = jnp.argsort(self.segment_ids, axis=1, stable=True)
+    running = jnp.cumsum(take(values, order), axis=1)
+    sums = self.sums(values)
+    before = jnp.cumsum(sums, axis=1) - sums
+    return take(running, jnp.argsort(order, axis=1)) - self.to_tokens(before)
+
   def to_tokens(self, values: jax.Array) -> jax.Array:
     """[B, N] -> [B, T]: gives each token the value of its sequence."""
     if self.segment_ids is None:

@@ -12,6 +12,7 @@ def kl_penalty(
   mask: jax.Array,
   *,
   estimator: str = "k3",
+  old_logps: jax.Array | None = None,
 ) -> jax.Array:
   """Estimates KL(new || reference) at each token, for `Terms.penalty`.
 
@@ -25,27 +26,42 @@ def kl_penalty(
   expected gradient of 0, so it belongs in the reward: subtract
   `jnp.where(mask, old_logps - reference_logps, 0)` from it.
 
+  k3_unbiased = exp(x - o) k3 has the expected value and gradient of
+  KL(new || reference), also off-policy: DeepSeek-AI 2025, arXiv 2512.02556,
+  sec. 3.1. o are the log-probs of the old policy.
+
   Args:
     logps: x, [B, T] float32. The only differentiated argument.
     reference_logps: f, [B, T] float32.
     mask: as in `gspo_loss`.
-    estimator: "k3" or "k2".
+    estimator: "k3", "k2" or "k3_unbiased".
+    old_logps: o, [B, T] float32, for "k3_unbiased" alone.
 
   Returns:
-    [B, T] float32 >= 0; 0 where the mask is 0. f - x is clamped at ±20, beyond
-    which it has no gradient.
+    [B, T] float32 >= 0; 0 where the mask is 0. f - x and x - o are clamped at
+    ±20, beyond which they have no gradient.
   """
   if estimator == "k1":
     raise ValueError(
       "k1 as a loss has zero expected gradient on-policy: subtract it from the"
       " reward instead, or use 'k2' or 'k3'"
     )
-  if estimator not in ("k2", "k3"):
-    raise ValueError(f"expected estimator 'k2' or 'k3', got {estimator!r}")
-  require_float32_BT({"logps": logps, "reference_logps": reference_logps}, mask)
+  if estimator not in ("k2", "k3", "k3_unbiased"):
+    raise ValueError(
+      f"expected estimator 'k2', 'k3' or 'k3_unbiased', got {estimator!r}"
+    )
+  floats = {"logps": logps, "reference_logps": reference_logps}
+  if estimator == "k3_unbiased":
+    if old_logps is None:
+      raise ValueError("estimator 'k3_unbiased' needs old_logps")
+    floats["old_logps"] = old_logps
+  require_float32_BT(floats, mask)
   mask = jnp.asarray(mask, bool)
-  new, reference = (jnp.where(mask, x, 0) for x in (logps, reference_logps))
+  new, reference, *old = (jnp.where(mask, x, 0) for x in floats.values())
   log_ratio = clamp(jax.lax.stop_gradient(reference) - new)
   if estimator == "k2":
     return log_ratio**2 / 2
-  return jnp.expm1(log_ratio) - log_ratio
+  k3 = jnp.expm1(log_ratio) - log_ratio
+  if not old:
+    return k3
+  return jnp.exp(clamp(new - jax.lax.stop_gradient(old[0]))) * k3

@@ -91,4 +91,9 @@ METHODS = {
   "rspo": Method(policy.rspo_loss, "token", "log_ratio", one_advantage=True),
   "cispo": Method(policy.cispo_loss),
   "sapo": Method(policy.sapo_loss),
+  "luspo": Method(policy.luspo_loss, "sequence", "ratio", one_advantage=True),
+  "vespo": Method(policy.vespo_loss, "sequence"),
+  "dppo_tv": Method(policy.dppo_tv_loss, normalize_std=False),
+  "dppo_kl": Method(policy.dppo_kl_loss, normalize_std=False),
+  "ctpo": Method(policy.ctpo_loss, "token", "log_ratio"),
 }

@@ -1,4 +1,4 @@
-"""Importance weights from the sampler's to the trainer's log-probs."""
+"""Token weights where sampler and trainer, or old and new policy, differ."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,8 @@ def mismatch_weights(
   RL Framework Secretly Brings You Off-Policy RL Training". "mis" masks: w where
   floor <= w <= cap, else 0. Liu, Li et al. 2025, "When Speed Kills Stability:
   Demystifying RL Collapse from the Training-Inference Mismatch". Other trainers
-  also use a cap of 2; we chose its inverse as the floor.
+  also use a cap of 2; we chose its inverse as the floor. "mis" of tokens with
+  cap 5 and floor 0.5 is IcePop, Ling Team 2025, arXiv 2510.18855, sec. 2.3.
 
   Departures from the second source: (1) with the unit "sequence" each token
   takes the geometric mean of w over its sequence. The source takes the product,
@@ -74,3 +75,42 @@ def mismatch_weights(
     "mismatch/cut": token_mean(batch, out_of_bounds),
   }
   return jnp.where(batch.mask, weight, 0.0), metrics
+
+
+def off_policy_mask(
+  logps: jax.Array,
+  sampler_logps: jax.Array,
+  advantages: jax.Array,
+  mask: jax.Array,
+  *,
+  threshold: float,
+  segment_ids: jax.Array | None = None,
+) -> tuple[jax.Array, Metrics]:
+  """Off-policy sequence masking: 0 or 1 for each token, for `Terms.weights`.
+
+  0 where A < 0 and mean_t (q - x) > threshold, the mean over the sequence. q is
+  the sampler's log-prob, so that the gap has the mismatch as well as the
+  updates since. DeepSeek-AI 2025, arXiv 2512.02556, sec. 3.1, which gives no
+  threshold; TRL's documentation begins at 0.5. Tokens of weight 0 still count
+  in the loss's denominator.
+
+  Args:
+    logps: x, [B, T] float32.
+    sampler_logps: q, [B, T] float32.
+    advantages: A, as in `gspo_loss`: one for each sequence or token.
+    mask: as in `gspo_loss`.
+    threshold: in nats a token, above 0.
+    segment_ids: as in `gspo_loss`.
+
+  Returns:
+    (weights, metrics): [B, T] float32 without gradient, 0 where the mask is 0;
+    and the fraction of tokens that were masked, `mismatch/off_policy`. A
+    token's q - x is clamped at ±20.
+  """
+  if not threshold > 0:
+    raise ValueError(f"expected a threshold above 0, got {threshold=}")
+  batch = checked_batch(logps, sampler_logps, advantages, mask, segment_ids)
+  gap = batch.to_tokens(batch.means(-batch.raw_log_ratio))
+  is_off = (batch.advantages < 0) & (gap > threshold)
+  kept = jnp.where(batch.mask & ~is_off, 1.0, 0.0)
+  return kept, {"mismatch/off_policy": token_mean(batch, is_off)}

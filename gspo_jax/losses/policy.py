@@ -1,11 +1,14 @@
 """The policy losses; `gspo_loss` describes the arguments of all of them."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from gspo_jax.losses.batch import (
   TokenBatch,
   checked_batch,
+  clamp,
   require_float32_BT,
   sequence_mean,
   token_mean,
@@ -43,8 +46,8 @@ def gspo_loss(
       that is trained. The only differentiated argument.
     old_logps: o, [B, T] float32: their log-probs under the old policy.
     advantages: A, float32: [B], or [B, T] with `segment_ids`, constant within a
-      sequence. All losses except GSPO, GMPO and RSPO also take one for each
-      token, [B, T], with or without `segment_ids`.
+      sequence. All losses except GSPO, GMPO, RSPO and LUSPO also take one for
+      each token, [B, T], with or without `segment_ids`.
     mask: m, [B, T], bool or 0/1: 1 where logps[:, t] is the log-prob of a
       response token. Values where it is 0 are never read.
     clip_low: l. The ratio is clipped at 1 - l where A < 0.
@@ -71,7 +74,10 @@ def gspo_loss(
 
 
 def clipped(
-  batch: TokenBatch, log_ratio: jax.Array, clip_low: float, clip_high: float
+  batch: TokenBatch,
+  log_ratio: jax.Array,
+  clip_low: jax.Array | float,
+  clip_high: jax.Array | float,
 ) -> Surrogate:
   """-min(r A, clip(r, 1 - l, 1 + h) A); with a dual clip c, at most -c A."""
   ratio = jnp.exp(log_ratio)
@@ -162,13 +168,18 @@ def dr_grpo_loss(
   """
   batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
   length = logps.shape[1] if max_length is None else max_length
+  tokens = clipped(batch, batch.log_ratio, clip_low, clip_high)
+  return reduce(batch, tokens, _mean_over_length(length), normalizer)
 
-  def mean_over_max_length(batch: TokenBatch, values: jax.Array) -> Mean:
+
+def _mean_over_length(length: int) -> Callable[[TokenBatch, jax.Array], Mean]:
+  """The sum over all tokens / (sequences * length), for `reduce`."""
+
+  def mean(batch: TokenBatch, values: jax.Array) -> Mean:
     count = sequence_mean(batch, values).count * length
     return Mean(token_mean(batch, values).total, count)
 
-  tokens = clipped(batch, batch.log_ratio, clip_low, clip_high)
-  return reduce(batch, tokens, mean_over_max_length, normalizer)
+  return mean
 
 
 def dapo_loss(
@@ -342,6 +353,182 @@ def sapo_loss(
   gate = jax.nn.sigmoid(tau * jnp.expm1(batch.log_ratio))
   never = jnp.zeros_like(batch.mask)
   tokens = Surrogate(-4 / tau * gate * batch.advantages, never, never)
+  return reduce(batch, tokens, sequence_mean, normalizer)
+
+
+def luspo_loss(
+  logps: jax.Array,
+  old_logps: jax.Array,
+  advantages: jax.Array,
+  mask: jax.Array,
+  *,
+  clip_low: float = 2e-3,
+  clip_high: float = 2.5e-3,
+  normalizer: jax.Array | float | None = None,
+  segment_ids: jax.Array | None = None,
+  terms: Terms = NO_TERMS,
+) -> tuple[jax.Array, Metrics]:
+  """LUSPO: mean_i -n_i min(s_i A_i, clip(s_i, 1 - l, 1 + h) A_i).
+
+  `gspo_loss` times the length n_i of each sequence, so that a token of a long
+  response has the gradient of one of a short response. Liu et al. 2026, arXiv
+  2602.05261; l and h are from sec. 5.1. One advantage for each sequence. The
+  loss is about n_i times that of GSPO, as is a penalty: its sum over tokens is
+  divided by the number of sequences, the default normalizer.
+  """
+  _require_one_advantage("luspo_loss", advantages, segment_ids)
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  log_ratio = batch.to_tokens(batch.means(batch.log_ratio))
+  tokens = clipped(batch, log_ratio, clip_low, clip_high)
+  return reduce(batch, tokens, _mean_over_length(1), normalizer)
+
+
+def vespo_loss(
+  logps: jax.Array,
+  old_logps: jax.Array,
+  advantages: jax.Array,
+  mask: jax.Array,
+  *,
+  k_positive: float = 2.0,
+  lambda_positive: float = 3.0,
+  k_negative: float = 3.0,
+  lambda_negative: float = 2.0,
+  normalizer: jax.Array | float | None = None,
+  segment_ids: jax.Array | None = None,
+  terms: Terms = NO_TERMS,
+) -> tuple[jax.Array, Metrics]:
+  """VESPO: mean over tokens of -sg[W^k exp(lambda (1 - W))] A x.
+
+  W = exp(sum_t m (x - o)) is the product of the token ratios of a sequence,
+  without a division by its length. The weight is 1 at W = 1; k makes it fall
+  below W = 1, lambda above. Shen et al. 2026, arXiv 2602.10693v3, eq. 20, with
+  k for c1 and lambda for c2; the numbers, by the sign of A, are from sec. 4.1.
+  In the paper o are the log-probs of the sampler.
+
+  As in the authors' code, log W is clamped at ±20. No dual clip; nothing is
+  clipped, so `clip_frac/*` is 0. The default normalizer is the number of
+  response tokens.
+  """
+  refuse_dual_clip(terms, "vespo_loss")
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  log_weight = clamp(batch.sums(batch.log_ratio))
+  log_weight = batch.to_tokens(jax.lax.stop_gradient(log_weight))
+  positive = batch.advantages > 0
+  k = jnp.where(positive, k_positive, k_negative)
+  rate = jnp.where(positive, lambda_positive, lambda_negative)
+  weight = jnp.exp(k * log_weight - rate * jnp.expm1(log_weight))
+  never = jnp.zeros_like(batch.mask)
+  tokens = Surrogate(-weight * batch.advantages * batch.logps, never, never)
+  return reduce(batch, tokens, token_mean, normalizer)
+
+
+def dppo_tv_loss(
+  logps: jax.Array,
+  old_logps: jax.Array,
+  advantages: jax.Array,
+  mask: jax.Array,
+  *,
+  delta: float = 0.2,
+  max_length: int | None = None,
+  normalizer: jax.Array | float | None = None,
+  segment_ids: jax.Array | None = None,
+  terms: Terms = NO_TERMS,
+) -> tuple[jax.Array, Metrics]:
+  """DPPO-Binary-TV: the sum over tokens of -M r A / (sequences * max_length).
+
+  M is 0 where D > delta and the token has moved as A wants (A > 0 and x > o, or
+  A < 0 and x < o), else 1. D = |e^x - e^o| is the total variation between the
+  two policies, of the chosen token against all others; r = exp(x - o). Qi et
+  al. 2026, arXiv 2602.04879, eq. 12 and 13; delta is from app. E, where a run
+  with LoRA has 0.15. By sec. 5.2, o are the log-probs of the sampler, not
+  recomputed ones.
+
+  As in the authors' recipe, mean, `max_length` and default normalizer are those
+  of `dr_grpo_loss`, and advantages are not divided by the std
+  (`normalize_std=False`). No dual clip. `clip_frac/*` counts where M is 0.
+  """
+  refuse_dual_clip(terms, "dppo_tv_loss")
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  divergence = jnp.abs(jnp.exp(batch.logps) - _old_probs(batch, old_logps))
+  return _dppo(batch, divergence, delta, max_length, normalizer)
+
+
+def dppo_kl_loss(
+  logps: jax.Array,
+  old_logps: jax.Array,
+  advantages: jax.Array,
+  mask: jax.Array,
+  *,
+  delta: float = 0.05,
+  max_length: int | None = None,
+  normalizer: jax.Array | float | None = None,
+  segment_ids: jax.Array | None = None,
+  terms: Terms = NO_TERMS,
+) -> tuple[jax.Array, Metrics]:
+  """DPPO-Binary-KL: `dppo_tv_loss` with a KL divergence as D.
+
+  D = q log(q / p) + (1 - q) log((1 - q) / (1 - p)), with p = e^x and q = e^o.
+  Qi et al. 2026, arXiv 2602.04879, eq. 14; delta is from app. E. 1 - p and
+  1 - q are at least 2^-24, the smallest that float32 can tell from 0.
+  """
+  refuse_dual_clip(terms, "dppo_kl_loss")
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  old = _old_probs(batch, old_logps)
+  new_others, old_others = (
+    jnp.maximum(1 - p, 2.0**-24) for p in (jnp.exp(batch.logps), old)
+  )
+  others = old_others * jnp.log(old_others / new_others)
+  divergence = others - old * batch.raw_log_ratio
+  return _dppo(batch, divergence, delta, max_length, normalizer)
+
+
+def _old_probs(batch: TokenBatch, old_logps: jax.Array) -> jax.Array:
+  return jnp.exp(jnp.where(batch.mask, old_logps, 0.0))
+
+
+def _dppo(batch, divergence, delta, max_length, normalizer):
+  far = divergence > delta
+  low = far & (batch.advantages < 0) & (batch.raw_log_ratio < 0)
+  high = far & (batch.advantages > 0) & (batch.raw_log_ratio > 0)
+  loss = -jnp.exp(batch.log_ratio) * batch.advantages
+  tokens = Surrogate(jnp.where(low | high, 0.0, loss), low, high)
+  length = batch.mask.shape[1] if max_length is None else max_length
+  return reduce(batch, tokens, _mean_over_length(length), normalizer)
+
+
+def ctpo_loss(
+  logps: jax.Array,
+  old_logps: jax.Array,
+  advantages: jax.Array,
+  mask: jax.Array,
+  *,
+  clip_low: float = 0.025,
+  clip_high: float = 0.05,
+  normalizer: jax.Array | float | None = None,
+  segment_ids: jax.Array | None = None,
+  terms: Terms = NO_TERMS,
+) -> tuple[jax.Array, Metrics]:
+  """CTPO: mean_i mean_t -min(c A, clip(c, e^(-l sqrt t), e^(h sqrt t)) A).
+
+  c_it = exp(sum_{s <= t} (x_is - o_is)) is the product of the ratios up to
+  token t, the t-th response token of sequence i: l and h bound the log-ratio of
+  the first token, and the range grows as the spread of log c does. Zhang et al.
+  2026, arXiv 2605.07331, sec. 3.3; l and h are from sec. 4.1. In a packed row
+  the tokens of a sequence are in their order.
+
+  As in the authors' code, (1) token t has the gradient of its own x alone:
+  c_it = sg[c_it] exp(x - sg[x]); (2) log c is clamped (here at ±20). Their code
+  also has a dual clip, which the paper does not: none here. The default
+  normalizer is the number of sequences.
+  """
+  refuse_dual_clip(terms, "ctpo_loss")
+  batch = checked_batch(logps, old_logps, advantages, mask, segment_ids, terms)
+  sg = jax.lax.stop_gradient
+  own = sg(batch.log_ratio)
+  log_ratio = clamp(batch.running_sums(own)) + (batch.log_ratio - own)
+  root = jnp.sqrt(batch.running_sums(jnp.ones_like(own)))
+  low, high = -jnp.expm1(-clip_low * root), jnp.expm1(clip_high * root)
+  tokens = clipped(batch, log_ratio, low, high)
   return reduce(batch, tokens, sequence_mean, normalizer)
 
 

@@ -22,6 +22,7 @@ from gspo_jax.model.transformer import (
   output_matrix,
   prefill,
   project_logits,
+  scores,
   unembed,
   unstack_layers,
 )
@@ -55,6 +56,7 @@ __all__ = [
   "prefill",
   "project_logits",
   "rounding",
+  "scores",
   "shapes",
   "shardings",
   "unembed",

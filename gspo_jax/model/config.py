@@ -165,9 +165,14 @@ class ModelConfig:
   norm_rounds_last: bool = False
   norm_plus_one: bool = False  # an RMSNorm multiplies by 1 + its scale
   tie_embeddings: bool = False  # the embedding is also the output matrix
+  # A reward model: in place of the logits it has one score, see `scores`.
+  classifier: bool = False
   # Of activations and matrix products; parameters, softmaxes and vocabulary
   # logits are always float32.
   dtype: str = "bfloat16"
+  # Operands of the product that gives the vocabulary logits are float32, too.
+  float32_head: bool = False
+  float32_router: bool = False  # those of the routers' logits are
   # What each block stores for the backward pass, which computes the rest again:
   # names of `KEPT` with commas between, "full" for nothing, "none" for all.
   remat: str = "attention,stream"
@@ -350,6 +355,11 @@ class ModelConfig:
     return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
   @property
+  def head_dtype(self) -> str:
+    """The dtype of the operands of the product that gives the logits."""
+    return "float32" if self.float32_head else self.dtype
+
+  @property
   def kept(self) -> tuple[str, ...] | None:
     """The values that `remat` stores; None: all values."""
     if self.remat in ("none", "full"):
@@ -370,6 +380,14 @@ class PolicyConfig:
   )
   dtype: str = key(
     "bfloat16", "of activations; parameters are float32", Choice(DTYPES)
+  )
+  float32_head: bool = key(
+    False,
+    "multiply hidden states by the output matrix in float32, in training and "
+    "sampling, not in `dtype`; logits are float32 in any case",
+  )
+  float32_router: bool = key(
+    False, "multiply hidden states by the routers in float32, as well"
   )
   remat: str = key(
     "attention,stream",

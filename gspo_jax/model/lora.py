@@ -78,7 +78,7 @@ def merge(params: dict, lora: LoraConfig | None, dtype=None) -> dict:
 
   # One layer at a time: the float32 sum of all layers would be large.
   whole = base | {"layers": parameters.map_layers(merged, params["layers"])}
-  return parameters.cast(whole, dtype) if dtype else whole
+  return jax.tree.map(lambda x: x.astype(dtype), whole) if dtype else whole
 
 
 def _merge_one(path, leaves, scale, dtype):

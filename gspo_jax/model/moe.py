@@ -26,7 +26,7 @@ _INTEGERS = {2: jnp.int16, 4: jnp.int32}  # by bytes, for bits of floats
 
 
 class Routing(NamedTuple):
-  """The router's output in one layer, without gradient."""
+  """The router's output in one layer, all but its losses without gradient."""
 
   experts: jax.Array  # [B, T, k] unsigned int, where each token was sent
   # [B, T, k] float32, the log-probs of a choice among ALL experts in proportion
@@ -36,6 +36,10 @@ class Routing(NamedTuple):
   # [] int32, pairs of a real token and an expert that no device processed;
   # always 0, but counted.
   dropped: jax.Array
+  # [B, T] float32, of each token, finite at padding; their means over real
+  # tokens are the losses. None unless `Routes.losses`. See `_router_losses`.
+  load_balance: jax.Array | None = None
+  z_loss: jax.Array | None = None
 
 
 class Routes(NamedTuple):
@@ -44,6 +48,7 @@ class Routes(NamedTuple):
   experts: jax.Array | None = None  # [L, B, T, k], or [B, T, k] in one layer
   replay: bool = False  # bool, static
   use_own_experts: jax.Array | None = None  # [] bool
+  losses: bool = False  # static, whether to compute the losses of `Routing`
 
 
 NO_ROUTES = Routes()
@@ -60,7 +65,13 @@ class MoE(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x_BTD, real_BT, routes_BTk=None, replay=False, use_own_experts=None
+    self,
+    x_BTD,
+    real_BT,
+    routes_BTk=None,
+    replay=False,
+    use_own_experts=None,
+    losses=False,
   ) -> tuple[jax.Array, Routing]:
     """The output [B, T, D], 0 at padding, and the routing.
 
@@ -73,23 +84,26 @@ class MoE(nn.Module):
     weights = parameters.declare(self, "moe", cfg)
     specs = parameters.partition_specs("moe", weights)
     tokens = sharding.TOKENS
+    routing = Routing(tokens, tokens, tokens, PartitionSpec())
+    if losses:
+      routing = routing._replace(load_balance=tokens, z_loss=tokens)
     layer = sharding.shard_map(
-      functools.partial(_local, cfg=cfg, replay=replay),
+      functools.partial(_local, cfg=cfg, replay=replay, losses=losses),
       in_specs=(tokens, tokens, tokens, specs, PartitionSpec()),
-      out_specs=(tokens, Routing(tokens, tokens, tokens, PartitionSpec())),
+      out_specs=(tokens, routing),
     )
     return layer(x_BTD, real_BT, routes_BTk, weights, use_own_experts)
 
 
 def _local(
-  x_BTD, real_BT, routes_BTk, weights, use_own_experts, *, cfg, replay
+  x_BTD, real_BT, routes_BTk, weights, use_own_experts, *, cfg, replay, losses
 ):
   E, k = cfg.num_experts, cfg.experts_per_token
   x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
   routes_Mk = None if routes_BTk is None else routes_BTk.reshape(-1, k)
 
-  def gather(name):
-    shard = weights[name].astype(x_MD.dtype)
+  def gather(name, dtype=x_MD.dtype):
+    shard = weights[name].astype(dtype)
     whole = sharding.gather(shard, *sharding.WEIGHT_AXES, dim=0)
     return checkpoint_name(whole, "weights")
 
@@ -100,11 +114,15 @@ def _local(
       **{field: gather(n) for field, n in names.items() if n in weights}
     )
 
+  router_dtype = jnp.float32 if cfg.float32_router else x_MD.dtype
   logits_ME = jnp.matmul(
-    x_MD, gather("router"), preferred_element_type=jnp.float32
+    x_MD.astype(router_dtype),
+    gather("router", router_dtype),
+    precision="highest" if cfg.float32_router else None,
+    preferred_element_type=jnp.float32,
   )
   if "router_bias" in weights:
-    logits_ME += weights["router_bias"].astype(x_MD.dtype)
+    logits_ME += weights["router_bias"].astype(router_dtype)
   choice_bias_E = weights.get("choice_bias")
   if use_own_experts is not None:
     _, top_Mk = route(logits_ME, cfg, choice_bias_E)
@@ -126,8 +144,33 @@ def _local(
   expected_rows = jnp.sum(real_BT, dtype=jnp.int32) * k
   dropped = sharding.psum(expected_rows - num_rows, *sharding.BATCH_AXES)
   records = _routing_records(logits_ME, cfg, experts_Mk, routes_Mk)
-  records = (x.reshape(*x_BTD.shape[:2], *x.shape[1:]) for x in records)
-  return y_MD.reshape(x_BTD.shape), Routing(*records, dropped)
+  if losses:
+    records += _router_losses(logits_ME, cfg, real_experts_Mk, expected_rows)
+  y_BTD = y_MD.reshape(x_BTD.shape)
+  by_row = [x.reshape(*x_BTD.shape[:2], *x.shape[1:]) for x in records]
+  return y_BTD, Routing(*by_row[:3], dropped, *by_row[3:])
+
+
+def _router_losses(logits_ME, cfg, experts_Mk, num_rows):
+  """[M] each: the terms of the load-balancing loss and of the z-loss.
+
+  Load balancing (Switch, arXiv 2101.03961, eq. 4 to 6; top-k as transformers'
+  `load_balancing_loss_func`): `E sum_e f_e P_e`, with `f_e` the tokens sent to
+  expert e over all tokens and `P_e` the mean of its probability `p_e`. The term
+  of a token is `E sum_e f_e p_e`; `f` has no gradient. Evenly loaded experts
+  give k. Sigmoid scores are divided by their sum (arXiv 2412.19437, eq. 19).
+  `f` is of the tokens of this forward pass, on the devices of one part of
+  `mesh.data`; padding does not count.
+
+  The z-loss (arXiv 2202.08906, eq. 5): the squared logsumexp of the logits.
+  """
+  E, k = cfg.num_experts, cfg.experts_per_token
+  counts_E = (experts_Mk[..., None] == jnp.arange(E)).sum((0, 1))
+  total = sharding.psum((counts_E, num_rows // k), *sharding.BATCH_AXES)
+  f_E = total[0] / jnp.maximum(total[1], 1)
+  p_ME = jax.nn.softmax(_log_scores(logits_ME, cfg))
+  z_M = jax.nn.logsumexp(logits_ME, axis=-1)
+  return E * (f_E * p_ME).sum(-1), jnp.square(z_M)
 
 
 def _run_experts(x_MD, weights_Mk, experts_Mk, gate_up, down, limit):

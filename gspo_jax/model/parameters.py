@@ -74,6 +74,8 @@ class Parameter:
   )
   # It is never rounded, also not for decoding or in an export.
   float32: bool = False
+  # Configs with which a forward pass does not round it.
+  unrounded: Callable[[ModelConfig], bool] = lambda cfg: False
 
   @property
   def stacked(self) -> bool:
@@ -88,6 +90,11 @@ class Parameter:
   def module(self) -> str:
     """The part of a layer that has it."""
     return self.end.partition("/")[0]
+
+  @property
+  def router(self) -> bool:
+    """Whether the choice of experts depends on it alone."""
+    return self.end.startswith("moe/router")
 
   @property
   def decays(self) -> bool:
@@ -175,6 +182,7 @@ _STATE = _in("delta_net", float32=True)
 _CONVOLUTION = _in("delta_net", init="convolution")
 _MLP = _in("mlp", target="mlp")
 _MOE = _in("moe", target="mlp")
+_ROUTER = {"unrounded": lambda cfg: cfg.float32_router}
 _SHARED = _in("shared", target="mlp")
 _EXPERT_BIAS = _in("moe", "expert_bias", init="zeros")
 
@@ -200,7 +208,8 @@ def _delta_names(end: str) -> dict:
 TABLE = (
   # A norm follows the embedding: its scale matters only as the head.
   Parameter("embed", "V -> D", "vocab table", ("model.embed_tokens.weight",),
-            init="width", transposed=False),
+            init="width", transposed=False,
+            unrounded=lambda cfg: cfg.float32_head and cfg.tie_embeddings),
   Parameter("layers/attention_norm/scale", "D", "whole",
             ("input_layernorm.weight",), **_NORM),
   Parameter("layers/attention/q", "D -> N Hq", "embed heads whole",
@@ -281,11 +290,11 @@ TABLE = (
             ("mlp.down_proj.weight",), **_MLP),
   # Neither LoRA nor Muon takes the router: its output is a choice.
   Parameter("layers/moe/router", "D -> E", "embed whole",
-            ("mlp.gate.weight",), **_MOE | {"target": None},
+            ("mlp.gate.weight",), **_MOE | {"target": None}, **_ROUTER,
             other_names={"mixtral": ("block_sparse_moe.gate.weight",),
                          "gpt_oss": ("mlp.router.weight",)}),
   Parameter("layers/moe/router_bias", "E", "whole", ("mlp.router.bias",),
-            **_in("moe", "router_bias", init="zeros")),
+            **_in("moe", "router_bias", init="zeros"), **_ROUTER),
   # State of pre-training: it has no gradient.
   Parameter("layers/moe/choice_bias", "E", "whole",
             ("mlp.gate.e_score_correction_bias",),
@@ -319,7 +328,10 @@ TABLE = (
             ("mlp.shared_expert_gate.weight",), **_in("shared", "shared_gate")),
   Parameter("final_norm/scale", "D", "whole", ("model.norm.weight",), **_NORM),
   Parameter("head", "D -> V", "table vocab", ("lm_head.weight",), init="width",
-            exists=lambda cfg: not cfg.tie_embeddings),
+            exists=lambda cfg: not (cfg.tie_embeddings or cfg.classifier),
+            unrounded=lambda cfg: cfg.float32_head),
+  Parameter("score", "D -> 1", "whole whole", ("score.weight",), init="zeros",
+            exists=lambda cfg: cfg.classifier),
   # A critic has it in place of the head.
   Parameter("value_head", "D ->", "whole", init="zeros",
             exists=lambda cfg: False),
@@ -368,11 +380,12 @@ def shardings(shapes, mesh: jax.sharding.Mesh):
   return sharding.state_shardings(shapes, mesh, AXES)
 
 
-def cast(params, dtype):
-  """The parameters in `dtype`, but those that are float32 as they are."""
+def cast(params, cfg: ModelConfig):
+  """The parameters as a forward pass reads them: most are in `cfg.dtype`."""
 
   def one(keys, x):
-    return x if find(sharding.path_name(keys)).float32 else x.astype(dtype)
+    row = find(sharding.path_name(keys))
+    return x if row.float32 or row.unrounded(cfg) else x.astype(cfg.dtype)
 
   return jax.tree.map_with_path(one, params)
 

@@ -53,7 +53,9 @@ def init(key: jax.Array, cfg: ModelConfig) -> Params:
     "layers": _init_layers(jax.random.split(k_layers, cfg.num_layers), cfg),
     "final_norm": {"scale": initial("final_norm/scale", None)},
   }
-  if not cfg.tie_embeddings:
+  if cfg.classifier:
+    params["score"] = initial("score", k_head)
+  elif not cfg.tie_embeddings:
     params["head"] = initial("head", k_head)
   return params
 
@@ -84,11 +86,11 @@ def _init_layers(keys_L, cfg):
 
 
 def unstack_layers(params: Params, cfg: ModelConfig) -> Params:
-  """The weights for decoding: a tuple of one tree per layer, in `cfg.dtype`.
+  """The weights for decoding: a tuple of one tree per layer, `cast`.
 
   Slicing a stack inside the decode loop would copy all weights in every step.
   """
-  params = parameters.cast(params, cfg.dtype)
+  params = parameters.cast(params, cfg)
   layers = tuple(
     parameters.at(params["layers"], places)
     for _, places in parameters.places(cfg, cfg.layers)
@@ -107,6 +109,7 @@ def hidden_states(
   routes: jax.Array | None = None,
   replay: bool = False,
   use_own_experts: jax.Array | None = None,
+  router_losses: bool = False,
 ) -> HiddenStates:
   """Runs the blocks over T tokens, which follow the tokens of the cache if any.
 
@@ -123,6 +126,8 @@ def hidden_states(
     replay: send tokens to `routes`, not to the top k; static.
     use_own_experts: [] bool, replace `routes` by the top k experts. So one
       program serves before and after routes are recorded. None: false.
+    router_losses: whether the routing has the losses of the routers; static,
+      not with a cache.
 
   Returns:
     `HiddenStates`; finite, but meaningless at padding.
@@ -132,9 +137,8 @@ def hidden_states(
   if cache is None:
     if routes is None:
       use_own_experts = None
-    run = functools.partial(
-      _scan_layers, routes=Routes(routes, replay, use_own_experts)
-    )
+    routes = Routes(routes, replay, use_own_experts, router_losses)
+    run = functools.partial(_scan_layers, routes=routes)
     return _run_blocks(run, params, cfg, tokens, positions, mask)
   if routes is not None:
     raise ValueError(f"routes {routes.shape} with a cache: expected None")
@@ -167,7 +171,7 @@ def _run_blocks(run, params, cfg, tokens, positions, mask) -> HiddenStates:
   angles = rotary.angles(
     positions, cfg.rotary_width, cfg.rope_theta, cfg.rope_scaling
   )
-  with _precision(cfg):
+  with _precision(cfg.dtype):
     x_BTD, routing, cache = run(params, cfg, x_BTD, angles, mask)
   hidden = rms_norm(x_BTD, params["final_norm"]["scale"], cfg)
   return HiddenStates(hidden, routing, cache)
@@ -192,9 +196,9 @@ def _embed(table_VD, tokens_BT, cfg):
   return embed(table_VD, tokens_BT)
 
 
-def _precision(cfg):
+def _precision(dtype):
   """Exact float32 products: by default a TPU multiplies in bfloat16."""
-  if cfg.dtype == "float32":
+  if dtype == "float32":
     return jax.default_matmul_precision("highest")
   return contextlib.nullcontext()
 
@@ -350,14 +354,30 @@ def output_matrix(params: Params, cfg: ModelConfig) -> jax.Array:
 def project_logits(
   hidden: jax.Array, head_DV: jax.Array, cfg: ModelConfig
 ) -> jax.Array:
-  """Float32 logits [..., V] of operands in `cfg.dtype`, summed in float32."""
-  with _precision(cfg):
-    return matmul_float32(hidden, head_DV.astype(cfg.dtype))
+  """Float32 logits [..., V] of operands in `cfg.head_dtype`."""
+  dtype = cfg.head_dtype
+  with _precision(dtype):
+    return matmul_float32(hidden.astype(dtype), head_DV.astype(dtype))
 
 
 def unembed(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
   """Float32 logits [..., V] of the whole vocabulary."""
   return project_logits(hidden, output_matrix(params, cfg), cfg)
+
+
+def scores(
+  params: Params, cfg: ModelConfig, tokens: jax.Array, lengths: jax.Array
+) -> jax.Array:
+  """[B] float32, the scores of a `cfg.classifier`, at the last token of each.
+
+  `tokens` [B, T] are padded on the right, `lengths` [B] are at least 1.
+  """
+  position_T = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+  positions_BT = jnp.broadcast_to(position_T, tokens.shape)
+  mask_BT = (positions_BT < lengths[:, None]).astype(jnp.int32)
+  out = hidden_states(params, cfg, tokens, positions_BT, mask_BT)
+  last_BD = jnp.take_along_axis(out.hidden, lengths[:, None, None] - 1, 1)[:, 0]
+  return project_logits(last_BD, params["score"], cfg)[:, 0]
 
 
 def forward(

@@ -61,8 +61,10 @@ def _functions(config, program, fewer_slots):
   )
   learner = program.learner
   if learner.add_reference_and_values:
+    teacher = rows(rows_of_batch) if len(learner.teachers) > 1 else None
+    taught = (learner.teachers, teacher) if learner.teachers else ()
     lowered["reference_and_values"] = learner.add_reference_and_values.lower(
-      learner.abstract, batch
+      learner.abstract, batch, *taught
     )
   lowered["update"] = learner.step.lower(
     learner.abstract, batch, shape((), jnp.bool_)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 
 from gspo_jax.model import ModelConfig, paged_cache
 from gspo_jax.model import cache as kv_cache
@@ -12,8 +13,11 @@ from gspo_jax.plan import lower_bounds
 from gspo_jax.plan.chips import Topology
 from gspo_jax.plan.compile import Memory
 from gspo_jax.plan.lower import LEARNING, has_pages
+from gspo_jax.program import abstract
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
+from gspo_jax.rollout import reward_model
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.continuous.config import PROMPT_ROWS
 
@@ -29,8 +33,12 @@ def memory(
   program: Program,
   topology: Topology,
   max_staleness: int = 0,
+  scorer_bytes: int = 0,
 ) -> dict:
-  """Report; `resident` is state that the function does not read."""
+  """Report; `resident` is state that the function does not read.
+
+  `scorer_bytes`: of a reward model on a device of the trainer.
+  """
   separate = program.sampler.separate
   if separate and name not in LEARNING:
     # Each batch queued ahead holds its own copy of the sampler's weights.
@@ -40,6 +48,9 @@ def memory(
     resident = copies * array_bytes(separate.weights)
   else:
     resident = array_bytes(_unread(name, program.learner.abstract))
+    if name != "reference_and_values":
+      resident += array_bytes(program.learner.teachers)
+    resident += scorer_bytes
     if has_pages(name, program):
       resident += array_bytes(program.abstract_policy)
     if separate:
@@ -64,6 +75,18 @@ def _unread(name, state):
   if name == "reference_and_values":
     return state.params, moments
   return moments, state.reference, state.critic and state.critic.params
+
+
+def reward_model_bytes(config: Config, mesh: jax.sharding.Mesh) -> int:
+  """Bytes on one device of the weights of the reward model, if there is one."""
+  if not (folder := reward_model.folder_of(config.reward.names)):
+    return 0
+  dtype = config.model.dtype
+  try:
+    weights = abstract.params(reward_model.config(folder, dtype), mesh)
+  except UserError as error:
+    raise UserError(f"reward.names={config.reward.names}: {error}") from error
+  return array_bytes(weights) * jnp.dtype(dtype).itemsize // 4  # of float32
 
 
 def array_bytes(tree) -> int:

@@ -60,6 +60,7 @@ def plan(
   )
   mesh = sharding.make_mesh(devices, **dataclasses.asdict(config.mesh))
   program = build_program(config, mesh, sampler_devices=sampler_devices)
+  plan_memory.reward_model_bytes(config, mesh)  # raises before it compiles
   transfer = _transfer(program, topology) if sampler_devices else None
   drawn = lengths and plan_lengths.draw(lengths, config, program.tokenizer)
   results = _analyze(
@@ -147,7 +148,12 @@ def _report(name, done, config, program, topology) -> dict:
   if done.memory is None:
     return report
   report |= plan_memory.memory(
-    name, done.memory, program, topology, config.rollout.max_staleness
+    name,
+    done.memory,
+    program,
+    topology,
+    config.rollout.max_staleness,
+    plan_memory.reward_model_bytes(config, program.mesh),
   )
   if lower.has_pages(name, program):
     report["pages"] = plan_memory.room(

@@ -8,7 +8,7 @@ import functools
 
 import jax
 
-from gspo_jax.learner import train_batch, train_step
+from gspo_jax.learner import reference_pass, train_batch, train_step
 from gspo_jax.logprobs import WANTED_TOKENS
 from gspo_jax.model import experts
 from gspo_jax.plan import chips, hlo, lower, lower_bounds
@@ -64,7 +64,11 @@ def _walk(name, done, program, topology, by_compiler):
       mesh.size,
       latency=_latency(mesh, topology),
       kernels=done.kernels,
-      branches={train_step.BACKWARD: name == "update", WANTED_TOKENS: True},
+      branches={
+        train_step.BACKWARD: name == "update",
+        reference_pass.TEACHERS: True,
+        WANTED_TOKENS: True,
+      },
       trips={train_batch.MICRO_BATCHES: micro_batches},
       # With expert parallelism, buffers hold more rows than the mean load.
       filled=1 / experts.SLACK if mesh.shape["expert"] > 1 else 1.0,
@@ -282,7 +286,13 @@ def _model_flops(name, config, program) -> float:
   # A critic's head is a vector.
   critic = flops(B, S + R, 0) if state.critic is not None else 0.0
   if name == "reference_and_values":
-    return critic + (forward if state.reference is not None else 0.0)
+    total = critic + (forward if state.reference is not None else 0.0)
+    # Several teachers are counted as if each had the same share of the rows.
+    teachers = [
+      lower_bounds.forward_flops(teacher.cfg, B, S + R, R)
+      for teacher in program.teachers
+    ]
+    return total + sum(teachers) / max(len(teachers), 1)
   if name == "update":
     return lower_bounds.update_passes(program.cfg) * (forward + critic)
   return forward

@@ -49,4 +49,4 @@ def with_adapters(
 ) -> model.Params:
   """Weights in `cfg.dtype` below new adapters."""
   adapters = model.lora.init(jax.random.key(seed), cfg)
-  return model.lora.join(model.parameters.cast(params, cfg.dtype), adapters)
+  return model.lora.join(model.parameters.cast(params, cfg), adapters)

@@ -9,6 +9,7 @@ evaluated on other devices. An error names a key as it is typed: `section.key`.
 import dataclasses
 import json
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -24,6 +25,7 @@ from gspo_jax.record.checkpoint import CheckpointConfig
 from gspo_jax.record.identity import flatten
 from gspo_jax.record.metric_writer import LogConfig
 from gspo_jax.rewards.config import RewardConfig
+from gspo_jax.rewards.pool import MODEL
 from gspo_jax.rollout.config import RolloutConfig
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.key import (
@@ -137,6 +139,7 @@ class Config:
     self.rollout.check_training()
     partial = self.rollout.max_tokens_per_iteration > 0
     rounds = self.rollout.dynamic_sampling_rounds
+    estimator, numbers = self.objective.estimator
     has_critic = self.objective.method.critic
     if self.model.lora.rank:
       self._check_lora()
@@ -155,17 +158,15 @@ class Config:
         "0 with continuous_batching.slots=0, for only continuous batching "
         "continues a response",
       ),
-      (
-        "rollout.max_tokens_per_iteration",
-        partial and self.objective.replay == "r3",
-        "0 with objective.replay='r3', for the experts of earlier tokens are "
-        "not kept",
-      ),
     )
     if self.rollout.environment:
       self._check_environment()
     if self.objective.credit == "turn":
       self._check_turns()
+    rewarded = True
+    if self.objective.distillation.teachers:
+      self._check_teachers()
+      rewarded = self.objective.distillation.reward_weight > 0
     self._refuse(
       (
         "rollout.dynamic_sampling_rounds",
@@ -174,10 +175,38 @@ class Config:
         "from equal rewards, too",
       ),
       (
+        "rollout.dynamic_sampling_rounds",
+        rounds > 1
+        and self.sampler_mesh.devices
+        and any(name.startswith(MODEL) for name in self.reward.names),
+        f"1 with sampler_mesh.devices={self.sampler_mesh.devices}, for the "
+        "reward model runs on the trainer's devices",
+      ),
+      (
         "rollout.group_size",
-        self.rollout.group_size < 2 and not has_critic,
+        self.rollout.group_size < 2
+        and rewarded
+        and not has_critic
+        and estimator != "reinforce_plus_plus",
         "at least 2, since an advantage compares a response with the others of "
         "its group",
+      ),
+      (
+        "rollout.dynamic_sampling_rounds",
+        rounds > 1 and estimator in ("reinforce_plus_plus", "gdpo"),
+        f"1 with objective.advantage_estimator={estimator!r}, which may learn "
+        "from a group whose total rewards are equal",
+      ),
+      (
+        "objective.advantage_estimator",
+        numbers.get("k", 1) > self.rollout.group_size,
+        f"k up to rollout.group_size={self.rollout.group_size}",
+      ),
+      (
+        "reward.names",
+        estimator in ("pass_at_k", "max_rl") and len(self.reward.names) > 1,
+        f"one with objective.advantage_estimator={estimator!r}, which is made "
+        "for right and wrong",
       ),
       (
         "log.profile",
@@ -222,9 +251,9 @@ class Config:
         "(1.0,), for the environment gives the reward",
       ),
       (
-        "objective.replay",
-        self.objective.replay == "r3",
-        "'none' or 'r2', for the experts of earlier turns are not kept",
+        "objective.advantage_estimator",
+        self.objective.estimator[0] == "gdpo",
+        "another one, for the environment gives one reward",
       ),
       (
         "rollout.max_tokens_per_iteration",
@@ -260,6 +289,41 @@ class Config:
       because="objective.credit",
     )
 
+  def _check_teachers(self):
+    c = self.objective.distillation
+    by_source = len(c.teachers) > 1 and not c.teacher_key
+    sources = self.data.source.split(",")
+    self._refuse(
+      (
+        "objective.name",
+        self.objective.method.one_advantage,
+        "'gspo_token' or another method with an advantage for each token",
+      ),
+      (
+        "objective.kl_estimator",
+        self.objective.has_kl_in_reward,
+        "'k2' or 'k3', for k1 is a part of the reward",
+      ),
+      (
+        "rollout.dynamic_sampling_rounds",
+        self.rollout.dynamic_sampling_rounds > 1 and not c.reward_weight,
+        "1 with objective.distillation.reward_weight=0, for it keeps groups by "
+        "rewards",
+      ),
+      (
+        "data.curriculum",
+        by_source and self.data.curriculum,
+        "() without objective.distillation.teacher_key",
+      ),
+      (
+        "data.source",
+        by_source and len(sources) != len(c.teachers),
+        "as many sources as teachers without objective.distillation."
+        "teacher_key",
+      ),
+      because="objective.distillation.teachers",
+    )
+
   def _check_lora(self):
     self._refuse(
       (
@@ -271,6 +335,11 @@ class Config:
         "optim.name",
         not self.optim.name.startswith("adamw"),
         "'adamw', for Muon is made for whole matrices",
+      ),
+      (
+        "optim.freeze_moe_router",
+        self.optim.freeze_moe_router,
+        "False, for only adapters are trained",
       ),
       (
         "model.lora.checkpoint",
@@ -334,6 +403,13 @@ def _section(default, values, prefix: str):
   if "sizes" in parsed:
     parsed["sizes"] = tuple(sorted(parsed["sizes"]))
   return type(default)(**parsed)
+
+
+def parse_model(values: Mapping[str, Any]) -> PolicyConfig:
+  """The section `model` of `Config.as_json`, also of an earlier release."""
+  default = as_dict(PolicyConfig())
+  values = default | values | {"lora": default["lora"] | values["lora"]}
+  return _section(PolicyConfig(), values, "model.")
 
 
 def all_keys() -> list[str]:

@@ -14,6 +14,9 @@ OTHER_NAMES = {
   "model.checkpoint": "model_name_or_path model_name model.name model_id "
   "model_path model.path pretrain load_parameters_path",
   "model.dtype": "bf16 fp16 torch_dtype param_dtype precision mixed_precision",
+  "model.float32_head": "cast_lm_head_to_fp32 head_dtype fp32_lm_head "
+  "enable_fp32_lm_head logits_dot_in_fp32",
+  "model.float32_router": "moe_router_dtype router_dtype float32_gate_logits",
   "model.remat": "gradient_checkpointing enable_gradient_checkpointing "
   "activation_checkpointing remat_policy",
   "mesh.data": "ici_data_parallelism dcn_data_parallelism data_parallel_size",
@@ -40,6 +43,7 @@ OTHER_NAMES = {
   "max_response_length generate_max_len max_tokens total_generation_steps "
   "max_length max_total_sequence_length max_target_length",
   "sampler.stop": "stop_strings stop_sequences",
+  "sampler.kept_ids": "sampling_mask keep_sampling_mask sampling_replay",
   "continuous_batching.slots": "use_vllm max_num_seqs",
   "continuous_batching.page_size": "block_size",
   "continuous_batching.num_pages": "num_gpu_blocks",
@@ -52,9 +56,15 @@ OTHER_NAMES = {
   "rollout.max_staleness": "one_step_off_policy async_train async_grpo "
   "staleness_threshold max_head_offpolicyness",
   "reward.seconds": "timeout environment_timeout",
+  "reward.names=model:FOLDER": "reward_model_path reward_model "
+  "reward_model.path reward_model.model.path reward_model_name_or_path "
+  "reward_pretrain rm_path",
   "reward.names": "reward_funcs reward_fn custom_reward_function remote_rm_url",
-  "objective.name": "loss_type loss_mode adv_estimator advantage_estimator "
-  "importance_sampling_level scale_rewards norm_adv_by_std_in_grpo",
+  "objective.name": "loss_type loss_mode policy_loss_type "
+  "importance_sampling_level",
+  "objective.advantage_estimator": "adv_estimator advantage scale_rewards "
+  "norm_adv_by_std_in_grpo multi_objective_aggregation algo.type "
+  "adv_estimator.name",
   "objective.name=gspo:clip_low=3e-4": "clip_low epsilon clip_ratio "
   "clip_ratio_low cliprange clip_eps eps_clip eps_clip_low_high ratio_clip_min",
   "objective.name=gspo:clip_high=4e-4": "clip_high epsilon_high "
@@ -74,20 +84,43 @@ OTHER_NAMES = {
   "objective.name=cispo:cap=5.0": "cap",
   "objective.name=sapo:tau_positive=1.0": "tau_positive tau_pos",
   "objective.name=sapo:tau_negative=1.05": "tau_negative tau_neg",
+  "objective.name=vespo:k_positive=2.0": "k_positive vespo_k_pos",
+  "objective.name=vespo:lambda_positive=3.0": "lambda_positive "
+  "vespo_lambda_pos",
+  "objective.name=vespo:k_negative=3.0": "k_negative vespo_k_neg",
+  "objective.name=vespo:lambda_negative=2.0": "lambda_negative "
+  "vespo_lambda_neg",
+  "objective.name=dppo_tv:delta=0.2": "dppo_mask_low dppo_mask_high delta_low "
+  "delta_high divergence_threshold",
   "objective.name=gspo:router_shift_floor=0.8": "router_shift_floor",
   "objective.kl_coef": "beta kl_beta kl_loss_coef use_kl_loss init_kl_coef "
   "reference_policy_kl_penalty",
   "objective.kl_estimator": "kl_loss_type kl_penalty",
+  "objective.kl_estimator=k3_unbiased": "use_bias_correction_kl "
+  "use_unbiased_kl",
   "objective.reference_every": "sync_ref_model ref_model_sync_steps",
   "objective.entropy_coef": "entropy_coeff",
+  "objective.router_aux_loss_coef": "router_aux_loss_coef moe_aux_loss_coeff "
+  "moe_aux_loss_coef aux_loss_coef load_balance_loss_weight",
+  "objective.router_z_loss_coef": "router_z_loss_coef moe_z_loss_coeff",
   "objective.mismatch": "vllm_importance_sampling_correction rollout_is "
   "enable_vllm_is_correction use_importance_sampling_correction",
   "objective.mismatch=mis_token:floor=0.5": "mismatch_floor",
   "objective.mismatch=tis_token:cap=2.0": "mismatch_cap "
   "vllm_importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold "
   "truncated_importance_sampling_ratio",
+  "objective.mismatch=icepop:cap=5.0,floor=0.5": "icepop",
+  "objective.off_policy_mask_threshold": "opsm_delta use_opsm",
   "objective.replay": "router_replay routing_replay",
-  "objective.zero_truncated": "mask_truncated_completions overlong_filtering",
+  "objective.truncated": "zero_truncated mask_truncated_completions "
+  "overlong_filtering apply_overlong_filtering zero_truncated_completions",
+  "objective.distillation.teachers": "teacher_model teacher_models "
+  "teacher_model_name_or_path teacher_model.model_path teacher.model_name "
+  "teacher_model_path opd_teacher_load use_opd",
+  "objective.distillation.teacher_key": "teacher_id",
+  "objective.distillation.coef": "opd_kl_coef distillation_loss_coef "
+  "kl_penalty_coef",
+  "objective.distillation.reward_weight": "use_task_rewards",
   "learner.minibatches": "learner.epochs num_iterations ppo_epochs "
   "ppo_mini_batch_size mini_batch_size num_mini_batches "
   "steps_per_generation train_global_batch_size",
@@ -97,6 +130,7 @@ OTHER_NAMES = {
   "optim.name": "optim optimizer optimizer_name",
   "optim.name=adamw:b1=0.9": "b1 beta1 adam_b1 adam_beta1 betas adam_betas",
   "optim.name=adamw:b2=0.95": "b2 beta2 adam_b2 adam_beta2",
+  "optim.name=adamw:eps=1e-8": "eps adam_eps adam_epsilon adamw_eps",
   "optim.name=adamw:weight_decay=0.1": "weight_decay adam_weight_decay l2",
   "optim.learning_rate": "learning_rate lr actor_learning_rate",
   "optim.decay": "schedule lr_scheduler_type lr_scheduler "
@@ -105,6 +139,7 @@ OTHER_NAMES = {
   "cosine_learning_rate_final_fraction",
   "optim.warmup_steps": "warmup_steps warmup warmup_ratio lr_warmup_steps "
   "lr_warmup_ratio lr_warmup_steps_ratio warmup_steps_fraction",
+  "optim.freeze_moe_router": "freeze_moe_router freeze_router",
   "optim.clip_norm": "max_grad_norm grad_clip clip_grad_norm "
   "gradient_clipping gradient_clipping_threshold",
   "cold_start.steps": "steps max_steps num_steps",
@@ -131,8 +166,11 @@ _COUNTS = {
   "continuous_batching.slots": "responses that decode together",
   "objective.name": "a method and its numbers, as "
   "gspo:clip_low=3e-4,clip_high=4e-4",
+  "objective.advantage_estimator": "grpo divides by the "
+  "std of the group, rloo by none",
   "objective.mismatch": "as tis_token:cap=2",
   "objective.kl_coef": "0: no reference",
+  "objective.truncated": "mask or zero_advantage",
   "objective.reference_every": "iterations",
   "learner.minibatches": "optimizer steps an iteration",
   "learner.micro_batch_size": "packed rows of one pass, over all devices",

@@ -1,28 +1,35 @@
 """What a run consists of before its first step, and what identifies it."""
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from etils import epath
 
+from gspo_jax import model
 from gspo_jax.data import datasets, pipeline, readers
 from gspo_jax.data.config import DataConfig
 from gspo_jax.data.datasets import Datasets
 from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.learner.health import clip_range_warnings
+from gspo_jax.learner.objective import DistillationConfig
 from gspo_jax.program import load_params, settings
 from gspo_jax.program.config import Config
-from gspo_jax.program.functions import Program, build_program
+from gspo_jax.program.functions import Program, build_program, check_heads
+from gspo_jax.record.checkpoint import checksums
 from gspo_jax.record.progress import Progress
 from gspo_jax.rewards.config import RewardConfig
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rewards.reward import EXAMPLE
-from gspo_jax.rollout import environment
+from gspo_jax.rollout import environment, reward_model
 from gspo_jax.rollout.conversations import Conversations
 from gspo_jax.rollout.environment_pool import EnvironmentPool
+from gspo_jax.rollout.reward_model import RewardModel
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.workers import sandbox_files
@@ -57,6 +64,15 @@ class Experiment:
   identity: dict
   keys: Keys
 
+  def teachers_of(self, prompts: PromptBatch) -> np.ndarray | None:
+    """[P] int32, the teacher of each prompt; None without several."""
+    c = self.config.objective.distillation
+    if len(c.teachers) < 2:
+      return None
+    if not c.teacher_key:
+      return prompts.positions[:, 1]
+    return np.int32([teacher_of(c, p) for p in prompts.problems])
+
   @property
   def conversations(self) -> Conversations | None:
     """The sampler of conversations; None without an environment."""
@@ -69,6 +85,21 @@ class Experiment:
       batch_sharding=sharding.batch_sharding(self.program.sampler.mesh),
       stop=self.program.sampler.stop,
     )
+
+
+def teacher_of(c: DistillationConfig, problem: Problem) -> int:
+  """The teacher that the problem's column names; UserError if none."""
+  names, key = list(c.folders), "objective.distillation.teacher_key"
+  name = problem.columns.get(c.teacher_key)
+  if name in names:
+    return names.index(name)
+  has = f"has {c.teacher_key}={name!r}"
+  if c.teacher_key not in problem.columns:
+    has = f"has no column {c.teacher_key!r} ({key})"
+  raise UserError(
+    f"the problem {problem.text[:40]!r} {has}: expected one of {names}, the "
+    "names of objective.distillation.teachers"
+  )
 
 
 def prepare(
@@ -91,6 +122,9 @@ def prepare(
     problems = datasets.load(config.data, config.seed)
   for note in filter(None, (*problems.notes, _first_weights(config))):
     multihost.print_once(note)
+  if config.objective.distillation.teacher_key:
+    for problem in _first_problems(problems):
+      teacher_of(config.objective.distillation, problem)
   identity = load_params.identity(program) | {
     "seed": config.seed,
     "data": {"fingerprint": datasets.fingerprint(problems.stages)},
@@ -101,7 +135,7 @@ def prepare(
     program=program,
     reward_pool=_environment_pool(config, program.tokenizer, problems)
     if config.rollout.environment
-    else _reward_pool(config.reward, problems),
+    else _reward_pool(config.reward, problems, _reward_model(config, program)),
     datasets=problems,
     held_out=pipeline.take(
       problems.held_out, program.prompt_config, config.eval.prompts
@@ -165,7 +199,34 @@ def _first_problems(problems: Datasets) -> list[Problem]:
   return [source[0] for source in sources if len(source)]
 
 
-def _reward_pool(c: RewardConfig, problems: Datasets) -> RewardPool:
+def _reward_model(config: Config, program: Program) -> RewardModel | None:
+  names = config.reward.names
+  if not (folder := reward_model.folder_of(names)):
+    return None
+  try:
+    return make_reward_model(folder, config, program)
+  except UserError as error:
+    raise UserError(f"reward.names={names}: {error}") from error
+
+
+def make_reward_model(
+  folder: str, config: Config, program: Program
+) -> RewardModel:
+  """The reward model in a folder; a pass has the rows of a micro-batch."""
+  scorer = RewardModel(
+    folder,
+    program.prompt_config,
+    program.mesh,
+    dtype=config.model.dtype,
+    rows=config.learner.micro_batch_size,
+  )
+  check_heads(scorer.cfg, program.mesh)
+  return scorer
+
+
+def _reward_pool(
+  c: RewardConfig, problems: Datasets, scorer: RewardModel | None = None
+) -> RewardPool:
   try:
     return RewardPool(
       c.names,
@@ -174,17 +235,24 @@ def _reward_pool(c: RewardConfig, problems: Datasets) -> RewardPool:
       seconds=c.seconds,
       concurrency=c.concurrency,
       examples=[EXAMPLE.to(p) for p in _first_problems(problems)],
+      model=scorer,
     )
   except UserError as error:
     raise UserError(f"reward.names={c.names}: {error}") from error
 
 
-def checkpoint_identity(experiment: Experiment) -> dict:
+def checkpoint_identity(
+  experiment: Experiment, teachers: Sequence[model.Params] = ()
+) -> dict:
   """What a checkpoint of RL must agree with: `identity` and more."""
   config, state = experiment.config, experiment.program.learner.abstract
   identity = experiment.identity | {"checkpoint format": CHECKPOINT_FORMAT}
   if state.reference is not None:
     identity["a reference (objective.kl_coef)"] = True
+  if teachers:
+    sums = json.dumps(checksums(teachers), sort_keys=True).encode()
+    name = "weights of objective.distillation.teachers"
+    identity[name] = hashlib.sha256(sums).hexdigest()[:16]
   if config.model.lora.rank:
     identity |= load_params.lora_identity(experiment.program)
   if state.critic is not None:
@@ -192,6 +260,8 @@ def checkpoint_identity(experiment: Experiment) -> dict:
   name = config.optim.name.partition(":")[0]
   if name != "adamw":
     identity["optim.name"] = name
+  if config.optim.freeze_moe_router:
+    identity["frozen routers (optim.freeze_moe_router)"] = True
   rollout = config.rollout
   if rollout.max_staleness:
     identity["batches ahead (rollout.max_staleness)"] = rollout.max_staleness
@@ -204,8 +274,13 @@ def checkpoint_identity(experiment: Experiment) -> dict:
       identity[f"data.{key}"] = getattr(config.data, key)
     identity["rollout.group_size"] = rollout.group_size
     identity["sampler.max_new_tokens"] = config.sampler.max_new_tokens
+    if config.sampler.keeps_ids:
+      kept = config.sampler.num_kept(experiment.program.cfg.vocab_size)
+      identity["ids of a token (sampler.kept_ids, sampler.top_k)"] = kept
     if config.continuous_batching.speculation:
       identity["drafts (continuous_batching.speculation)"] = True
+    if config.objective.replay == "r3":
+      identity["the sampler's experts (objective.replay)"] = True
     if rollout.environment:
       identity["rollout.environment"] = rollout.environment
       identity["rollout.max_turns"] = rollout.max_turns

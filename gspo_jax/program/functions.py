@@ -13,7 +13,7 @@ import jax
 
 from gspo_jax import model
 from gspo_jax.data.prompt_batch import PromptConfig
-from gspo_jax.data.tokenizers.base import Tokenizer
+from gspo_jax.data.tokenizers.base import UNKNOWN, Tokenizer
 from gspo_jax.learner.cold_start import ColdStartFunctions
 from gspo_jax.model import hf
 from gspo_jax.program import abstract, settings
@@ -44,8 +44,10 @@ class Program:
   # params -> the initial policy: with LoRA, the base in `cfg.dtype` plus fresh
   # adapters
   new_policy: Callable[[model.Params], model.Params]
-  sampler: SamplerFunctions
+  sampler: SamplerFunctions | None  # None without sampling
   learner: LearnerFunctions | None  # None without training
+  # The models of the teachers, without functions to sample or to train.
+  teachers: tuple["Program", ...]
   cold_start: ColdStartFunctions | None  # None without training
 
   @property
@@ -78,25 +80,37 @@ def build_program(
   mesh: jax.sharding.Mesh,
   *,
   training: bool = True,
+  sampling: bool = True,
   sampler_devices: Sequence[jax.Device] = (),
 ) -> Program:
   """Makes the functions of a config, or raises UserError; compiles nothing yet.
 
   Without `training`, the learner's keys are not checked and its functions not
-  made. `sampler_devices` come from `sharding.split_devices`; without them the
-  sampler uses the devices of `mesh`.
+  made, and without `sampling` not the sampler's. `sampler_devices` come from
+  `sharding.split_devices`; without them the sampler uses the devices of `mesh`.
   """
   if training:
     config.check_training(sharding.batch_shards(mesh), mesh.shape["context"])
   cfg = settings.model_config(config.model)
-  _check_heads(cfg, mesh)
+  check_heads(cfg, mesh)
   _check_dtype(cfg, mesh)
   tokenizer = settings.load_tokenizer(config, cfg)
   params, policy = abstract.params(cfg, mesh), abstract.policy(cfg, mesh)
   learner = cold_start = None
+  teachers = ()
   if training:
-    settings.require_experts(config.objective, cfg)
-    learner = learner_functions(config, cfg, policy, mesh)
+    settings.require_experts(config, cfg)
+    teachers = tuple(
+      _teacher(config, folder, mesh, cfg, tokenizer)
+      for folder in config.objective.distillation.folders.values()
+    )
+    learner = learner_functions(
+      config,
+      cfg,
+      policy,
+      mesh,
+      [(teacher.cfg, teacher.abstract_policy) for teacher in teachers],
+    )
     cold_start = cold_start_functions(config, cfg, params, mesh)
   return Program(
     cfg=cfg,
@@ -108,10 +122,45 @@ def build_program(
     new_policy=_new_policy(config.seed, cfg, policy, mesh),
     sampler=sampler_functions(
       config, cfg, tokenizer, policy, mesh, sampler_devices
-    ),
+    )
+    if sampling
+    else None,
     learner=learner,
+    teachers=teachers,
     cold_start=cold_start,
   )
+
+
+def _teacher(config, folder, mesh, cfg, tokenizer) -> Program:
+  """The model of a teacher; UserError if its token ids mean something else."""
+  with settings.of_teacher(folder):
+    teacher = build_program(
+      settings.teacher_config(config, folder),
+      mesh,
+      training=False,
+      sampling=False,
+    )
+    if teacher.cfg.vocab_size < cfg.vocab_size:
+      raise UserError(
+        f"its model has {teacher.cfg.vocab_size} token ids, the policy's "
+        f"{cfg.vocab_size}: expected at least as many"
+      )
+    other = teacher.tokenizer
+    if other.fingerprint != tokenizer.fingerprint:
+      # Chat templates may differ; ids may not.
+      if other.vocab_size != tokenizer.vocab_size:
+        raise UserError(
+          f"its tokenizer has {other.vocab_size} tokens, the policy's "
+          f"{tokenizer.vocab_size}: expected the same"
+        )
+      pairs = zip(other.token_bytes(), tokenizer.token_bytes(), strict=True)
+      for i, (theirs, ours) in enumerate(pairs):
+        if theirs != ours and UNKNOWN.encode() not in (theirs, ours):
+          raise UserError(
+            f"token {i} of its tokenizer is {theirs!r}, of the policy's "
+            f"{ours!r}: expected the same tokens"
+          )
+  return teacher
 
 
 def _init_params(folder: str, cfg, params, mesh):
@@ -145,7 +194,7 @@ def _check_dtype(cfg, mesh):
     )
 
 
-def _check_heads(cfg, mesh):
+def check_heads(cfg: model.ModelConfig, mesh: jax.sharding.Mesh) -> None:
   """UserError unless all layers can split their heads over `context`."""
   context, tensor = mesh.shape["context"], mesh.shape["tensor"]
   counts = dict.fromkeys(

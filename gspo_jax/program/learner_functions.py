@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -59,17 +59,19 @@ class LearnerFunctions:
   # Whether `compute_old_logps` also covers minibatch 0, which `update` can do
   # itself; the rewards need it (k1).
   recompute_first_minibatch: bool
-  # Adds `reference_logps` and `values`; None if the objective has neither.
-  add_reference_and_values: (
-    Callable[[TrainState, PackedBatch], PackedBatch] | None
-  )
-  # (batch, rewards [B] or [B, K], finish [B]) -> batch
+  # Adds `reference_logps`, `teacher_logps` and `values`; None if the objective
+  # has none of them. (state, batch) -> batch; with teachers two more arguments,
+  # their weights and, of several, [B] int32.
+  add_reference_and_values: Callable[..., PackedBatch] | None
+  # (batch, rewards, finish [B]) -> batch; see `credit.assign_advantages`
   assign_advantages: Callable[[PackedBatch, jax.Array, jax.Array], PackedBatch]
   # One program for `compute_old_logps` and `update`, which applies the updates.
   step: Callable[
     [TrainState, PackedBatch, np.bool_],
     tuple[TrainState, PackedBatch, Metrics],
   ]
+  # Shapes and shardings of the weights of the teachers.
+  teachers: tuple[model.Params, ...] = ()
 
   def pack(
     self, prompt_lengths: np.ndarray, lengths: np.ndarray, key: jax.Array
@@ -97,7 +99,7 @@ class LearnerFunctions:
       tokens["old_logps"] = packing.row_tokens(
         sequences, packed, self.packing, first
       )
-    if self.add_reference_and_values:  # counts once, with one model or two
+    if self.add_reference_and_values:  # counts once, however many models
       tokens["reference_and_values"] = all_rows
     return tokens
 
@@ -129,11 +131,21 @@ def learner_functions(
   cfg: model.ModelConfig,
   policy: model.Params,
   mesh: jax.sharding.Mesh,
+  teachers: Sequence[tuple[model.ModelConfig, model.Params]] = (),
 ) -> LearnerFunctions:
-  """The learner's functions, for an abstract policy; compiles nothing yet."""
+  """The learner's functions, for abstract weights; compiles nothing yet."""
   learners = settings.learners(config, cfg)
   make_state = functools.partial(_new_state, learners, config, cfg)
   state, init_state = _init_state(make_state, policy, mesh)
+  weights = tuple(
+    abstract.sharded(
+      jax.eval_shape(functools.partial(model.parameters.cast, cfg=cfg), params),
+      mesh,
+    )
+    for cfg, params in teachers
+  )
+  taught = (abstract.shardings(weights), sharding.batch_sharding(mesh))
+  taught = taught if teachers else ()
   states = abstract.shardings(state)
   rows = settings.packing(config, sharding.row_shards(mesh))
   replicated = sharding.replicated(mesh)
@@ -166,20 +178,22 @@ def learner_functions(
         reference_pass.add_reference_and_values,
         cfg=cfg,
         temperature=config.sampler.temperature,
+        teacher_models=tuple(cfg for cfg, _ in teachers),
       ),
       mesh,
-      in_shardings=(states, packed),
+      in_shardings=(states, packed, *taught),
       out_shardings=packed,
       donate_argnums=1,
       compiler_options=_training_options(mesh),
     )
-    if state.reference is not None or state.critic is not None
+    if teachers or state.reference is not None or state.critic is not None
     else None,
     assign_advantages=mesh_jit(
       functools.partial(
         credit.assign_advantages,
         objective=config.objective,
         group_size=config.rollout.group_size,
+        reward_weights=config.reward.weights,
       ),
       mesh,
       out_shardings=packed,
@@ -197,6 +211,7 @@ def learner_functions(
       donate_argnums=(0, 1),
       compiler_options=_training_options(mesh),
     ),
+    teachers=weights,
   )
 
 
@@ -258,7 +273,7 @@ def _new_state(learners, config, cfg, policy) -> TrainState:
   reference = value = None
   if config.objective.has_reference:
     # The forward pass would cast to this dtype anyway.
-    reference = model.parameters.cast(state.params, cfg.dtype)
+    reference = model.parameters.cast(state.params, cfg)
     if cfg.lora and not config.objective.reference_every:
       reference = {}
   if learners.critic:

@@ -10,6 +10,7 @@ from etils import epath
 
 from gspo_jax import model
 from gspo_jax.model import PolicyConfig, hf
+from gspo_jax.program import settings
 from gspo_jax.program.abstract import shardings
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
@@ -142,12 +143,11 @@ def load(config: Config, program: Program, checkpoint: str) -> model.Params:
   """
   if config.model.checkpoint == checkpoint:
     return first_policy(config.model, program, program.init_params(None))
-  folder, step = epath.Path(checkpoint), None
-  if folder.name.isdecimal() and folder.parent.name == "checkpoints":
-    folder, step = folder.parent.parent, int(folder.name)
+  folder, step = settings.run_and_step(checkpoint)
   wanted = identity(program) | lora_identity(program)
-  # `dtype` may differ without adapters: the weights are then float32.
-  free = () if program.cfg.lora else ("dtype",)
+  # These may differ without adapters: the weights are then float32.
+  numerics = "dtype", "float32_head", "float32_router"
+  free = () if program.cfg.lora else numerics
   fixed = lambda keys: (
     keys | {"model": {k: v for k, v in keys["model"].items() if k not in free}}
   )
@@ -176,3 +176,16 @@ def load(config: Config, program: Program, checkpoint: str) -> model.Params:
     return params
   base = load_base(config.model, program, folder, restored.metadata["base"])
   return model.lora.join(base, params)
+
+
+def load_teachers(config: Config, program: Program) -> tuple[model.Params, ...]:
+  """The weights of each teacher, read by `load`, in its model's dtype."""
+  loaded = []
+  folders = config.objective.distillation.folders.values()
+  for folder, teacher in zip(folders, program.teachers, strict=True):
+    with settings.of_teacher(folder):
+      params = load(settings.teacher_config(config, folder), teacher, folder)
+    cast = functools.partial(model.parameters.cast, cfg=teacher.cfg)
+    place = shardings(teacher.abstract_policy)
+    loaded.append(jax.jit(cast, out_shardings=place, donate_argnums=0)(params))
+  return tuple(loaded)

@@ -89,7 +89,7 @@ def sampler_functions(
   )
   generate = sampler(sampling, batching)
   evaluation = dataclasses.replace(
-    sampling, record_routing=False, group_size=config.eval.samples
+    sampling, record_routing=False, kept_ids=0, group_size=config.eval.samples
   )
   # Extra prompts in flight make an iteration's batch larger than an
   # evaluation's.
@@ -152,7 +152,7 @@ def _separate_devices(
 ) -> SeparateDevices:
   """Moves weights and samples between the meshes `here` and `there`."""
   # Weights are cast before they are sent.
-  cast = functools.partial(model.parameters.cast, dtype=cfg.dtype)
+  cast = functools.partial(model.parameters.cast, cfg=cfg)
   same = lambda samples: samples
   weights = abstract.sharded(jax.eval_shape(cast, params), there)
   return SeparateDevices(

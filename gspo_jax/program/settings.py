@@ -1,7 +1,10 @@
 """The frozen settings that a config gives each wing."""
 
+import contextlib
 import dataclasses
 import functools
+import json
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from etils import epath
@@ -13,12 +16,12 @@ from gspo_jax.data.prompt_batch import PromptConfig
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.learner import critic, optimizer
 from gspo_jax.learner.cold_start import cross_entropy
-from gspo_jax.learner.objective import ObjectiveConfig, policy_loss
+from gspo_jax.learner.objective import policy_loss
 from gspo_jax.learner.optimizer import OptimConfig
 from gspo_jax.learner.packing import PackingConfig
 from gspo_jax.learner.train_step import Learner
 from gspo_jax.model import PolicyConfig, hf
-from gspo_jax.program.config import Config
+from gspo_jax.program.config import Config, parse_model
 from gspo_jax.runtime.errors import UserError, how_to_download, with_reason
 from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.samples import SamplerConfig
@@ -28,7 +31,14 @@ def model_config(c: PolicyConfig) -> model.ModelConfig:
   """The policy's sizes, from `model.checkpoint` or else `model.variant`."""
   # The model does not depend on where its adapters come from.
   lora = dataclasses.replace(c.lora, checkpoint="") if c.lora.rank else None
+  if "classifier" in dict(c.sizes):
+    raise UserError(
+      "model.classifier: expected a policy; a reward model is named in "
+      "reward.names=model:FOLDER"
+    )
   changes = dict(c.sizes) | {"dtype": c.dtype, "remat": c.remat, "lora": lora}
+  names = "float32_head", "float32_router"
+  changes |= {name: getattr(c, name) for name in names}
   if not c.checkpoint:
     return model.variant(c.variant, **changes)
   with with_reason(f"model.checkpoint={c.checkpoint!r}"):
@@ -39,6 +49,49 @@ def model_config(c: PolicyConfig) -> model.ModelConfig:
       f"{how_to_download(c.checkpoint)}"
     )
   return hf.config_from_hf(c.checkpoint, **changes)
+
+
+def teacher_config(config: Config, folder: str) -> Config:
+  """The config with a teacher's model and tokenizer.
+
+  `folder` is a Hugging Face folder, whose model computes in the policy's
+  dtypes; or a run's workdir or a step in it, whose model is as in its
+  run_config.json.
+  """
+  tokenizer = {"tokenizer": "", "template_args": ""}
+  if (epath.Path(folder) / "config.json").exists():
+    numerics = "dtype", "float32_head", "float32_router"
+    same = {key: getattr(config.model, key) for key in numerics}
+    policy = PolicyConfig(checkpoint=folder, **same)
+    return config.replace(model=policy, data=tokenizer)
+  path = run_and_step(folder)[0] / "run_config.json"
+  if not path.exists():
+    raise UserError(
+      "expected a Hugging Face folder, with config.json, or the workdir of a "
+      f"run, with run_config.json{how_to_download(folder)}"
+    )
+  saved = json.loads(path.read_text())
+  tokenizer["tokenizer"] = saved["data"]["tokenizer"]
+  return config.replace(model=parse_model(saved["model"]), data=tokenizer)
+
+
+@contextlib.contextmanager
+def of_teacher(folder: str) -> Iterator[None]:
+  """Names the teacher in a UserError."""
+  try:
+    yield
+  except UserError as error:
+    raise type(error)(
+      f"objective.distillation.teachers={folder!r}: {error}"
+    ) from error
+
+
+def run_and_step(checkpoint: str) -> tuple[epath.Path, int | None]:
+  """The workdir of a run, and the step of WORKDIR/checkpoints/STEP."""
+  folder = epath.Path(checkpoint)
+  if folder.name.isdecimal() and folder.parent.name == "checkpoints":
+    return folder.parent.parent, int(folder.name)
+  return folder, None
 
 
 def length_warning(config: Config) -> str:
@@ -81,6 +134,8 @@ def sampler_config(config: Config, tokenizer: Tokenizer) -> SamplerConfig:
     stop_ids=tokenizer.stop_ids,
     pad_id=tokenizer.pad_id,
     record_routing=config.objective.replay == "r3",
+    # Then a sampler without truncation is the one of evaluations, too.
+    kept_ids=config.sampler.kept_ids if config.sampler.truncates else 0,
     speculation=config.continuous_batching.speculation,
   )
 
@@ -120,15 +175,30 @@ def cold_start_packing(config: Config, shards: int) -> PackingConfig:
   )
 
 
-def require_experts(c: ObjectiveConfig, cfg: model.ModelConfig) -> None:
-  """UserError if the objective needs experts and the model is dense."""
+def require_experts(config: Config, cfg: model.ModelConfig) -> None:
+  """UserError if a key needs experts and the model is dense."""
+  c = config.objective
   if cfg.num_experts:
     return
+  for name, value in (
+    ("model.float32_router", config.model.float32_router),
+    ("optim.freeze_moe_router", config.optim.freeze_moe_router),
+  ):
+    if value:
+      raise UserError(
+        f"{name}=True: expected False, for the model is dense and has no router"
+      )
   if c.replay != "none":
     raise UserError(
       f"objective.replay={c.replay!r}: expected 'none', for the model is dense "
       "and has no router"
     )
+  for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+    if value := getattr(c, name):
+      raise UserError(
+        f"objective.{name}={value}: expected 0, for the model is dense and has "
+        "no router"
+      )
   if "router_shift" in c.method.arguments:
     raise UserError(
       f"objective.name={c.name!r} weighs tokens by how far the router moved, "
@@ -214,6 +284,7 @@ def _critic_learner(
     name=config.optim.name.replace("muon", "adamw"),
     learning_rate=c.learning_rate,
     warmup_steps=c.warmup_steps,
+    freeze_moe_router=False,
   )
   return policy._replace(
     loss=functools.partial(critic.loss, cfg=cfg, clip=c.clip),

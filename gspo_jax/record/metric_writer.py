@@ -110,7 +110,8 @@ def to_scalars(
 
   A metric has a method `value`, and fields that are sums. Metrics with the same
   name are added. Returns scalars and distributions: the counts of a histogram,
-  or one number for each layer.
+  or one number for each layer. A mean of nothing is left out, such as that of a
+  teacher without a problem in the batch.
   """
   totals = {}
   for part in jax.device_get([dict(m) for m in metrics]):
@@ -121,6 +122,8 @@ def to_scalars(
   scalars, distributions = {}, {}
   for name, metric in totals.items():
     value = np.asarray(metric.value())
+    if value.ndim == 0 and np.isnan(value) and getattr(metric, "count", 1) == 0:
+      continue
     kind = distributions if value.ndim else scalars
     kind[name] = value.astype(float).tolist()
   return scalars, distributions

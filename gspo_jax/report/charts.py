@@ -28,7 +28,8 @@ _UNITS = {
   "%": (
     *("eval/pass@*", "clip_frac/*", "*/mixed_groups", "*fraction*", "*_share"),
     *("reward/failed", "response/truncated", "response/useful_steps"),
-    *("ratio/moved", "mismatch/cut", "moe/*flip_rate", "throughput/goodput"),
+    *("ratio/moved", "mismatch/cut", "mismatch/off_policy", "moe/*flip_rate"),
+    "throughput/goodput",
     *("conversation/tool_use", "conversation/tool_errors"),
   ),
   "nats": (

@@ -18,8 +18,9 @@ class RewardConfig:
 
   names: tuple[str, ...] = key(
     ("final_answer",),
-    "of gspo_jax/rewards/, or package.module.function; evaluation is of the "
-    "first one, and the reward is the weighted sum of all",
+    "of gspo_jax/rewards/, package.module.function, or model:FOLDER, a reward "
+    "model; evaluation is of the first one, and the reward is the weighted sum "
+    "of all",
   )
   weights: tuple[float, ...] = key((1.0,), "one each")
   pass_threshold: float = key(

@@ -3,11 +3,13 @@
 If a reward raises, hangs, dies, runs out of memory or returns no finite number,
 only its response or group is marked as failed: its total is the weighted sum of
 its other rewards, at most 0. `too_many` decides whether the caller should stop.
+A reward that returns None is left out of its response's sum; a response whose
+rewards all return None has failed.
 """
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +19,7 @@ from gspo_jax.rewards.reward import EXAMPLE, Needs, Number, Response
 from gspo_jax.runtime import errors
 from gspo_jax.workers.pool import Call, Pool, Started
 
+MODEL = "model:"  # and a folder: the name of a reward model
 _MAX_REASONS = 3  # for failures
 
 
@@ -27,14 +30,23 @@ class Rewards(NamedTuple):
   # failure pays no better than a wrong response. In a batch
   # `rollout.scoring.pay_failures_least` may lower it further.
   total: np.ndarray
-  # By the reward's name without arguments: float32, unweighted; 0 if it failed.
+  # By the reward's name without arguments: float32, unweighted; 0 if it failed,
+  # NaN if the reward returned None, which leaves it out.
   parts: dict[str, np.ndarray]
   failed: np.ndarray  # bool, whether a reward failed
   reasons: tuple[str, ...] = ()  # for up to 3 failures on this host
 
   @property
   def first(self) -> np.ndarray:
-    return next(iter(self.parts.values()))
+    """The first reward that is not left out; 0 if all are.
+
+    A failure is no better than the worst response.
+    """
+    parts = np.stack([*self.parts.values()])
+    place = np.argmax(~np.isnan(parts), axis=0)
+    first = np.nan_to_num(np.take_along_axis(parts, place[None], axis=0)[0])
+    has_failed = self.failed & (first == 0)
+    return np.where(has_failed, first.min(initial=0), first)
 
   @property
   def mixed_groups(self) -> np.ndarray:
@@ -93,6 +105,9 @@ class RewardPool(Pool):
 
   `reward.named` reads the names; `weights` are of each in the total; `limits`
   are a `Pool`'s, where a call is one reward on a response or a group.
+
+  With `model`, one name begins with `MODEL`: no worker computes this reward.
+  `add_model` adds it; `model` gives the rewards [N] of responses of all hosts.
   """
 
   def __init__(
@@ -101,12 +116,15 @@ class RewardPool(Pool):
     weights: Sequence[float],
     *,
     examples: Sequence[Response] = (EXAMPLE,),
+    model: Callable[[Mapping[int, Response], int], Rewards] | None = None,
     **limits,
   ):
-    self.names = tuple(name.partition(":")[0] for name in names)
-    self._weights = tuple(weights)
+    self._all = tuple(name.partition(":")[0] for name in names)
+    self._weights, self.model = tuple(weights), model
     self._check_names()
-    load = functools.partial(reward.load, tuple(names))
+    rules = tuple(x for x in names if not (model and x.startswith(MODEL)))
+    self.names = tuple(name.partition(":")[0] for name in rules)
+    load = functools.partial(reward.load, rules)
     super().__init__(f"rewards {', '.join(names)}", load, **limits)
     self._needs = [Needs(*each) for each in self.facts]
     # Whether some reward takes all responses to a problem at once.
@@ -124,8 +142,10 @@ class RewardPool(Pool):
     if self.takes_groups and len(responses) % group_size:
       raise ValueError(f"{len(responses)} responses in groups of {group_size}")
     # Columns may be large, as tests of programs are.
+    unread = {"problem": None}
     if not any(need.reads_columns for need in self._needs):
-      responses = [response._replace(columns={}) for response in responses]
+      unread["columns"] = {}
+    responses = [response._replace(**unread) for response in responses]
     calls = []
     for i, need in enumerate(self._needs):
       size = group_size if need.group else 1
@@ -140,27 +160,59 @@ class RewardPool(Pool):
         PendingCall(name, started, place, k) for k in range(len(call.request))
       ]
     rows = list(zip(*by_reward.values(), strict=True))
+    rows = rows or [()] * len(responses)  # a reward model alone
     return PendingRewards(len(rows), rows, lambda: self._rewards(rows))
 
   def _rewards(self, rows: Sequence[Sequence[PendingCall]]) -> Rewards:
     calls = [call for row in rows for call in row]
     numbers = [call.number() for call in calls]
-    shape = -1, len(self.names)
-    parts = np.array([number.value or 0.0 for number in numbers], np.float64)
+    shape = len(rows), len(self.names)
+    parts = np.array([number.part for number in numbers], np.float64)
     parts = parts.reshape(shape).astype(np.float32)
     failed = np.array([bool(number.failure) for number in numbers], bool)
     reasons = [calls[i].failure() for i in np.flatnonzero(failed)]
     failed = failed.reshape(shape).any(1)
-    total = parts.astype(np.float64) @ np.float64(self._weights)
+    unscored = np.isnan(parts).all(1)
+    if self.model is None and unscored.any():
+      reasons.append("no reward: all of them returned None")
+      failed |= unscored
+    parts = dict(zip(self.names, parts.T, strict=True))
     return Rewards(
-      total=np.float32(np.where(failed, np.minimum(total, 0), total)),
-      parts=dict(zip(self.names, parts.T, strict=True)),
+      total=self._total(parts, failed),
+      parts=parts,
       failed=failed,
       reasons=tuple(dict.fromkeys(reasons))[:_MAX_REASONS],
     )
 
+  def _total(self, parts, failed: np.ndarray) -> np.ndarray:
+    total = np.zeros(failed.shape)
+    for name, weight in zip(self._all, self._weights, strict=True):
+      if name in parts:
+        total += np.nan_to_num(parts[name].astype(np.float64)) * weight
+    return np.float32(np.where(failed, np.minimum(total, 0), total))
+
+  def add_model(
+    self, rewards: Rewards, responses: Mapping[int, Response]
+  ) -> Rewards:
+    """The rewards [P, G] of all hosts, with the model's; call it on each host.
+
+    `responses` are this host's, by row p * G + g.
+    """
+    shape = rewards.total.shape
+    scored = self.model(responses, rewards.total.size)
+    parts = rewards.parts | {
+      name: part.reshape(shape) for name, part in scored.parts.items()
+    }
+    failed = rewards.failed | scored.failed.reshape(shape)
+    return Rewards(
+      self._total(parts, failed),
+      {name: parts[name] for name in self._all},
+      failed,
+      rewards.reasons + scored.reasons,
+    )
+
   def _check_names(self) -> None:
-    names, weights = self.names, self._weights
+    names, weights = self._all, self._weights
     if not names or len(names) != len(weights):
       raise errors.UserError(
         f"expected a weight for each of one or more rewards, got {names=} and "

@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ BUILT_IN = {
 _LENGTHS = ("tokens", "limit")
 # Largest size of a reward: the sum of squares over a group stays finite in
 # float32.
-_LARGEST = 1e9
+LARGEST = 1e9
 # Positional parameter -> the trainer whose rewards have it. Our three arguments
 # may fit such a reward by chance, with other meanings.
 _OTHER_TRAINERS = {
@@ -44,6 +45,7 @@ class Response(NamedTuple):
   tokens: int = 0  # length, stop token included
   limit: int = 0  # the largest length allowed, in tokens
   columns: Mapping[str, Any] = {}  # other columns of the problem's record
+  problem: Any = None  # the `data.problem.Problem`, for a reward model
 
   def to(self, problem) -> "Response":
     return self._replace(
@@ -228,9 +230,16 @@ class Needs(NamedTuple):
 class Number(NamedTuple):
   """What a reward returned for a response, or why it failed."""
 
-  value: float | None
+  value: float | None  # None without a failure: the reward is left out
   failure: str | None = None
   is_wrong_type: bool = False
+
+  @property
+  def part(self) -> float:
+    """The value; 0 for a failure, NaN for a reward that is left out."""
+    if self.value is None:
+      return 0.0 if self.failure else math.nan
+    return self.value
 
 
 def load(names: Sequence[str], seconds: float):
@@ -278,6 +287,8 @@ def _task(reward: Reward) -> Callable[[Sequence[Response]], Any]:
 
 
 def _number(value) -> Number:
+  if value is None:
+    return Number(None)
   if not hasattr(value, "__float__"):  # float() also takes strings
     failure = f"expected a number, got {type(value).__name__}"
     return Number(None, failure, True)
@@ -285,6 +296,6 @@ def _number(value) -> Number:
     number = float(value)
   except Exception as e:
     return Number(None, ascii(f"{type(e).__name__}: {e}"[:300])[1:-1])
-  if not abs(number) <= _LARGEST:  # NaN too
+  if not abs(number) <= LARGEST:  # NaN too
     return Number(None, f"expected a number up to 1e9, got {number}")
   return Number(number)

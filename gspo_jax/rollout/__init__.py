@@ -3,7 +3,8 @@
 Other wings take: `source.make_source`; `off_policy.OffPolicy`; `context` and
 `batch` (input and output of sources); `scoring`; `metrics.rollout_metrics`;
 `config.RolloutConfig`; `partial.PartialRollouts`, for a plan; `environment` and
-`environment_pool`; `conversations`. `environments` has the built-in ones.
+`environment_pool`; `conversations`; `reward_model`. `environments` has the
+built-in ones.
 """
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
   "metrics",
   "off_policy",
   "partial",
+  "reward_model",
   "scoring",
   "source",
 ]

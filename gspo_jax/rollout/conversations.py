@@ -103,6 +103,7 @@ class Conversations:
     prompts = prompts_on_device(batch, self.batch_sharding)
     turns, turn_rewards = np.zeros((B, R), np.int16), []
     active, before = np.ones(B, bool), np.zeros(B, np.int32)
+    counts = np.zeros(B, np.int32)  # of the environment's newest tokens
     column, slot_steps, samples = np.arange(R), 0, None
     prefix_cache = PrefixCache()
     for turn in range(1, self.max_turns + 1):
@@ -115,7 +116,7 @@ class Conversations:
           prompts,
           key,
           resume_from=samples,
-          turn_start=before,
+          num_appended=counts,
           prefix_cache=prefix_cache,
           on_finished=answers.ask,
           progress=progress,

@@ -41,10 +41,16 @@ def rollout_metrics(
 
 
 def _reward_metrics(rewards: Rewards) -> dict[str, float]:
-  parts = rewards.parts if len(rewards.parts) > 1 else {}
+  parts = {}
+  if len(rewards.parts) > 1:  # of the responses that have the reward
+    parts = {k: part[~np.isnan(part)] for k, part in rewards.parts.items()}
   return {
     "reward/mean": float(rewards.total.mean()),
-    **{f"reward/{name}": float(part.mean()) for name, part in parts.items()},
+    **{
+      f"reward/{k}": float(part.mean())
+      for k, part in parts.items()
+      if len(part)
+    },
     # Groups of equal rewards have no advantage; only a penalty is learnt from.
     "reward/mixed_groups": float(rewards.mixed_groups.mean()),
     "reward/failed": float(rewards.failed.mean()),

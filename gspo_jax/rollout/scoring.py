@@ -1,5 +1,6 @@
 """Samples become responses, and responses get rewards."""
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
@@ -55,6 +56,7 @@ class ResponseDecoder:
       finished.length,
       len(finished.tokens),
       problem.columns,
+      problem,
     )
 
 
@@ -123,7 +125,8 @@ class StreamingScorer:
         }
       )
     size = self._decode.group_size
-    return gathered(self._pending, self._rows, size, like)
+    model = _model(self._pool, self.responses)
+    return gathered(self._pending, self._rows, size, like, model)
 
 
 def score_responses(
@@ -134,7 +137,17 @@ def score_responses(
 ) -> PendingRewards:
   """Starts to score this host's groups, in row order; see `gathered`."""
   pending = pool.submit(list(responses.values()), group_size)
-  return gathered([pending], list(responses), group_size, like)
+  model = _model(pool, responses)
+  return gathered([pending], list(responses), group_size, like, model)
+
+
+def _model(
+  pool: RewardPool, responses: Mapping[int, Response]
+) -> Callable[[Rewards], Rewards] | None:
+  """Adds the reward model's rewards of all hosts; None without a model."""
+  if pool.model is None:
+    return None
+  return functools.partial(pool.add_model, responses=responses)
 
 
 def gathered(
@@ -142,11 +155,13 @@ def gathered(
   rows: Sequence[int],
   group_size: int,
   like: jax.Array,
+  add_model: Callable[[Rewards], Rewards] | None = None,
 ) -> PendingRewards:
   """The rewards [P, G] of the responses of all hosts.
 
   `pending` has this host's responses, in parts; `rows` are their rows in the
   batch. `like` is any array [P * G] with the sharding of the responses.
+  `add_model` adds the rewards that the devices compute.
   """
 
   def compute() -> Rewards:
@@ -156,16 +171,20 @@ def gathered(
       local = dict(zip(rows, itertools.chain(*values), strict=True))
       return multihost.allgather_rows(local, like).reshape(-1, group_size)
 
-    total = gather(part.total for part in parts)
-    failed = gather(part.failed for part in parts) > 0
-    paid = pay_failures_least(total.reshape(-1, 1), failed.ravel(), group_size)
     names = parts[0].parts
     reasons = itertools.chain(*(part.reasons for part in parts))
-    return Rewards(
-      paid.reshape(total.shape),
+    rewards = Rewards(
+      gather(part.total for part in parts),
       {name: gather(part.parts[name] for part in parts) for name in names},
-      failed,
-      tuple(dict.fromkeys(reasons))[:MAX_REASONS],
+      gather(part.failed for part in parts) > 0,
+      tuple(dict.fromkeys(reasons)),
+    )
+    if add_model:
+      rewards = add_model(rewards)
+    total, failed = rewards.total, rewards.failed
+    paid = pay_failures_least(total.reshape(-1, 1), failed.ravel(), group_size)
+    return rewards._replace(
+      total=paid.reshape(total.shape), reasons=rewards.reasons[:MAX_REASONS]
     )
 
   calls = [row for part in pending for row in part.calls]
@@ -247,6 +266,20 @@ def wait_for_calls(
         reason = next(iter(failures), "see those of earlier batches")
         return f"{error}; the first reason: {reason}"
   return ""
+
+
+def rewards_apart(rewards: Rewards, weights: Sequence[float]) -> np.ndarray:
+  """[P * G, N], each reward unweighted; NaN where it is left out.
+
+  A failed response gets of each reward what `pay_failures_least` gives; the
+  least pay is the highest number if the weight is negative.
+  """
+  failed, G = rewards.failed.ravel(), rewards.failed.shape[1]
+  paid = [
+    sign * pay_failures_least(sign * part.reshape(-1, 1), failed, G)
+    for sign, part in zip(np.sign(weights), rewards.parts.values(), strict=True)
+  ]
+  return np.concatenate(paid, axis=1, dtype=np.float32)
 
 
 def pay_failures_least(

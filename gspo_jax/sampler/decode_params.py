@@ -14,7 +14,7 @@ from gspo_jax.sampler.next_token import VOCAB_AXES
 
 
 def decode_params(params: model.Params, cfg: model.ModelConfig) -> model.Params:
-  """The weights in `cfg.dtype` on the decoding mesh, with an untied `head`.
+  """The `cast` weights on the decoding mesh, with an untied `head`.
 
   Adapters are not merged: bfloat16 rounds a weight by up to 0.4 % of itself.
   The layers are moved one at a time, because a weight on its way between two
@@ -24,7 +24,7 @@ def decode_params(params: model.Params, cfg: model.ModelConfig) -> model.Params:
   barrier = jax.lax.optimization_barrier
   constrain = functools.partial(sharding.constrain_state, axes=parameters.AXES)
   place = lambda tree: constrain(
-    jax.tree.map(barrier, parameters.cast(tree, cfg.dtype))
+    jax.tree.map(barrier, parameters.cast(tree, cfg))
   )
   layers = {"layers": parameters.map_layers(place, params["layers"])}
   rest = place({k: x for k, x in params.items() if k != "layers"})

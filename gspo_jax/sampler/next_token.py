@@ -1,7 +1,9 @@
 """Samples the next token: logits, truncation, sampling, stops.
 
-Dimension key: B responses, D model width, V vocabulary.
+Dimension key: B responses, D model width, V vocabulary, K kept ids.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -29,24 +31,57 @@ def sample_token(
   row_keys: jax.Array,
   step_B: jax.Array,
   sampler: SamplerConfig,
-) -> tuple[jax.Array, jax.Array]:
-  """The next tokens [B] int32, and their log-probs [B] before truncation.
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+  """The next tokens [B] int32, their log-probs [B], and the kept ids [B, K].
 
-  `logits_BV` are float32; `step_B` counts the tokens of each response. Token t
-  is sampled with `fold_in(row_key, t)`.
+  The results are as in `Samples`. `logits_BV` are float32; `step_B` counts the
+  tokens of each response. Token t is sampled with `fold_in(row_key, t)`.
   """
   greedy = sampler.temperature == 0
   logps = jax.nn.log_softmax(
     logits_BV / (1.0 if greedy else sampler.temperature)
   )
+  keys = jax.vmap(jax.random.fold_in)(row_keys, step_B)
+  at = lambda x, place: jnp.take_along_axis(x, place[:, None], axis=1)[:, 0]
+  if K := sampler.num_kept(logps.shape[-1]):
+    ids_BK, logps_BK = keep(logps, step_B, sampler, K)
+    scores = logps_BK if greedy else logps_BK + jax.vmap(_noise)(keys, ids_BK)
+    place = scores.argmax(-1)
+    return at(ids_BK, place), at(logps_BK, place), ids_BK
   allowed = truncate(logps, step_B, sampler)
-  if greedy:
-    token = allowed.argmax(-1)
-  else:
-    keys = jax.vmap(jax.random.fold_in)(row_keys, step_B)
-    token = jax.vmap(categorical)(keys, allowed)
-  logp = jnp.take_along_axis(logps, token[:, None], axis=1)[:, 0]
-  return token.astype(jnp.int32), logp
+  token = allowed.argmax(-1) if greedy else jax.vmap(categorical)(keys, allowed)
+  return token.astype(jnp.int32), at(logps, token), None
+
+
+def keep(
+  logps_BV: jax.Array, step_B: jax.Array, sampler: SamplerConfig, K: int
+) -> tuple[jax.Array, jax.Array]:
+  """The ids [B, K] of a truncated distribution, and their log-probs in it.
+
+  As `truncate`, among the K likeliest tokens alone: so the set has a bounded
+  size, and no vocabulary is sorted. Without top-k, top-p is still a part of the
+  probability of all tokens. Where fewer than K are left, the likeliest fills
+  up, with log-prob -inf.
+  """
+  logps_BV = _allow(logps_BV, step_B, sampler)
+  best_BK, ids_BK = jax.lax.top_k(logps_BV, K)
+  kept = best_BK > -jnp.inf
+  if sampler.top_p < 1:
+    of = best_BK if sampler.top_k else logps_BV
+    probs = jnp.exp(best_BK - jax.nn.logsumexp(of, axis=-1, keepdims=True))
+    kept &= jnp.cumsum(probs, -1) - probs < sampler.top_p
+  ids_BK = jnp.where(kept, ids_BK, ids_BK[:, :1])
+  return ids_BK, jax.nn.log_softmax(jnp.where(kept, best_BK, -jnp.inf))
+
+
+def _noise(key, ids_K):
+  """Gumbel noise. An id's does not depend on which others are kept.
+
+  So a token is the same where two samplers round to another order or set.
+  """
+  return jax.vmap(lambda i: jax.random.gumbel(jax.random.fold_in(key, i)))(
+    ids_K
+  )
 
 
 def categorical(key: jax.Array, logps_V: jax.Array) -> jax.Array:
@@ -74,12 +109,12 @@ def categorical(key: jax.Array, logps_V: jax.Array) -> jax.Array:
 def truncate(
   logps_BV: jax.Array, step_B: jax.Array, sampler: SamplerConfig
 ) -> jax.Array:
-  """Sets forbidden tokens to -inf, in vLLM's order: length, top-k, top-p."""
-  logps = logps_BV
-  if sampler.min_new_tokens > 1:
-    stops = jnp.isin(jnp.arange(logps.shape[-1]), jnp.array(sampler.stop_ids))
-    early_B = step_B + 1 < sampler.min_new_tokens
-    logps = jnp.where(early_B[:, None] & stops, -jnp.inf, logps)
+  """Sets tokens that are left out to -inf.
+
+  In vLLM's order: length, min-p, top-k, top-p. Tokens that tie with the k-th
+  stay.
+  """
+  logps = _allow(logps_BV, step_B, sampler)
   if 0 < sampler.top_k < logps.shape[-1]:
     worst = jax.lax.top_k(logps, sampler.top_k)[0][:, -1:]
     logps = jnp.where(logps < worst, -jnp.inf, logps)
@@ -91,6 +126,17 @@ def truncate(
     before = jnp.cumsum(jnp.exp(best), -1) - jnp.exp(best)
     worst = jnp.where(before < sampler.top_p, best, jnp.inf).min(-1)
     logps = jnp.where(logps < worst[:, None], -jnp.inf, logps)
+  return logps
+
+
+def _allow(logps, step_B, sampler):
+  if sampler.min_new_tokens > 1:
+    stops = jnp.isin(jnp.arange(logps.shape[-1]), jnp.array(sampler.stop_ids))
+    early_B = step_B + 1 < sampler.min_new_tokens
+    logps = jnp.where(early_B[:, None] & stops, -jnp.inf, logps)
+  if sampler.min_p > 0:
+    least = logps.max(-1, keepdims=True) + math.log(sampler.min_p)
+    logps = jnp.where(logps < least, -jnp.inf, logps)
   return logps
 
 

@@ -1,7 +1,7 @@
 """The input and the output of a sampler: Prompts and Samples.
 
 Dimension key: P prompts, G responses a prompt, B = P * G responses, S prompt
-length, R most new tokens, L layers, k experts a token.
+length, R most new tokens, L layers, k experts a token, K kept ids a token.
 """
 
 import dataclasses
@@ -17,7 +17,14 @@ from gspo_jax import model
 from gspo_jax.model.moe import number_type
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.key import AT_LEAST_1, ZERO_OR_MORE, Range, check, key
+from gspo_jax.runtime.key import (
+  AT_LEAST_1,
+  SHARE,
+  ZERO_OR_MORE,
+  Range,
+  check,
+  key,
+)
 from gspo_jax.runtime.sharding import batch_sharding, replicated
 from gspo_jax.sampler.stop_strings import StopStrings
 
@@ -53,15 +60,27 @@ class SamplerConfig:
   )
   top_k: int = key(
     0,
-    "sample among the k likeliest tokens, and those that tie with the k-th; "
-    "0: all, otherwise samples are off-policy",
+    "sample among the k likeliest tokens; 0: all",
     ZERO_OR_MORE,
   )
   top_p: float = key(
     1.0,
     "sample among the fewest likeliest tokens of this total probability; 1: "
-    "all, otherwise samples are off-policy",
+    "all",
     Range("more than 0, at most 1", lambda x: 0 < x <= 1),
+  )
+  min_p: float = key(
+    0.0,
+    "sample among the tokens of at least this share of the likeliest one's "
+    "probability; 0: all",
+    SHARE,
+  )
+  kept_ids: int = key(
+    64,
+    "with top_k, top_p or min_p log-probs are over the ids that these leave, "
+    "in the sampler and in the update; if top_k is 0, they leave so many at "
+    "most. 0: log-probs are over all ids, and samples are off-policy",
+    ZERO_OR_MORE,
   )
   stop: StopStrings | tuple[str, ...] | None = key(
     (),
@@ -99,8 +118,18 @@ class SamplerConfig:
 
   @property
   def truncates(self) -> bool:
-    """Whether some tokens have probability 0; a run logs this."""
-    return self.top_k > 0 or self.top_p < 1 or self.min_new_tokens > 1
+    """Whether top_k, top_p or min_p may leave out a token."""
+    return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+  @property
+  def keeps_ids(self) -> bool:
+    """Whether Samples have `kept_ids`."""
+    return self.truncates and self.kept_ids > 0
+
+  def num_kept(self, vocab_size: int) -> int:
+    """K, the most ids that a token is sampled among; 0: none are kept."""
+    bound = self.top_k or self.kept_ids
+    return min(bound, vocab_size) if self.keeps_ids else 0
 
 
 @jax.tree_util.register_dataclass
@@ -136,9 +165,10 @@ class Samples:
 
   Attributes:
     tokens: [B, R] int32, `pad_id` after the end.
-    logps: [B, R] float32, 0 after the end: log-probs of the UNTRUNCATED
-      distribution at the sampler's temperature; at temperature 0, of
-      temperature 1. The stop token has one, too.
+    logps: [B, R] float32, 0 after the end: log-probs of the distribution that
+      the token was sampled from, at temperature 0 of that at temperature 1.
+      The stop token has one, too. Without `kept_ids` they are of all tokens,
+      also of those that top_k, top_p, min_p or a minimum length left out.
     lengths: [B] int32, tokens of each response, including the stop token or the
       token that completes a stop string.
     finish: [B] int8, STOPPED, TRUNCATED or UNFINISHED.
@@ -146,9 +176,14 @@ class Samples:
       speculation of the tokens read. Sampled tokens divided by it are the
       useful share.
     experts: [B, L, S + R, k] unsigned integers, the experts of the tokens of
-      prompt and response. Tokens that were not fed (padding, the last token of
-      a response) have any k experts. None for a dense model, or without
-      `record_routing`.
+      prompt and response. A token keeps those of the first call that fed it; a
+      later call, which may have other weights, only reads it again. Tokens that
+      were not fed (padding, the last token of a response) have any k experts.
+      None for a dense model, or without `record_routing`.
+    kept_ids: [B, K, R] int32, the ids that a token was sampled among: what
+      top_k, top_p, min_p and a minimum length left. The likeliest is first, and
+      fills up the K. After the end, and where an environment wrote, any ids.
+      None unless `SamplerConfig.keeps_ids`.
     turns: [B, R] int16, in a conversation with an environment the turn, from 1,
       whose response has the token; 0 for tokens that the policy did not write.
       None for samples of one turn.
@@ -163,6 +198,7 @@ class Samples:
   finish: jax.Array
   slot_steps: jax.Array
   experts: jax.Array | None = None
+  kept_ids: jax.Array | None = None
   turns: jax.Array | None = None
   drafts: tuple[jax.Array, jax.Array] | None = None
 
@@ -185,6 +221,7 @@ def empty_samples(
     first_k = jnp.arange(cfg.experts_per_token, dtype=dtype)
     shape = B, cfg.num_moe_layers, prompt_length + R, cfg.experts_per_token
     experts = jnp.broadcast_to(first_k, shape)
+  K = sampler.num_kept(cfg.vocab_size)
   return Samples(
     tokens=jnp.full((B, R), sampler.pad_id, jnp.int32),
     logps=jnp.zeros((B, R)),
@@ -192,6 +229,7 @@ def empty_samples(
     finish=jnp.full(B, UNFINISHED, jnp.int8),
     slot_steps=jnp.int32(0),
     experts=experts,
+    kept_ids=jnp.zeros((B, K, R), jnp.int32) if K else None,
     drafts=(jnp.int32(0),) * 2 if sampler.speculation else None,
   )
 
@@ -227,6 +265,7 @@ def samples_sharding(
     *[batch] * 4,
     slot_steps=replicated(mesh),
     experts=batch if sampler.record_routing else None,
+    kept_ids=batch if sampler.keeps_ids else None,
     turns=batch if turns else None,
     drafts=(replicated(mesh),) * 2 if sampler.speculation else None,
   )
@@ -275,16 +314,19 @@ def merge_groups(kept, new, index: jax.Array):
   def merge(a, b):
     if a.ndim == 0:
       return a + b
-    if a.ndim < 3:
-      return select(a, b)
-    # Routing, the largest array, crosses devices whole: move it by layers.
-    layers_first = lambda x: x.swapaxes(0, 1)
-    merged = jax.lax.map(
-      lambda ab: select(*ab), (layers_first(a), layers_first(b))
-    )
-    return layers_first(merged)
+    return select(a, b) if a.ndim < 3 else _by_layers(select, a, b)
 
   return jax.tree.map(merge, kept, new)
+
+
+def _by_layers(select: Callable, *routing: jax.Array) -> jax.Array:
+  """Arrays of layers or of kept ids are large and cross devices whole.
+
+  So they are moved layer by layer.
+  """
+  layers_first = lambda x: x.swapaxes(0, 1)
+  layers = tuple(map(layers_first, routing))
+  return layers_first(jax.lax.map(lambda xs: select(*xs), layers))
 
 
 def take_groups(
@@ -294,17 +336,24 @@ def take_groups(
   cfg: model.ModelConfig,
   sampler: SamplerConfig,
 ) -> Samples:
-  """Selects groups, without routing; -1: an empty group. Counts stay."""
+  """Selects groups; -1: an empty group, with any experts. Counts stay."""
   empty = empty_samples(len(index), 0, cfg, sampler)
-  groups = lambda x: x.reshape(-1, sampler.group_size, *x.shape[1:])
+  G = sampler.group_size
+
+  def take(x):
+    taken = x.reshape(-1, G, *x.shape[1:])[jnp.maximum(index, 0)]
+    return taken.reshape(-1, *x.shape[1:])
 
   def select(x, empty):
-    is_taken = (index >= 0).reshape(-1, *[1] * x.ndim)
-    taken = groups(x)[jnp.maximum(index, 0)]
-    return jnp.where(is_taken, taken, groups(empty)).reshape(empty.shape)
+    is_taken = jnp.repeat(index >= 0, G).reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.where(is_taken, take(x), empty)
 
-  arrays = lambda s: dataclasses.replace(s, slot_steps=None, drafts=None)
-  selected = jax.tree.map(select, arrays(samples), arrays(empty))
+  others = {"slot_steps": None, "drafts": None, "experts": None}
+  arrays = lambda s: dataclasses.replace(s, **others)
+  experts = samples.experts
   return dataclasses.replace(
-    selected, slot_steps=samples.slot_steps, drafts=samples.drafts
+    jax.tree.map(select, arrays(samples), arrays(empty)),
+    slot_steps=samples.slot_steps,
+    drafts=samples.drafts,
+    experts=None if experts is None else _by_layers(take, experts),
   )

@@ -3,7 +3,8 @@
 Each prompt is prefilled once; its G responses share its keys and values.
 
 Dimension key: P prompts, G responses a prompt, B = P * G responses, S prompt
-length, R most new tokens, V vocabulary, L layers, k experts a token.
+length, R most new tokens, V vocabulary, L layers, k experts a token, K kept ids
+a token.
 """
 
 import dataclasses
@@ -47,6 +48,7 @@ class _State:
   lengths: jax.Array  # [B] int32
   cache: kv.Cache  # of the tokens fed so far
   experts: jax.Array | None  # [L, B, R, k], of the tokens fed so far
+  kept_ids: jax.Array | None  # [B, K, R]
 
 
 def generate(
@@ -87,6 +89,7 @@ def generate(
     first_k = jnp.arange(k, dtype=prompt_experts.dtype)
     experts = jnp.broadcast_to(first_k, (L, B, R, k))
     experts = constrain(experts, None, BATCH_AXES)
+  K = sampler.num_kept(cfg.vocab_size)
   state = _State(
     step=jnp.int32(0),
     last_token=jnp.zeros(B, jnp.int32),
@@ -97,6 +100,7 @@ def generate(
     lengths=jnp.zeros(B, jnp.int32),
     cache=cache,
     experts=experts,
+    kept_ids=jnp.zeros((B, K, R), jnp.int32) if K else None,
   )
   state = _sample_token(state, logits, row_keys, sampler)
   starts = jnp.repeat(prompts.lengths, sampler.group_size)
@@ -104,7 +108,13 @@ def generate(
   finish = jnp.where(state.done, STOPPED, TRUNCATED).astype(jnp.int8)
   experts = _join_routing(prompt_experts, state.experts)
   return Samples(
-    state.tokens, state.logps, state.lengths, finish, B * state.step, experts
+    state.tokens,
+    state.logps,
+    state.lengths,
+    finish,
+    B * state.step,
+    experts,
+    state.kept_ids,
   )
 
 
@@ -260,11 +270,14 @@ def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
 
 def _sample_token(s: _State, logits, row_keys, sampler) -> _State:
   steps_B = jnp.full(s.last_token.shape, s.step)
-  token, logp = next_token.sample_token(logits, row_keys, steps_B, sampler)
+  token, logp, ids = next_token.sample_token(logits, row_keys, steps_B, sampler)
   token = jnp.where(s.done, sampler.pad_id, token)
   logp = jnp.where(s.done, 0.0, logp)
   write = jax.lax.dynamic_update_slice
   stop_state, stop = next_token.stop(token, steps_B + 1, s.stop_state, sampler)
+  kept_ids = s.kept_ids
+  if kept_ids is not None:
+    kept_ids = write(kept_ids, ids[:, :, None], (0, 0, s.step))
   return dataclasses.replace(
     s,
     step=s.step + 1,
@@ -274,4 +287,5 @@ def _sample_token(s: _State, logits, row_keys, sampler) -> _State:
     tokens=write(s.tokens, token[:, None], (0, s.step)),
     logps=write(s.logps, logp[:, None], (0, s.step)),
     lengths=s.lengths + ~s.done,
+    kept_ids=kept_ids,
   )

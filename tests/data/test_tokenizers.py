@@ -263,6 +263,28 @@ def test_control_strings_of_a_question_are_data(chat, text, system):
 
 
 @pytest.mark.parametrize("text", ["3+4?", HOSTILE[1]])
+def test_a_reward_model_reads_what_the_chat_template_writes(chat, text):
+  """And a response forms no control token."""
+  roles = ("system", "user", "assistant", "user", "assistant")
+  texts = ("Add.", "1+1?", "2", text, text)
+  messages = list(zip(roles, texts, strict=True))
+  ids = tokenizers.load(str(chat)).conversation(messages)
+  theirs = library(chat).apply_chat_template(
+    [{"role": role, "content": content} for role, content in messages],
+    return_dict=False,
+  )
+  assert (ids == theirs) == (text == "3+4?")
+  assert library(chat).decode(ids) == library(chat).decode(theirs)
+
+
+def test_without_a_chat_template_a_reward_model_reads_one_text():
+  messages = [("system", "Add."), ("user", "1+1? "), ("assistant", "#2")]
+  stop_ids = (tokenizer := tokenizers.load("bytes")).stop_ids
+  ids = tokenizer.conversation(messages)
+  assert ids == [*b"Add.\n\n1+1? #2", *stop_ids]
+
+
+@pytest.mark.parametrize("text", ["3+4?", HOSTILE[1]])
 def test_a_conversation_is_that_of_the_chat_template(chat, text):
   history = [("user", text), ("assistant", text), ("tool", "7")]
   messages = [("system", "Add."), *history, ("user", "And 2?")]

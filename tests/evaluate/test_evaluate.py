@@ -367,6 +367,26 @@ def test_each_response_keeps_to_its_problem(five, run_on, batch_size):
   json.dumps(records)
 
 
+def test_a_reward_model_scores_on_every_process(five, run_on, monkeypatch):
+  def scorer(responses, size):
+    scores = np.float32([len(responses[row].text) for row in range(size)])
+    failed = np.arange(size) == 2
+    return Rewards(scores, {"model": scores}, failed, ("too long",))
+
+  monkeypatch.setattr(evaluator, "_reward_model", lambda *_: scorer)
+  (records,) = run_on(five, Echo(5), Pool())
+  assert [r["score"] for r in records] == [len(r["response"]) for r in records]
+  assert [r["failed"] for r in records] == [n == 2 for n in range(15)]
+  first, calls = iter(["0"]), []  # the first process has the file
+  monkeypatch.setattr(
+    multihost, "allgather_text", lambda text: [next(first, text)]
+  )
+  score = lambda responses, size: calls.append(size) or scorer(responses, size)
+  monkeypatch.setattr(evaluator, "_reward_model", lambda *_: score)
+  evaluator._run(parse(config()), five, Echo(5), None, None)
+  assert calls == [15]
+
+
 def test_a_batch_is_scored_while_the_next_is_sampled(five, run_on):
   pool = Pool()
   run_on(five, Echo(2, pool.events), pool)

@@ -98,6 +98,8 @@ def test_each_problem_is_evaluated_once(batch, pool):
 class FailingPool:
   """A reward pool that fails on the responses with "wrong"."""
 
+  model = None
+
   def submit(self, responses, group_size):
     failed = np.array(["wrong" in response.text for response in responses])
     zeros = np.zeros(len(failed), np.float32)

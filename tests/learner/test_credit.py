@@ -12,6 +12,8 @@ from gspo_jax.learner import credit
 from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
 from gspo_jax.losses.advantages import (
+  ESTIMATORS,
+  gdpo_advantages,
   generalized_advantages,
   group_relative_advantages,
 )
@@ -90,6 +92,29 @@ def test_responses_are_compared_with_their_group(batch):
   np.testing.assert_allclose(out["advantages"], expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_each_estimator_gives_the_advantages_of_responses(batch, name):
+  spec = f"{name}:k=2" if name == "pass_at_k" else name
+  config = ObjectiveConfig("grpo", advantage_estimator=spec)
+  rewards, weights = np.array([[1, 0], [0, 1], [0, 1], [0, 0.5]]), (1.0, 0.1)
+  groups = rewards.reshape(2, 2, 2).astype(np.float32)
+  if name == "gdpo":
+    expected = gdpo_advantages(groups, weights)
+  else:
+    rewards, (_, numbers) = rewards[:, 0], config.estimator
+    expected = ESTIMATORS[name](groups[..., 0], **numbers)
+  out = credit.assign_advantages(
+    batch,
+    jnp.asarray(rewards, jnp.float32),
+    FINISH,
+    objective=config,
+    group_size=2,
+    reward_weights=weights,
+  )
+  found = unpacked.by_response(out, MASK.sum(1), 3)["advantages"]
+  np.testing.assert_allclose(found, of_response(expected), atol=1e-6)
+
+
 def test_k1_is_subtracted_from_the_reward(batch):
   config = K1("dr_grpo", kl_coef=0.1)
   out = assign(batch, REWARDS, config)["advantages"]
@@ -101,14 +126,23 @@ def test_k1_is_subtracted_from_the_reward(batch):
 
 @pytest.mark.parametrize("name", ["gspo", "ppo"])
 def test_truncated_responses_have_no_advantage(batch, name):
-  config = ObjectiveConfig(name, zero_truncated=True)
+  config = ObjectiveConfig(name, truncated="zero_advantage")
   rewards = REWARDS.at[3].set(2.0)
   out = assign(batch, rewards, config)["advantages"]
-  kept = dataclasses.replace(config, zero_truncated=False)
+  kept = dataclasses.replace(config, truncated="train")
   whole = assign(batch, rewards, kept)["advantages"]
   np.testing.assert_array_equal(out[:3], whole[:3])
   assert not out[3].any()
   assert np.any(whole[3] != 0)
+
+
+def test_k1_of_masked_responses_is_not_in_the_mean_of_their_group(batch):
+  """Their rewards are: response 2 alone is left of its group."""
+  config = K1("dr_grpo", kl_coef=0.1, truncated="mask")
+  out = assign(batch, REWARDS.at[3].set(2.0), config)["advantages"]
+  np.testing.assert_allclose(out[2, 0], -0.75, atol=1e-6)
+  plain = assign(batch, REWARDS, dataclasses.replace(config, truncated="train"))
+  np.testing.assert_allclose(out[:2], plain["advantages"][:2])
 
 
 def test_with_a_critic_the_reward_is_of_the_last_token_and_k1_of_each(batch):

@@ -10,10 +10,12 @@ from gspo_jax.learner.health import (
   HealthChecks,
   clip_range_warnings,
   require_finite,
+  require_responses,
 )
 from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.losses import METHODS
 from gspo_jax.program.config import parse
+from gspo_jax.runtime.errors import UserError
 
 HEALTHY = {
   "ratio/moved": 0.5,
@@ -150,7 +152,9 @@ def test_a_clip_range_of_another_ratio_is_a_warning(name, words):
     ({"rollout.max_staleness": 1},
      ["exactly 1 over 2 updates", "no signal"]),
     ({"sampler.top_k": 3, "learner.minibatches": 1},
-     ["top-k, top-p", "no signal", "clip_low=3.0e-04"]),
+     ["no signal", "clip_low=3.0e-04"]),
+    ({"sampler.min_p": 0.1, "sampler.kept_ids": 0, "learner.minibatches": 1},
+     ["sampler.kept_ids=0", "no signal", "clip_low=3.0e-04"]),
   ],
 )  # fmt: skip
 def test_a_run_checks_what_its_config_calls_for(
@@ -173,3 +177,11 @@ def test_a_number_that_is_not_finite_stops_the_run():
   metrics = {"reward/mean": 0.5, "grad/norm": float("nan")}
   with pytest.raises(FloatingPointError, match="grad/norm is nan at step 7"):
     require_finite(metrics, 7)
+
+
+def test_overlong_filtering_of_all_responses_stops_the_run():
+  require_responses(ObjectiveConfig(), 1.0, 7)
+  mask = ObjectiveConfig(truncated="mask")
+  require_responses(mask, 0.9, 7)
+  with pytest.raises(UserError, match=r"truncated='mask': all .* of step 7"):
+    require_responses(mask, 1.0, 7)

@@ -1,6 +1,7 @@
 """The schedule's values, and AdamW against a loop in float64."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -59,10 +60,11 @@ def test_a_decay_goes_from_the_peak_to_its_end(decay, left, warmup):
     assert (rate[:100] > 0).all()  # every step of the run learns
 
 
-def test_two_steps_of_adamw():
+@pytest.mark.parametrize("eps", [1e-8, 1e-15, 1e-2])
+def test_two_steps_of_adamw(eps):
   cfg = dataclasses.replace(
     PLAIN,
-    name="adamw:b1=0.8,b2=0.9,weight_decay=0.3",
+    name=f"adamw:b1=0.8,b2=0.9,eps={eps},weight_decay=0.3",
     warmup_steps=4,
     clip_norm=0.2,
   )
@@ -82,7 +84,7 @@ def test_two_steps_of_adamw():
     g *= min(1, 0.2 / np.sqrt((g**2).sum()))
     m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2
     step = m / (1 - 0.8 ** (t + 1))
-    step /= np.sqrt(v / (1 - 0.9 ** (t + 1))) + 1e-8
+    step /= np.sqrt(v / (1 - 0.9 ** (t + 1))) + eps
     x = x - 0.1 * (t + 1) / 4 * (step + 0.3 * decays * x)
     np.testing.assert_allclose(flat(params), x, rtol=1e-4)
 
@@ -167,6 +169,41 @@ def test_a_step_of_muon(name, axis):
   assert not E or str(E) not in gathers
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_frozen_routers_are_left_out(name):
+  """The rest is updated as if the model had no routers."""
+  cfg = model.variant("tiny", vocab_size=16, router_bias=True, **SMALL)
+  shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
+  rng = np.random.default_rng(0)
+  params, grads = (
+    jax.tree.map(lambda s: rng.normal(size=s.shape).astype("f4"), shapes)
+    for _ in range(2)
+  )
+  # This eps makes a step depend on the norm that is clipped.
+  plain = dataclasses.replace(PLAIN, name=f"{name}:eps=1,weight_decay=0.5")
+  frozen = optimizer.optimizer(
+    dataclasses.replace(plain, freeze_moe_router=True)
+  )
+  plain = optimizer.optimizer(plain)
+  state = jax.jit(frozen.init)(params)
+  assert sharding.state_shardings(
+    state, sharding.make_mesh(jax.devices()[:1]), optimizer.STATE_AXES
+  )
+  assert not any("router" in path for path in sharding.leaves_by_path(state))
+  updates = jax.jit(frozen.update)(grads, state, params)[0]
+  routers = {"router", "router_bias"}
+  for name in routers:
+    assert not updates["layers"]["moe"].pop(name).any()
+    for tree in params, grads:
+      del tree["layers"]["moe"][name]
+  step = lambda g, p: plain.update(g, plain.init(p), p)[0]
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6),
+    updates,
+    jax.jit(step)(grads, params),
+  )
+
+
 @pytest.mark.parametrize("name", ["tiny", "qwen3-0.6b"])
 def test_matrices_decay_and_norms_do_not(name):
   cfg = model.variant(
@@ -207,6 +244,7 @@ def test_matrices_decay_and_norms_do_not(name):
     ("name", "adamw:b2=1.5", "optim.name: b2=1.5: expected 0 or more, under 1"),
     ("name", "adamw:b1=x", "optim.name=adamw:b1=x: b1: expected a number"),
     ("name", "muon:weight_decay=-1", "weight_decay=-1: expected 0 or more"),
+    ("name", "adamw:eps=0", "optim.name: eps=0: expected more than 0"),
   ],
 )
 def test_bad_settings(option, value, words):

@@ -89,6 +89,17 @@ def test_what_is_wrong_is_named_as_typed(debug_config, my_methods, name, words):
   assert str(error.value).startswith(f"objective.name={name!r}: ")
 
 
+def test_its_own_advantage_leaves_no_choice_of_the_estimator(
+  debug_config, my_methods
+):
+  c = debug_config.objective
+  c.advantage_estimator, c.name = "rloo", "my_methods.soft_loss"
+  parse(debug_config).check_training(1)
+  c.name = "my_methods.SOFT"
+  with pytest.raises(UserError, match="SOFT', which has its own advantages"):
+    parse(debug_config).check_training(1)
+
+
 @pytest.mark.parametrize("name", ["SOFT:width=0.1", "bare_loss", "shifted"])
 def test_a_run_learns_by_it(debug_config, my_methods, tmp_path, name):
   c = debug_config

@@ -41,6 +41,15 @@ def test_an_unmoved_policy_has_ratio_one(options):
   assert metrics["grad/norm"] > 0
 
 
+@pytest.mark.slow
+def test_a_float32_head_and_float32_routers_keep_ratio_one():
+  config = ratio_one.config_of()
+  config.model.float32_head = config.model.float32_router = True
+  metrics = ratio_one.measure(config, sharding.make_mesh(jax.devices()[:1]))
+  assert metrics["ratio/moved"] == metrics["ratio/first_minibatch_std"] == 0
+  assert metrics["grad/norm"] > 0
+
+
 def test_logps_of_another_program_have_another_ratio():
   """Else the test above would always pass; the metric shows it, too."""
   metrics = measure(apart=True)

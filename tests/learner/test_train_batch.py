@@ -30,6 +30,7 @@ PROMPTS = Prompts(
 TOKENS = (1000 + np.arange(B * R)).reshape(B, R).astype(np.int32)
 LOGPS = -np.random.default_rng(0).random((B, R), np.float32)
 EXPERTS = np.random.default_rng(1).integers(0, 8, (B, L, W, K), np.uint8)
+KEPT = np.random.default_rng(2).integers(0, 99, (B, 3, R), np.int32)
 CFG = PackingConfig(W, minibatches=2, micro_batch_size=8, shards=8)
 
 
@@ -57,6 +58,7 @@ def pack(width=W, devices=1, experts=EXPERTS, turns=None, **mesh):
       cfg=cfg,
       logps=put(LOGPS),
       experts=None if experts is None else put(experts),
+      kept_ids=put(KEPT),
       turns=None if turns is None else put(turns),
     )
   return places, jax.device_get(batch)
@@ -151,6 +153,16 @@ def test_recorded_experts_are_those_of_their_tokens(batch):
     )
 
 
+def test_kept_ids_are_at_the_tokens_of_responses(batch):
+  places, packed = batch
+  rows = each_row(packed)
+  assert rows.kept_ids.shape == (B, 3, rows.tokens.shape[1] - 1)
+  for b, row, _, response in sequences(places):
+    columns = np.array(response) - 1
+    expected = KEPT[b, :, : len(response)]
+    np.testing.assert_array_equal(rows.kept_ids[row][:, columns], expected)
+
+
 def test_rows_are_cut_into_minibatches_and_micro_batches(batch):
   places, packed = batch
   assert packed.rows.tokens.shape[:3] == (2, B // 2 // 8, 8)
@@ -170,7 +182,7 @@ def test_rows_are_cut_into_minibatches_and_micro_batches(batch):
   ],
 )
 def test_on_eight_devices_the_batch_is_the_same(mesh):
-  """Each packs its own rows; experts at padding are any of the model's."""
+  """Each packs its own rows; experts and kept ids at padding are any."""
   turns = np.random.default_rng(2).integers(0, 3, (B, R), np.int16)
   _, one = pack(turns=turns)
   _, eight = pack(devices=8, turns=turns, **mesh)
@@ -178,7 +190,11 @@ def test_on_eight_devices_the_batch_is_the_same(mesh):
   real = np.moveaxis(one.rows.segment_ids > 0, -1, 0)
   experts = lambda x: np.moveaxis(x.rows.experts, 4, 0)[real]
   same(experts(one), experts(eight))
-  bare = lambda x: x._replace(rows=dataclasses.replace(x.rows, experts=None))
+  kept = lambda x: np.moveaxis(x.rows.kept_ids, 4, 0)[real[1:]]
+  same(kept(one), kept(eight))
+  bare = lambda x: x._replace(
+    rows=dataclasses.replace(x.rows, experts=None, kept_ids=None)
+  )
   jax.tree.map(same, bare(one), bare(eight))
 
 

@@ -238,8 +238,12 @@ FAMILIES = (
 
 @functools.cache
 def one_of_family(variant, replay="r3"):
-  """An iteration of RSPO, which weighs tokens by the router's shift."""
+  """An iteration of RSPO, which weighs tokens by the router's shift.
+
+  Sampling is truncated: log-probs are over the ids that were kept.
+  """
   config = shrink(tiny_cpu.get_config("debug"))
+  config.sampler.update({"top_p": 0.8, "kept_ids": 32})
   config.model.variant = variant
   if variant == "tiny-qwen3.5":
     config.model.norm_eps = DELTA_EPS
@@ -300,6 +304,7 @@ def test_many_devices_do_as_one_of_a_family(variant, devices, mesh):
   many = iterate(build(config, devices, **mesh), REWARDS)
   np.testing.assert_array_equal(one.samples.tokens, many.samples.tokens)
   np.testing.assert_array_equal(one.samples.experts, many.samples.experts)
+  np.testing.assert_array_equal(one.samples.kept_ids, many.samples.kept_ids)
   close = np.testing.assert_allclose
   close(one.samples.logps, many.samples.logps, atol=1e-5)
   close(one.old_logps, many.old_logps, atol=1e-5)

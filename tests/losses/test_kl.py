@@ -10,10 +10,15 @@ from gspo_jax import kl_penalty
 x = np.array([[-1.0, -2.0, -0.5, -30.0], [-1.0, -1.5, np.nan, np.inf]])
 f = np.array([[-1.5, -2.0, -3.0, -1.0], [-1.0, -1.0, np.inf, np.inf]])
 MASK = np.array([[1, 1, 1, 1], [1, 1, 0, 0]])
-X, F = x.astype(np.float32), f.astype(np.float32)
+o = np.array([[-1.5, -1.0, -0.7, -55.0], [-1.0, -2.5, np.nan, np.inf]])
+X, F, OLD = x.astype(np.float32), f.astype(np.float32), o.astype(np.float32)
 
 
-def expected_value_and_slope(estimator, x, f):
+def expected_value_and_slope(estimator, x, f, o):
+  if estimator == "k3_unbiased":
+    k3, slope = expected_value_and_slope("k3", x, f, o)
+    ratio = np.exp(min(max(x - o, -20), 20))
+    return ratio * k3, ratio * (slope + (abs(x - o) <= 20) * k3)
   gap = f - x
   sign = int(abs(gap) <= 20)  # no gradient beyond the clamp
   gap = min(max(gap, -20), 20)
@@ -22,17 +27,21 @@ def expected_value_and_slope(estimator, x, f):
   return np.exp(gap) - gap - 1, sign * (1 - np.exp(gap))
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k2", "k3", "k3_unbiased"])
 def test_value_and_gradient(estimator):
+  old = {"old_logps": OLD} if estimator == "k3_unbiased" else {}
+
   def total(x):
-    penalty = kl_penalty(x, F, MASK, estimator=estimator)
+    penalty = kl_penalty(x, F, MASK, estimator=estimator, **old)
     return penalty.sum(), penalty
 
   with jax.debug_nans(True):
     grad, penalty = jax.grad(total, has_aux=True)(X)
   expected = np.zeros((2, *X.shape))
   for i, t in zip(*np.nonzero(MASK), strict=True):
-    expected[:, i, t] = expected_value_and_slope(estimator, x[i, t], f[i, t])
+    expected[:, i, t] = expected_value_and_slope(
+      estimator, x[i, t], f[i, t], o[i, t]
+    )
   np.testing.assert_allclose(penalty, expected[0], rtol=1e-5)
   np.testing.assert_allclose(grad, expected[1], rtol=1e-5)
 
@@ -60,9 +69,41 @@ def test_expected_gradient_is_that_of_a_divergence(estimator):
   )
 
 
-def test_the_reference_has_no_gradient():
-  grad = jax.grad(lambda f: kl_penalty(X, f, MASK).sum())(F)
-  assert not grad.any()
+def test_k3_unbiased_is_the_divergence_off_policy():
+  """Summed over a vocabulary with the old policy's probabilities."""
+  new, reference, old = np.random.default_rng(0).normal(size=(3, 1, 7))
+  log_f, log_o = (
+    jax.nn.log_softmax(jnp.array(v, jnp.float32)) for v in (reference, old)
+  )
+
+  def expectation(logits):
+    penalty = kl_penalty(
+      jax.nn.log_softmax(logits),
+      log_f,
+      jnp.ones_like(log_f),
+      estimator="k3_unbiased",
+      old_logps=log_o,
+    )
+    return (jnp.exp(log_o) * penalty).sum()
+
+  def divergence(logits):
+    log_p = jax.nn.log_softmax(logits)
+    return (jnp.exp(log_p) * (log_p - log_f)).sum()
+
+  logits = jnp.array(new, jnp.float32)
+  for found, expected in zip(
+    jax.value_and_grad(expectation)(logits),
+    jax.value_and_grad(divergence)(logits),
+    strict=True,
+  ):
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_reference_and_old_policy_have_no_gradient():
+  def total(f, o):
+    return kl_penalty(X, f, MASK, estimator="k3_unbiased", old_logps=o).sum()
+
+  assert not any(grad.any() for grad in jax.grad(total, (0, 1))(F, OLD))
 
 
 def test_k1_is_refused_with_the_reason():
@@ -70,6 +111,8 @@ def test_k1_is_refused_with_the_reason():
     kl_penalty(X, F, MASK, estimator="k1")
   with pytest.raises(ValueError, match="got 'k4'"):
     kl_penalty(X, F, MASK, estimator="k4")
+  with pytest.raises(ValueError, match="'k3_unbiased' needs old_logps"):
+    kl_penalty(X, F, MASK, estimator="k3_unbiased")
 
 
 def test_wrong_arrays_are_refused():

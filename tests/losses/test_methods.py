@@ -15,12 +15,14 @@ def test_every_public_policy_loss_has_its_row():
 
 def test_a_row_says_what_its_loss_does():
   rows = lambda holds: [name for name, row in METHODS.items() if holds(row)]
-  assert rows(lambda row: not row.normalize_std) == ["dr_grpo"]
+  assert rows(lambda row: not row.normalize_std) == list(oracles.FIXED_LENGTH)
   assert rows(lambda row: row.critic) == ["ppo"]
   assert rows(lambda row: row.one_advantage) == list(oracles.PER_SEQUENCE)
-  assert rows(lambda row: row.unit == "sequence") == ["gspo", "gspo_token"]
+  of_sequences = list(oracles.SEQUENCE_RATIO)
+  assert rows(lambda row: row.unit == "sequence") == of_sequences
   assert rows(lambda row: row.clips != "ratio") == list(oracles.UNCLIPPED)
-  assert rows(lambda row: row.clips == "log_ratio") == ["gmpo", "rspo"]
+  log_ratio = ["gmpo", "rspo", "ctpo"]
+  assert rows(lambda row: row.clips == "log_ratio") == log_ratio
   assert rows(lambda row: row.clips) == rows(
     lambda row: "clip_low" in row.numbers
   )

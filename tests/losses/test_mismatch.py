@@ -5,7 +5,7 @@ import numpy as np
 import oracles
 import pytest
 
-from gspo_jax import mismatch_weights
+from gspo_jax import mismatch_weights, off_policy_mask
 
 B, T = 4, 7
 
@@ -105,3 +105,58 @@ def test_wrong_arrays_are_refused():
     mismatch_weights(old, sampled.astype(np.float16), mask)
   with pytest.raises(ValueError, match="sampler_logps"):
     mismatch_weights(old, sampled[1:], mask)
+
+
+ADVANTAGES = np.random.default_rng(1).standard_normal((B, T)).astype(np.float32)
+
+
+@pytest.mark.parametrize("threshold", [0.1, 1.0, 4.0])
+def test_off_policy_mask_equals_the_oracle(threshold):
+  """The sequences with large gaps, at the tokens with A < 0."""
+  sampled, logps, mask = random_case()
+  weights, metrics = off_policy_mask(
+    logps, sampled, ADVANTAGES, mask, threshold=threshold
+  )
+  expected, fraction = oracles.off_policy_mask(
+    logps, sampled, ADVANTAGES, mask, threshold
+  )
+  np.testing.assert_array_equal(weights, expected)
+  np.testing.assert_allclose(
+    metrics["mismatch/off_policy"].value(), fraction, rtol=1e-6
+  )
+  assert (fraction > 0) == (threshold < 4)
+  one_each = ADVANTAGES[:, 0]
+  whole, _ = off_policy_mask(
+    logps, sampled, one_each, mask, threshold=threshold
+  )
+  for row, kept, advantage in zip(mask, whole, one_each, strict=True):
+    assert len(set(np.asarray(kept)[row].tolist())) <= 1
+    assert advantage < 0 or kept[row].all()
+
+
+def test_off_policy_mask_of_packed_rows():
+  sampled, logps, mask = random_case()
+  arrays = (logps, sampled, ADVANTAGES, mask)
+  expected, metrics = off_policy_mask(*arrays, threshold=0.1)
+  ids = np.repeat([[0] * T + [1] * T], 2, axis=0)
+  packed = [v.reshape(2, 2 * T) for v in arrays]
+  garbage = [np.where(packed[3], v, np.nan) for v in packed[:3]]
+  with jax.debug_nans(True):
+    weights, others = off_policy_mask(
+      *(v.astype(np.float32) for v in garbage),
+      packed[3],
+      threshold=0.1,
+      segment_ids=ids,
+    )
+  np.testing.assert_array_equal(weights.reshape(B, T), expected)
+  jax.tree.map(np.testing.assert_array_equal, others, metrics)
+
+
+def test_off_policy_mask_has_no_gradient_and_refuses_thresholds():
+  sampled, logps, mask = random_case()
+  total = lambda x: off_policy_mask(
+    x, sampled, ADVANTAGES, mask, threshold=1.0
+  )[0].sum()
+  assert not jax.grad(total)(logps).any()
+  with pytest.raises(ValueError, match="threshold=0"):
+    off_policy_mask(logps, sampled, ADVANTAGES, mask, threshold=0)

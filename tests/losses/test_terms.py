@@ -28,7 +28,9 @@ def test_all_terms_equal_the_oracle(name, extreme):
 def test_dual_clip_equals_the_oracle(name, extreme):
   case = with_terms(name, extreme=extreme)
   # The ratios of sequences have a smaller std than those of tokens.
-  c = 1 + oracles.SETTINGS[name][1] * (0.1 if "gspo" in name else 1.2)
+  c = 1 + oracles.SETTINGS[name][1] * (
+    0.1 if name in oracles.SEQUENCE_RATIO else 1.2
+  )
   dual = assert_is_oracle(name, case, c)
   _, without = oracles.loss(name, case)
   high = "clip_frac/token_high"

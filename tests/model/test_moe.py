@@ -11,6 +11,7 @@ from expert_oracle import random_experts, weighted_sum
 
 from gspo_jax import model
 from gspo_jax.model.moe import MoE
+from gspo_jax.runtime import sharding
 
 B, T, D, E, F = 2, 12, 8, 5, 6
 ALL = np.ones((B, T), bool)  # no padding
@@ -91,6 +92,78 @@ def compiled_dense(case):
     return (y * cotangent).sum(), y
 
   return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_float32_router_has_operands_of_float32(exact):
+  """Its probabilities are those of float64, in a bfloat16 model."""
+  cfg = dataclasses.replace(
+    config("all of five"), dtype="bfloat16", float32_router=exact
+  )
+  params, x = random_layer()
+  x = jnp.asarray(x, jnp.bfloat16)
+  cast = {"layers": {"moe": params}}
+  cast = model.parameters.cast(cast, cfg)["layers"]["moe"]  # for decoding
+  logits = np.float64(x) @ np.float64(params["router"])
+  expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  for weights in params, cast:
+    _, routing = MoE(cfg).apply({"params": weights}, x, ALL)
+    at = routing.experts.astype(int)
+    gap = routing.logps - np.take_along_axis(expected, at, 2)
+    assert (np.abs(gap).max() < 1e-5) == exact
+
+
+MASK = np.arange(T) < np.array([[T], [7]])  # padding ends the second row
+MESHES = {
+  "1": {},
+  "8": {"context": 2, "expert": 2, "tensor": 2},
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_the_losses_of_a_router_and_their_gradients(scores, mesh):
+  """Against float64, with rows that are padded and any mesh."""
+  rows, E = 4, 8
+  cfg = dataclasses.replace(
+    config("two of five"), scoring_func=scores, num_experts=E
+  )
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  params = {
+    "router": normal(D, E),
+    "gate_up": normal(E, D, 2 * F),
+    "down": normal(E, F, D),
+  }
+  x, real = normal(rows, T, D), np.tile(MASK, (2, 1))
+
+  def losses(params, x):
+    _, routing = MoE(cfg).apply({"params": params}, x, real, losses=True)
+    mean = lambda terms: jnp.where(real, terms, 0).sum() / real.sum()
+    return jnp.stack([mean(routing.load_balance), mean(routing.z_loss)])
+
+  both = jax.jit(lambda *args: (losses(*args), jax.jacrev(losses)(*args)))
+  devices = jax.devices()[: int(mesh)]
+  with jax.set_mesh(sharding.make_mesh(devices, **MESHES[mesh])):
+    found, slopes = jax.device_get(both(params, x))
+
+  h = np.float64(x[real])
+  z = h @ np.float64(params["router"])
+  total = np.exp(z).sum(1, keepdims=True)
+  scored = np.exp(z) / total if scores == "softmax" else 1 / (1 + np.exp(-z))
+  p = scored / scored.sum(1, keepdims=True)
+  order = np.argsort(-scored, axis=1)[:, :2]
+  f = np.bincount(order.ravel(), minlength=E) / len(h)
+  np.testing.assert_allclose(
+    found, [E * f @ p.mean(0), (np.log(total) ** 2).mean()], rtol=1e-5
+  )
+  slope = E * p * (f - (p @ f)[:, None])
+  if scores == "sigmoid":
+    slope *= 1 - scored
+  outer = [slope, 2 * np.log(total) * np.exp(z) / total]
+  expected = np.stack([h.T @ each for each in outer]) / len(h)
+  np.testing.assert_allclose(slopes["router"], expected, rtol=1e-4, atol=1e-6)
+  assert not slopes["down"].any()
 
 
 COTANGENT = np.random.default_rng(1).normal(size=(B, T, D)).astype(np.float32)

@@ -82,6 +82,7 @@ def test_every_row_belongs_to_an_array():
     for n in model.VARIANTS
   ]
   trees.append(jax.eval_shape(critic.init, initial("tiny")))
+  trees.append(model.shapes(model.variant("tiny", classifier=True)))
   paths = {path for tree in trees for path in sharding.leaves_by_path(tree)}
   assert {path.removeprefix("layers/") for path in paths} == {*parameters.AXES}
 

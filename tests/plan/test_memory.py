@@ -24,7 +24,7 @@ STATIC, PAGED = (SimpleNamespace(batching=slots) for slots in (None, 8))
 def made():
   """Programs with 4 GiB of moments over 8 devices, and a count on each.
 
-  The second has a reference of five times that, and a critic.
+  The second has a reference of five times that, teachers and a critic.
   """
   mesh = sharding.make_mesh(fsdp=8)
   split = jax.ShapeDtypeStruct(
@@ -41,16 +41,19 @@ def made():
     critic=critic,
   )
   bare = SimpleNamespace(
-    params=[split], opt_state=[split, count], reference=None, critic=None
+    params=[split],
+    opt_state=[split, count],
+    reference=None,
+    critic=None,
   )
-  return program(bare), program(state)
+  return program(bare), program(state, teachers=([split] * 6, [split]))
 
 
-def program(state, generate=STATIC, separate=None):
+def program(state, generate=STATIC, separate=None, teachers=()):
   """A program with the state of its learner alone."""
   return SimpleNamespace(
     abstract_policy=state.params,
-    learner=SimpleNamespace(abstract=state),
+    learner=SimpleNamespace(abstract=state, teachers=teachers),
     sampler=SimpleNamespace(generate=generate, separate=separate),
   )
 
@@ -63,9 +66,10 @@ def memory(name, made, temporaries, max_staleness=0):
 def test_what_a_function_does_not_read_stays(made):
   _, whole = made
   resident = lambda name: memory(name, whole, 0)["memory"]["resident"]
-  assert resident("update") == 0
-  assert resident("old_logps") == 0  # the same program
-  assert resident("generate") == (1 + 3 + 5 + 2) * GIB // 2 + 4
+  teachers = 7 * GIB // 2
+  assert resident("update") == teachers
+  assert resident("old_logps") == teachers  # the same program
+  assert resident("generate") == teachers + (1 + 3 + 5 + 2) * GIB // 2 + 4
   assert resident("reference_and_values") == (4 + 1 + 3) * GIB // 2 + 4
 
 

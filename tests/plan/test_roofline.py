@@ -1,11 +1,12 @@
 """The work of a function, and what its numbers mean."""
 
+import json
 from types import SimpleNamespace
 
 import jax
 import pytest
 
-from gspo_jax.plan import chips, roofline
+from gspo_jax.plan import chips, lower, lower_bounds, roofline
 from gspo_jax.plan import memory as plan_memory
 from gspo_jax.plan.hlo.cost import DataDependent, HloCost
 from gspo_jax.program.config import parse
@@ -36,6 +37,29 @@ def test_the_weights_below_adapters_stay_and_have_no_gradient(debug_config):
   # The reference reads only the weights, which an update returns as they are.
   unread = plan_memory._unread("reference_and_values", state)
   assert size(unread) == size(state.params) + size(state.opt_state)
+
+
+def test_a_teacher_scores_with_its_own_model(debug_config, tmp_path):
+  """A plan reads what its run says of the model, and no weights."""
+  debug_config.model.variant = "small"
+  saved = json.dumps(parse(debug_config).as_json())
+  (tmp_path / "run_config.json").write_text(saved)
+  debug_config.model.variant = "tiny"
+  debug_config.objective.name = "gspo_token"
+  debug_config.objective.distillation.teachers = (str(tmp_path),)
+  config = parse(debug_config)
+  made = build_program(config, sharding.make_mesh(jax.devices()[:1]))
+  (teacher,) = made.teachers
+  assert teacher.cfg.vocab_size == 2048
+  forward = lower_bounds.forward_flops(teacher.cfg, 16, 8 + 12, 12)
+  scored = roofline._model_flops("reference_and_values", config, made)
+  assert scored == forward > 0
+  size = plan_memory.array_bytes
+  (weights,) = made.learner.teachers
+  assert size(weights) == size(teacher.abstract_params) > 2**20
+  lowered = lower.functions(config, made)["reference_and_values"]
+  (_, _, (taken,), _), _ = lowered.in_avals
+  assert {str(x.dtype) for x in jax.tree.leaves(taken)} == {"float32"}
 
 
 def test_links_follow_where_the_mesh_puts_devices():

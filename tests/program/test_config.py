@@ -7,7 +7,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from gspo_jax.program import config
-from gspo_jax.program.config import all_keys, parse
+from gspo_jax.program.config import all_keys, parse, parse_model
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
@@ -27,8 +27,8 @@ def set_keys(keys, overrides):
     value = keys
     for part in key.split("."):
       value = value[part]
-    one = lambda text: () if text == "()" else (text,)
-    kinds = {bool: lambda text: text == "True", tuple: one}
+    many = lambda text: () if text == "()" else tuple(text.split(","))
+    kinds = {bool: lambda text: text == "True", tuple: many}
     value = kinds.get(type(value), type(value))(text)
     keys.update_from_flattened_dict({key: value})
 
@@ -89,6 +89,16 @@ def refused(keys, overrides, words):
     ("objective.mismatch=tis_token:floor=.1", "no argument 'floor'"),
     ("objective.name=cispo:cap=1e999", "cap=inf: expected more than 0"),
     ("objective.name=sapo:clip_high=.2", "'sapo' has no argument 'clip_high'"),
+    (
+      "objective.advantage_estimator=rlo",
+      "objective.advantage_estimator='rlo': did you mean 'rloo'",
+    ),
+    ("objective.advantage_estimator=pass_at_k", "expected k=..., which has no"),
+    (
+      "objective.advantage_estimator=pass_at_k:k=1.5",
+      "k=1.5: expected a whole",
+    ),
+    ("objective.advantage_estimator=rloo:k=2", "'rloo' has no argument 'k'"),
     ("objective.name=sapo:tau_positive=x", "tau_positive=x: expected more tha"),
   ],
 )
@@ -110,6 +120,9 @@ LIMIT = "rollout.max_tokens_per_iteration=4"
 SLOTS = "continuous_batching.slots=4"
 DRAFTS = "continuous_batching.speculation=3"
 ROUNDS = "rollout.dynamic_sampling_rounds=2"
+GDPO = "objective.advantage_estimator=gdpo"
+RLOO = "objective.advantage_estimator=rloo"
+PASS_AT_K = "objective.advantage_estimator=pass_at_k:k"
 GAME = "rollout.environment=guessing reward.names=()"
 
 
@@ -131,10 +144,6 @@ GAME = "rollout.environment=guessing reward.names=()"
     (LIMIT, f"{LIMIT}: expected 0 with continuous_batching.slots"),
     (DRAFTS, f"{DRAFTS}: expected 0 with continuous_batching.slots=0"),
     (
-      f"{LIMIT} {SLOTS} objective.replay=r3",
-      f"{LIMIT}: expected 0 with objective.replay='r3'",
-    ),
-    (
       f"rollout.max_staleness=2 {ROUNDS}",
       f"rollout.max_staleness=2: expected 0 with {ROUNDS}",
     ),
@@ -150,12 +159,42 @@ GAME = "rollout.environment=guessing reward.names=()"
     ),
     (f"{GAME} {SLOTS} {LIMIT}", f"{LIMIT}: expected 0, for a conver"),
     (
-      f"{GAME} {SLOTS} objective.replay=r3",
-      "objective.replay='r3': expected 'none' or 'r2'",
-    ),
-    (
       "objective.credit=turn objective.name=gspo_token",
       "rollout.environment='': expected one, .*credit='turn'",
+    ),
+    *(
+      (
+        f"objective.advantage_estimator={estimator} objective.name={name}",
+        f"objective.advantage_estimator='{estimator}': expected 'grpo' with "
+        f"objective.name='{name}', {why}",
+      )
+      for estimator, name, why in (
+        ("rloo", "ppo", "whose critic gives the advantages"),
+        ("max_rl", "dr_grpo", "whose advantages are not divided by a std, or"),
+      )
+    ),
+    (
+      "model.lora.rank=4 optim.freeze_moe_router=True",
+      "optim.freeze_moe_router=True: expected False, for only adapters",
+    ),
+    (
+      f"{GAME} {SLOTS} {RLOO} objective.credit=turn objective.name=gspo_token",
+      "expected 'grpo' with objective.credit='turn', which compares turn with",
+    ),
+    (
+      "objective.advantage_estimator=reinforce_plus_plus "
+      "objective.kl_coef=.1 objective.kl_estimator=k1",
+      "expected 'grpo' with objective.kl_estimator='k1'",
+    ),
+    (
+      f"{GDPO} {ROUNDS}",
+      f"{ROUNDS}: expected 1 with objective.advantage_estimator='gdpo'",
+    ),
+    (f"{GDPO} {GAME} {SLOTS}", "='gdpo': expected another one, for the envi"),
+    (f"{PASS_AT_K}=9", "='pass_at_k:k=9': expected k up to rollout.group_size"),
+    (
+      f"{PASS_AT_K}=2 reward.names=length,number",
+      r"reward.names=\('length', 'number'\): expected one with",
     ),
     (
       f"{GAME} {SLOTS} reward.weights=2",
@@ -191,10 +230,14 @@ def test_a_dense_model_has_no_routing(debug_config, override):
   refused(debug_config, override, "the model is dense")
 
 
-def test_only_ppo_does_without_a_group(debug_config):
+@pytest.mark.parametrize(
+  ("key", "value"),
+  [("name", "ppo"), ("advantage_estimator", "reinforce_plus_plus")],
+)
+def test_some_advantages_need_no_group(debug_config, key, value):
   debug_config.learner.micro_batch_size = 1
   debug_config.rollout.group_size = 1
-  debug_config.objective.name = "ppo"
+  debug_config.objective[key] = value
   parse(debug_config).check_training(1)
 
 
@@ -303,3 +346,10 @@ def test_replace_changes_keys_and_no_others(debug_config):
   other = parsed.replace(seed=9, data={"prompts": 2})
   assert (other.seed, other.data.prompts) == (9, 2)
   assert other.replace(seed=parsed.seed, data=parsed.data) == parsed
+
+
+def test_the_model_of_an_earlier_release_has_the_keys_of_this_one(debug_config):
+  saved = parse(debug_config).as_json()["model"]
+  earlier = {k: v for k, v in saved.items() if k != "float32_head"}
+  earlier["lora"] = {k: v for k, v in saved["lora"].items() if k != "alpha"}
+  assert parse_model(earlier) == parse_model(saved) == parse(debug_config).model

@@ -28,7 +28,11 @@ def meant(text):
     # TRL
     ("num_generations", "rollout.group_size"),
     ("objective.beta", "objective.kl_coef"),
+    ("scale_rewards", "objective.advantage_estimator"),
     # verl
+    ("algorithm.adv_estimator", "objective.advantage_estimator"),
+    ("cast_lm_head_to_fp32", "model.float32_head"),
+    ("mask_truncated_completions", "objective.truncated"),
     ("optim.lr", "optim.learning_rate"),
     ("optim", "optim.name"),
     ("actor_rollout_ref.actor.optim.lr", "optim.learning_rate"),
@@ -82,7 +86,7 @@ def test_another_section_and_a_typo(typed, keys):
   assert meant(hint(typed, KEYS)) == keys
 
 
-OPTIM = "clip_norm, decay, learning_rate, name, warmup_steps"
+OPTIM = "clip_norm, decay, freeze_moe_router, learning_rate, name, warmup_steps"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +95,7 @@ OPTIM = "clip_norm, decay, learning_rate, name, warmup_steps"
     ("optim.momentum", f"optim has {OPTIM}"),
     (
       "model.scan",
-      "model has checkpoint, dtype, lora.alpha, lora.checkpoint, ",
+      "model has checkpoint, dtype, float32_head, float32_router, ",
     ),
     ("optim.b3.x", f"optim has {OPTIM}"),
     # A last part that means another thing in each section.

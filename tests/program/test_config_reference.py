@@ -24,7 +24,10 @@ def test_common_has_the_defaults():
 def test_every_key_and_section_is_described():
   sections = {f.name for f in dataclasses.fields(Config)} - {"seed"}
   sections -= {"num_steps"}
-  assert ROWS.keys() == {*all_keys()} | sections | {"model.lora"}
+  assert ROWS.keys() == {*all_keys()} | sections | {
+    "model.lora",
+    "objective.distillation",
+  }
   assert all(row.meaning.partition(" [")[0] for row in ROWS.values())
 
 

@@ -159,6 +159,18 @@ ROWS = (
     {"float32": [False, False], "bfloat16": [True, True]},
     {"model.remat": "stream"},
   ),
+  *(
+    Row(
+      f"model.float32_{part}",
+      observe,
+      {False: [{"bfloat16"}] * 2, True: [{"float32"}] * 2},
+      {"model.dtype": "bfloat16", "model.remat": "stream"},
+    )
+    for part, observe in (
+      ("head", built.operands_of_head),
+      ("router", built.operands_of_router),
+    )
+  ),
   Row(
     "model.remat",
     built.kept_names,
@@ -343,6 +355,18 @@ ROWS = (
     SHORT,
   ),
   Row(
+    "sampler.min_p",
+    built.all_likeliest,
+    {0.0: [False, False, True], 1.0: [True] * 3},
+    SHORT,
+  ),
+  Row(
+    "sampler.kept_ids",
+    built.kept_of_a_token,
+    {0: [None] * 3, 9: [9, None, None]},
+    SHORT | {"sampler.top_p": 0.9},
+  ),
+  Row(
     "sampler.stop",
     built.end_at_letters,
     {(): [False] * 3, tuple(map(chr, range(128))): [True] * 3},
@@ -456,6 +480,14 @@ ROWS = (
     built.batch_fields,
     {0.0: KEPT, 0.3: KEPT | {"reference_logps"}},
   ),
+  *(
+    Row(
+      f"objective.router_{loss}_loss_coef",
+      built.batch_fields,
+      {0.0: KEPT, 0.01: KEPT | {"loss_per_token"}},
+    )
+    for loss in ("aux", "z")
+  ),
   Row(
     "objective.reference_every",
     built.reference_after,
@@ -474,6 +506,12 @@ ROWS = (
     SHORT,
   ),
   Row(
+    "objective.advantage_estimator",
+    seen.credited,
+    {"grpo": (B,), "gdpo": (B, 2)},
+    {"reward.names": ("length", "number"), "reward.weights": (1.0, 0.5)},
+  ),
+  Row(
     "objective.credit",
     seen.credited,
     {"response": (B,), "turn": (B, 2)},
@@ -482,6 +520,30 @@ ROWS = (
       "rollout.environment": "made_run.Endless",
       "rollout.max_turns": 2,
       "objective.name": "gspo_token",
+    },
+  ),
+  Row(
+    "objective.distillation.teachers",
+    built.batch_fields,
+    {
+      (): KEPT,
+      ("{files}/hf",): KEPT | {"teacher_logps"},
+      ("{files}/hf",) * 2: KEPT | {"teacher_logps", "teacher"},
+    },
+    {"objective.name": "gspo_token", "data.source": f"{FILE_A},{FILE_B}"},
+  ),
+  Row(
+    "objective.distillation.teacher_key",
+    seen.teachers,
+    {"result": {0}, "worked": {1}},
+    BEFORE
+    | OF_A
+    | {
+      "objective.name": "gspo_token",
+      "objective.distillation.teachers": (
+        "3={files}/hf",
+        "so #### 7={files}/hf",
+      ),
     },
   ),
   Row(
@@ -513,13 +575,18 @@ ROWS = (
   Row(
     "optim.name",
     built.second_moments,
-    {"adamw": {"embed", "gate_up"}, "muon": {"embed"}},
+    {"adamw": {"embed", "router", "gate_up"}, "muon": {"embed", "router"}},
   ),
   Row(
     "optim.decay",
     built.second_rate,
     {"constant": 1e-3, "linear": 7.5e-4, "cosine": 8.536e-4},
     {"num_steps": 4},
+  ),
+  Row(
+    "optim.freeze_moe_router",
+    built.second_moments,
+    {False: {"embed", "router", "gate_up"}, True: {"embed", "gate_up"}},
   ),
   Row("optim.clip_norm", built.norm_of_step, {1e-3: 1e-3, 2e-3: 2e-3}),
   # cold_start
@@ -589,7 +656,11 @@ ROWS = (
 # Of these test_wiring holds the gradient against loops in float64.
 WIRED = {
   f"objective.{key}"
-  for key in ("entropy_coef", "kl_estimator", "mismatch", "zero_truncated")
+  for key in (
+    *("entropy_coef", "kl_estimator", "mismatch", "truncated"),
+    "off_policy_mask_threshold",
+    *("distillation.coef", "distillation.reward_weight"),
+  )
 }
 
 

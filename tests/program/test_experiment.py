@@ -69,12 +69,16 @@ def test_pending_responses_belong_to_the_same_prompts(debug_config, rollout):
   assert found == before | shapes | {kind: True}
 
 
-def test_pending_responses_draft_or_do_not(debug_config):
-  """Their samples count drafts."""
+def test_pending_responses_have_drafts_and_experts_or_do_not(debug_config):
+  """In their samples."""
   debug_config.continuous_batching.update({"slots": 8, "speculation": 3})
+  debug_config.objective.replay = "r3"
   assert identity(debug_config).keys() == {"seed", "checkpoint format"}
   debug_config.rollout.max_staleness = 1
-  assert "drafts (continuous_batching.speculation)" in identity(debug_config)
+  assert identity(debug_config).keys() >= {
+    "drafts (continuous_batching.speculation)",
+    "the sampler's experts (objective.replay)",
+  }
 
 
 def test_pending_conversations_have_as_many_turns(debug_config):

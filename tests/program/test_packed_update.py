@@ -114,14 +114,21 @@ def table_policy(monkeypatch):
     logps = jax.nn.log_softmax(params["logits"])
     responses = batch.tokens[:, -batch.response_mask.shape[1] :]
     entropy = -(jnp.exp(logps) * logps).sum()
-    return TokenLogprobs(logps[responses], jnp.full(responses.shape, entropy))
+    tables = params["routers"][:, :, batch.tokens]  # [losses, layers, B, T]
+    return TokenLogprobs(
+      logps[responses],
+      jnp.full(responses.shape, entropy),
+      load_balance=tables[0],
+      z_loss=tables[1],
+    )
 
   monkeypatch.setattr(train_batch, "response_logps", logprobs)
 
 
 TERMS = (
   {"kl_coef": 0.1, "entropy_coef": 0.01, "mismatch": "tis_sequence"},
-  {"zero_truncated": True},
+  {"truncated": "zero_advantage"},
+  {"truncated": "mask"},
 )
 
 
@@ -135,20 +142,41 @@ TERMS = (
 def test_every_objective_has_the_gradient_of_unpacked_rows(
   table_policy, name, options
 ):
-  config = config_of(name, **options)
+  gradients, learner = gradients_of(config_of(name, **options))
+  samples = made_samples(V)
+  packed, alone = placements(learner, *samples)
+  compare(gradients(*samples, packed), gradients(*samples, alone))
+
+
+def compare(gradients, expected):
+  for one, other in zip(gradients, expected, strict=True):
+    norm = np.abs(other[0]["logits"]).max()
+    assert norm > 1e-4
+    np.testing.assert_allclose(
+      one[0]["logits"], other[0]["logits"], atol=1e-6 * max(norm, 1)
+    )
+    assert_same_metrics(one[2], other[2])
+
+
+def gradients_of(config):
+  """A function of samples that gives the gradient of each minibatch."""
   mesh = sharding.make_mesh(jax.devices()[:1])
   program = build_program(parse(config), mesh)
-  prompts, samples = made_samples(V)
   cfg = dataclasses.replace(program.cfg, num_experts=0, experts_per_token=0)
   learner = settings.learners(parse(config), cfg).policy
   objective = parse(config).objective
   rng = np.random.default_rng(0)
-  params = {"logits": jnp.asarray(rng.normal(size=V), jnp.float32)}
+  params = {
+    "logits": jnp.asarray(rng.normal(size=V), jnp.float32),
+    "routers": jnp.asarray(rng.normal(size=(2, 3, V)), jnp.float32),
+  }
+  rng_advantages = rng.standard_normal(B).astype(np.float32)
 
   @jax.jit
-  def gradients(placement):
+  def gradients(prompts, samples, placement):
     batch = packing.train_batch_from_samples(
-      *jax.tree.map(jnp.asarray, (prompts, samples)),
+      prompts,
+      samples,
       placement,
       cfg=cfg,
       objective=objective,
@@ -173,15 +201,50 @@ def test_every_objective_has_the_gradient_of_unpacked_rows(
       for m in range(2)
     ]
 
-  rng_advantages = rng.standard_normal(B).astype(np.float32)
-  packed, alone = placements(program.learner, prompts, samples)
-  for one, other in zip(gradients(packed), gradients(alone), strict=True):
-    norm = np.abs(other[0]["logits"]).max()
-    assert norm > 1e-4
-    np.testing.assert_allclose(
-      one[0]["logits"], other[0]["logits"], atol=1e-6 * max(norm, 1)
-    )
-    assert_same_metrics(one[2], other[2])
+  return gradients, program.learner
+
+
+@pytest.mark.parametrize("name", ["gspo", "dapo"])
+def test_a_masked_response_is_as_if_it_had_no_tokens(table_policy, name):
+  """In the numerator and in the denominator, which spans micro-batches."""
+  gradients, learner = gradients_of(
+    config_of(name, truncated="mask", entropy_coef=0.1)
+  )
+  prompts, samples = made_samples(V)
+  kept = np.where(samples.finish == TRUNCATED, 0, samples.lengths)
+  without = dataclasses.replace(samples, lengths=kept)
+  one, _ = placements(learner, prompts, samples)
+  other, _ = placements(learner, prompts, without)
+  found = gradients(prompts, samples, one)
+  compare(found, gradients(prompts, without, other))
+  count = sum(metrics["loss/policy"].count for _, _, metrics in found)
+  assert count == ((kept > 0) if name == "gspo" else kept).sum()
+
+
+@pytest.mark.parametrize("name", ["gspo", "dr_grpo"])
+def test_losses_of_routers_are_means_over_all_tokens_and_layers(
+  table_policy, name
+):
+  """Of prompts and responses, for any method, micro-batches and packing."""
+  coefs = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.25}
+  gradients, learner = gradients_of(config_of(name, **coefs))
+  prompts, samples = made_samples(V)
+  packed, _ = placements(learner, prompts, samples)
+  found = gradients(prompts, samples, packed)
+  # [B, S + R]: prompts are padded on the left; an empty response has no place.
+  ids = np.concatenate([prompts.tokens.repeat(G, 0), samples.tokens], axis=1)
+  column = np.arange(S + R)
+  real = column >= S - prompts.lengths.repeat(G)[:, None]
+  real &= column < S + samples.lengths[:, None]
+  real &= samples.lengths[:, None] > 0
+  for m, (slopes, _, metrics) in enumerate(found):
+    own = packed.row // (B // 2) == m
+    tokens = ids[own][real[own]]
+    share = np.bincount(tokens, minlength=V) / len(tokens) / 3
+    for slope, coef in zip(slopes["routers"], coefs.values(), strict=True):
+      expected = np.broadcast_to(coef * share, slope.shape)
+      np.testing.assert_allclose(slope, expected, rtol=1e-5)
+    assert metrics["loss/router_z"].count == len(tokens)
 
 
 def whole_iterations(config, devices, **mesh):

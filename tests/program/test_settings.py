@@ -43,7 +43,7 @@ def test_old_logps_are_computed_where_an_update_lacks_them(
 
 
 def test_responses_are_sampled_as_the_config_says(debug_config):
-  sampler = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
+  sampler = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "kept_ids": 7}
   debug_config.sampler.update(sampler)
   config = parse(debug_config)
   tokenizer = settings.load_tokenizer(

@@ -53,39 +53,59 @@ NUMBERS = {
   "rspo": {"clip_low": 0.2, "clip_high": 0.5},
   "cispo": {"cap": 1.5},
   "sapo": {"tau_positive": 0.5, "tau_negative": 2.0},
+  "luspo": {"clip_low": 1e-3, "clip_high": 4e-3},
+  "vespo": {
+    **{"k_positive": 1.5, "lambda_positive": 2.0},
+    **{"k_negative": 4.0, "lambda_negative": 1.0},
+  },
+  "dppo_tv": {"delta": 0.02},
+  "dppo_kl": {"delta": 0.2},
+  "ctpo": {"clip_low": 0.01, "clip_high": 0.1},
 }
 OTHERS = {"clip_low": 0.1, "clip_high": 0.35}
+NUMBERS_OF_ORACLES = ("clip", "cap", "tau", "k_", "lambda_", "delta")
 # Ratios of sequences spread less than those of tokens.
-DUAL_CLIP = {"gspo": 1.0001, "gspo_token": 1.0001}
+DUAL_CLIP = {"gspo": 1.0001, "gspo_token": 1.0001, "luspo": 1.0005}
 TERMS = {
   "nothing": {},
   "numbers": {},
   "k1": {"kl_coef": 0.3, "kl_estimator": "k1"},
   "k2": {"kl_coef": 0.3, "kl_estimator": "k2"},
   "k3": {"kl_coef": 0.3, "kl_estimator": "k3"},
+  "k3_unbiased": {"kl_coef": 0.3, "kl_estimator": "k3_unbiased"},
   "entropy": {"entropy_coef": 0.1},
   "dual clip": {},
   "tis_token": {"mismatch": "tis_token:cap=1.3"},
   "tis_sequence": {"mismatch": "tis_sequence:cap=1.1"},
   "mis_token": {"mismatch": "mis_token:cap=1.3,floor=0.8"},
   "mis_sequence": {"mismatch": "mis_sequence:cap=1.1,floor=0.9"},
+  "icepop": {"mismatch": "icepop:cap=1.3,floor=0.8"},
+  "off-policy mask": {"off_policy_mask_threshold": 0.05},
   "router shift": {},
   "r2": {"replay": "r2"},
   "r3": {"replay": "r3"},
-  "zero_truncated": {"zero_truncated": True},
+  "zero_advantage": {"truncated": "zero_advantage"},
+  "distillation": {
+    "truncated": "zero_advantage",  # a teacher scores truncated responses, too
+    "distillation": {"teachers": ("-",), "coef": 0.7, "reward_weight": 0.4},
+    "off_policy_mask_threshold": 0.05,
+  },
   "everything": {
     **{"kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.1},
     **{"mismatch": "mis_token:cap=1.3,floor=0.8"},
-    **{"replay": "r3", "zero_truncated": True},
+    **{"replay": "r3", "truncated": "zero_advantage"},
+    "off_policy_mask_threshold": 0.05,
   },
 }
 # Each method by itself, with its numbers and with all terms; each term with a
 # method that clips sequences and with one that clips tokens.
+TOKEN_METHODS = {"distillation": ("gspo_token", "grpo", "ppo")}
 CASES = [
   (name, term)
   for name in NAMES
   for term in TERMS
-  if term in ("nothing", "numbers", "everything") or name in ("gspo", "grpo")
+  if term in ("nothing", "numbers", "everything")
+  or name in TOKEN_METHODS.get(term, ("gspo", "grpo"))
 ]
 
 
@@ -144,6 +164,7 @@ def params_and_batch(name):
     router_logps=router,
     sampler_logps=old + np.float32(0.3) * normal(B, R),
     reference_logps=old + np.float32(0.5) * normal(B, R),
+    teacher_logps=old + np.float32(0.5) * np.roll(normal(B, R), 1),
     values=values,
   )
   return params, rows
@@ -171,6 +192,7 @@ def table(
   routes=None,
   replay=False,
   use_own_experts=None,
+  router_losses=False,
 ):
   """Stands for `train_batch.response_logps`."""
   i = rows.tokens[:, 0]
@@ -204,6 +226,8 @@ def policy(monkeypatch):
 def assign(config, rows):
   finish = jnp.where(CUT, TRUNCATED, STOPPED).astype(jnp.int8)
   rewards = jnp.asarray(REWARDS, jnp.float32)
+  if not config.objective.distillation.teachers:
+    rows = dataclasses.replace(rows, teacher_logps=None)
   batch = credit.assign_advantages(
     unpacked.cut(rows),
     rewards,
@@ -234,11 +258,14 @@ def expect(config, params, rows) -> tuple[oracles.Case, dict]:
   name, numbers = typed(config)
   floor = numbers.get("router_shift_floor")
   advantages, _ = expected_advantages(config, rows)
+  if c.distillation.teachers:
+    gap = rows.teacher_logps.astype(float) - rows.old_logps
+    advantages = of_tokens(advantages) + c.distillation.coef * gap
   weights = shift = penalty = None
   if c.mismatch != "none":
     spec, _, text = c.mismatch.partition(":")
     bounds = dict(pair.split("=") for pair in text.split(","))
-    method, unit = spec.split("_")
+    method, unit = spec.replace("icepop", "mis_token").split("_")
     cap, least = float(bounds["cap"]), float(bounds.get("floor", 0))
     weights, *_ = oracles.mismatch_weights(
       rows.old_logps,
@@ -253,17 +280,29 @@ def expect(config, params, rows) -> tuple[oracles.Case, dict]:
     "k1": lambda gap: 0.0,  # the advantages have it
     "k2": lambda gap: gap**2 / 2,
     "k3": lambda gap: np.exp(gap) - 1 - gap,
+    "k3_unbiased": lambda gap: np.exp(gap) - 1 - gap,
   }
   if c.kl_coef or c.entropy_coef:
 
     def penalty(x, i, t):
       gap = float(rows.reference_logps[i, t]) - x
       divergence = estimators[c.kl_estimator](gap)
+      if c.kl_estimator == "k3_unbiased":
+        divergence *= np.exp(x - float(rows.old_logps[i, t]))
       return c.kl_coef * divergence - c.entropy_coef * entropy(x)
 
   x = params["logps"] / TEMPERATURE
   if c.replay != "none":
     x = x + replay_shift(rows.experts[:, 0])
+  if c.off_policy_mask_threshold:
+    kept, _ = oracles.off_policy_mask(
+      x,
+      rows.sampler_logps,
+      np.broadcast_to(advantages.reshape(B, -1), (B, R)),
+      MASK,
+      c.off_policy_mask_threshold,
+    )
+    weights = kept if weights is None else kept * weights
   case = oracles.Case(
     x,
     rows.old_logps,
@@ -273,9 +312,7 @@ def expect(config, params, rows) -> tuple[oracles.Case, dict]:
     weights=weights,
     penalty=penalty,
   )
-  bounds = (
-    v for k, v in numbers.items() if k.startswith(("clip", "cap", "tau"))
-  )
+  bounds = (v for k, v in numbers.items() if k.startswith(NUMBERS_OF_ORACLES))
   return case, {
     "dual_clip": numbers.get("dual_clip"),
     "bounds": tuple(bounds),
@@ -309,12 +346,14 @@ def expected_advantages(config, rows):
   else:
     groups = REWARDS.reshape(P, G)
     advantages = groups - groups.mean(1, keepdims=True)
-    if name != "dr_grpo":
+    if name not in oracles.FIXED_LENGTH:
       advantages /= groups.std(1, keepdims=True) + 1e-6
     fees = fee.sum(1).reshape(P, G)
     advantages = (advantages - fees + fees.mean(1, keepdims=True)).ravel()
-  if c.zero_truncated:
+  if c.truncated == "zero_advantage":
     advantages[CUT] = 0
+  if c.distillation.teachers:
+    advantages = c.distillation.reward_weight * advantages
   return advantages, returns
 
 
@@ -346,8 +385,8 @@ def test_loss_and_gradient_are_those_of_the_oracle(policy, name, term):
   config = make_config(name, term)
   params, rows = params_and_batch(name)
   rows = assign(config, rows)
-  case, _ = expect(config, params, rows)
-  assert_close(rows.advantages, of_tokens(case.a))
+  advantages, _ = expected_advantages(config, rows)
+  assert_close(rows.advantages, of_tokens(advantages))
   learner, *_ = settings.learners(parse(config), CFG)
   value, grads = loss_and_gradient(learner.loss, params, rows)
   loss, slope = oracle(name, term)
@@ -441,6 +480,7 @@ def test_an_update_after_old_logps_is_on_policy(policy, minibatches, term):
   config = make_config("gspo", term)
   config.learner.minibatches = minibatches
   params, rows = params_and_batch("gspo")
+  rows = dataclasses.replace(rows, teacher_logps=None)  # no distillation
   recorded = config.objective.replay == "r3"
   # The fields of an old policy with these parameters.
   at_once = params["logps"] / np.float32(TEMPERATURE)
@@ -506,6 +546,7 @@ def test_the_samplers_logps_can_be_the_old_ones(policy):
   config = make_config("gspo", "nothing")
   config.objective.old_logps = "sampler"
   params, rows = params_and_batch("gspo")
+  rows = dataclasses.replace(rows, teacher_logps=None)  # no distillation
   rows = dataclasses.replace(rows, old_logps=rows.sampler_logps)
   state, update = start(config, params)
   state, scored, first = update(state, rows, apply_updates=np.False_)

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from gspo_jax.rewards.pool import RewardPool, too_many
+from gspo_jax.rewards.pool import RewardPool, Rewards, too_many
 from gspo_jax.rewards.reward import EXAMPLE, Response
 from gspo_jax.runtime.errors import UserError
 
@@ -16,7 +16,7 @@ class Odd:
   def __float__(self): raise OverflowError("no float")
 
 RETURNS = {"nan": float("nan"), "infinite": float("-inf"), "large": 1e30,
-           "enormous": 10**400, "text": "1.0", "list": [1.0], "nothing": None,
+           "enormous": 10**400, "text": "1.0", "list": [1.0],
            "imaginary": 1j, "odd": Odd()}
 
 def act(prompt, response, reference):
@@ -39,6 +39,15 @@ def ranks(prompt, responses, reference, *, tokens, level):
       return acts[response]()
   return tuple(float("nan") if r == "nan" else level * t
                for r, t in zip(responses, tokens))
+
+def of_sums(prompt, response, reference):
+  return 1.0 if response.isdigit() else None
+
+def of_words(prompt, response, reference):
+  return 1.0 if response.isalpha() else None
+
+def ranks_or_none(prompt, responses, reference):
+  return [3 if r.isdigit() else None for r in responses]
 
 class Counts:
   calls = 0
@@ -121,7 +130,6 @@ FAILS = {
   "odd": "OverflowError: no float",
   "text": "expected a number, got str",
   "list": "expected a number, got list",
-  "nothing": "expected a number, got NoneType",
   "imaginary": "expected a number, got complex",
 }
 
@@ -212,6 +220,23 @@ def test_total_is_the_weighted_sum_of_the_rewards_that_worked():
   np.testing.assert_array_equal(rewards.failed, [False, False, True])
 
 
+def test_none_leaves_a_reward_out():
+  """None is no failure; a response without any reward is one."""
+  names = ("of_sums", "of_words", "ranks_or_none")
+  texts = ("1", "a", "1", "?")
+  responses = [Response("", x, "") for x in texts]
+  with make_pool(*names, weights=[1.0, 2.0, 0.5]) as pool:
+    rewards = pool.submit(responses, 4).result()
+  nan = np.nan
+  parts = np.stack([*rewards.parts.values()], 1)
+  expected = [[1, nan, 3], [nan, 1, nan], [1, nan, 3], [nan, nan, nan]]
+  np.testing.assert_array_equal(parts, expected)
+  np.testing.assert_array_equal(rewards.total, [2.5, 2, 2.5, 0])
+  np.testing.assert_array_equal(rewards.first, [1, 1, 1, 0])
+  np.testing.assert_array_equal(rewards.failed, [False] * 3 + [True])
+  assert rewards.reasons == ("no reward: all of them returned None",)
+
+
 def test_a_failure_gets_no_more_than_a_wrong_response():
   names = ("act", "user_rewards.measured:scale=-1")
   texts = ("good", "raises", "sleeps", "ends")
@@ -290,3 +315,16 @@ def test_how_many_responses_may_fail(failed, size, share, allowed):
       f"it: {failed} of {size} responses could not be scored, expected at most "
       f"{allowed} (reward.max_failed={share:g})"
     )
+
+
+@pytest.mark.parametrize(
+  ("parts", "failed", "first"),
+  [
+    ([-3, 0, -2], [False, True, False], [-3, -3, -2]),
+    ([1, 0, 0], [True, True, False], [1, 0, 0]),
+  ],
+)
+def test_a_failure_is_no_better_than_the_worst_response(parts, failed, first):
+  parts = np.float32(parts)
+  rewards = Rewards(parts, {"model": parts}, np.array(failed))
+  np.testing.assert_array_equal(rewards.first, first)

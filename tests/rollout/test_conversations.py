@@ -89,7 +89,7 @@ class Scripted:
   )
 
   def __init__(self, responses):
-    self.responses, self.calls = responses, []
+    self.responses, self.calls, self.lengths = responses, [], 0
 
   def __call__(
     self,
@@ -98,7 +98,7 @@ class Scripted:
     key,
     *,
     resume_from=None,
-    turn_start,
+    num_appended,
     prefix_cache,
     on_finished,
     progress=None,
@@ -106,7 +106,8 @@ class Scripted:
     B = len(prompts.tokens) * G
     samples = resume_from or empty_samples(B // G, S, DENSE, SAMPLING)
     samples = jax.tree.map(np.array, jax.device_get(samples))
-    np.testing.assert_array_equal(turn_start, samples.lengths)
+    new = samples.lengths - self.lengths
+    np.testing.assert_array_equal(num_appended, new)
     self.calls.append(np.flatnonzero(samples.finish == UNFINISHED).tolist())
     self.prompts = [BYTES.decode(row[-n:]) for row, n in
                     zip(np.asarray(prompts.tokens), prompts.lengths,
@@ -128,7 +129,7 @@ class Scripted:
     )
     for rows in (self.calls[-1][1::2], self.calls[-1][::2]):  # in no order
       on_finished({row: finished(row) for row in rows})
-    count = np.int32(len(self.calls[-1]))
+    count, self.lengths = np.int32(len(self.calls[-1])), samples.lengths
     return jax.device_put(dataclasses.replace(samples, slot_steps=count))
 
   def append_tokens(self, samples, *arrays):

@@ -109,7 +109,7 @@ def test_streamed_responses_have_the_same_rewards(pool):
 class GroupPool:
   """A reward pool that notes the groups that it is given."""
 
-  takes_groups = True
+  takes_groups, model = True, None
 
   def __init__(self):
     self.groups = []
@@ -203,6 +203,21 @@ def test_a_failure_pays_no_better_than_the_worst_of_its_group():
   pending = scoring.gathered([rewards], range(6), 3, jnp.zeros(6))
   total = [[-1.0, -1.0, 0.5], [1.0, 0.0, -2.0]]
   np.testing.assert_array_equal(pending.result().total, total)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_failure_gets_the_worst_of_its_group_by_each_reward(sign):
+  """Under a negative weight the worst is the highest."""
+  nan = np.nan
+  one = np.float32([[0.5, 1.0, 2.0], [-1.0, 3.0, nan]])
+  two = sign * np.float32([[0.0, 1.0, -1.0], [2.0, nan, 5.0]])
+  failed = np.array([[True, False, False], [False, False, True]])
+  rewards = Rewards(one + two, {"one": one, "two": two}, failed)
+  apart = scoring.rewards_apart(rewards, [2.0, 0.5 * sign])
+  expected = [[0, 1, 2], [-1, 3, nan]], [[-1, 1, -1], [2, nan, 0]]
+  assert apart.dtype == np.float32
+  np.testing.assert_array_equal(apart[:, 0], np.ravel(expected[0]))
+  np.testing.assert_array_equal(apart[:, 1], sign * np.ravel(expected[1]))
 
 
 def test_rewards_are_gathered_once(pool, monkeypatch):

@@ -333,7 +333,7 @@ def test_responses_are_scored_while_others_are_sampled(
       assert submitted[-1] == len(rows)
     return samples
 
-  scorer = SimpleNamespace(submit=submit, takes_groups=False)
+  scorer = SimpleNamespace(submit=submit, takes_groups=False, model=None)
   batch = OnPolicy(make_context(scorer, generate), None, rounds=1)(1, 1)
   assert sorted(batch.samples.responses) == list(range(P * G))
   assert batch.samples.rewards.result().total.shape == (P, G)

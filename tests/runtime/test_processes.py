@@ -21,7 +21,10 @@ import numpy as np
 import pytest
 from repository import ROOT, xla_flags
 
+from gspo_jax import model
 from gspo_jax.configs import tiny_cpu
+from gspo_jax.data import tokenizers
+from gspo_jax.model import hf
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.record.checkpoint import Checkpoints
@@ -222,10 +225,11 @@ QWEN = PARTIAL | {
   "mesh__tensor": 2,
   "continuous_batching__slots": 4,
 }
+R3 = {"objective__replay": "r3"}
 FILTERED = {
   "objective__kl_coef": 0.1,
   "objective__reference_every": 2,
-  "objective__replay": "r3",
+  **R3,
   "rollout__dynamic_sampling_rounds": 3,
   "data__drop_solved": True,
 }
@@ -240,10 +244,10 @@ CONTINUED = CONTINUOUS_BATCHING | {"rollout__dynamic_sampling_rounds": 2}
     (CONTINUED, "dynamic_sampling/rounds", 0),
     # Cut responses, and rewards while others decode.
     (PARTIAL, "rollout/resumed_fraction", 0),
-    (PARTIAL | {"mesh__tensor": 2}, "rollout/resumed_fraction", 0),
+    (PARTIAL | R3 | {"mesh__tensor": 2}, "rollout/resumed_fraction", 0),
     # Each process has the environments of the rows that it reads.
     (GUESSING, "conversation/turns", 1),
-    (GUESSING | {"sampler_mesh__tensor": 2}, "conversation/turns", 1),
+    (GUESSING | R3 | {"sampler_mesh__tensor": 2}, "conversation/turns", 1),
     # Windows and sinks, with pages and responses that are resumed.
     (GPT_OSS, "rollout/resumed_fraction", 0),
     # States, copied to slots over several rounds.
@@ -261,6 +265,28 @@ def test_rollouts_of_two_processes_equal_those_of_one(
   assert any(row[metric] > least for row in rows(tmp_path / "one")[1:])
   atol = 1e-4 if own_start else 1e-5
   assert_same_run(tmp_path / "two", tmp_path / "one", atol=atol)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("added", [FILTERED, PARTIAL])
+def test_a_reward_model_scores_the_responses_of_two_processes(
+  launch, reference, tmp_path, added
+):
+  cfg = model.variant(
+    "tiny", num_experts=0, experts_per_token=0, classifier=True
+  )
+  params = model.init(jax.random.key(0), cfg)
+  params["score"] = jax.random.normal(jax.random.key(1), (cfg.embed_dim, 1))
+  hf.save_hf(params, cfg, tmp_path / "rm", beside=tokenizers.load("bytes").save)
+  added = added | {
+    "cold_start": reference / "cold_start",
+    "reward__names": f"final_answer,model:{tmp_path / 'rm'}",
+    "reward__weights": "1,.1",
+  }
+  launch(1, tmp_path / "one", devices=2, **added).finish()
+  launch(2, tmp_path / "two", **added).finish()
+  assert all(row["reward/model"] for row in rows(tmp_path / "one")[1:])
+  assert_same_run(tmp_path / "two", tmp_path / "one")
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ PAD = 7
 SAMPLED = SamplerConfig(
   G, R, stop_ids=(known_lengths.STOP, 31), temperature=0.9, pad_id=PAD
 )
+ROUTING = dataclasses.replace(SAMPLED, record_routing=True)
 GREEDY = SamplerConfig(1, R, stop_ids=(3, 5), temperature=0, pad_id=PAD)
 CFG = model.variant("tiny", vocab_size=32, dtype="float32")
 SMALL = ContinuousBatchingConfig(
@@ -77,7 +78,7 @@ def one_device():
 def few_pages():
   """So few that responses start again; routing is recorded."""
   batching = dataclasses.replace(SMALL, slots=6, num_pages=13)
-  return build(batching, dataclasses.replace(SAMPLED, record_routing=True))
+  return build(batching, ROUTING)
 
 
 @functools.cache
@@ -96,8 +97,27 @@ def eight_devices():
 
 @functools.cache
 def eight_devices_routing():
-  config = dataclasses.replace(SAMPLED, record_routing=True)
-  return build(dataclasses.replace(SMALL, slots=16), config, **MESH)
+  return build(dataclasses.replace(SMALL, slots=16), ROUTING, **MESH)
+
+
+@functools.cache
+def jitted_logps(replay):
+  return jax.jit(
+    functools.partial(
+      train_batch.response_logps,
+      cfg=CFG,
+      temperature=SAMPLED.temperature,
+      replay=replay,
+    )
+  )
+
+
+def replayed(samples, seed=0, *, replay=True):
+  """The pass over whole responses, by default with their experts."""
+  batch = train_batch.unpacked(prompts(), samples.tokens, samples.lengths)
+  routes = samples.experts.swapaxes(0, 1)
+  out = jitted_logps(replay)(weights(seed), batch=batch, routes=routes)
+  return jax.device_get(out)
 
 
 def run(generate, *, seed=0, key=KEY, **options):
@@ -268,10 +288,9 @@ def migrate_often(monkeypatch):
 @pytest.mark.parametrize(
   ("config", "pages", "pause"),
   [
-    (dataclasses.replace(SAMPLED, record_routing=True), 0, R),
-    (dataclasses.replace(SAMPLED, speculation=2), 0, R),
+    (dataclasses.replace(ROUTING, speculation=2), 0, R),
     (SAMPLED, 24, R),  # some responses start again
-    (SAMPLED, 0, 9),  # the others are continued in a second call
+    (ROUTING, 0, 9),  # the others are continued in a second call
   ],
 )
 def test_samples_are_the_same_when_responses_move(
@@ -311,6 +330,26 @@ def test_samples_are_the_same_when_responses_move(
       response.tokens[: response.length],
       samples.tokens[number][: response.length],
     )
+
+
+def test_kept_ids_are_those_of_the_tokens_also_after_a_pause():
+  """The trainer's log-probs over them are the sampler's; pages run out."""
+  config = dataclasses.replace(SAMPLED, top_k=9, top_p=0.8)
+  generate = build(dataclasses.replace(SMALL, num_pages=24), config)
+  samples = run(generate, stop_at=np.full(B, 9))
+  samples = run(generate, resume_from=samples)
+  whole = train_batch.unpacked(prompts(), samples.tokens, samples.lengths)
+  whole = dataclasses.replace(whole, kept_ids=samples.kept_ids)
+  scored = jax.jit(
+    lambda params: train_batch.response_logps(
+      params, CFG, whole, temperature=SAMPLED.temperature
+    )
+  )(weights())
+  mask = np.asarray(whole.response_mask)
+  np.testing.assert_allclose(
+    samples.logps[mask], np.asarray(scored.logps)[mask], atol=1e-5
+  )
+  assert (np.asarray(scored.entropy)[mask] < np.log(9)).all()
 
 
 def test_slot_steps_follow_the_lengths_of_the_responses():
@@ -371,8 +410,6 @@ def test_a_host_plans_its_own_shards_as_one_host_plans_all(own, monkeypatch):
 def test_what_a_sampler_cannot_do_is_an_error():
   with pytest.raises(UserError, match=r"\(8, 14\): expected \[P, 15\]"):
     run(build(prompt=S + 1))
-  with pytest.raises(UserError, match="stop_at: expected neither"):
-    run(few_pages(), stop_at=np.full(B, 3))
 
 
 def test_tokens_after_the_end_of_a_response_are_cleared():
@@ -404,7 +441,7 @@ def test_a_resumed_response_is_the_one_without_a_pause():
   samples, whole, reported = None, static().lengths, {}
   for length in (7, 14, 21, 28):
     samples = run(
-      one_device(),
+      few_pages(),
       resume_from=samples,
       stop_at=np.full(B, length),
       on_finished=reported.update,
@@ -414,6 +451,61 @@ def test_a_resumed_response_is_the_one_without_a_pause():
     np.testing.assert_array_equal(unfinished, whole > length)
     assert sorted(reported) == np.flatnonzero(~unfinished).tolist()
   assert_same(samples, static())
+  assert_same_routing(samples, static())
+  # So the ratio of an update that replays the experts is the same number.
+  np.testing.assert_array_equal(
+    replayed(samples).logps, replayed(run(few_pages())).logps
+  )
+  np.testing.assert_allclose(replayed(samples).logps, samples.logps, atol=2e-5)
+
+
+def fed_before(lengths):
+  """[B, S + R]: tokens that are fed when responses have `lengths`."""
+  column, prompt_lengths = np.arange(S + R), np.repeat(prompts().lengths, G)
+  real = column >= S - prompt_lengths[:, None]
+  fed = real & (column < (S + lengths - 1)[:, None])
+  return fed & (lengths > 0)[:, None]
+
+
+@pytest.mark.parametrize("make", [few_pages, eight_devices_routing])
+def test_a_token_keeps_the_experts_of_the_first_call_that_fed_it(make):
+  """Whatever weights prefill it again; an environment's tokens, too.
+
+  The weights change with every call. The first one begins no response to some
+  prompts, and one of each group of others. The second one continues behind
+  tokens of no policy.
+  """
+  generate, rng = make(), np.random.default_rng(0)
+  prompt, g = np.arange(B) // G, np.arange(B) % G
+  samples, fed, none = None, np.zeros((B, S + R), bool), np.zeros(B, np.int32)
+  expected = np.zeros((B, S + R, CFG.num_layers, 2))
+  appended, seen = none, []
+  first = np.where(prompt % 2, rng.integers(1, 9, B), np.where(g == 1, 6, 0))
+  first = np.where(prompt % 4, first, 0)
+  for seed, stop_at in enumerate((first, first + 5, np.full(B, R))):
+    samples = generate(
+      weights(seed),
+      prompts(),
+      jax.random.key(KEY),
+      resume_from=samples,
+      stop_at=stop_at,
+      num_appended=appended,
+    )
+    found = jax.device_get(samples)
+    whole = replayed(found, seed, replay=False).experts.transpose(1, 2, 0, 3)
+    new = fed_before(found.lengths) & ~fed
+    expected[new], fed = whole[new], fed | new
+    seen.append(whole)
+    experts = found.experts.swapaxes(1, 2)
+    np.testing.assert_array_equal(np.sort(experts[fed]), np.sort(expected[fed]))
+    goes_on = (found.finish == UNFINISHED) & (found.lengths > 0) & (g != 2)
+    appended = np.where(goes_on & (seed == 0), 3, none)
+    tokens = rng.integers(6, 32, (B, 3)).astype(np.int32)
+    samples = generate.append_tokens(samples, tokens, appended, found.finish)
+  assert (found.finish != UNFINISHED).all()
+  # The last weights, or those before, choose others for the same tokens.
+  for whole in seen[1:]:
+    assert (np.sort(whole[fed]) != np.sort(expected[fed])).mean() > 0.1
 
 
 @pytest.mark.parametrize(
@@ -424,21 +516,22 @@ def test_a_family_samples_as_one_pass_says_whole_or_in_parts(name):
   """Windows, sinks and routes, with shared prefixes and few pages."""
   cfg = dataclasses.replace(FAMILIES[name], vocab_size=32)
   params = random_weights(cfg)
-  config = dataclasses.replace(SAMPLED, record_routing=True)
   key, batching = jax.random.key(KEY), few_pages().batching
-  generate = build(batching, config, cfg=cfg)
-  static = functools.partial(sampler.generate, cfg=cfg, sampler=config)
+  generate = build(batching, ROUTING, cfg=cfg)
+  static = functools.partial(sampler.generate, cfg=cfg, sampler=ROUTING)
   expected = jax.device_get(jax.jit(static)(params, prompts=prompts(), key=key))
   samples = jax.device_get(generate(params, prompts(), key))
   assert (expected.lengths == R).any() != (expected.lengths == R).all()
   assert_same(samples, expected)
   assert_same_routing(samples, expected)
-  resumed, parts = build(batching, SAMPLED, cfg=cfg), None
+  parts = None
   for length in (7, 14, 21, 28):
-    parts = resumed(
+    parts = generate(
       params, prompts(), key, resume_from=parts, stop_at=np.full(B, length)
     )
-  assert_same(jax.device_get(parts), expected)
+  parts = jax.device_get(parts)
+  assert_same(parts, expected)
+  assert_same_routing(parts, expected)
 
 
 class Letters:
@@ -480,7 +573,7 @@ def test_a_stop_string_ends_a_response_in_both_samplers():
   assert early > 5
 
 
-@pytest.mark.parametrize("make", [one_device, eight_devices])
+@pytest.mark.parametrize("make", [one_device, eight_devices_routing])
 def test_log_probs_behind_appended_tokens_are_teacher_forced_ones(make):
   """Conversations of three turns, with tokens of no policy between them.
 
@@ -522,7 +615,7 @@ def test_log_probs_behind_appended_tokens_are_teacher_forced_ones(make):
       samples, tokens, count.astype(np.int32), finish
     )
     prefills.clear()
-    samples = converse(resume_from=joined)
+    samples = converse(resume_from=joined, num_appended=count)
     found = jax.device_get(samples)
     new = (column >= before[:, None]) & (column < (before + count)[:, None])
     given |= new
@@ -539,19 +632,19 @@ def test_log_probs_behind_appended_tokens_are_teacher_forced_ones(make):
     assert len(left) == np.count_nonzero(count)
     assert left.count(3)  # the given tokens alone
   assert len(casts) == 1
-  whole = train_batch.unpacked(prompts(), found.tokens, found.lengths)
-  scored = jax.jit(
-    lambda params: (
-      train_batch.response_logps(
-        params, CFG, whole, temperature=SAMPLED.temperature
-      ).logps
-    )
-  )(weights())
-  written = np.asarray(whole.response_mask) & ~given
+  routes = static().experts if found.experts is None else found.experts
+  scored = replayed(dataclasses.replace(found, experts=routes), replay=False)
+  written = (column < found.lengths[:, None]) & ~given
   np.testing.assert_allclose(
-    found.logps[written], np.asarray(scored)[written], atol=2e-5
+    found.logps[written], scored.logps[written], atol=2e-5
   )
   assert not found.logps[given].any()
+  if found.experts is not None:
+    fed = fed_before(found.lengths)
+    sets = lambda x, *axes: np.sort(x.transpose(*axes)[fed])
+    np.testing.assert_array_equal(
+      sets(found.experts, 0, 2, 1, 3), sets(scored.experts, 1, 2, 0, 3)
+    )
 
 
 def test_a_stop_string_is_found_within_one_turn():
@@ -570,7 +663,7 @@ def test_a_stop_string_is_found_within_one_turn():
     )
     return run(generate, resume_from=joined, **options)
 
-  one, other = resumed(), resumed(turn_start=start)
+  one, other = resumed(), resumed(num_appended=counts)
   column = np.minimum(start, R - 1)[:, None]
   new = np.take_along_axis(one.tokens, column, axis=1)[:, 0]
   completes = room & np.isin(new, [6 + ord(x) - ord("a") for x in "acegik"])

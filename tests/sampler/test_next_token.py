@@ -31,18 +31,53 @@ def kept_tokens(probs, step=0, **config):
   return np.isfinite(logps)
 
 
+def kept_ids(probs, step=0, **config):
+  """The mask of the tokens that `keep` lists, after checks of its results."""
+  sampler = SamplerConfig(1, 8, STOPS, **config)
+  steps, K = jnp.full(len(probs), step), sampler.num_kept(probs.shape[1])
+  log_probs = jnp.log(jnp.asarray(probs))
+  ids, logps = next_token.keep(log_probs, steps, sampler, K)
+  assert ids.shape == logps.shape == (len(probs), K)
+  kept = np.zeros(probs.shape, bool)
+  for row, mask, some, found in zip(probs, kept, ids, logps, strict=True):
+    is_kept = np.isfinite(found)
+    mask[some[is_kept]] = True
+    assert mask.sum() == is_kept.sum()  # each once
+    assert (some[~is_kept] == some[0]).all()
+    expected = np.log(row[some] / row[mask].sum())
+    np.testing.assert_allclose(found[is_kept], expected[is_kept], atol=1e-5)
+  return kept
+
+
 @pytest.mark.parametrize("top_p", [1e-6, 0.2, 0.5, 0.8, 0.99])
 def test_top_p_keeps_the_nucleus(top_p):
   probs = np.random.default_rng(0).dirichlet(np.full(V, 0.5), 20)
   expected = np.stack([nucleus(p, top_p) for p in probs])
   np.testing.assert_array_equal(kept_tokens(probs, top_p=top_p), expected)
+  np.testing.assert_array_equal(kept_ids(probs, top_p=top_p), expected)
+  # Of the whole probability, as far as three ids reach.
+  likeliest = np.argsort(np.argsort(-probs)) < 3
+  found = kept_ids(probs, top_p=top_p, kept_ids=3)
+  np.testing.assert_array_equal(found, expected & likeliest)
 
 
-def test_top_p_is_of_what_top_k_left():
+@pytest.mark.parametrize("kept", [kept_tokens, kept_ids])
+def test_min_p_is_a_share_of_the_likeliest_allowed_token(kept):
+  probs = np.random.default_rng(0).dirichlet(np.full(V, 0.5), 20)
+  least = lambda p: p >= 0.3 * p.max(-1, keepdims=True)
+  np.testing.assert_array_equal(kept(probs, min_p=0.3), least(probs))
+  allowed = np.where(np.isin(np.arange(V), STOPS), 0, probs)
+  found = kept(probs, min_p=0.3, min_new_tokens=2)
+  np.testing.assert_array_equal(found, least(allowed))
+  assert kept(probs, min_p=1.0).sum() == len(probs)
+
+
+@pytest.mark.parametrize("kept", [kept_tokens, kept_ids])
+def test_top_p_is_of_what_top_k_left(kept):
   probs = np.array([[0.4, 0.2, 0.1, 0.1, 0.1, 0.1]])
   # Two thirds and one third are left, and the first alone reaches 0.6.
-  kept = kept_tokens(probs, top_k=2, top_p=0.6)
-  assert kept.tolist() == [[True, False, False, False, False, False]]
+  found = kept(probs, top_k=2, top_p=0.6)
+  assert found.tolist() == [[True, False, False, False, False, False]]
 
 
 def test_top_k_keeps_all_that_tie_with_the_kth():
@@ -51,6 +86,9 @@ def test_top_k_keeps_all_that_tie_with_the_kth():
     [False, *[True] * 4],
     [True, False, False, True, True],
   ]
+  # A list of ids has no room for ties.
+  assert kept_ids(probs, top_k=2).sum(1).tolist() == [2, 2]
+  assert kept_ids(probs, top_k=99).all()
   one = kept_tokens(probs, top_k=1)
   assert one.argmax(1).tolist() == [1, 0]
   assert (one.sum(1) == 1).all()
@@ -75,13 +113,15 @@ def test_a_stop_token_or_a_stop_string_ends_a_response():
   assert ends.tolist() == [False, True, False, True, True]
 
 
-def test_truncates_is_whether_some_tokens_have_no_probability():
+def test_ids_are_kept_only_of_a_truncated_distribution():
   config = functools.partial(SamplerConfig, 2, 8, STOPS)
   assert not config(temperature=0.7).truncates
   assert not config(temperature=0).truncates
-  assert config(min_new_tokens=4).truncates
-  assert config(top_k=3).truncates
-  assert config(top_p=0.6).truncates
+  assert not config(min_new_tokens=4, kept_ids=9).keeps_ids
+  for changes in ({"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.1}):
+    assert config(**changes).truncates
+    assert config(**changes).keeps_ids
+    assert not config(**changes, kept_ids=0).keeps_ids
 
 
 def sampled_tokens(logits, count, **config):
@@ -100,19 +140,22 @@ def sampled_tokens(logits, count, **config):
   [
     ({"temperature": 0.7}, lambda p: p > 0),
     ({"temperature": 1.5, "top_p": 0.6}, lambda p: nucleus(p, 0.6)),
+    ({"temperature": 1.5, "top_p": 0.6, "kept_ids": 0},
+     lambda p: nucleus(p, 0.6)),
   ],
-  ids=["temperature", "top_p"],
-)
+  ids=["temperature", "top_p", "off-policy"],
+)  # fmt: skip
 def test_frequencies_and_log_probs_are_those_of_the_logits(config, kept):
-  """Log-probs are before truncation, frequencies after it."""
+  """With `kept_ids=0`, log-probs are before truncation."""
   count = 4096
   logits = np.random.default_rng(1).normal(size=V).astype(np.float32)
-  tokens, logps = sampled_tokens(logits, count, **config)
+  tokens, logps, _ = sampled_tokens(logits, count, **config)
   probs = np.exp(np.float64(logits) / config["temperature"])
   probs /= probs.sum()
-  np.testing.assert_allclose(logps, np.log(probs)[tokens], 1e-4)
-  counts = np.bincount(tokens, minlength=V)
   keep = kept(probs)
+  total = 1 if "kept_ids" in config else probs[keep].sum()
+  np.testing.assert_allclose(logps, np.log(probs / total)[tokens], 1e-4)
+  counts = np.bincount(tokens, minlength=V)
   assert 1 < keep.sum() < V or "top_p" not in config
   assert (counts[~keep] == 0).all()
   expected = count * probs[keep] / probs[keep].sum()
@@ -123,11 +166,13 @@ def test_frequencies_and_log_probs_are_those_of_the_logits(config, kept):
 
 def test_top_k_of_one_and_temperature_zero_take_the_likeliest_token():
   logits = np.random.default_rng(2).normal(size=V).astype(np.float32)
-  for config in ({"temperature": 2.0, "top_k": 1}, {"temperature": 0.0}):
-    tokens, logps = sampled_tokens(logits, 8, **config)
+  one = {"temperature": 2.0, "top_k": 1}
+  for config in (one | {"kept_ids": 0}, one, {"temperature": 0.0}):
+    tokens, logps, ids = sampled_tokens(logits, 8, **config)
     assert (tokens == logits.argmax()).all()
     scaled = jax.nn.log_softmax(logits / (config["temperature"] or 1.0))
-    np.testing.assert_allclose(logps, scaled[logits.argmax()], 1e-5)
+    expected = scaled[logits.argmax()] if ids is None else 0.0
+    np.testing.assert_allclose(logps, expected, 1e-5)
 
 
 @pytest.mark.parametrize("vocab", [24, 16, 7])

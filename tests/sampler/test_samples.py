@@ -33,6 +33,8 @@ DENSE = model.variant("qwen3-0.6b")
     ("sampler.top_k", -1),
     ("sampler.top_p", 0.0),
     ("sampler.top_p", 1.1),
+    ("sampler.min_p", 1.1),
+    ("sampler.kept_ids", -1),
     ("min_new_tokens", -1),
     ("min_new_tokens", 5),
   ],
@@ -114,6 +116,17 @@ def test_no_device_holds_the_routing_of_all_responses():
   merge = jax.jit(merge_groups, out_shardings=batch)
   compiled = merge.lower(routing, routing, index).compile()
   assert compiled.memory_analysis().temp_size_in_bytes < routing.size
+  like = functools.partial(jax.ShapeDtypeStruct, sharding=batch)
+  row = like((64,), jnp.int32)
+  tokens, count = like((64, 9), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+  samples = Samples(tokens, tokens, row, row, count, experts=routing)
+  sampler = SamplerConfig(4, 9, stop_ids=(1,))
+  take = jax.jit(
+    functools.partial(take_groups, cfg=DENSE, sampler=sampler),
+    out_shardings=Samples(*[batch] * 4, replicated, batch),
+  )
+  compiled = take.lower(samples, index).compile()
+  assert compiled.memory_analysis().temp_size_in_bytes < routing.size
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -121,12 +134,13 @@ def test_take_groups_selects_groups_and_adds_empty_ones(devices):
   """Into an equal and a longer batch; the index -1 is an empty group."""
   rng = np.random.default_rng(1)
   mesh = sharding.make_mesh(jax.devices()[:devices], fsdp=-1)
-  sampler = SamplerConfig(G, 5, stop_ids=(1,), pad_id=9)
+  sampler = SamplerConfig(
+    G, 5, stop_ids=(1,), pad_id=9, record_routing=True, top_k=4
+  )
   shardings = samples_sharding(sampler, mesh)
   fields = random_samples(rng)
-  samples = Samples(
-    **{k: x for k, x in fields.items() if k not in ("experts", "absent")}
-  )
+  fields["kept_ids"] = rng.integers(1, 250, (P * G, 4, 5)).astype(np.int32)
+  samples = Samples(**{k: x for k, x in fields.items() if k != "absent"})
   take = jax.jit(
     functools.partial(take_groups, cfg=DENSE, sampler=sampler),
     out_shardings=shardings,
@@ -138,9 +152,13 @@ def test_take_groups_selects_groups_and_adds_empty_ones(devices):
       index[0] = -1
       taken = take(jax.device_put(samples, shardings), index)
       assert taken.slot_steps == samples.slot_steps
-      for name in ("tokens", "logps", "lengths", "finish"):
+      for name in ("tokens", "logps", "lengths", "finish", "kept_ids"):
         groups = np.asarray(getattr(samples, name)).reshape(P, G, -1)
         nothing = np.asarray(getattr(empty, name)).reshape(G, -1)
         expected = [nothing if i < 0 else groups[i] for i in index]
         found = np.asarray(getattr(taken, name)).reshape(count, G, -1)
         np.testing.assert_array_equal(found, expected)
+      groups = samples.experts.reshape(P, G, 4, 6, 2)
+      found = np.asarray(taken.experts).reshape(count, G, 4, 6, 2)
+      real = index >= 0  # an empty group has any experts
+      np.testing.assert_array_equal(found[real], groups[index[real]])

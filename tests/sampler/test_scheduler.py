@@ -538,8 +538,10 @@ def assert_requested(requests, lengths, finish, stop_at):
   assert set(used.tolist()) == set(range(len(requests.prefixes)))
 
 
-def pending(lengths, finish, stop_at, prompts=P):
-  so_far = [x[: prompts * G] for x in (lengths, finish, stop_at, TOKENS)]
+def pending(lengths, finish, stop_at, prompts=P, appended=None):
+  appended = np.zeros_like(lengths) if appended is None else appended
+  columns = lengths, finish, stop_at, appended, TOKENS
+  so_far = [x[: prompts * G] for x in columns]
   return pending_requests(PROMPTS[:prompts], PROMPT_LENGTHS[:prompts], *so_far)
 
 
@@ -559,8 +561,20 @@ def test_any_mixture_of_new_resumed_and_finished_responses():
     finished = (lengths > 0) & (rng.random(P * G) < share)
     finish = np.where(finished, STOPPED, UNFINISHED).astype(np.int8)
     stop_at = rng.integers(0, R + 1, P * G)
-    requests = pending(lengths, finish, stop_at)
+    appended = rng.integers(0, lengths + 1)
+    requests = pending(lengths, finish, stop_at, appended=appended)
     assert_requested(requests, lengths, finish, stop_at)
+    recorded = []
+    for prefix in range(len(requests.prefixes)):
+      responses, first = requests.unrecorded(prefix)
+      assert (requests.prefix_index[responses] == prefix).all()
+      recorded += [(b, first) for b in responses.tolist()]
+    # The last call fed all tokens but the newest of those that it left.
+    assert recorded == [
+      (b, PROMPT_LENGTHS[b // G] + left - 1 if left else 0)
+      for b, left in enumerate((lengths - appended).tolist())
+      if finish[b] == UNFINISHED and lengths[b] < stop_at[b]
+    ]
   assert requests.prefixes == []  # all have finished
 
 

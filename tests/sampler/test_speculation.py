@@ -246,9 +246,7 @@ def conversation(generate):
   counts = np.where(goes_on, count, 0).astype(np.int32)
   tokens = np.full((B, count), 7, np.int32)
   joined = generate.append_tokens(first, tokens, counts, finish)
-  return jax.device_get(
-    converse(resume_from=joined, turn_start=lengths + counts)
-  )
+  return jax.device_get(converse(resume_from=joined, num_appended=counts))
 
 
 STOP = stop_strings.build(("ba", "kk", "ge"), Letters())
@@ -258,8 +256,8 @@ CASES = {
   "stop strings": ({"stop": STOP, "min_new_tokens": 6}, DENSE, {}, 1, run),
   "greedy": ({"temperature": 0.0}, DENSE, {}, 1, run),
   "top-k, top-p": ({"top_k": 8, "top_p": 0.8}, DENSE, {}, 1, run),
-  "pauses": ({}, DENSE, {}, 1, paused),
-  "turns": ({}, DENSE, {}, 1, conversation),
+  "pauses": (ROUTING, FAMILIES["glm-4.5"], {}, 1, paused),
+  "turns": (ROUTING, FAMILIES["glm-4.5"], {}, 1, conversation),
   "few pages": ({}, DENSE, {"num_pages": 15}, 1, run),
   "windows, sinks": (ROUTING, FAMILIES["gpt-oss"], {}, 1, run),
   "latents": (ROUTING, FAMILIES["deepseek-v3"], {}, 1, run),
@@ -279,6 +277,10 @@ def test_speculation_holds_with(name, monkeypatch):
   expected = how(build(config, cfg, batching, devices))
   samples = how(build(speculating(config), cfg, batching, devices))
   assert_same(samples, expected)
+  if config.keeps_ids:
+    ids = lambda x: np.sort(x.kept_ids, axis=1).swapaxes(1, 2)
+    real = np.arange(R) < expected.lengths[:, None]
+    np.testing.assert_array_equal(ids(samples)[real], ids(expected)[real])
   steps, accepted = samples.drafts
   assert 0 < accepted < (J - 1) * steps
 

@@ -107,6 +107,7 @@ def teacher_forced(params, samples, *, routes=None, cfg=CFG):
   The experts are replayed if there are `routes`.
   """
   batch = unpacked(prompts(), samples.tokens, samples.lengths)
+  batch = dataclasses.replace(batch, kept_ids=samples.kept_ids)
   scored = score(params, cfg, batch, routes, routes is not None)
   return jax.device_get((scored, batch))
 
@@ -115,9 +116,17 @@ def assert_equal(a, b):
   jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_sampled_logps_equal_teacher_forced_ones(seed):
-  samples = generate(seed=seed)
+@pytest.mark.parametrize(
+  ("seed", "changes"),
+  [
+    (0, {}),
+    (1, {}),
+    (0, {"top_p": 0.7, "min_p": 0.1, "min_new_tokens": 3}),
+  ],
+)
+def test_sampled_logps_equal_teacher_forced_ones(seed, changes):
+  """Of truncated sampling, over the ids that the sampler kept."""
+  samples = generate(dataclasses.replace(SAMPLED, **changes), seed=seed)
   scored, batch = teacher_forced(weights(), samples)
   mask = batch.response_mask
   assert mask.sum() == samples.lengths.sum() > 2 * len(mask)

@@ -48,6 +48,7 @@ def hidden_states(
   routes=None,
   replay=False,
   use_own_experts=None,
+  router_losses=False,
 ) -> HiddenStates:
   """As `model.hidden_states`: the next token depends on this one alone."""
   embedded_BTD = params["embed"][tokens]

@@ -180,6 +180,27 @@ def types_of_products(config):
   return result
 
 
+def operands_of_head(config):
+  """The types of the operands of logits, in a step and in generate."""
+  return _operands(config, built(config).cfg.vocab_size)
+
+
+def operands_of_router(config):
+  return _operands(config, built(config).cfg.num_experts)
+
+
+def _operands(config, columns):
+  return [
+    {
+      str(o.invars[0].aval.dtype)
+      for o in traced
+      if o.primitive.name == "dot_general"
+      and o.outvars[0].aval.shape[-1] == columns
+    }
+    for traced in (step_traced(config), generate_traced(config))
+  ]
+
+
 def kept_names(config):
   """The values that an update stores for its backward pass; None: all."""
   policies = [o.params.get("policy") for o in step_traced(config)]
@@ -290,6 +311,12 @@ def _end_at_letters(samples):
 def records_routing(config):
   """Whether generate, generate_eval and generate_greedy record routing."""
   return [samples.experts is not None for samples in samples_of(config)]
+
+
+def kept_of_a_token(config):
+  """`Samples.kept_ids` of a token, of each sampler."""
+  kept = [samples.kept_ids for samples in samples_of(config)]
+  return [x if x is None else x.shape[1] for x in kept]
 
 
 def pool(config):
@@ -469,10 +496,10 @@ def step_size(config):
 
 
 def second_moments(config):
-  """Of the embedding and of an expert's weights, those that have one."""
+  """Of embedding, router and an expert's weights, those that have one."""
   state = sharding.leaves_by_path(built(config).learner.abstract.opt_state)
   ends = {path.rpartition("/")[2] for path in state if "/nu/" in path}
-  return ends & {"embed", "gate_up"}
+  return ends & {"embed", "router", "gate_up"}
 
 
 def second_rate(config):

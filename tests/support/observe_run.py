@@ -94,6 +94,12 @@ def prompts_of_a_call(config):
   return len(problems(config)), run_of(config).widths
 
 
+def teachers(config):
+  """The teachers of the first held-out problems."""
+  experiment = run_of(config).experiment
+  return {*experiment.teachers_of(experiment.held_out).tolist()}
+
+
 def rollouts_of_a_step(config):
   return len(run_of(config).given("generate"))
 

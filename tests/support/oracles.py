@@ -35,10 +35,22 @@ SETTINGS = {
   "rspo": ((0.4, 0.4), 0.6),
   "cispo": ((5.0,), 1.5),
   "sapo": ((1.0, 1.05), 0.6),
+  "luspo": ((2e-3, 2.5e-3), 6e-3),
+  "vespo": ((2.0, 3.0, 3.0, 2.0), 0.3),
+  "dppo_tv": ((0.2,), 1.5),
+  "dppo_kl": ((0.05,), 1.0),
+  "ctpo": ((0.025, 0.05), 0.06),
 }
-PER_SEQUENCE = ("gspo", "gmpo", "rspo")  # take [B] advantages only
-OVER_TOKENS = ("dapo", "ppo", "cispo")
-UNCLIPPED = ("gmpo", "rspo", "cispo", "sapo")  # refuse a dual clip
+PER_SEQUENCE = ("gspo", "gmpo", "rspo", "luspo")  # take [B] advantages only
+OVER_TOKENS = ("dapo", "ppo", "cispo", "vespo")
+FIXED_LENGTH = ("dr_grpo", "dppo_tv", "dppo_kl")
+SEQUENCE_RATIO = ("gspo", "gspo_token", "luspo", "vespo")
+SMOOTH = ("sapo", "vespo")  # clip nothing
+# Refuse a dual clip.
+UNCLIPPED = (
+  *("gmpo", "rspo", "cispo", "sapo"),
+  *("vespo", "dppo_tv", "dppo_kl", "ctpo"),
+)
 
 
 def random_case(name, seed=0, per_token=False, extreme=False) -> Case:
@@ -71,6 +83,7 @@ class Token(NamedTuple):
   log: float  # x - o with all shifts, clamped
   fixed: float  # the same, for what stands in a stop_gradient
   x: float
+  o: float
   a: float
 
 
@@ -138,10 +151,56 @@ def sapo(tokens, bounds, dual_clip):
   return rows
 
 
+def vespo(tokens, bounds, dual_clip):
+  w = math.exp(clamp(sum(t.fixed for t in tokens)))
+  rows = []
+  for t in tokens:
+    k, rate = bounds[:2] if t.a > 0 else bounds[2:]
+    rows.append((-(w**k) * math.exp(rate * (1 - w)) * t.a * t.x, False, False))
+  return rows
+
+
+def total_variation(p, q, gap):
+  return abs(p - q)
+
+
+def binary_kl(p, q, gap):
+  others = [max(1 - prob, 2.0**-24) for prob in (p, q)]
+  return -q * gap + others[1] * math.log(others[1] / others[0])
+
+
+def dppo(divergence):
+  def losses(tokens, bounds, dual_clip):
+    (delta,) = bounds
+    rows = []
+    for t in tokens:
+      gap = clamp(t.x - t.o)
+      far = divergence(math.exp(t.x), math.exp(t.o), gap) > delta
+      low, high = far and t.a < 0 and gap < 0, far and t.a > 0 and gap > 0
+      loss = 0.0 if low or high else -math.exp(t.log) * t.a
+      rows.append((loss, low, high))
+    return rows
+
+  return losses
+
+
+def ctpo(tokens, bounds, dual_clip):
+  rows, total = [], 0.0
+  for step, t in enumerate(tokens, start=1):
+    total += t.fixed
+    ratio = math.exp(clamp(total) + t.log - t.fixed)
+    low, high = (bound * math.sqrt(step) for bound in bounds)
+    window = 1 - math.exp(-low), math.exp(high) - 1
+    rows.append(clipped(ratio, t.a, window, None))
+  return rows
+
+
 METHODS = {
   **dict.fromkeys(("grpo", "dr_grpo", "dapo", "ppo"), grpo),
   **dict.fromkeys(("gmpo", "rspo"), gmpo),
-  **{f.__name__: f for f in (gspo, gspo_token, cispo, sapo)},
+  **dict.fromkeys(("gspo", "luspo"), gspo),
+  **{f.__name__: f for f in (gspo_token, cispo, sapo, vespo, ctpo)},
+  **{"dppo_tv": dppo(total_variation), "dppo_kl": dppo(binary_kl)},
 }
 
 
@@ -174,6 +233,7 @@ def rows_of(name, case: Case, x_fixed, dual_clip=None, bounds=None, floor=0.8):
           clamp(x[i, t] - o[i, t] + shift),
           clamp(x_fixed[i, t] - o[i, t] + shift),
           x[i, t],
+          o[i, t],
           a[i] if a.ndim == 1 else a[i, t],
         )
       )
@@ -208,8 +268,10 @@ def over_tokens(rows, key):
 
 
 def aggregated(name, rows, key, max_length):
-  if name == "dr_grpo":
+  if name in FIXED_LENGTH:
     return over_tokens(rows, key).sum() / (len(rows) * max_length)
+  if name == "luspo":
+    return over_tokens(rows, key).sum() / len(rows)
   if name in OVER_TOKENS:
     return over_tokens(rows, key).mean()
   return mean_over_rows(rows, key)
@@ -289,6 +351,16 @@ def mismatch_weights(old, sampled, mask, method, unit, cap, floor):
         weights[i, t] = ratio if inside else 0
         cuts.append(not inside)
   return weights, np.mean(cuts), weights.sum() / len(cuts)
+
+
+def off_policy_mask(x, sampled, a, mask, threshold):
+  """(weights, the fraction of tokens that are masked); `a` is [B, T]."""
+  weights = mask.astype(float)
+  for i in range(len(mask)):
+    gaps = [float(sampled[i, t] - x[i, t]) for t in np.flatnonzero(mask[i])]
+    if gaps and sum(map(clamp, gaps)) / len(gaps) > threshold:
+      weights[i, a[i] < 0] = 0
+  return weights, 1 - weights.sum() / mask.sum()
 
 
 def value_loss(values, old, returns, mask, clip=0.2):

@@ -58,6 +58,15 @@ class Tokenizer:
       text, before = text + content, role
     return self.encode(text)
 
+  def conversation(self, messages: Sequence[Turn]) -> list[int]:
+    """The ids of a whole conversation, which a reward model reads.
+
+    The last two messages are the user's and the assistant's. Without a chat
+    template they are one text, and the stop token follows.
+    """
+    *history, (_, user), (_, response) = messages
+    return [*self.prompt(user + response, history=history), self.stop_ids[0]]
+
   def turn(self, messages: Sequence[Turn], *, stopped: bool) -> list[int]:
     """The ids between a response and the first token of the next response.
 

@@ -189,6 +189,11 @@ class HFTokenizer(Tokenizer):
     turns = [("system", system)] if system else []
     return self._ids([*turns, *history, ("user", user)], lambda text: text)
 
+  def conversation(self, messages: Sequence[Turn]) -> list[int]:
+    if not self._library.chat_template:
+      return super().conversation(messages)
+    return self._ids(messages, lambda text: text)
+
   def turn(self, messages: Sequence[Turn], *, stopped: bool) -> list[int]:
     if not self._library.chat_template:
       return super().turn(messages, stopped=stopped)
@@ -325,7 +330,7 @@ class HFTokenizer(Tokenizer):
       text = self._library.apply_chat_template(
         messages,
         tokenize=False,
-        add_generation_prompt=True,
+        add_generation_prompt=roles[-1] != "assistant",
         **self._template_args,
       )
     if len(text) > _MAX_CHARACTERS:

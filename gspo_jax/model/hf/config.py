@@ -26,7 +26,9 @@ from gspo_jax.runtime.errors import (
 )
 
 # Fields that a config.json does not have: how we run the model.
-_RUNTIME_FIELDS = ("dtype", "remat", "unroll", "lora")
+_RUNTIME_FIELDS = (
+  *("dtype", "float32_head", "float32_router", "remat", "unroll", "lora"),
+)
 _DTYPES = ("torch_dtype", "dtype")
 
 
@@ -42,6 +44,37 @@ def config_from_hf(folder: epath.PathLike, **changes) -> ModelConfig:
   with content_of(str(path)):
     cfg = _model_config(path, raw)
   return changed(cfg, **changes)
+
+
+def reward_config(folder: epath.PathLike, **changes) -> ModelConfig:
+  """The `ModelConfig` of a sequence classifier with one label.
+
+  Raises:
+    UserError: as `config_from_hf`, or it is no such classifier, or has experts.
+  """
+  cfg = config_from_hf(folder, classifier=True, **changes)
+  path = epath.Path(folder) / "config.json"
+  raw = read(path)
+  found = raw.get("architectures")
+  wanted = _architecture(raw["model_type"], cfg)
+  if found != [wanted]:
+    raise UserError(
+      f"{path}: architectures={found!r:.80}: expected [{wanted!r}]"
+    )
+  # transformers writes the labels unless there are two.
+  labels = raw.get("num_labels", len(raw.get("id2label") or "01"))
+  if labels != 1:
+    raise UserError(f"{path}: num_labels={labels}: expected 1, the score")
+  if cfg.num_experts:
+    raise UserError(
+      f"{path}: model_type={raw['model_type']!r}: expected a dense model"
+    )
+  return cfg
+
+
+def pad_token(folder: epath.PathLike) -> int | None:
+  """The pad_token_id of config.json: a classifier skips it at the end."""
+  return read(epath.Path(folder) / "config.json").get("pad_token_id")
 
 
 def context_length(folder: epath.PathLike) -> int | None:
@@ -131,6 +164,14 @@ def read(path: epath.Path) -> dict:
   return json_file.read(path)
 
 
+def _architecture(model_type: str, cfg: ModelConfig) -> str:
+  """The class of transformers that loads a model."""
+  name = require_family("config.json", model_type).loads_with
+  if cfg.classifier:
+    name = name.replace("ForCausalLM", "ForSequenceClassification")
+  return name
+
+
 def config_to_hf(
   cfg: ModelConfig, dtype: str, like: epath.PathLike | None
 ) -> dict:
@@ -193,6 +234,7 @@ def _plain(cfg: ModelConfig) -> ModelConfig:
     "remat": "none",
     "unroll": None,
     "lora": None,
+    "classifier": False,
     "first": (),
     "pattern": cfg.layers,
     "dense_mlp_dim": cfg.dense_dim,
@@ -208,7 +250,7 @@ def _plain(cfg: ModelConfig) -> ModelConfig:
 def _written(cfg, name) -> dict:
   family = FAMILIES[name]
   raw = {
-    "architectures": [family.loads_with],
+    "architectures": [_architecture(name, cfg)],
     "model_type": name,
     "vocab_size": cfg.vocab_size,
     "num_hidden_layers": cfg.num_layers,
@@ -228,6 +270,8 @@ def _written(cfg, name) -> dict:
     "eos_token_id": None,
     "pad_token_id": None,
   }
+  if cfg.classifier:
+    raw |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
   if scaling := cfg.rope_scaling:
     raw["rope_scaling"] = scaling_to_hf(scaling)
     # Some 4.x releases of transformers take this ratio for YaRN's factor.

@@ -232,6 +232,7 @@ class _Flops(NamedTuple):
   decode: float  # response tokens
   whole: float  # prompts with their responses
   critic: float  # like `whole` without the output head; 0 without a critic
+  teachers: float  # like `whole`, the mean over the teachers; 0 without any
 
 
 def _flops(program, lengths: Lengths) -> _Flops:
@@ -245,6 +246,11 @@ def _flops(program, lengths: Lengths) -> _Flops:
     decode=float(forward(cfg, 1, responses, responses, past=prompts).sum()),
     whole=float(forward(cfg, 1, whole, responses).sum()),
     critic=float(forward(cfg, 1, whole, 0).sum()) if critic else 0.0,
+    teachers=sum(
+      float(forward(teacher.cfg, 1, whole, responses).sum())
+      for teacher in program.teachers
+    )
+    / max(len(program.teachers), 1),
   )
 
 
@@ -305,7 +311,7 @@ def _score_flops(tokens, flops, program) -> float:
     total += flops.whole * _ratio(scored.real, tokens["update"].real)
   if "reference_and_values" in tokens:
     has_reference = program.learner.abstract.reference is not None
-    total += flops.whole * has_reference + flops.critic
+    total += flops.whole * has_reference + flops.critic + flops.teachers
   return total
 
 

@@ -29,7 +29,7 @@ from gspo_jax.sampler.samples import (
 class JittedSampler:
   """The jitted functions of a `ContinuousSampler`; see `jit_sampler`.
 
-  All arguments are positional; `begin`, `prefill`, `write_prompt_routing`,
+  All arguments are positional; `begin`, `prefill`, `write_prefix_routing`,
   `decode`, the moves and `append_tokens` donate states and samples.
   """
 
@@ -38,7 +38,7 @@ class JittedSampler:
   share: MeshJit
   begin: MeshJit
   prefill: MeshJit
-  write_prompt_routing: MeshJit
+  write_prefix_routing: MeshJit
   decode: MeshJit
   move_pages: MeshJit
   move_slots: MeshJit
@@ -186,10 +186,8 @@ def jit_sampler(
       out_shardings=(state, batch if record_routing else None),
       compiler_options=rounding.OPTIONS,
     ),
-    write_prompt_routing=jit(
-      functools.partial(
-        paged_decode.write_prompt_routing, group_size=sampler.group_size
-      ),
+    write_prefix_routing=jit(
+      paged_decode.write_prefix_routing,
       donate_argnums=0,
       out_shardings=decode_samples,
     ),

@@ -157,37 +157,32 @@ def prefill(
   return cache, experts.swapaxes(0, 1) if record_routing else None
 
 
-def write_prompt_routing(
-  samples: Samples,
-  experts: jax.Array,
-  lengths: jax.Array,
-  first_response: jax.Array,
-  *,
-  group_size: int,
+def write_prefix_routing(
+  samples: Samples, experts: jax.Array, rows: jax.Array, columns: jax.Array
 ) -> Samples:
-  """Writes the experts of a prompt's tokens into all G responses to it.
+  """Writes the experts of prefixes, [Q, L, T, k], into their responses.
 
-  Each row of `samples` is on the device that prefilled its prompt. `experts`
-  [Q, L, T, k] are of all tokens of a prompt but the last. `first_response` [Q]
-  is the first one to the prompt, -1 for a row of padding.
+  Each row of `samples` is on the device that prefilled its prefix. `rows` are
+  [Q, G], counted from the first one of the shard, and -1 after the last one.
+  `columns` [Q, T] are those of `Samples.experts`; beyond them nothing is
+  written.
   """
-  # The column of a prompt's last token, which the first decode step feeds.
-  last = samples.experts.shape[2] - samples.tokens.shape[1] - 1
 
-  def local(old, experts, lengths, first_Q):
-    rows, T = len(old), experts.shape[2]
-    row_QG = first_Q[:, None] % rows + jnp.arange(group_size)
-    row_QG = jnp.where(first_Q[:, None] < 0, rows, row_QG)
-    token_T = jnp.arange(T)
-    column_QT = last - lengths[:, None] + token_T
-    column_QT = jnp.where(token_T < lengths[:, None], column_QT, old.shape[2])
-    index = row_QG[:, :, None], slice(None), column_QT[:, None, :]
+  def local(old, experts, row_QG, column_QT):
     new_QTLk = experts.swapaxes(1, 2)
-    return old.at[index].set(new_QTLk[:, None], mode="drop")
+
+    def write(g, old):
+      row_Q = row_QG[:, g]
+      row_Q = jnp.where(row_Q < 0, len(old), row_Q)  # nowhere
+      index = row_Q[:, None], slice(None), column_QT
+      return old.at[index].set(new_QTLk, mode="drop")
+
+    most = (row_QG >= 0).sum(1).max()  # often 0 when responses are resumed
+    return jax.lax.fori_loop(0, most, write, old)
 
   write = sharding.shard_map(local, (_BATCH,) * 4, _BATCH)
   return dataclasses.replace(
-    samples, experts=write(samples.experts, experts, lengths, first_response)
+    samples, experts=write(samples.experts, experts, rows, columns)
   )
 
 
@@ -301,7 +296,7 @@ def decode(
     )
     logits = next_token.logits(params, cfg, out.hidden.reshape(m * J, -1))
     row_keys = jax.vmap(response_key)(jnp.repeat(state.response, J))
-    sampled = next_token.sample_token(
+    *sampled, kept_ids = next_token.sample_token(
       logits, row_keys, number_mJ.reshape(-1), sampler
     )
     token_mJ, logp_mJ = (x.reshape(m, J) for x in sampled)
@@ -325,6 +320,8 @@ def decode(
     )
     finish = jnp.where(last(stopped_mJ), STOPPED, finish)
     new = {"tokens": token_mJ, "logps": logp_mJ}
+    if kept_ids is not None:
+      new["kept_ids"] = kept_ids.reshape(m, J, -1)
     if samples.experts is not None:
       new["experts"] = out.routing.experts.transpose(1, 2, 0, 3)  # [m, J, L, k]
     samples = _write_tokens(state, samples, taken_mJ, new, num_tokens, finish)
@@ -457,8 +454,9 @@ def _write_tokens(
 ) -> Samples:
   """Writes what each response gets in a step.
 
-  Of `new`, `tokens` and `logps` are [m, J]; `experts` [m, J, L, k] are those of
-  the fed tokens, each one earlier. `lengths` and `finish` are [m].
+  Of `new`, `tokens` and `logps` are [m, J], `kept_ids` [m, J, K]; `experts`
+  [m, J, L, k] are those of the fed tokens, each one earlier. `lengths` and
+  `finish` are [m].
   """
 
   def local(old, new, of_rows, row_m, num_tokens_m, taken_mJ):
@@ -468,10 +466,11 @@ def _write_tokens(
     column_mJ = num_tokens_m[:, None] + jnp.arange(taken_mJ.shape[1])
 
     def write(old, value):
-      index = row_mJ, column_mJ
-      if old.ndim == 4:  # routing begins with the prompt's columns
-        index = row_mJ, slice(None), old.shape[2] - R - 1 + column_mJ
-      return old.at[index].set(value, mode="drop")
+      if old.ndim == 2:
+        return old.at[row_mJ, column_mJ].set(value, mode="drop")
+      # Routing begins with the prompt's columns, and is of the fed tokens.
+      first = old.shape[2] - R - (old.ndim == 4)
+      return old.at[row_mJ, :, first + column_mJ].set(value, mode="drop")
 
     written = {name: write(old[name], value) for name, value in new.items()}
     return written | {

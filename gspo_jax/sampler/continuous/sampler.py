@@ -60,6 +60,7 @@ _IDLE = 8  # a segment ends when 1 of 8 slots is idle and responses wait
 # A step computes at least so many rows of a shard: a TPU tile has 8.
 _FEWEST_ROWS = 8
 _MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
+_NOWHERE = 2**31 - 1  # a column behind the last one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +128,7 @@ class ContinuousSampler:
     *,
     resume_from: Samples | None = None,
     stop_at: np.ndarray | None = None,
-    turn_start: np.ndarray | None = None,
+    num_appended: np.ndarray | None = None,
     prefix_cache: PrefixCache | None = None,
     on_finished: OnFinished | None = None,
     progress: Progress | None = None,
@@ -143,16 +144,16 @@ class ContinuousSampler:
       key: a typed PRNG key.
       resume_from: samples whose UNFINISHED responses are continued; donated.
       stop_at: [B] int, tokens at which a response pauses and stays UNFINISHED.
-      turn_start: [B] int, the first token of each response's newest turn, 0 by
-        default; stop strings are found from there on.
+      num_appended: [B] int, tokens that `append_tokens` has added to each
+        response since the last call that continued it. A turn begins behind
+        them: stop strings are found from there on. None: it has one turn.
       prefix_cache: left by earlier calls for these responses; updated.
       on_finished: called with responses of an earlier segment while a later one
         decodes.
       progress: counts responses that finish or pause.
 
     Raises:
-      UserError: the prompts have another shape, or routing is recorded over
-        several calls.
+      UserError: the prompts have another shape.
     """
     tokens, lengths = multihost.to_host((prompts.tokens, prompts.lengths))
     width = self.sizes.max_prompt_length
@@ -164,12 +165,6 @@ class ContinuousSampler:
     samples = resume_from
     if samples is None:
       samples = self.jitted.empty_samples(len(tokens))
-    several_calls = resume_from is not None or stop_at is not None
-    if several_calls and samples.experts is not None:
-      raise UserError(
-        "resume_from, stop_at: expected neither with record_routing=True, "
-        "because the routing of a response's earlier tokens is not kept"
-      )
     so_far = multihost.to_host((samples.lengths, samples.finish))
     R = self.sizes.max_new_tokens
     if stop_at is None:
@@ -180,7 +175,10 @@ class ContinuousSampler:
       cached = cache.tokens or [{} for _ in self.own]
     state, samples = self.jitted.begin(samples, cache.state)
     cache.state = cache.tokens = None  # the state was donated
-    requests = self._shard_requests(tokens, lengths, samples, so_far, stop_at)
+    appended = np.zeros_like(stop_at) if num_appended is None else num_appended
+    requests = self._shard_requests(
+      tokens, lengths, samples, so_far, stop_at, appended
+    )
     schedulers = [
       Scheduler(
         self.sizes,
@@ -192,11 +190,9 @@ class ContinuousSampler:
       )
       for shard, kept in zip(requests, cached, strict=True)
     ]
-    if turn_start is None:
-      turn_start = np.zeros_like(so_far[0])
-    starts = np.split(turn_start, self.shards)
+    stop = self.config.stop
     fields = _fields_by_response(
-      requests, [starts[shard] for shard in self.own], self.config.stop
+      requests, stop if num_appended is None else None
     )
     params = cache.params or self.jitted.decode_params(params)
     placement = Placement(self.sizes, self.shards, self.own, so_far[0], stop_at)
@@ -371,7 +367,7 @@ class ContinuousSampler:
       # Few slots with drafts, and without if they do not pay.
       "decode": len(sizes) + sum(self._drafts(n) > 0 for n in sizes),
       "prefill": prefills,
-      "write_prompt_routing": prefills,
+      "write_prefix_routing": prefills,
     }
     return {
       name: (getattr(self.jitted, name), limit)
@@ -388,14 +384,14 @@ class ContinuousSampler:
     )
 
   def _shard_requests(
-    self, prompts, prompt_lengths, samples: Samples, so_far, stop_at
+    self, prompts, prompt_lengths, samples: Samples, so_far, *of_responses
   ) -> list[Requests]:
     """Each own shard's responses; `so_far` is (lengths, finish) on the host."""
     B = len(samples.tokens)
     tokens = {}
     if so_far[0].any():
       tokens = multihost.addressable_rows(samples.tokens)
-    whole = prompts, prompt_lengths, *so_far, stop_at
+    whole = prompts, prompt_lengths, *so_far, *of_responses
     parts = [np.split(x, self.shards) for x in whole]
     b = B // self.shards
     return [
@@ -452,15 +448,23 @@ class ContinuousSampler:
   def _prefill_queues(
     self, admissions: list[Admission], requests: list[Requests]
   ) -> list[dict[int, list]]:
-    """Each shard's prefills by bucket: (prefill, tokens, first response)."""
-    queues = []
+    """Each shard's prefills by bucket: (prefill, tokens, rows, columns).
+
+    The experts of the tokens are recorded in these rows of the shard's samples,
+    and in these columns; beyond the last one they are not recorded.
+    """
+    queues, S = [], self.sizes.max_prompt_length
     for admission, request in zip(admissions, requests, strict=True):
       queue = {T: [] for T in self.buckets()}
       for prefill in admission.prefill:
         tokens = request.prefixes[prefill.prefix][:-1]
         T = next(T for T in queue if len(tokens) <= T)
-        response = np.searchsorted(request.prefix_index, prefill.prefix)
-        queue[T].append((prefill, tokens, int(response)))
+        rows, first = request.unrecorded(prefill.prefix)
+        number = np.arange(len(tokens))
+        prompt_length = len(tokens) + 1 - request.num_tokens[rows[0]]
+        columns = np.where(number < first, _NOWHERE, S - prompt_length + number)
+        rows = rows if first < len(tokens) else rows[:0]
+        queue[T].append((prefill, tokens, rows, columns))
       for rows in queue.values():
         # The row with the fewest cached tokens decides what a batch computes.
         rows.sort(key=lambda row: row[0].num_cached)
@@ -472,9 +476,8 @@ class ContinuousSampler:
   ) -> Iterator[tuple]:
     """The prefills of all shards' admissions, in few different shapes.
 
-    Each shard has equally many rows, and counts responses from its first one.
-    Padding has the length 0 and the first response -1. The arrays are of own
-    shards; `num_cached` is None if no shard's row has a cached token.
+    Each shard has equally many rows. Padding has the length 0. The arrays are
+    of own shards; `num_cached` is None if no shard's row has a cached token.
     """
     for T, lengths in facts.prefixes.items():
       begin, end = 0, lengths.max()
@@ -486,7 +489,8 @@ class ContinuousSampler:
         tokens_QT = np.zeros((Q, T), np.int32)
         pages_QC = np.full((Q, C), self.sizes.num_pages, np.int32)  # nowhere
         lengths_Q, num_cached_Q = np.zeros((2, Q), np.int32)
-        first_response_Q = np.full(Q, -1, np.int32)
+        rows_QG = np.full((Q, self.config.group_size), -1, np.int32)
+        columns_QT = np.full((Q, T), _NOWHERE, np.int32)
         # Sources of `paged_decode.store_states`; a row more is for no row.
         slots, rows = (
           np.full((len(queues), n), count, np.int32)
@@ -494,24 +498,25 @@ class ContinuousSampler:
         )
         for shard, queue in enumerate(queues):
           batch = queue[T][begin : begin + count]
-          for i, (prefill, tokens, response) in enumerate(batch):
+          for i, (prefill, tokens, of_samples, columns) in enumerate(batch):
             row = shard * count + i
             tokens_QT[row, : len(tokens)] = tokens
             lengths_Q[row] = len(tokens)
             pages_QC[row, : len(prefill.pages)] = prefill.pages
             num_cached_Q[row] = prefill.num_cached
-            first_response_Q[row] = response
+            rows_QG[row, : len(of_samples)] = of_samples
+            columns_QT[row, : len(columns)] = columns
             slots[shard, prefill.slots], rows[shard, prefill.row] = i, i
         last = np.minimum(begin + count, lengths)
         cached = last > np.maximum(begin, facts.uncached[T])
         sources = slots.ravel(), rows[:, :PROMPT_ROWS].ravel()
         prefixes = tokens_QT, lengths_Q, pages_QC
         num_cached = num_cached_Q if cached.any() else None
-        yield prefixes, num_cached, sources, first_response_Q
+        yield prefixes, num_cached, sources, (rows_QG, columns_QT)
         begin += count
 
   def _prefill(
-    self, params, state, samples, prefixes, num_cached, sources, response
+    self, params, state, samples, prefixes, num_cached, sources, routing
   ):
     sources = sources if has_states(self.cfg) else None
     (tokens, lengths, pages), num_cached, sources = self._to_devices(
@@ -521,9 +526,8 @@ class ContinuousSampler:
       params, state, tokens, lengths, pages, num_cached, sources
     )
     if experts is not None:
-      response = self._to_devices(response)
-      samples = self.jitted.write_prompt_routing(
-        samples, experts, lengths, response
+      samples = self.jitted.write_prefix_routing(
+        samples, experts, *self._to_devices(routing)
       )
     return state, samples
 
@@ -649,14 +653,16 @@ class ContinuousSampler:
 
 
 def _fields_by_response(
-  requests: list[Requests], starts: list[np.ndarray], stop: StopStrings | None
+  requests: list[Requests], stop: StopStrings | None
 ) -> dict[str, np.ndarray]:
-  """Fields of a SegmentPlan that depend on the response alone, [B] int32."""
+  """Fields of a SegmentPlan that depend on the response alone, [B] int32.
+
+  `stop` reads the tokens that a response has; None: a turn begins behind them.
+  """
   join = lambda name: np.concatenate([getattr(r, name) for r in requests])
   last_token, stop_state = [], []
-  for r, start in zip(requests, starts, strict=True):
-    counts = r.num_tokens - start
-    for prefix, count in zip(r.prefix_index, counts, strict=True):
+  for r in requests:
+    for prefix, count in zip(r.prefix_index, r.num_tokens, strict=True):
       tokens = r.prefixes[prefix] if r.prefixes else [0]
       last_token.append(tokens[-1])
       reads = stop and count and r.prefixes

@@ -424,6 +424,24 @@ class Requests(NamedTuple):
   # [B] int32, tokens at which the response stops or pauses; `num_tokens` for
   # one that is not to be generated
   stop_at: np.ndarray
+  # [B] int, the newest of `num_tokens`, appended since the call that sampled
+  # the others
+  num_appended: np.ndarray
+
+  def unrecorded(self, prefix: int) -> tuple[np.ndarray, int]:
+    """Which responses continue a prefix, and its first token without experts.
+
+    An earlier call has fed, and so recorded, the prompt and all tokens that it
+    left but the newest one. It has fed nothing of a response that it left
+    without a token.
+    """
+    begin, end = np.searchsorted(self.prefix_index, [prefix, prefix + 1])
+    responses = np.arange(begin, end)
+    responses = responses[self.stop_at[begin:end] > self.num_tokens[begin:end]]
+    num_tokens = self.num_tokens[responses[0]]
+    num_left = num_tokens - self.num_appended[responses[0]]
+    prompt_length = len(self.prefixes[prefix]) - num_tokens
+    return responses, prompt_length + num_left - 1 if num_left else 0
 
 
 def pending_requests(
@@ -432,6 +450,7 @@ def pending_requests(
   lengths: np.ndarray,
   finish: np.ndarray,
   stop_at: np.ndarray,
+  num_appended: np.ndarray,
   tokens: Sequence[np.ndarray | None],
 ) -> Requests:
   """The unfinished responses of samples, with the prefix of each.
@@ -442,7 +461,7 @@ def pending_requests(
 
   `prompts` [P, S] are padded on the left; `tokens` are [R] for each of B
   responses, None if none has any; `finish` [B] is as in Samples; a response
-  pauses at `stop_at` [B] tokens.
+  pauses at `stop_at` [B] tokens; `num_appended` [B] is as in Requests.
   """
   group_size = len(lengths) // max(len(prompts), 1)
   pending = (finish == UNFINISHED) & (lengths < stop_at)
@@ -457,4 +476,6 @@ def pending_requests(
       shared_prompt = None if length else p
     prefix_index.append(max(len(prefixes) - 1, 0))
   stop_at = np.where(pending, stop_at, lengths).astype(np.int32)
-  return Requests(prefixes, np.array(prefix_index, int), lengths, stop_at)
+  return Requests(
+    prefixes, np.array(prefix_index, int), lengths, stop_at, num_appended
+  )
