@@ -2,7 +2,8 @@
 
 Other wings take `train_step` (`TrainState`, `Learner`, `update`), `train_batch`
 (`TrainBatch`), `packing` (samples to batch), `credit` (rewards to advantages),
-`objective`, `optimizer`, `critic`, `reference_pass`, `cold_start` and `health`.
+`objective`, `policy_loss`, `optimizer`, `critic`, `reference_pass`,
+`cold_start` and `health`.
 """
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
   "objective",
   "optimizer",
   "packing",
+  "policy_loss",
   "reference_pass",
   "train_batch",
   "train_step",

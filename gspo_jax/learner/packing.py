@@ -21,7 +21,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from gspo_jax import model
-from gspo_jax.learner.objective import ObjectiveConfig, loss_per_token
+from gspo_jax.learner.objective import ObjectiveConfig
+from gspo_jax.learner.policy_loss import loss_per_token
 from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
 from gspo_jax.model.moe import number_type
 from gspo_jax.runtime import sharding

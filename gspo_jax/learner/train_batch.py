@@ -61,7 +61,7 @@ class TrainBatch:
   # [B, R] int16, the turn of a conversation, from 1; 0 elsewhere.
   turns: jax.Array | None = None
   # [B] float32: the count that divides the loss of the minibatch, by its tokens
-  # of prompts and responses. See `objective.loss_per_token`.
+  # of prompts and responses. See `policy_loss.loss_per_token`.
   loss_per_token: jax.Array | None = None
 
   @property

@@ -163,4 +163,5 @@ def weight_bytes(
   layers = _layer_parameters(cfg, of_experts=False) / tensor
   layers += used * _layer_parameters(cfg, of_experts=True) / group
   head = cfg.embed_dim * cfg.vocab_size / group
-  return _element_bytes(cfg) * (layers + head)
+  head_bytes = 4 if cfg.float32_head else _element_bytes(cfg)
+  return _element_bytes(cfg) * layers + head_bytes * head

@@ -16,9 +16,9 @@ from gspo_jax.data.prompt_batch import PromptConfig
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.learner import critic, optimizer
 from gspo_jax.learner.cold_start import cross_entropy
-from gspo_jax.learner.objective import policy_loss
 from gspo_jax.learner.optimizer import OptimConfig
 from gspo_jax.learner.packing import PackingConfig
+from gspo_jax.learner.policy_loss import policy_loss
 from gspo_jax.learner.train_step import Learner
 from gspo_jax.model import PolicyConfig, hf
 from gspo_jax.program.config import Config, parse_model

@@ -33,7 +33,7 @@ _UNITS = {
     *("conversation/tool_use", "conversation/tool_errors"),
   ),
   "nats": (
-    *("kl/*", "*entropy", "ratio/*_log", "mismatch/*_gap"),
+    *("kl/*", "distill/*", "*entropy", "ratio/*_log", "mismatch/*_gap"),
     "mismatch/*_abs_mean",
   ),
   "tokens": (

@@ -166,6 +166,15 @@ def test_a_dense_model_reads_its_weights_and_cache_once():
   assert least == pytest.approx(weights + cache)
 
 
+def test_a_float32_head_is_read_in_float32():
+  cfg = model.variant("qwen3-30b-a3b")
+  least = lambda cfg: lower_bounds.decode_bytes(
+    cfg, rows=1, tokens=0, devices=1, expert=1, tensor=1
+  )
+  more = least(dataclasses.replace(cfg, float32_head=True)) - least(cfg)
+  assert more == 2 * cfg.embed_dim * cfg.vocab_size
+
+
 def test_experts_are_read_if_tokens_are_routed_to_them():
   cfg = model.variant("qwen3-30b-a3b")
 

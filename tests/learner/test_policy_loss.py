@@ -10,11 +10,8 @@ import pytest
 
 from gspo_jax import losses, model
 from gspo_jax.learner import train_batch
-from gspo_jax.learner.objective import (
-  INSTRUMENTS,
-  ObjectiveConfig,
-  policy_loss,
-)
+from gspo_jax.learner.objective import ObjectiveConfig
+from gspo_jax.learner.policy_loss import INSTRUMENTS, policy_loss
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.losses import METHODS, Mean
 from gspo_jax.sampler.samples import Prompts
