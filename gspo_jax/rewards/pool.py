@@ -40,13 +40,14 @@ class Rewards(NamedTuple):
   def first(self) -> np.ndarray:
     """The first reward that is not left out; 0 if all are.
 
-    A failure is no better than the worst response.
+    A failure is no better than the worst response of its group.
     """
     parts = np.stack([*self.parts.values()])
     place = np.argmax(~np.isnan(parts), axis=0)
     first = np.nan_to_num(np.take_along_axis(parts, place[None], axis=0)[0])
     has_failed = self.failed & (first == 0)
-    return np.where(has_failed, first.min(initial=0), first)
+    worst = first.min(axis=-1, keepdims=True, initial=0)
+    return np.where(has_failed, worst, first)
 
   @property
   def mixed_groups(self) -> np.ndarray:

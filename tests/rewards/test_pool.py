@@ -324,7 +324,9 @@ def test_how_many_responses_may_fail(failed, size, share, allowed):
     ([1, 0, 0], [True, True, False], [1, 0, 0]),
   ],
 )
-def test_a_failure_is_no_better_than_the_worst_response(parts, failed, first):
+def test_a_failure_is_no_better_than_the_worst_of_its_group(
+  parts, failed, first
+):
   parts = np.float32(parts)
   rewards = Rewards(parts, {"model": parts}, np.array(failed))
   np.testing.assert_array_equal(rewards.first, first)
