@@ -46,7 +46,8 @@ class Rewards(NamedTuple):
     place = np.argmax(~np.isnan(parts), axis=0)
     first = np.nan_to_num(np.take_along_axis(parts, place[None], axis=0)[0])
     has_failed = self.failed & (first == 0)
-    worst = first.min(axis=-1, keepdims=True, initial=0)
+    scored = np.where(self.failed, 0, first)
+    worst = scored.min(axis=-1, keepdims=True, initial=0)
     return np.where(has_failed, worst, first)
 
   @property
