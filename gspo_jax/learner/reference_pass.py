@@ -75,7 +75,7 @@ def _teacher_logps(
   batch: TrainBatch,
   temperature: float,
 ) -> jax.Array:
-  """[B, R] float32; a teacher without a token of its own is not run."""
+  """[B, R] float32; runs only the teachers whose problems are in the rows."""
 
   def logps(i, mask):
     own = dataclasses.replace(batch, response_mask=mask)

@@ -96,9 +96,10 @@ def max_rl_advantages(rewards: jax.Array) -> jax.Array:
 
   MaxRL, Tajwar et al. 2026, arXiv 2602.02710, algorithm 1. With K right of G
   responses, a right one gets G / K - 1 and a wrong one -1: a hard problem
-  counts more. With p the probability of a right response, the expected policy
-  gradient (a mean over the group) is that of the first G - 1 terms of
-  log p = -sum_k (1 - p)^k / k, where rewards minus their mean give the first.
+  counts more. Let p be the probability of a right response. In expectation the
+  policy gradient, averaged over the group, is the gradient of the first G - 1
+  terms of log p = -sum_k (1 - p)^k / k; rewards minus their mean give the first
+  term alone.
 
   Args:
     rewards: [P, G], 0 or 1, or other numbers of 0 or more; G >= 2.

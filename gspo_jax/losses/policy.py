@@ -516,7 +516,7 @@ def ctpo_loss(
   2026, arXiv 2605.07331, sec. 3.3; l and h are from sec. 4.1. In a packed row
   the tokens of a sequence are in their order.
 
-  As in the authors' code, (1) token t has the gradient of its own x alone:
+  As in the authors' code, (1) a token's term is differentiated by its x only:
   c_it = sg[c_it] exp(x - sg[x]); (2) log c is clamped (here at ±20). Their code
   also has a dual clip, which the paper does not: none here. The default
   normalizer is the number of sequences.
