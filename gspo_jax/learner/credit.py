@@ -32,7 +32,7 @@ def assign_advantages(
   """The batch with its advantages, and with returns if there is a critic.
 
   Responses of a group are compared even if they are in different rows, or
-  truncated: as in TRL and NeMo RL, overlong filtering leaves the mean of the
+  truncated: as in NeMo RL, overlong filtering leaves the mean of the
   rewards as it is.
 
   The KL penalty k1 of a token is `kl_coef * (old_logps - reference_logps)`.
