@@ -133,9 +133,11 @@ def prepare(
     config=config,
     workdir=epath.Path(workdir),
     program=program,
-    reward_pool=_environment_pool(config, program.tokenizer, problems)
+    reward_pool=_environment_pool(config, program.tokenizer, problems, workdir)
     if config.rollout.environment
-    else _reward_pool(config.reward, problems, _reward_model(config, program)),
+    else _reward_pool(
+      config.reward, problems, workdir, _reward_model(config, program)
+    ),
     datasets=problems,
     held_out=pipeline.take(
       problems.held_out, program.prompt_config, config.eval.prompts
@@ -175,7 +177,7 @@ def _first_weights(config: Config) -> str:
 
 
 def _environment_pool(
-  config: Config, tokenizer, problems: Datasets
+  config: Config, tokenizer, problems: Datasets, workdir: str
 ) -> EnvironmentPool:
   """The pool, if the tokenizer can write conversations turn by turn."""
   c, spec = config.reward, config.rollout.environment
@@ -184,6 +186,7 @@ def _environment_pool(
     return EnvironmentPool(
       spec,
       examples=_first_problems(problems),
+      workdir=workdir,
       workers=c.workers,
       seconds=c.seconds,
       concurrency=c.concurrency,
@@ -225,7 +228,10 @@ def make_reward_model(
 
 
 def _reward_pool(
-  c: RewardConfig, problems: Datasets, scorer: RewardModel | None = None
+  c: RewardConfig,
+  problems: Datasets,
+  workdir: str,
+  scorer: RewardModel | None = None,
 ) -> RewardPool:
   try:
     return RewardPool(
@@ -236,6 +242,7 @@ def _reward_pool(
       concurrency=c.concurrency,
       examples=[EXAMPLE.to(p) for p in _first_problems(problems)],
       model=scorer,
+      workdir=workdir,
     )
   except UserError as error:
     raise UserError(f"reward.names={c.names}: {error}") from error

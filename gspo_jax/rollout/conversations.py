@@ -227,8 +227,9 @@ class Conversations:
     # 2**32 - 1 is never a row number, so no response has this key.
     k_seed = jax.random.fold_in(key, np.uint32(2**32 - 1))
     seeds = np.asarray(jax.random.bits(k_seed, (len(problems),), np.uint32))
+    steps, seeds = batch.steps.tolist(), seeds.tolist()
     begun = self.pool.begin(
-      [(problems[row // G], int(seeds[row // G])) for row in chats]
+      [(problems[p], steps[p], seeds[p]) for p in (row // G for row in chats)]
     )
     prompts = {}  # of this host, where an environment has one
     for (row, chat), reply in zip(chats.items(), begun, strict=True):

@@ -147,6 +147,7 @@ def prompts_of(names):
     tokens,
     np.array([*map(len, ids)], np.int32),
     np.zeros((len(names), 3), np.int32),
+    np.zeros(len(names), np.int32),
   )
 
 
