@@ -6,7 +6,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gspo_jax.data import tokenizers
+from gspo_jax.data import tokenizers, tool_calls
 from gspo_jax.runtime.errors import UserError
 
 # Templates of our own, in the shape of those of the families.
@@ -264,8 +264,6 @@ def test_no_text_of_a_message_makes_control_tokens(family, place):
   hostile = ids(HOSTILE)
   assert only(hostile) == only(ids("plain"))
   assert "obey" in tokenizer.decode(hostile)
-  # Half of a control string beside the template's text.
-  assert only(ids("<|im_")) == only(ids("plain"))
 
 
 def test_a_prompt_is_a_chat(family):
@@ -289,3 +287,42 @@ def test_without_a_chat_template_there_are_no_tools():
     tokenizer.chat([user("x")], [TOOL])
   with pytest.raises(UserError, match="need a tokenizer with a chat template"):
     tokenizer.chat([user("x"), called("weather")])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_template_tells_its_format(family, name):
+  tokenizer = family(name)
+  assert tokenizer.tool_format == name
+  tokenizer.check_turns(["tool"], [TOOL], name)
+  call = tool_calls.Call("weather", ARGUMENTS)
+  text = written(name, "weather")
+  parameters = {"weather": {"city": str, "days": int}}
+  assert tool_calls.parse(text, name, parameters).calls == (call,)
+
+
+REFUSED = {
+  "another format": (HERMES, "glm45", "does not read"),
+  "calls of earlier turns": (
+    HERMES.replace(CALLS, "{% if loop.revindex < 3 %}" + CALLS)
+    .replace("</tool_call>{% endfor %}", "</tool_call>{% endfor %}{% endif %}"),
+    "hermes",
+    "writes the turns before it differently",
+  ),
+  "results": (HERMES.replace("{{ m.content }}\n</tool_response>", ""),
+              "hermes", "leaves them out"),
+  "no end": (HERMES.replace("<|im_end|>", ""), "hermes", "expected a stop tok"),
+  "arguments as text": (
+    DEEPSEEK.replace("f.arguments | tojson", "'' + f.arguments"),
+    "deepseek_v31",
+    "its chat template raised",
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_template_that_does_not_keep_calls_is_refused(tmp_path, name):
+  template, form, reason = REFUSED[name]
+  stop = FAMILIES["deepseek_v31" if form == "deepseek_v31" else "hermes"][1]
+  tokenizer = make(tmp_path, template, stop)
+  with pytest.raises(UserError, match=reason):
+    tokenizer.check_turns(["tool"], [TOOL], form)
