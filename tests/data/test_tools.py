@@ -79,6 +79,8 @@ HARMONY = (  # gpt-oss; a result has the name of the last call
   "<|start|>functions.{{ ns.name }} to=assistant<|channel|>commentary"
   "<|message|>{{ m.content | tojson }}<|end|>{% elif m.tool_calls %}"
   "{% set f = m.tool_calls[0].function %}{% set ns.name = f.name %}"
+  "{% if m.content %}<|start|>assistant<|channel|>analysis<|message|>"
+  "{{ m.content }}<|end|>{% endif %}"
   "<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json"
   "<|message|>{{ f.arguments | tojson }}<|call|>{% else %}"
   "<|start|>{{ m.role }}{{ '<|channel|>final' if m.role == 'assistant' }}"

@@ -1,13 +1,15 @@
 """Tools as functions: what the policy reads, and what a bad tool costs."""
 
 import json
+import re
 import sys
 
 import pytest
+from repository import ROOT
 
 from gspo_jax.data.problem import Problem
 from gspo_jax.rollout import environment
-from gspo_jax.rollout.environment import Step
+from gspo_jax.rollout.environment import Question, Step
 from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.runtime.errors import UserError
 
@@ -66,6 +68,7 @@ def untyped(x):
   """
 def group(prompt, responses, reference): pass
 NOTHING = 3
+TWICE = [add, add]
 '''
 SPEC = "tools:functions=user_tools.%s,reward=gsm8k,characters=80"
 
@@ -75,7 +78,7 @@ def folder(tmp_path_factory):
   folder = tmp_path_factory.mktemp("user")
   (folder / "user_tools.py").write_text(MODULE)
   sys.path.insert(0, str(folder))
-  yield
+  yield folder
   sys.path.remove(str(folder))
 
 
@@ -163,6 +166,27 @@ def test_an_object_lives_as_long_as_its_conversation(pools):
   assert "no function 'reset'" in refused.step.messages[0][1]
 
 
+def test_the_example_of_the_docs(folder):
+  page = (ROOT / "docs" / "environments.md").read_text()
+  section = page.partition("## Tools as functions")[2]
+  module = re.search("(?s)```python\n(.*?)```", section)[1]
+  (folder / "my_tools.py").write_text(module)
+  spec = "tools:functions=my_tools.TOOLS,reward=gsm8k"
+  assert spec in section
+  schemas, _ = environment.tools(spec, "hermes")
+  assert [tool["function"]["name"] for tool in schemas] == ["euros", "total"]
+  game = environment.named(spec, "hermes")()
+  assert game.reset(Question("", "3"), 0) == ()
+  calls = call("euros", amount=2, currency="USD")
+  step = game.step(calls + call("euros", amount=2, currency="usd"))
+  assert [text for _, text, _ in step.messages] == [
+    "1.72",
+    "error: unknown currency, expected one of USD, JPY",
+  ]
+  step = game.step(call("total", amounts=[1, 2.5]))
+  assert step == Step([("tool", "3.5", "total")], tool_calls=1)
+
+
 @pytest.mark.parametrize("name", ["TOOLS", "Shop"])
 def test_the_chat_template_is_told_of_the_functions(name):
   tools, form = environment.tools(SPEC % name, "glm45")
@@ -185,11 +209,16 @@ def test_the_chat_template_is_told_of_the_functions(name):
   ("spec", "reason"),
   [
     (SPEC % "Tools", "module 'user_tools' has no attribute 'Tools'"),
-    (SPEC % "NOTHING", "expected a function, a list of functions or a class"),
+    (SPEC % "NOTHING", "expected a function, a list of functions"),
     ("tools:functions=no_tools.X,reward=gsm8k", "No module named 'no_tools'"),
     (SPEC % "later", "function 'later' is `async`"),
     ("tools:functions=user_tools.add,reward=gsm8", "unknown reward 'gsm8'"),
-    ("tools:functions=user_tools.add,reward=user_tools.group", "of a group"),
+    ("tools:functions=user_tools.add,reward=user_tools.group", "takes a group"),
+    (
+      "tools:functions=user_tools.add,reward=overlong:buffer=9",
+      "reads the len",
+    ),
+    (SPEC % "TWICE", "functions with different names"),
     ("tools:reward=gsm8k", "missing.*functions.*'tools:key=value'"),
     (SPEC.replace("80", "0") % "add", "expected characters of 1 or more"),
   ],
