@@ -20,21 +20,22 @@ class Reply(NamedTuple):
 class EnvironmentPool(Pool):
   """Worker processes that run environments; a context manager.
 
-  `spec` is read by `environment.named`. At the start a conversation about each
-  of the `examples` is begun, to try the environment. `workdir` is the run's
-  folder, for environments; `limits` are a `Pool`'s.
+  `spec` and `tool_format` are read by `environment.named`. At the start a
+  conversation about each of the `examples` is begun, to try the environment.
+  `workdir` is the run's folder, for environments; `limits` are a `Pool`'s.
   """
 
   def __init__(
     self,
     spec: str,
     *,
+    tool_format: str = "",
     examples: Sequence[Problem] = (),
     workdir: str = "",
     **limits,
   ):
     self._name, self._workdir = f"environment {spec!r}", workdir
-    load = functools.partial(environment.load, spec)
+    load = functools.partial(environment.load, spec, tool_format=tool_format)
     super().__init__(self._name, load, **limits)
     # Calls of an `async` step run at once only if they are started together.
     self.is_async: bool = self.facts

@@ -7,18 +7,23 @@ control tokens come only from a chat template and from `stop_ids`.
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from gspo_jax.runtime.errors import missing_package
+from gspo_jax.runtime.errors import UserError, missing_package
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # the text of an id without any
 
-Turn = tuple[str, str]  # the role and the content of a message
+# The role and the content of a message; behind them, if the message is the
+# result of a tool call, the name of the function.
+Turn = tuple[str, ...]
+# A message in the form of OpenAI's API: role, content, tool_calls and so on.
+Message = Mapping[str, Any]
 
 
 class Tokenizer:
-  """The interface; `prompt` and `turn` are for use without a chat template."""
+  """The interface; `chat` and `turn` are for use without a chat template."""
 
   vocab_size: int  # one more than the largest id
   pad_id: int  # may be a stop id
@@ -43,19 +48,42 @@ class Tokenizer:
     raise NotImplementedError
 
   def prompt(
-    self, user: str, system: str = "", history: Sequence[Turn] = ()
+    self,
+    user: str,
+    system: str = "",
+    history: Sequence[Turn] = (),
+    tools: Sequence[Mapping] = (),
   ) -> list[int]:
     """The ids of a prompt, up to the first token of the response.
 
-    Without a chat template a blank line separates messages, but nothing
-    separates a user's message from the assistant's answer. `user` is the last
-    message, `history` the messages between the system prompt and it.
+    `user` is the last message, `history` the messages between the system prompt
+    and it. See `chat`.
     """
+    first = [("system", system)] if system else []
+    return self.chat(as_messages([*first, *history, ("user", user)]), tools)
+
+  def chat(
+    self, messages: Sequence[Message], tools: Sequence[Mapping] = ()
+  ) -> list[int]:
+    """The ids of messages, up to the first token of the response.
+
+    Args:
+      messages: in OpenAI's form, with `role` and `content`; those of the
+        assistant may have `tool_calls`, whose arguments are a mapping or
+        JSON, and those of a tool `name` and `tool_call_id`.
+      tools: JSON schemas, `{"type": "function", "function": {...}}`.
+
+    Without a chat template a blank line separates messages, but nothing
+    separates a user's message from the assistant's answer; then UserError if
+    there are tools or tool calls.
+    """
+    _require_none(tools, *(message.get("tool_calls") for message in messages))
     text = before = ""
-    for role, content in [("system", system), *history, ("user", user)]:
+    for message in messages:
+      role = message["role"]
       if text and (before, role) != ("user", "assistant"):
         text += "\n\n"
-      text, before = text + content, role
+      text, before = text + message["content"], role
     return self.encode(text)
 
   def conversation(self, messages: Sequence[Turn]) -> list[int]:
@@ -70,22 +98,38 @@ class Tokenizer:
   def turn(self, messages: Sequence[Turn], *, stopped: bool) -> list[int]:
     """The ids between a response and the first token of the next response.
 
-    `messages` follow the response; none is of the assistant. `stopped`: the
-    response ended with a stop token.
+    `messages` follow the response; none is of the assistant. If one of them has
+    the name of a function, the response called it. `stopped`: the response
+    ended with a stop token.
 
     So a conversation is `prompt`, a response, `turn`, a response, and so on,
     and responses are never decoded and encoded again. The ids equal those of
     the chat template for the whole conversation, if `check_turns` accepts the
     roles and the responses have the ids that the tokenizer gives their text.
     """
-    return self.encode("".join("\n\n" + content for _, content in messages))
+    return self.encode("".join("\n\n" + content for _, content, *_ in messages))
 
-  def check_turns(self, roles: Sequence[str]) -> None:
+  @property
+  def tool_format(self) -> str:
+    """The format of `data.tool_calls` that the chat template writes.
+
+    "call" without a chat template; "" if it is unknown.
+    """
+    return "call"
+
+  def check_turns(
+    self,
+    roles: Sequence[str],
+    tools: Sequence[Mapping] = (),
+    tool_format: str = "",
+  ) -> None:
     """UserError if the chat template cannot be applied turn by turn.
 
     It may write earlier turns differently once another turn follows, or leave
-    out messages of these roles.
+    out messages of these roles. If there are `tools`, those of the role "tool"
+    follow calls of them, and `tool_format` must read what it writes as a call.
     """
+    _require_none(tools)
 
   def check_demonstrations(self) -> None:
     """UserError if the chat template puts control tokens before a response.
@@ -96,6 +140,29 @@ class Tokenizer:
   def save(self, folder: str | Path) -> None:
     """Writes a folder that AutoTokenizer of transformers loads."""
     raise NotImplementedError
+
+
+def _require_none(*tools: Sequence | None) -> None:
+  if any(tools):
+    raise UserError(
+      "tools and tool calls need a tokenizer with a chat template; expected "
+      "none without it"
+    )
+
+
+def as_messages(turns: Sequence[Turn]) -> list[Message]:
+  """The messages of turns, for `Tokenizer.chat`.
+
+  The n-th message gets the id of an n-th call: nine letters and digits, as
+  Mistral's chat templates require.
+  """
+  messages = []
+  for n, (role, content, *name) in enumerate(turns):
+    message = {"role": role, "content": content}
+    if name:
+      message |= {"name": name[0], "tool_call_id": f"call{n:05}"}
+    messages.append(message)
+  return messages
 
 
 def decode_runs(
