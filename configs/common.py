@@ -164,6 +164,10 @@ def get_config() -> ConfigDict:
   # length of the whole conversation.
   c.rollout.environment = ""
   c.rollout.max_turns = 8  # responses of a conversation at most [1 to 32767]
+  # Sequences of an episode at most, each with an importance ratio of its own
+  # and the advantage of the episode. More than 1: a call of an agent that does
+  # not continue an earlier one begins a new sequence. [at least 1]
+  c.rollout.max_sequences = 1
 
   c.reward = ConfigDict()  # what responses are rewarded for
   # Of gspo_jax/rewards/, package.module.function, or model:FOLDER, a reward

@@ -242,13 +242,14 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   # Rollout: G responses to each prompt. Scoring begins in the background.
   batch = run.source(state.policy, step)
   scored = batch.samples
-  prompts = prompts_on_device(scored.prompts, batch_sharding)
+  prompts = prompts_on_device(scored.trained_prompts, batch_sharding)
   clock.append(time.monotonic())
 
   # Old log-probs, those of reference and teachers, and values, during the
   # scoring.
   lengths = multihost.to_host(scored.samples.lengths)
-  packing = learner.pack(scored.prompts.lengths, lengths, key)
+  prompt_lengths = scored.trained_prompts.lengths
+  packing = learner.pack(prompt_lengths, lengths, key)
   train_batch = learner.make_train_batch(prompts, scored.samples, packing)
   old_metrics = {}
   if learner.needs_old_logps:
@@ -258,7 +259,7 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   if learner.add_reference_and_values:
     teacher = run.experiment.teachers_of(scored.prompts)
     if teacher is not None:
-      teacher = np.repeat(teacher, config.rollout.group_size)
+      teacher = np.repeat(teacher, learner.group_size)
       teacher = multihost.to_global(teacher, batch_sharding)
     taught = (run.teachers, teacher) if run.teachers else ()
     train_batch = learner.add_reference_and_values(state, train_batch, *taught)
@@ -301,9 +302,7 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
 
   # Metrics.
   metrics |= rollout_metrics(batch, config.rollout, step)
-  # Only the policy's tokens: an environment writes some of a conversation.
-  length = metrics.get("conversation/policy_tokens", metrics["response/length"])
-  metrics |= time_metrics(clock, batch, length * len(lengths))
+  metrics |= time_metrics(clock, batch, int(scored.samples.num_sampled))
   metrics |= memory_metrics(jax.local_devices()[0])
   if "dynamic_sampling/tokens_discarded_share" in metrics:
     metrics["time/generate_discarded"] = (
@@ -311,7 +310,7 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
       * metrics["time/generate"]
     )
   metrics |= useful_fractions(
-    learner.row_tokens(scored.prompts.lengths, lengths, packing),
+    learner.row_tokens(prompt_lengths, lengths, packing),
     sampled_tokens(batch.costs),
     slot_steps(batch.costs),
   )

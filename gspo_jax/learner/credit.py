@@ -47,10 +47,13 @@ def assign_advantages(
 
   `rewards` are [B] float32; [B, K] with credit="turn" (see `turn_advantages`);
   and with gdpo [B, N], each with a weight (see `gdpo_advantages`). `finish` is
-  `Samples.finish`, [B].
+  `Samples.finish`, [B * K] where an episode is K sequences of the samples; each
+  of them gets what its episode gets.
   """
   rows, method, critic = batch.rows, objective.method, objective.critic
-  mask, response = rows.response_mask, rows.response_index
+  sequences = len(finish) // len(rewards)
+  finish = finish[::sequences]
+  mask, response = rows.response_mask, rows.response_index // sequences
   penalty = jnp.zeros(mask.shape)
   if objective.has_kl_in_reward:
     gap = rows.old_logps - rows.reference_logps

@@ -161,6 +161,11 @@ class Config:
     )
     if self.rollout.environment:
       self._check_environment()
+    elif self.rollout.max_sequences > 1:
+      raise UserError(
+        f"rollout.max_sequences={self.rollout.max_sequences}: expected 1 "
+        "without rollout.environment"
+      )
     if self.objective.credit == "turn":
       self._check_turns()
     rewarded = True
@@ -259,6 +264,22 @@ class Config:
         "rollout.max_tokens_per_iteration",
         self.rollout.max_tokens_per_iteration,
         "0, for a conversation ends in the iteration in which it begins",
+      ),
+      *(
+        ("rollout.max_sequences", self.rollout.max_sequences > 1 and wrong, why)
+        for wrong, why in (
+          (self.rollout.max_staleness, "1 with rollout.max_staleness"),
+          (
+            self.objective.replay == "r3",
+            "1 with objective.replay='r3', for the experts of calls are not "
+            "recorded",
+          ),
+          (
+            self.sampler.keeps_ids,
+            "1 with top_k, top_p or min_p and sampler.kept_ids, which are not "
+            "recorded for calls",
+          ),
+        )
       ),
       because="rollout.environment",
     )

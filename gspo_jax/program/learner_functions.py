@@ -53,6 +53,8 @@ class LearnerFunctions:
   init_state: InitState  # donates the policy
   learning_rate: optax.Schedule  # at an optimizer step from 0
   packing: PackingConfig
+  # Sequences of the responses to one prompt, of one minibatch.
+  group_size: int
   # The batch, with zeros in the fields that are filled in later.
   make_train_batch: Callable[[Prompts, Samples, Packing], PackedBatch]
   needs_old_logps: bool  # whether `compute_old_logps` comes before `update`
@@ -77,11 +79,10 @@ class LearnerFunctions:
     self, prompt_lengths: np.ndarray, lengths: np.ndarray, key: jax.Array
   ) -> Packing:
     """The place of each response, after `key` shuffles whole groups."""
-    # [P] prompts and [B] responses.
-    P, B = len(prompt_lengths), len(lengths)
+    groups = len(lengths) // self.group_size
     return packing.pack(
       _sequence_lengths(prompt_lengths, lengths),
-      packing.shuffled_groups(key, P, B // P),
+      packing.shuffled_groups(key, groups, self.group_size),
       self.packing,
     )
 
@@ -159,6 +160,7 @@ def learner_functions(
     init_state=init_state,
     learning_rate=optimizer.schedule(settings.optim_config(config)),
     packing=rows,
+    group_size=config.rollout.group_size * config.rollout.max_sequences,
     needs_old_logps=settings.needs_old_logps(config, cfg),
     recompute_first_minibatch=learners.policy.recompute_first_minibatch,
     make_train_batch=mesh_jit(

@@ -14,10 +14,13 @@ from gspo_jax.sampler.samples import Prompts, Samples
 
 
 class ScoredSamples(NamedTuple):
-  """The responses to a batch of P prompts, G each, and their rewards."""
+  """The responses to a batch of P prompts, G each, and their rewards.
+
+  A response may be K = `rollout.max_sequences` rows of the samples.
+  """
 
   prompts: PromptBatch  # an environment may have written the prompts
-  samples: Samples  # [P * G] of all hosts, on the devices
+  samples: Samples  # [P * G * K] of all hosts, on the devices
   # This host's responses, by row; the text of a conversation has all its turns.
   responses: Mapping[int, Response]
   rewards: PendingRewards  # of all hosts; call `result` on every host
@@ -26,6 +29,15 @@ class ScoredSamples(NamedTuple):
   # without an environment.
   conversation: Mapping[str, np.ndarray] = {}
   environment_seconds: float = 0.0  # devices waited so long for environments
+  # The prompt of each of the P * G * K rows, whole on every host; None: that of
+  # its problem.
+  sequence_prompts: Prompts | None = None
+
+  @property
+  def trained_prompts(self) -> Prompts:
+    """Prompts of the samples' rows, [P] or [P * G * K], whole on every host."""
+    whole = Prompts(self.prompts.tokens, self.prompts.lengths)
+    return self.sequence_prompts or whole
 
 
 class RolloutCost(NamedTuple):
@@ -50,7 +62,7 @@ class RolloutBatch(NamedTuple):
 
 
 def prompts_on_device(
-  batch: PromptBatch, batch_sharding: jax.sharding.Sharding
+  batch: PromptBatch | Prompts, batch_sharding: jax.sharding.Sharding
 ) -> Prompts:
   prompts = Prompts(batch.tokens, batch.lengths)
   return multihost.to_global(prompts, batch_sharding)

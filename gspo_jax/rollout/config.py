@@ -49,6 +49,13 @@ class RolloutConfig:
     "responses of a conversation at most",
     Range("1 to 32767", lambda x: 1 <= x < 2**15),
   )
+  max_sequences: int = key(
+    1,
+    "sequences of an episode at most, each with an importance ratio of its own "
+    "and the advantage of the episode. More than 1: a call of an agent that "
+    "does not continue an earlier one begins a new sequence.",
+    AT_LEAST_1,
+  )
 
   def __post_init__(self):
     check(self, "rollout")

@@ -28,7 +28,9 @@ def rollout_metrics(
   `dynamic_sampling/*` and `rollout/*`.
   """
   scalars = _reward_metrics(batch.samples.rewards.result())
-  scalars |= _response_metrics(batch.samples.samples, batch.costs)
+  scalars |= _response_metrics(
+    batch.samples.samples, batch.costs, rollout.max_sequences
+  )
   if rollout.environment:
     scalars |= _conversation_metrics(batch.samples)
   if rollout.dynamic_sampling_rounds > 1:
@@ -62,10 +64,12 @@ def _conversation_metrics(scored: ScoredSamples) -> dict[str, float]:
   policy, total = multihost.to_host(
     (samples.num_sampled, samples.lengths.sum())
   )
+  sequences = multihost.to_host((samples.lengths > 0).sum())
   count, calls = len(conversation["turns"]), conversation["tool_calls"].sum()
   errors = conversation["tool_errors"].sum()
   return {
     "conversation/turns": float(conversation["turns"].mean()),
+    "conversation/sequences": float(sequences) / count,
     "conversation/tool_calls": float(calls) / count,
     "conversation/tool_use": float((conversation["tool_calls"] > 0).mean()),
     "conversation/tool_errors": float(errors) / max(float(calls), 1.0),
@@ -75,15 +79,16 @@ def _conversation_metrics(scored: ScoredSamples) -> dict[str, float]:
   }
 
 
-def _response_metrics(samples: Samples, costs) -> dict[str, float]:
+def _response_metrics(samples: Samples, costs, sequences) -> dict[str, float]:
   lengths, finish = multihost.to_host((samples.lengths, samples.finish))
+  used, finish = lengths > 0, finish[::sequences]
   speculation = {}
   if samples.drafts is not None:
     steps, accepted = map(int, multihost.to_host(samples.drafts))
     length = 1 + accepted / max(steps, 1)
     speculation["response/acceptance_length"] = length
   return speculation | {
-    "response/length": float(lengths.mean()),
+    "response/length": float(lengths[used].mean()),
     "response/truncated": float((finish == TRUNCATED).mean()),
     # The others: steps of finished rows and empty slots, and tokens that were
     # sampled twice.

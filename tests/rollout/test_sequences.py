@@ -1,0 +1,126 @@
+"""Sequences of episodes: what a row of the update has of each."""
+
+import jax
+import numpy as np
+import pytest
+
+from gspo_jax import model
+from gspo_jax.learner import credit, packing
+from gspo_jax.learner.objective import ObjectiveConfig
+from gspo_jax.learner.packing import PackingConfig
+from gspo_jax.losses.advantages import group_relative_advantages
+from gspo_jax.rollout import sequences
+from gspo_jax.rollout.sequences import EpisodeSequence
+from gspo_jax.runtime import multihost, sharding
+from gspo_jax.sampler.samples import STOPPED, TRUNCATED
+
+G, K, S, R = 2, 3, 5, 9
+FINISH = np.array([STOPPED, STOPPED, TRUNCATED, STOPPED], np.int8)
+REWARDS = np.array([1, 0, 0.25, 0.5], np.float32)
+
+
+def random_episodes(seed=0) -> dict[int, list[EpisodeSequence]]:
+  """Four episodes of 0 to 3 sequences; no two tokens of a kind are equal."""
+  rng, ids = np.random.default_rng(seed), iter(range(10, 10_000))
+  some = lambda n: [next(ids) for _ in range(n)]
+  episodes = {}
+  for b, count in enumerate((1, 3, 0, 2)):
+    episodes[b] = []
+    for _ in range(count):
+      sequence = EpisodeSequence(some(rng.integers(1, S + 3)))
+      for turn in (1, 2):
+        sequence.read(some(rng.integers(0, 2)))
+        new = some(rng.integers(1, 3))
+        sequence.add(new, [-float(i) for i in new], turn)
+      episodes[b].append(sequence)
+  return episodes
+
+
+@pytest.fixture(scope="module")
+def batch_sharding():
+  return sharding.batch_sharding(sharding.make_mesh(jax.devices()[:1]))
+
+
+def arranged(episodes, batch_sharding):
+  return sequences.arrange(
+    episodes,
+    FINISH,
+    sequences=K,
+    width=S,
+    longest=R,
+    pad_id=0,
+    batch_sharding=batch_sharding,
+  )
+
+
+def test_a_row_has_the_tokens_of_its_sequence(batch_sharding):
+  episodes = random_episodes()
+  prompts, samples = arranged(episodes, batch_sharding)
+  samples = jax.device_get(samples)
+  assert samples.finish.tolist() == np.repeat(FINISH, K).tolist()
+  for b, own in episodes.items():
+    for k in range(K):
+      row = b * K + k
+      start, end = S - prompts.lengths[row], samples.lengths[row]
+      if k >= len(own):
+        assert end == 0
+        continue
+      ids = [*prompts.tokens[row, start:], *samples.tokens[row, :end]]
+      assert ids == own[k].ids
+      sampled = samples.turns[row] > 0
+      turns = [t for t in own[k].turns if t]
+      assert samples.turns[row][sampled].tolist() == turns
+      # Each sampled token has its own log-prob.
+      at = samples.tokens[row][sampled]
+      np.testing.assert_array_equal(samples.logps[row][sampled], -at)
+      assert not samples.logps[row][~sampled].any()
+
+
+def test_a_prompt_beyond_its_columns_takes_room_of_the_response():
+  assert sequences.room(S - 1, S, R) == R
+  assert sequences.room(S + 2, S, R) == R - 2
+
+
+def test_each_sequence_has_the_advantage_of_its_episode(batch_sharding):
+  episodes = random_episodes(1)
+  prompts, samples = arranged(episodes, batch_sharding)
+  cfg = PackingConfig(S + R, minibatches=2, micro_batch_size=1)
+  total = np.where(samples.lengths > 0, prompts.lengths + samples.lengths, 0)
+  order = packing.shuffled_groups(jax.random.key(0), 2, G * K)
+  with jax.set_mesh(batch_sharding.mesh):
+    batch = packing.train_batch_from_samples(
+      multihost.to_global(prompts, batch_sharding),
+      samples,
+      packing.pack(total, order, cfg),
+      cfg=model.variant("tiny"),
+      objective=ObjectiveConfig(truncated="zero_advantage"),
+      instruments=False,
+      packing_config=cfg,
+    )
+    batch = credit.assign_advantages(
+      batch,
+      REWARDS,
+      samples.finish,
+      objective=ObjectiveConfig(truncated="zero_advantage"),
+      group_size=G,
+    )
+  expected = np.array(group_relative_advantages(REWARDS.reshape(2, G))).ravel()
+  expected[FINISH == TRUNCATED] = 0
+  rows = jax.device_get(batch.rows)
+  found = {}
+  for token, advantage, learned in zip(
+    rows.tokens[..., 1:].ravel(),
+    rows.advantages.ravel(),
+    rows.response_mask.ravel(),
+    strict=True,
+  ):
+    if learned:
+      found[int(token)] = float(advantage)
+  sampled = {
+    token: expected[b]
+    for b, own in episodes.items()
+    for sequence in own
+    for token, turn in zip(sequence.tokens, sequence.turns, strict=True)
+    if turn
+  }
+  assert found == pytest.approx(sampled)
