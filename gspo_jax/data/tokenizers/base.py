@@ -7,18 +7,23 @@ control tokens come only from a chat template and from `stop_ids`.
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from gspo_jax.runtime.errors import missing_package
+from gspo_jax.runtime.errors import UserError, missing_package
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # the text of an id without any
 
-Turn = tuple[str, str]  # the role and the content of a message
+# The role and the content of a message; behind them, if the message is the
+# result of a tool call, the name of the function.
+Turn = tuple[str, ...]
+# A message in the form of OpenAI's API: role, content, tool_calls and so on.
+Message = Mapping[str, Any]
 
 
 class Tokenizer:
-  """The interface; `prompt` and `turn` are for use without a chat template."""
+  """The interface; `chat` and `turn` are for use without a chat template."""
 
   vocab_size: int  # one more than the largest id
   pad_id: int  # may be a stop id
@@ -47,15 +52,38 @@ class Tokenizer:
   ) -> list[int]:
     """The ids of a prompt, up to the first token of the response.
 
-    Without a chat template a blank line separates messages, but nothing
-    separates a user's message from the assistant's answer. `user` is the last
-    message, `history` the messages between the system prompt and it.
+    `user` is the last message, `history` the messages between the system prompt
+    and it. See `chat`.
     """
+    first = [("system", system)] if system else []
+    return self.chat(as_messages([*first, *history, ("user", user)]))
+
+  def chat(
+    self, messages: Sequence[Message], tools: Sequence[Mapping] = ()
+  ) -> list[int]:
+    """The ids of messages, up to the first token of the response.
+
+    Args:
+      messages: in OpenAI's form, with `role` and `content`; those of the
+        assistant may have `tool_calls`, whose arguments are a mapping, and
+        those of a tool `name` and `tool_call_id`.
+      tools: JSON schemas, `{"type": "function", "function": {...}}`.
+
+    Without a chat template a blank line separates messages, but nothing
+    separates a user's message from the assistant's answer; then UserError if
+    there are tools or tool calls.
+    """
+    if tools or any(message.get("tool_calls") for message in messages):
+      raise UserError(
+        "tools and tool calls need a tokenizer with a chat template; expected "
+        "none without it"
+      )
     text = before = ""
-    for role, content in [("system", system), *history, ("user", user)]:
+    for message in messages:
+      role = message["role"]
       if text and (before, role) != ("user", "assistant"):
         text += "\n\n"
-      text, before = text + content, role
+      text, before = text + message["content"], role
     return self.encode(text)
 
   def conversation(self, messages: Sequence[Turn]) -> list[int]:
@@ -70,15 +98,16 @@ class Tokenizer:
   def turn(self, messages: Sequence[Turn], *, stopped: bool) -> list[int]:
     """The ids between a response and the first token of the next response.
 
-    `messages` follow the response; none is of the assistant. `stopped`: the
-    response ended with a stop token.
+    `messages` follow the response; none is of the assistant. If one of them has
+    the name of a function, the response called it. `stopped`: the response
+    ended with a stop token.
 
     So a conversation is `prompt`, a response, `turn`, a response, and so on,
     and responses are never decoded and encoded again. The ids equal those of
     the chat template for the whole conversation, if `check_turns` accepts the
     roles and the responses have the ids that the tokenizer gives their text.
     """
-    return self.encode("".join("\n\n" + content for _, content in messages))
+    return self.encode("".join("\n\n" + content for _, content, *_ in messages))
 
   def check_turns(self, roles: Sequence[str]) -> None:
     """UserError if the chat template cannot be applied turn by turn.
@@ -96,6 +125,21 @@ class Tokenizer:
   def save(self, folder: str | Path) -> None:
     """Writes a folder that AutoTokenizer of transformers loads."""
     raise NotImplementedError
+
+
+def as_messages(turns: Sequence[Turn]) -> list[Message]:
+  """The messages of turns, for `Tokenizer.chat`.
+
+  The n-th message gets the id of an n-th call: nine letters and digits, as
+  Mistral's chat templates require.
+  """
+  messages = []
+  for n, (role, content, *name) in enumerate(turns):
+    message = {"role": role, "content": content}
+    if name:
+      message |= {"name": name[0], "tool_call_id": f"call{n:05}"}
+    messages.append(message)
+  return messages
 
 
 def decode_runs(

@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ from etils import epath
 
 from gspo_jax.data.tokenizers.base import (
   UNKNOWN,
+  Message,
   Tokenizer,
   Turn,
+  as_messages,
   decode_runs,
   digest,
   import_transformers,
@@ -41,12 +43,16 @@ _RESPONSES = "a response", "<think>\na thought\n</think>\n\na response"
 # What transformers gives every chat template.
 _OF_EVERY_TEMPLATE = {
   *("add_generation_prompt", "bos_token", "eos_token", "messages"),
-  *("pad_token", "raise_exception", "strftime_now", "unk_token"),
+  *("pad_token", "raise_exception", "strftime_now", "tools", "unk_token"),
 }
 # A chat template is somebody else's program: its limits, and the conversations
 # with which it is tried.
 _SECONDS, _MAX_CHARACTERS = 10.0, 1 << 24
 _TRIED_ROLES = ("user",), ("system", "user"), ("user", "assistant", "user")
+# Texts under these keys are not put between `edge` characters, because chat
+# templates compare them or count their letters.
+_COMPARED = {"id", "role", "tool_call_id", "tools", "type"}
+_WITH_ALL_IN_THEM = {"arguments", "tools"}  # keys that hold for what is below
 # Where stop tokens are, in the order in which transformers looks for them.
 _STOP_FILES = ("generation_config.json", "config.json")
 # Files that may decide the ids, and files that may also decide a prompt.
@@ -177,35 +183,37 @@ class HFTokenizer(Tokenizer):
       "token does not depend on its neighbours"
     )
 
-  def prompt(
-    self, user: str, system: str = "", history: Sequence[Turn] = ()
+  def chat(
+    self, messages: Sequence[Message], tools: Sequence[Mapping] = ()
   ) -> list[int]:
-    if not self._library.chat_template:
-      # The ids that the tokenizer puts before every text.
-      begin = self._parsing.encode("", add_special_tokens=True).ids[:1]
-      if begin != [self._library.bos_token_id]:
-        begin = []
-      return begin + super().prompt(user, system, history)
-    turns = [("system", system)] if system else []
-    return self._ids([*turns, *history, ("user", user)], lambda text: text)
+    if self._library.chat_template:
+      return self._ids(messages, tools=tools)
+    # The ids that the tokenizer puts before every text.
+    begin = self._parsing.encode("", add_special_tokens=True).ids[:1]
+    if begin != [self._library.bos_token_id]:
+      begin = []
+    return begin + super().chat(messages, tools)
 
   def conversation(self, messages: Sequence[Turn]) -> list[int]:
     if not self._library.chat_template:
       return super().conversation(messages)
-    return self._ids(messages, lambda text: text)
+    return self._ids(as_messages(messages))
 
   def turn(self, messages: Sequence[Turn], *, stopped: bool) -> list[int]:
     if not self._library.chat_template:
       return super().turn(messages, stopped=stopped)
     sign = chr(_PRIVATE[-1])  # the response, found again in what is rendered
-    messages = [(role, text.replace(sign, UNKNOWN)) for role, text in messages]
+    clean = lambda turn: tuple(text.replace(sign, UNKNOWN) for text in turn)
+    answers = as_messages([*map(clean, messages)])
 
     def behind(text):
       # The stop token stays in front, so that the text behind it has the same
       # ids as in the middle of a conversation.
-      return text.rpartition(sign)[2]
+      text = text.rpartition(sign)[2]
+      return text[self._find_stop(text) :]
 
-    ids = self._ids([("user", "x"), ("assistant", sign), *messages], behind)
+    question, response = *as_messages([("user", "x")]), _response(sign, answers)
+    ids = self._ids([question, response, *answers], behind)
     return ids[1:] if stopped and ids[0] in self.stop_ids else ids
 
   def check_turns(self, roles: Sequence[str]) -> None:
@@ -218,11 +226,11 @@ class HFTokenizer(Tokenizer):
   def _check_turn(self, role: str, response: str) -> None:
     name = f"tokenizer {self._name!r}, messages of role {role!r}"
     turns = [("user", "message 0")]
-    before = self._render(*zip(*turns, strict=True))
+    before = self._render(as_messages(turns))
     for number in (1, 2):
       message = f"message {number}"
       turns += [("assistant", response), (role, message)]
-      text = self._render(*zip(*turns, strict=True))
+      text = self._render(as_messages(turns))
       new = text.removeprefix(before).lstrip()
       if not (text.startswith(before) and new.startswith(response)):
         expected = before + response
@@ -250,10 +258,11 @@ class HFTokenizer(Tokenizer):
   def check_demonstrations(self) -> None:
     if not self._library.chat_template:
       return
-    (response, _), roles = _RESPONSES, ("user", "assistant", "user")
-    before = self._render(roles[:1], ["x"])
+    response, user = _RESPONSES[0], ("user", "x")
+    before = self._render(as_messages([user]))
     try:
-      text = self._render(roles, ["x", response, "x"])
+      turns = [user, ("assistant", response), user]
+      text = self._render(as_messages(turns))
     except UserError:  # a template of single prompts
       return
     between = text.removeprefix(before).partition(response)[0]
@@ -267,14 +276,22 @@ class HFTokenizer(Tokenizer):
   def _stop_texts(self) -> list[str]:
     return [text for text, i in self._control.items() if i in self.stop_ids]
 
+  def _find_stop(self, text: str) -> int:
+    """The place of the first stop token in a text; 0 without one."""
+    places = (text.find(stop) for stop in self._stop_texts())
+    return min((place for place in places if place >= 0), default=0)
+
   def _ids(
-    self, turns: Sequence[Turn], part: Callable[[str], str]
+    self,
+    messages: Sequence[Message],
+    part: Callable[[str], str] = lambda text: text,
+    tools: Sequence[Mapping] = (),
   ) -> list[int]:
-    roles, texts = zip(*turns, strict=True)
-    guarded, restore = self._guard(texts)
+    chat = {"messages": messages, "tools": tools}
+    guarded, restore = self._guard(chat)
     # Control strings are at odd places.
-    pieces = self._any_control.split(part(self._render(roles, guarded)))
-    rendered = part(self._render(roles, texts))
+    pieces = self._any_control.split(part(self._render(**guarded)))
+    rendered = part(self._render(**chat))
     ids = self._parsing.encode(rendered, add_special_tokens=False).ids
     of_template = [self._control[text] for text in pieces[1::2]]
     only_control = lambda ids: [i for i in ids if i in self._forbidden]
@@ -293,19 +310,23 @@ class HFTokenizer(Tokenizer):
     for file in _files(self._path):
       shutil.copyfile(file, Path(folder) / file.name)
 
-  def _guard(self, texts: Sequence[str]) -> tuple[list[str], dict[int, str]]:
+  def _guard(self, chat: dict) -> tuple[dict, dict[int, str]]:
     """Replaces control strings by characters that occur nowhere else.
 
-    Returns the texts, and the table for `str.translate` that restores them.
+    Returns the chat, and the table for `str.translate` that restores its texts.
     Such a character is also at both ends of a text, so that it forms no control
     string with the template's text. White space stays outside: templates may
     trim it.
     """
+    texts = [*_strings(chat)]
     used = {*"".join(texts), *str(self._library.chat_template)}
     free = (chr(i) for i in _PRIVATE if chr(i) not in used)
     edge = next(free)
     strings = {c for text in texts for c in self._any_control.findall(text)}
     signs = dict(zip(sorted(strings), free, strict=False))
+
+    def without(text):
+      return self._any_control.sub(lambda m: signs[m[0]], text)
 
     def within(text):
       core = text.strip()
@@ -313,24 +334,30 @@ class HFTokenizer(Tokenizer):
       end = start + len(core)
       return core and text[:start] + edge + core + edge + text[end:]
 
-    guarded = [
-      within(self._any_control.sub(lambda m: signs[m[0]], text)) or text
-      for text in texts
-    ]
-    restore = {ord(edge): ""} | {ord(c): text for text, c in signs.items()}
-    return guarded, restore
+    def guarded(value, key=""):
+      if isinstance(value, str):
+        text = without(value)
+        return text if key in _COMPARED else within(text) or text
+      if isinstance(value, Mapping):
+        below = lambda k: key if key in _WITH_ALL_IN_THEM else k
+        return {without(k): guarded(x, below(k)) for k, x in value.items()}
+      if isinstance(value, list | tuple):
+        return [guarded(x, key) for x in value]
+      return value
 
-  def _render(self, roles: Sequence[str], texts: Sequence[str]) -> str:
-    messages = [
-      {"role": role, "content": text}
-      for role, text in zip(roles, texts, strict=True)
-    ]
+    restore = {ord(edge): ""} | {ord(c): text for text, c in signs.items()}
+    return guarded(chat), restore
+
+  def _render(
+    self, messages: Sequence[Message], tools: Sequence[Mapping] = ()
+  ) -> str:
     template = f"tokenizer {self._name!r}: its chat template"
     with content_of(f"{template} raised"):
       text = self._library.apply_chat_template(
-        messages,
+        [*messages],
+        tools=[*tools] or None,
         tokenize=False,
-        add_generation_prompt=roles[-1] != "assistant",
+        add_generation_prompt=messages[-1]["role"] != "assistant",
         **self._template_args,
       )
     if len(text) > _MAX_CHARACTERS:
@@ -344,7 +371,8 @@ class HFTokenizer(Tokenizer):
     if not self._library.chat_template:
       return
     for roles in _TRIED_ROLES:
-      if not _ends(lambda roles=roles: self._render(roles, ["1"] * len(roles))):
+      messages = as_messages([(role, "1") for role in roles])
+      if not _ends(lambda messages=messages: self._render(messages)):
         raise UserError(
           f"tokenizer {self._name!r}: its chat template has not ended after "
           f"{_SECONDS:g} s, with messages of {', '.join(roles)}"
@@ -365,6 +393,32 @@ class HFTokenizer(Tokenizer):
           f"data.template_args={text!r}: the chat template takes no argument "
           f"{name!r}; {hint}"
         )
+
+
+def _response(text: str, answers: Sequence[Message]) -> Message:
+  """The assistant's message before these: `text`, or a call with it.
+
+  Chat templates look at the call when they write its result.
+  """
+  for answer in answers:
+    if "name" in answer:
+      function = {"name": answer["name"], "arguments": {"x": text}}
+      call = {"type": "function", "function": function}
+      calls = [call | {"id": answer["tool_call_id"]}]
+      return {"role": "assistant", "content": "", "tool_calls": calls}
+  return {"role": "assistant", "content": text}
+
+
+def _strings(value: Any) -> Iterator[str]:
+  """The strings in lists and mappings."""
+  if isinstance(value, str):
+    yield value
+  elif isinstance(value, Mapping):
+    for key, x in value.items():
+      yield from (key, *_strings(x))
+  elif isinstance(value, list | tuple):
+    for x in value:
+      yield from _strings(x)
 
 
 def _parse_template_args(text: str) -> dict[str, Any]:
