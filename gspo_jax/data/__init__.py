@@ -10,6 +10,7 @@ Other wings take these modules:
   problem       Problem
   readers       records of files and data sets
   tokenizers    `load` a tokenizer
+  tool_calls    calls of functions in the text of a response
 Commands: prepare_tfds, tokenizers.train.
 """
 
@@ -24,4 +25,5 @@ __all__ = (
   "readers",
   "sources",
   "tokenizers",
+  "tool_calls",
 )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self, TypeVar
 
 import numpy as np
@@ -76,6 +76,7 @@ class PromptConfig:
   system: str = ""
   instruction: str = "{problem}"
   too_long: str = "error"
+  tools: Sequence[Mapping] = ()  # JSON schemas, for the chat template
 
   def messages_of(self, problem: Problem) -> list[Turn]:
     """The messages of a prompt; the last one is of the user."""
@@ -89,7 +90,7 @@ class PromptConfig:
 
   def tokens_of(self, problem: Problem) -> list[int]:
     *history, (_, user) = self.messages_of(problem)
-    return self.tokenizer.prompt(user, history=history)
+    return self.tokenizer.prompt(user, history=history, tools=self.tools)
 
   def fits(self, ids: Sequence[int], width: int, name: str, key: str) -> bool:
     """Whether ids fit; if not and `too_long` is "error", raises UserError.

@@ -118,6 +118,8 @@ def prepare(
   for warning in filter(None, (*clips, settings.length_warning(config))):
     multihost.print_once(f"warning: {warning}")
   program = build_program(config, mesh, sampler_devices=sampler_devices)
+  if config.rollout.environment:
+    program = _with_tools(program, config.rollout.environment)
   with Progress(f"reading {config.data.source}"):
     problems = datasets.load(config.data, config.seed)
   for note in filter(None, (*problems.notes, _first_weights(config))):
@@ -174,15 +176,29 @@ def _first_weights(config: Config) -> str:
   return ""
 
 
+def _with_tools(program: Program, spec: str) -> Program:
+  """The program; its prompts tell the policy of the environment's tools.
+
+  UserError if the tokenizer cannot write conversations turn by turn.
+  """
+  tokenizer = program.tokenizer
+  try:
+    tools, tool_format = environment.tools(spec, tokenizer.tool_format)
+    tokenizer.check_turns(environment.roles(spec), tools, tool_format)
+  except UserError as error:
+    raise UserError(f"rollout.environment={spec!r}: {error}") from error
+  prompts = dataclasses.replace(program.prompt_config, tools=tools)
+  return dataclasses.replace(program, prompt_config=prompts)
+
+
 def _environment_pool(
   config: Config, tokenizer, problems: Datasets
 ) -> EnvironmentPool:
-  """The pool, if the tokenizer can write conversations turn by turn."""
   c, spec = config.reward, config.rollout.environment
   try:
-    tokenizer.check_turns(environment.roles(spec))
     return EnvironmentPool(
       spec,
+      tool_format=tokenizer.tool_format,
       examples=_first_problems(problems),
       workers=c.workers,
       seconds=c.seconds,

@@ -64,7 +64,7 @@ class _Conversation:
     self.tool_errors += step.tool_errors
     self.failure, self.state = reply.failure, reply.state
     if not step.done:
-      said = [f"\n[{role}] {text}" for role, text in step.messages]
+      said = [f"\n[{role}] {text}" for role, text, *_ in step.messages]
       self.text += "".join(said) + "\n"
 
 
@@ -283,7 +283,8 @@ class Conversations:
         "reset of the environment: expected messages that end with one of "
         f"the user, got roles {[role for role, _ in messages]}"
       )
-    ids = cfg.tokenizer.prompt(history.pop()[1], system, history)
+    user = history.pop()[1]
+    ids = cfg.tokenizer.prompt(user, system, history, cfg.tools)
     if len(ids) > cfg.width:
       raise UserError(
         f"the environment's prompt {messages[-1][1][:40]!r} has {len(ids)} "

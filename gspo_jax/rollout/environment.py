@@ -11,15 +11,23 @@ import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from gspo_jax.data import tool_calls
 from gspo_jax.runtime import errors
 from gspo_jax.runtime import spec as specs
 
-Message = tuple[str, str]  # role and content
+# Role and content; behind them, for the result of a tool call, the name of the
+# function.
+Message = tuple[str, ...]
 
+# Classes, or specs with arguments.
 BUILT_IN = {
-  "calculator": "gspo_jax.tasks.games.Calculator",
+  "calculator": (
+    "tools:functions=gspo_jax.tasks.games.calc,"
+    "reward=gspo_jax.tasks.games.is_result,format=call"
+  ),
   "guessing": "gspo_jax.tasks.games.Guessing",
   "python": "gspo_jax.rollout.environments.python_tool.Python",
+  "tools": "gspo_jax.rollout.environments.tools.Tools",
   "verifiers": "gspo_jax.rollout.environments.verifiers.Verifiers",
 }
 _MAX_STATE = 16 << 20  # bytes of a pickled environment
@@ -48,6 +56,11 @@ class Environment(Protocol):
   A class may have `prepare(**arguments)`, called once in each worker: UserError
   if the environment cannot run; and `fits(seconds, **arguments)`: UserError if
   a call cannot end in time.
+
+  A class may have `tools(**arguments)`: the JSON schemas of the functions that
+  the policy may call, of which the chat template is told. Its `__init__` may
+  take `format`, one of `data.tool_calls.FORMATS`: that of the chat template, if
+  the spec does not set it.
   """
 
   roles: tuple[str, ...]
@@ -67,15 +80,21 @@ class Environment(Protocol):
     """
 
 
-def named(spec: str) -> functools.partial:
+def named(spec: str, tool_format: str = "") -> functools.partial:
   """A function without arguments that makes the environment of a config.
 
   `spec` is `name` or `name:key=value,key=value`: one of `BUILT_IN` or
-  `package.module.Class`, and keyword-only arguments of its `__init__`.
+  `package.module.Class`, and keyword-only arguments of its `__init__`. See
+  `Environment` for `tool_format`.
   """
   name, colon, text = spec.partition(":")
+  if ":" in (preset := BUILT_IN.get(name, "")):
+    name, colon, arguments = preset.partition(":")
+    text = f"{arguments},{text}" if text else arguments
   cls = specs.imported(name, BUILT_IN, "environment")
   arguments = specs.arguments(name, cls, text, "environment") if colon else {}
+  if hasattr(cls, "tools") and "format" in specs.keywords(cls):
+    arguments = {"format": tool_format} | arguments
   if inspect.iscoroutinefunction(getattr(cls, "reset", None)):
     raise errors.UserError(
       f"environment {name!r}: its reset is `async`, expected a plain function; "
@@ -99,6 +118,22 @@ def named(spec: str) -> functools.partial:
   return functools.partial(cls, **arguments)
 
 
+def tools(spec: str, tool_format: str) -> tuple[list[Mapping], str]:
+  """The JSON schemas of an environment's tools, and the format of its calls."""
+  make = named(spec, tool_format)
+  if not hasattr(make.func, "tools"):
+    return [], ""
+  tool_format = make.keywords.get("format", tool_format)
+  if tool_format not in tool_calls.FORMATS:
+    told = "the chat template shows none that is known"
+    raise errors.UserError(
+      f"environment {spec!r}: expected a format of tool calls, "
+      f"{f'got {tool_format!r}' if tool_format else told}: set format=NAME, "
+      f"one of {', '.join(tool_calls.FORMATS)}"
+    )
+  return make.func.tools(**make.keywords), tool_format
+
+
 def roles(spec: str) -> tuple[str, ...]:
   """The roles of the environment's messages, never "assistant"."""
   names = _roles(named(spec).func)
@@ -114,12 +149,12 @@ def _roles(cls) -> tuple[str, ...]:
   return getattr(cls, "roles", ("user",))
 
 
-def load(spec: str, seconds: float):
+def load(spec: str, seconds: float, *, tool_format: str = ""):
   """Tasks of `workers.pool`: `BEGIN` and `STEP`.
 
   BEGIN takes (question, seed), STEP takes (state, response).
   """
-  make = named(spec)
+  make = named(spec, tool_format)
   if prepare := getattr(make.func, "prepare", None):
     prepare(**make.keywords)
   if fits := getattr(make.func, "fits", None):
@@ -152,20 +187,21 @@ def _answer(game, step, allowed: tuple[str, ...]) -> list:
   if not isinstance(step, tuple):
     raise TypeError(f"expected a Step, got {type(step).__name__}")
   step = Step(*step)
-  messages = [[role, content] for role, content in step.messages]
-  for role, content in messages:
-    if not isinstance(content, str) or role not in allowed:
+  messages = [[*message] for message in step.messages]
+  for role, content, *name in messages:
+    is_text = all(isinstance(text, str) for text in (content, *name))
+    if not is_text or role not in allowed or len(name) > (role == "tool"):
       raise ValueError(
         f"expected messages of (role, text) with roles {allowed}, got "
-        f"{str((role, content))[:80]}"
+        f"{str((role, content, *name))[:80]}"
       )
     try:
-      content.encode()
+      "".join((content, *name)).encode()
     except UnicodeEncodeError as e:
       raise ValueError(
         f"expected text that UTF-8 can encode, got {content[:80]!r}: {e.reason}"
       ) from e
-  if sum(len(content) for _, content in messages) > _MAX_TEXT:
+  if sum(len(text) for message in messages for text in message) > _MAX_TEXT:
     raise ValueError(f"messages of more than {_MAX_TEXT} characters")
   reward = float(step.reward)
   if not abs(reward) <= 1e9:  # NaN, too

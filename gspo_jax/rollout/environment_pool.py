@@ -20,13 +20,21 @@ class Reply(NamedTuple):
 class EnvironmentPool(Pool):
   """Worker processes that run environments; a context manager.
 
-  `spec` is read by `environment.named`. At the start a conversation about each
-  of the `examples` is begun, to try the environment. `limits` are a `Pool`'s.
+  `spec` and `tool_format` are read by `environment.named`. At the start a
+  conversation about each of the `examples` is begun, to try the environment.
+  `limits` are a `Pool`'s.
   """
 
-  def __init__(self, spec: str, *, examples: Sequence[Problem] = (), **limits):
+  def __init__(
+    self,
+    spec: str,
+    *,
+    tool_format: str = "",
+    examples: Sequence[Problem] = (),
+    **limits,
+  ):
     self._name = f"environment {spec!r}"
-    load = functools.partial(environment.load, spec)
+    load = functools.partial(environment.load, spec, tool_format=tool_format)
     super().__init__(self._name, load, **limits)
     # Calls of an `async` step run at once only if they are started together.
     self.is_async: bool = self.facts

@@ -1,7 +1,7 @@
 """Two embedded environments: problems and demonstrations.
 
 Calculator: `37*48?` is answered with `calc(37*48)`, the tool replies `1776`,
-and the answer is `#1776`.
+and the answer is `#1776`. The environment is `tools` with the function `calc`.
 
 Guessing: the policy must find a letter in a range such as `c-n?`. The reply to
 a guess is `>` if the letter is later or `<` if it is earlier, and the range
@@ -23,36 +23,27 @@ from gspo_jax.rollout.environment import Message, Question, Step
 from gspo_jax.tasks.chain import OPERATIONS
 
 _EXPRESSION = re.compile(r"(\d{1,4})([-+*])(\d{1,4})")
-_CALL = re.compile(r"calc\((.*)\)", re.DOTALL)
 _SIZE = 6000  # problems of each source
 _RANGE = re.compile(r"([a-z])-([a-z])[?]")
 _LETTERS = string.ascii_lowercase
 
 
-class Calculator:
-  """A tool for one operation on two numbers.
+def calc(expression: str) -> int:
+  """Computes one operation on two numbers.
 
-  A response without a call is the answer: `#` and the right number has reward
-  1.
+  Args:
+    expression: the numbers and `+`, `-` or `*` between them, such as 37*48.
   """
+  parts = _EXPRESSION.fullmatch(expression)
+  if not parts:
+    raise ValueError  # the policy reads "error"
+  a, operation, b = parts.groups()
+  return OPERATIONS[operation](int(a), int(b))
 
-  roles = ("tool",)
 
-  def reset(self, problem: Question, seed: int) -> Sequence[Message]:
-    self._reference = problem.reference
-    return ()
-
-  def step(self, response: str) -> Step:
-    call = _CALL.fullmatch(response)
-    if not call:
-      right = response == f"#{self._reference}"
-      return Step(done=True, reward=float(right))
-    parts = _EXPRESSION.fullmatch(call[1])
-    if not parts:
-      return Step([("tool", "error")], tool_calls=1, tool_errors=1)
-    a, operation, b = parts.groups()
-    result = OPERATIONS[operation](int(a), int(b))
-    return Step([("tool", str(result))], tool_calls=1)
+def is_result(prompt: str, response: str, reference: str) -> float:
+  """1.0 iff the response is `#` and the reference."""
+  return float(response == f"#{reference}")
 
 
 def calculator_problems() -> list[Problem]:

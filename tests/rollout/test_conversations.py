@@ -69,7 +69,7 @@ def pool(tmp_path_factory):
 class Strict(type(BYTES)):
   """A tokenizer that raises for some messages, as chat templates do."""
 
-  def prompt(self, user, system="", history=()):
+  def prompt(self, user, system="", history=(), tools=()):
     return ord(user)  # of one letter alone
 
   def turn(self, messages, *, stopped):

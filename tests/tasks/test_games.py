@@ -3,11 +3,13 @@
 import pytest
 
 from gspo_jax.data.problem import held_out
+from gspo_jax.rollout import environment
 from gspo_jax.rollout.environment import Question, Step
 from gspo_jax.tasks import games
 
+CALCULATOR = environment.named("calculator")
 GAMES = {
-  "calculator": (games.Calculator, games.calculator_problems),
+  "calculator": (CALCULATOR, games.calculator_problems),
   "guessing": (games.Guessing, games.guessing_problems),
 }
 
@@ -33,7 +35,7 @@ def test_a_demonstration_hears_what_the_environment_says(name):
     steps = play(
       make(), problem, lambda _, said=said: said.pop(0), most=len(said)
     )
-    found = [message for step in steps for message in step.messages]
+    found = [message[:2] for step in steps for message in step.messages]
     assert found[: len(heard)] == heard
     ended.append(steps[-1].reward)
   # RL has something to do, and something to start from.
@@ -88,10 +90,12 @@ def test_what_is_no_letter_ends_the_game():
   ],
 )
 def test_the_calculator_takes_one_operation(call, reply, errors):
-  game = games.Calculator()
+  game = CALCULATOR()
   game.reset(Question("37*48?", "1776"), 0)
   step = Step(*game.step(call))
-  assert step == Step([("tool", reply)], tool_calls=1, tool_errors=errors)
+  assert step == Step(
+    [("tool", reply, "calc")], tool_calls=1, tool_errors=errors
+  )
   assert Step(*game.step("#1776")) == Step(done=True, reward=1.0)
   for wrong in ("1776", "#1775", "#", "", "# 1776", "#1776 ", "x#1776#"):
     answer = Step(*game.step(wrong))

@@ -48,7 +48,11 @@ class Tokenizer:
     raise NotImplementedError
 
   def prompt(
-    self, user: str, system: str = "", history: Sequence[Turn] = ()
+    self,
+    user: str,
+    system: str = "",
+    history: Sequence[Turn] = (),
+    tools: Sequence[Mapping] = (),
   ) -> list[int]:
     """The ids of a prompt, up to the first token of the response.
 
@@ -56,7 +60,7 @@ class Tokenizer:
     and it. See `chat`.
     """
     first = [("system", system)] if system else []
-    return self.chat(as_messages([*first, *history, ("user", user)]))
+    return self.chat(as_messages([*first, *history, ("user", user)]), tools)
 
   def chat(
     self, messages: Sequence[Message], tools: Sequence[Mapping] = ()
@@ -73,11 +77,7 @@ class Tokenizer:
     separates a user's message from the assistant's answer; then UserError if
     there are tools or tool calls.
     """
-    if tools or any(message.get("tool_calls") for message in messages):
-      raise UserError(
-        "tools and tool calls need a tokenizer with a chat template; expected "
-        "none without it"
-      )
+    _require_none(tools, *(message.get("tool_calls") for message in messages))
     text = before = ""
     for message in messages:
       role = message["role"]
@@ -109,12 +109,27 @@ class Tokenizer:
     """
     return self.encode("".join("\n\n" + content for _, content, *_ in messages))
 
-  def check_turns(self, roles: Sequence[str]) -> None:
+  @property
+  def tool_format(self) -> str:
+    """The format of `data.tool_calls` that the chat template writes.
+
+    "call" without a chat template; "" if it is unknown.
+    """
+    return "call"
+
+  def check_turns(
+    self,
+    roles: Sequence[str],
+    tools: Sequence[Mapping] = (),
+    tool_format: str = "",
+  ) -> None:
     """UserError if the chat template cannot be applied turn by turn.
 
     It may write earlier turns differently once another turn follows, or leave
-    out messages of these roles.
+    out messages of these roles. If there are `tools`, those of the role "tool"
+    follow calls of them, and `tool_format` must read what it writes as a call.
     """
+    _require_none(tools)
 
   def check_demonstrations(self) -> None:
     """UserError if the chat template puts control tokens before a response.
@@ -125,6 +140,14 @@ class Tokenizer:
   def save(self, folder: str | Path) -> None:
     """Writes a folder that AutoTokenizer of transformers loads."""
     raise NotImplementedError
+
+
+def _require_none(*tools: Sequence | None) -> None:
+  if any(tools):
+    raise UserError(
+      "tools and tool calls need a tokenizer with a chat template; expected "
+      "none without it"
+    )
 
 
 def as_messages(turns: Sequence[Turn]) -> list[Message]:

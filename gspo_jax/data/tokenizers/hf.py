@@ -8,6 +8,7 @@ exactly the ids of `apply_chat_template`.
 import ast
 import contextlib
 import ctypes
+import itertools
 import json
 import re
 import shutil
@@ -21,6 +22,7 @@ import jinja2
 import jinja2.meta
 from etils import epath
 
+from gspo_jax.data import tool_calls
 from gspo_jax.data.tokenizers.base import (
   UNKNOWN,
   Message,
@@ -216,44 +218,79 @@ class HFTokenizer(Tokenizer):
     ids = self._ids([question, response, *answers], behind)
     return ids[1:] if stopped and ids[0] in self.stop_ids else ids
 
-  def check_turns(self, roles: Sequence[str]) -> None:
-    if not self._library.chat_template:
-      return
-    for role in roles:
-      for response in _RESPONSES:
-        self._check_turn(role, response)
+  @property
+  def tool_format(self) -> str:
+    template = self._library.chat_template
+    return tool_calls.format_of(str(template)) if template else "call"
 
-  def _check_turn(self, role: str, response: str) -> None:
+  def check_turns(
+    self,
+    roles: Sequence[str],
+    tools: Sequence[Mapping] = (),
+    tool_format: str = "",
+  ) -> None:
+    if not self._library.chat_template:
+      super().check_turns(roles, tools)
+      return
+    for role, response in itertools.product(roles, _RESPONSES):
+      if role == "tool" and tools:
+        self._check_call(response, tools, tool_format)
+      else:
+        self._check_turn(role, response, tools)
+
+  def _check_turn(
+    self, role: str, response: str, tools: Sequence[Mapping]
+  ) -> None:
     name = f"tokenizer {self._name!r}, messages of role {role!r}"
     turns = [("user", "message 0")]
-    before = self._render(as_messages(turns))
+    before = self._render(as_messages(turns), tools)
     for number in (1, 2):
       message = f"message {number}"
       turns += [("assistant", response), (role, message)]
-      text = self._render(as_messages(turns))
+      text = self._render(as_messages(turns), tools)
       new = text.removeprefix(before).lstrip()
       if not (text.startswith(before) and new.startswith(response)):
-        expected = before + response
-        pairs = enumerate(zip(text, expected, strict=False))
-        at = next((i for i, (a, b) in pairs if a != b), len(text))
-        near = slice(max(at - 20, 0), at + 30)
+        raise _rewritten(name, before + response, text)
+      self._require_message(name, message, new.removeprefix(response))
+      before = text
+
+  def _check_call(
+    self, content: str, tools: Sequence[Mapping], tool_format: str
+  ) -> None:
+    """As `_check_turn`, for results of calls behind `content`."""
+    name = f"tokenizer {self._name!r}, results of tool calls"
+    call = tool_calls.Call(tools[0]["function"]["name"], {"x": "a value"})
+    messages = as_messages([("user", "message 0")])
+    before = self._render(messages, tools)
+    for number in (1, 2):
+      results = as_messages([("tool", f"message {number}", call.name)])
+      response = _response("a value", results) | {"content": content}
+      messages += [response, *results]
+      text = self._render(messages, tools)
+      if not text.startswith(before):
+        raise _rewritten(name, before, text)
+      new = text.removeprefix(before)
+      stop = self._find_stop(new)
+      self._require_message(name, results[0]["content"], new[stop:])
+      if tool_calls.parse(new[:stop], tool_format).calls != (call,):
         raise UserError(
-          f"{name}: behind another turn the chat template writes the turns "
-          f"before it differently: {expected[near]!r} becomes {text[near]!r}, "
-          "so that the policy would learn from other text than it read; "
-          "expected messages of another role, or a template that keeps turns"
-        )
-      behind = new.removeprefix(response)
-      if not behind.startswith(tuple(self._stop_texts())):
-        raise UserError(
-          f"{name}: the chat template writes {behind[:20]!r} behind a "
-          f"response; expected a stop token, {self._stop_texts()}"
-        )
-      if message not in behind:
-        raise UserError(
-          f"{name}: the chat template leaves them out; expected another role"
+          f"{name}: the chat template writes a call as {new[:stop]!r}, which "
+          f"the format {tool_format!r} does not read; expected the format of "
+          f"the template, one of {', '.join(tool_calls.FORMATS)}"
         )
       before = text
+
+  def _require_message(self, name: str, message: str, behind: str) -> None:
+    """UserError if there is no message or stop token `behind` a response."""
+    if not behind.startswith(tuple(self._stop_texts())):
+      raise UserError(
+        f"{name}: the chat template writes {behind[:20]!r} behind a "
+        f"response; expected a stop token, {self._stop_texts()}"
+      )
+    if message not in behind:
+      raise UserError(
+        f"{name}: the chat template leaves them out; expected another role"
+      )
 
   def check_demonstrations(self) -> None:
     if not self._library.chat_template:
@@ -393,6 +430,19 @@ class HFTokenizer(Tokenizer):
           f"data.template_args={text!r}: the chat template takes no argument "
           f"{name!r}; {hint}"
         )
+
+
+def _rewritten(name: str, before: str, text: str) -> UserError:
+  """The error for a template that begins `text` otherwise than `before`."""
+  pairs = enumerate(zip(text, before, strict=False))
+  at = next((i for i, (a, b) in pairs if a != b), len(text))
+  near = slice(max(at - 20, 0), at + 30)
+  return UserError(
+    f"{name}: behind another turn the chat template writes the turns before it "
+    f"differently: {before[near]!r} becomes {text[near]!r}, so that the policy "
+    "would learn from other text than it read; expected messages of another "
+    "role, or a template that keeps turns"
+  )
 
 
 def _response(text: str, answers: Sequence[Message]) -> Message:

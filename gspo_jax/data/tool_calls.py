@@ -1,0 +1,255 @@
+"""Tool calls in the text of a response, and their formats by model family.
+
+The formats have the names of vLLM's tool-call parsers
+(https://docs.vllm.ai/en/latest/features/tool_calling/); `call` is our own:
+
+  hermes        <tool_call>{"name": .., "arguments": {..}}</tool_call>
+                (Qwen2.5, Qwen3, Hermes)
+  qwen3_coder   <tool_call><function=NAME><parameter=KEY>VALUE</parameter>
+                </function></tool_call>
+  glm45         <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE
+                </arg_value></tool_call> (GLM-4.5 to 4.7)
+  llama3_json   {"name": .., "parameters": {..}}, several with a semicolon
+                between them (Llama 3.1 to 3.3)
+  openai        to=functions.NAME in a message's header, JSON as its text
+                (gpt-oss, https://cookbook.openai.com/articles/openai-harmony)
+  deepseek_v3   <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME, a line with
+                ```json, the JSON, ``` and <｜tool▁call▁end｜>
+  deepseek_v31  <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>JSON<｜tool▁call▁end｜>
+  call          NAME(VALUE) and nothing else, for tokenizers without a chat
+                template: VALUE is the text of the first parameter
+
+Control tokens are visible in the text. A call in thinking, that is before
+`</think>`, is none. Worker processes import this module, so it needs the
+standard library alone.
+"""
+
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+
+class Call(NamedTuple):
+  name: str  # of the function; "" if it cannot be read
+  arguments: Mapping[str, Any] = {}
+  error: str = ""  # what is wrong with the call, for the policy; "" if nothing
+
+
+class Parsed(NamedTuple):
+  content: str  # the text outside the calls and the thinking
+  calls: tuple[Call, ...] = ()
+
+
+# The parameters of each function, with their types.
+Parameters = Mapping[str, Mapping[str, Any]]
+_NONE: Parameters = types.MappingProxyType({})
+
+# Strings of the chat template that writes a format; the first one that fits.
+_SIGNS = {
+  "glm45": ("<arg_key>",),
+  "qwen3_coder": ("<function=", "<parameter="),
+  "deepseek_v3": ("<｜tool▁sep｜>", "```json"),
+  "deepseek_v31": ("<｜tool▁sep｜>",),
+  "openai": ("<|channel|>", "functions."),
+  "hermes": ("<tool_call>",),
+  "llama3_json": ("<|start_header_id|>", '"parameters":'),
+}
+_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^<>]*)>")
+_PARAMETER = re.compile(
+  r"<parameter=([^<>]*)>\n?(.*?)\n?</parameter>", re.DOTALL
+)
+_ARGUMENT = re.compile(
+  r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL
+)
+_DEEPSEEK = re.compile(
+  r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL
+)
+_FENCED = re.compile(r"([^\n]*)\n```json\n(.*?)\n?```\s*", re.DOTALL)
+_HARMONY_ENDS = re.compile(r"<\|(?:start\|>assistant|end\|>|call\|>|return\|>)")
+_RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+_WRITTEN = re.compile(r"(\w+)\((.*)\)", re.DOTALL)
+# As Jinja writes them without its filter `tojson`.
+_OF_PYTHON = {"True": True, "False": False, "None": None}
+
+
+def format_of(template: str) -> str:
+  """The format that a chat template writes; "" if it is unknown."""
+  for name, signs in _SIGNS.items():
+    if all(sign in template for sign in signs):
+      return name
+  return ""
+
+
+def parse(text: str, format: str, parameters: Parameters = _NONE) -> Parsed:
+  """The calls of a response, in their order.
+
+  Args:
+    text: the response, without its stop token.
+    format: one of `FORMATS`.
+    parameters: of the functions that may be called. In `qwen3_coder` and
+      `glm45`, which write a text without quotes, a value is JSON if it can be,
+      unless its parameter is a `str`.
+  """
+  before, end, visible = text.partition("</think>")
+  visible = visible if end else before.partition("<think>")[0]
+  return FORMATS[format](visible, parameters)
+
+
+def _hermes(text: str, parameters: Parameters) -> Parsed:
+  return _tagged(text, _of_json)
+
+
+def _qwen3_coder(text: str, parameters: Parameters) -> Parsed:
+  def read(body):
+    name = _FUNCTION.match(body)
+    if not name:
+      return Call("", error="expected <function=NAME> in <tool_call>")
+    pairs = _PARAMETER.findall(body)
+    whole = body.count("<parameter=") == len(pairs)
+    expected = "<parameter=KEY>VALUE</parameter>"
+    return _of_texts(name[1].strip(), pairs, whole, expected, parameters)
+
+  return _tagged(text, read)
+
+
+def _glm45(text: str, parameters: Parameters) -> Parsed:
+  def read(body):
+    name = body.partition("<arg_key>")[0].strip()
+    pairs = [(key.strip(), value) for key, value in _ARGUMENT.findall(body)]
+    whole = body.count("<arg_key>") == len(pairs)
+    expected = "<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>"
+    return _of_texts(name, pairs, whole, expected, parameters)
+
+  return _tagged(text, read)
+
+
+def _llama3_json(text: str, parameters: Parameters) -> Parsed:
+  rest = text.strip().removeprefix("<|python_tag|>").lstrip()
+  if not (rest.startswith("{") and '"name"' in rest):
+    return Parsed(text)
+  calls, decoder = [], json.JSONDecoder()
+  while rest:
+    try:
+      value, end = decoder.raw_decode(rest)
+    except (ValueError, RecursionError) as error:
+      calls.append(Call("", error=f"a call is not valid JSON: {error}"))
+      break
+    calls.append(_of_object(value))
+    rest = rest[end:].lstrip("; \n")
+  return Parsed("", tuple(calls))
+
+
+def _openai(text: str, parameters: Parameters) -> Parsed:
+  calls, content = [], text
+  for message in _HARMONY_ENDS.split(text):
+    header, _, body = message.partition("<|message|>")
+    if name := _RECIPIENT.search(header):
+      calls.append(_of_arguments(name[1], body))
+    elif "<|channel|>final" in header:
+      content = body
+  return Parsed(content, tuple(calls))
+
+
+def _deepseek_v3(text: str, parameters: Parameters) -> Parsed:
+  def read(body):
+    fenced = _FENCED.fullmatch(body.partition("<｜tool▁sep｜>")[2])
+    if not fenced:
+      error = (
+        "expected function<｜tool▁sep｜>NAME and JSON between ```json and ```"
+      )
+      return Call("", error=error)
+    return _of_arguments(fenced[1].strip(), fenced[2])
+
+  return _deepseek(text, read)
+
+
+def _deepseek_v31(text: str, parameters: Parameters) -> Parsed:
+  def read(body):
+    name, _, arguments = body.partition("<｜tool▁sep｜>")
+    return _of_arguments(name.strip(), arguments)
+
+  return _deepseek(text, read)
+
+
+def _call(text: str, parameters: Parameters) -> Parsed:
+  call = _WRITTEN.fullmatch(text)
+  if not call or call[1] not in parameters:
+    return Parsed(text)
+  first = [*parameters[call[1]]][:1]
+  return Parsed("", (Call(call[1], dict.fromkeys(first, call[2])),))
+
+
+FORMATS: Mapping[str, Callable[[str, Parameters], Parsed]] = {
+  "call": _call,
+  "deepseek_v3": _deepseek_v3,
+  "deepseek_v31": _deepseek_v31,
+  "glm45": _glm45,
+  "hermes": _hermes,
+  "llama3_json": _llama3_json,
+  "openai": _openai,
+  "qwen3_coder": _qwen3_coder,
+}
+
+
+def _tagged(text: str, read: Callable[[str], Call]) -> Parsed:
+  calls = (read(body.strip()) for body in _TAGGED.findall(text))
+  return Parsed(_TAGGED.sub("", text).strip(), tuple(calls))
+
+
+def _deepseek(text: str, read: Callable[[str], Call]) -> Parsed:
+  content = text.partition("<｜tool▁calls▁begin｜>")[0].strip()
+  return Parsed(content, tuple(map(read, _DEEPSEEK.findall(text))))
+
+
+def _of_json(text: str) -> Call:
+  try:
+    return _of_object(json.loads(text))
+  except (ValueError, RecursionError) as error:
+    return Call("", error=f"a call is not valid JSON: {error}")
+
+
+def _of_object(value: Any) -> Call:
+  name = value.get("name") if isinstance(value, dict) else None
+  if not isinstance(name, str):
+    return Call("", error='a call lacks "name": expected an object with it')
+  for key in ("arguments", "parameters"):
+    if key in value:
+      return _checked(name, value[key])
+  return Call(name)
+
+
+def _of_arguments(name: str, text: str) -> Call:
+  try:
+    return _checked(name, json.loads(text))
+  except (ValueError, RecursionError) as error:
+    return Call(name, error=f"its arguments are not valid JSON: {error}")
+
+
+def _checked(name: str, arguments: Any) -> Call:
+  if isinstance(arguments, dict):
+    return Call(name, arguments)
+  got = type(arguments).__name__
+  return Call(name, error=f"expected an object as arguments, got {got}")
+
+
+def _of_texts(name, pairs, whole: bool, expected: str, parameters) -> Call:
+  """The call of (key, text) pairs; an error unless they are the `whole`."""
+  if not whole:
+    return Call(name, error=f"expected {expected} for each argument")
+  kinds = parameters.get(name, {})
+  return Call(name, {k: _value(text, kinds.get(k)) for k, text in pairs})
+
+
+def _value(text: str, kind: Any) -> Any:
+  if kind is str or str in typing.get_args(kind):
+    return text
+  if text in _OF_PYTHON:
+    return _OF_PYTHON[text]
+  try:
+    return json.loads(text)
+  except (ValueError, RecursionError):
+    return text

@@ -1,0 +1,200 @@
+"""Tools as plain Python functions, which run in the worker process.
+
+A response that calls functions gets a result for each call, in a message of
+role "tool". What goes wrong in a call is a result, too, for the policy reads
+it. A response without a call is the answer, which a reward scores.
+"""
+
+import functools
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gspo_jax.data import tool_calls
+from gspo_jax.rewards.reward import Response, Reward
+from gspo_jax.rewards.reward import named as named_reward
+from gspo_jax.rollout.environment import Message, Question, Step
+from gspo_jax.runtime.errors import UserError, nearest
+
+_NAME = "environment 'tools'"
+
+
+class Tools:
+  """Calls functions with types and docstrings; `reward` scores the answer.
+
+  `functions` is `package.module.name` of a function, of a list of functions, or
+  of a class: its public methods are the tools, one object lives as long as a
+  conversation, and its method `reset(problem)`, if it has one, is called first.
+  The policy reads `characters` of each result.
+  """
+
+  roles = ("tool",)
+
+  def __init__(
+    self,
+    *,
+    functions: str,
+    reward: str,
+    format: str = "",
+    characters: int = 4000,
+  ):
+    self._path, self._reward = functions, reward
+    self._format, self._characters = format, characters
+
+  @staticmethod
+  def tools(*, functions: str, format: str = "", **_) -> list[Mapping]:
+    """The JSON schemas; [] for the format `call`, which no prompt tells of."""
+    if format == "call":
+      return []
+    from gspo_jax.data.tokenizers.base import import_transformers
+
+    schema, schemas = import_transformers().utils.get_json_schema, []
+    for name, function in _functions(functions, _new(functions)).items():
+      try:
+        schemas.append(schema(function))
+      except Exception as error:  # the docstring and the types are the user's
+        raise UserError(
+          f"{_NAME}: {functions}: function {name!r}: {error}; expected a type "
+          "for each parameter, and a docstring that has them below 'Args:'"
+        ) from error
+    return schemas
+
+  @staticmethod
+  def prepare(
+    *, functions: str, reward: str, format: str = "", characters: int = 4000
+  ) -> None:
+    """UserError if the functions or the reward cannot be used."""
+    if type(characters) is not int or characters < 1:
+      raise UserError(
+        f"{_NAME}: expected characters of 1 or more, got {characters!r}"
+      )
+    for name, function in _functions(functions, _new(functions)).items():
+      if inspect.iscoroutinefunction(function):
+        raise UserError(
+          f"{_NAME}: {functions}: function {name!r} is `async`: expected a "
+          "plain function"
+        )
+    _scores(reward)
+
+  @staticmethod
+  def fits(within: float, *, reward: str, **_) -> None:
+    named_reward(reward, within)
+
+  def reset(self, problem: Question, seed: int) -> Sequence[Message]:
+    self._problem, self._object = problem, _new(self._path)
+    if reset := getattr(self._object, "reset", None):
+      reset(problem)
+    return ()
+
+  def step(self, response: str) -> Step:
+    functions = _functions(self._path, self._object)
+    parameters = {name: _types(f) for name, f in functions.items()}
+    calls = tool_calls.parse(response, self._format, parameters).calls
+    if not calls:
+      return Step(done=True, reward=self._score(response))
+    results = [_result(call, functions) for call in calls]
+    messages = [
+      ("tool", text[: self._characters], call.name or "unknown")
+      for call, (text, _) in zip(calls, results, strict=True)
+    ]
+    failed = sum(failed for _, failed in results)
+    return Step(messages, tool_calls=len(calls), tool_errors=failed)
+
+  def _score(self, response: str) -> float:
+    text, reference, columns = self._problem
+    answer = Response(text, response, reference, columns=columns)
+    reward = _scores(self._reward)
+    return reward(text, response, reference, **reward.keywords([answer]))
+
+
+def _result(
+  call: tool_calls.Call, functions: Mapping[str, Callable]
+) -> tuple[str, bool]:
+  """The text that the policy reads, and whether the call failed."""
+  if call.error:
+    return f"error: {call.error}", True
+  if call.name not in functions:
+    hint = nearest(call.name, functions)
+    return f"error: no function {call.name!r}: {hint}", True
+  function = functions[call.name]
+  signature = inspect.signature(function)
+  try:
+    signature.bind(**call.arguments)
+  except TypeError as error:
+    return f"error: {call.name}{signature}: {error}", True
+  try:
+    value = function(**call.arguments)
+    if not isinstance(value, str):
+      value = json.dumps(value, ensure_ascii=False, default=str)
+  except Exception as error:
+    return _reason(error), True
+  return value.encode(errors="replace").decode(), False
+
+
+def _reason(error: Exception) -> str:
+  """A ValueError of a tool is meant for the policy, and needs no type."""
+  text = str(error)
+  if not isinstance(error, ValueError):
+    text = f"{type(error).__name__}: {text}"
+  text = text.encode(errors="replace").decode()
+  return f"error: {text}" if text else "error"
+
+
+def _types(function: Callable) -> dict[str, Any]:
+  parameters = inspect.signature(function, eval_str=True).parameters
+  return {name: p.annotation for name, p in parameters.items()}
+
+
+@functools.cache
+def _named(path: str) -> Any:
+  """The function, class or list that a config names."""
+  module, _, attribute = path.rpartition(".")
+  try:
+    return getattr(importlib.import_module(module), attribute)
+  # The module is the user's code: it may raise anything, SystemExit too.
+  except BaseException as error:
+    if isinstance(error, KeyboardInterrupt):
+      raise
+    raise UserError(
+      f"{_NAME}: functions={path!r}: expected package.module.name of functions "
+      f"or of a class: {type(error).__name__}: {error}"
+    ) from error
+
+
+def _new(path: str) -> Any:
+  """A new object of the class that a config names; None for functions."""
+  found = _named(path)
+  return found() if inspect.isclass(found) else None
+
+
+def _functions(path: str, instance: Any) -> dict[str, Callable]:
+  found = _named(path)
+  if inspect.isclass(found):
+    public = [n for n in dir(found) if not n.startswith("_") and n != "reset"]
+    members = ((name, getattr(instance, name)) for name in public)
+    functions = {name: f for name, f in members if inspect.isroutine(f)}
+  else:
+    several = [found] if callable(found) else found
+    if not (isinstance(several, list | tuple) and all(map(callable, several))):
+      several = ()
+    functions = {f.__name__: f for f in several}
+  if not functions:
+    raise UserError(
+      f"{_NAME}: functions={path!r}: expected a function, a list of functions "
+      f"or a class with public methods, got {str(found)[:40]}"
+    )
+  return functions
+
+
+@functools.cache
+def _scores(spec: str) -> Reward:
+  """A reward that scores one response in a plain call."""
+  reward = named_reward(spec)
+  if reward.takes_group or reward.is_async:
+    kind = "of a group" if reward.takes_group else "an `async` function"
+    raise UserError(
+      f"{_NAME}: reward={spec!r} is {kind}: expected one of a single response"
+    )
+  return reward
