@@ -4,3 +4,5 @@
 `answers` writes what the client gets, `app` joins them, `server` listens.
 Rollouts of agents and `gspo_jax.serve` use it. It needs the extra `serve`.
 """
+
+__all__ = ["app", "requests", "server"]

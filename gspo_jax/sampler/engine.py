@@ -26,7 +26,10 @@ from gspo_jax.sampler.continuous import (
   PrefixCache,
   build_continuous_sampler,
 )
-from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
+from gspo_jax.sampler.continuous.config import (
+  ContinuousBatchingConfig,
+  ShardSizes,
+)
 from gspo_jax.sampler.continuous.scheduler import CachedTokens
 from gspo_jax.sampler.samples import STOPPED, Prompts, SamplerConfig
 
@@ -88,6 +91,14 @@ class EngineSampler:
   @property
   def batching(self) -> ContinuousBatchingConfig:
     return self.chunk.batching
+
+  @property
+  def sizes(self) -> ShardSizes:
+    return self.chunk.sizes
+
+  @property
+  def shards(self) -> int:
+    return self.chunk.shards
 
   @property
   def mesh(self) -> jax.sharding.Mesh:
