@@ -17,9 +17,13 @@ from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.sharding import mesh_jit
 from gspo_jax.sampler import continuous, samples, static
+from gspo_jax.sampler.engine import EngineSampler, build_engine_sampler
 from gspo_jax.sampler.functions import SamplerFunctions, SeparateDevices
 from gspo_jax.sampler.many_prompts import equal_batches
 from gspo_jax.sampler.samples import samples_sharding
+
+# Slots of a shard to serve a policy, where continuous_batching.slots is 0.
+_SLOTS = 16
 
 
 def sampler_functions(
@@ -57,6 +61,15 @@ def sampler_functions(
   def sampler(sampling, batching):
     meshes = {"mesh": mesh, "sampler_mesh": sampler_mesh}
     params_sharding = abstract.shardings(params)
+    if config.rollout.plays_agents:
+      return build_engine_sampler(
+        cfg,
+        sampling,
+        batching=batching,
+        context=width + sampling.max_new_tokens,
+        params_sharding=params_sharding,
+        **meshes,
+      )
     if not batching.slots:
       return static.build_static_sampler(
         cfg, sampling, params_sharding=params_sharding, **meshes
@@ -114,6 +127,30 @@ def sampler_functions(
     stop=sampling.stop,
     mesh=mesh,
     separate=separate,
+  )
+
+
+def engine_sampler(
+  config: Config,
+  cfg: model.ModelConfig,
+  tokenizer: Tokenizer,
+  policy: model.Params,
+  mesh: jax.sharding.Mesh,
+) -> EngineSampler:
+  """Opens engines that serve a policy, whatever the config's rollouts are."""
+  sampler_mesh = _sampler_mesh(config, mesh, policy, ())
+  shards = sharding.batch_shards(sampler_mesh)
+  batching = config.continuous_batching
+  if not batching.slots:
+    batching = dataclasses.replace(batching, slots=_SLOTS * shards)
+  return build_engine_sampler(
+    cfg,
+    settings.sampler_config(config, tokenizer),
+    batching=batching,
+    context=config.data.max_prompt_length + config.sampler.max_new_tokens,
+    params_sharding=abstract.shardings(policy),
+    mesh=mesh,
+    sampler_mesh=sampler_mesh,
   )
 
 

@@ -11,6 +11,8 @@ from gspo_jax.runtime.key import (
   key,
 )
 
+AGENTS = "openai:"  # begins `environment` if agents call the policy over HTTP
+
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
@@ -59,6 +61,11 @@ class RolloutConfig:
 
   def __post_init__(self):
     check(self, "rollout")
+
+  @property
+  def plays_agents(self) -> bool:
+    """Whether agents call the policy over HTTP; see `agents`."""
+    return self.environment.startswith(AGENTS)
 
   @property
   def continues(self) -> bool:

@@ -2,7 +2,8 @@
 
 Other wings import `generate`, its arguments and its result from here, and the
 modules `samples` (operations on Samples), `functions` (Sampler,
-SamplerFunctions), `static`, `continuous`, `many_prompts` and `stop_strings`.
+SamplerFunctions), `static`, `continuous`, `engine`, `many_prompts` and
+`stop_strings`.
 """
 
 from gspo_jax.sampler.samples import (
@@ -23,6 +24,7 @@ __all__ = [
   "SamplerConfig",
   "Samples",
   "continuous",
+  "engine",
   "functions",
   "generate",
   "many_prompts",

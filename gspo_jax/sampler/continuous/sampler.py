@@ -92,6 +92,7 @@ class PrefixCache:
 
   state: DecodeState | None = None
   tokens: list[dict] | None = None  # of each own shard, by response
+  keeps_idle: bool = False  # also of responses that a call does not continue
   params: model.Params | None = None  # of `decode_params`
 
 
@@ -179,6 +180,15 @@ class ContinuousSampler:
     requests = self._shard_requests(
       tokens, lengths, samples, so_far, stop_at, appended
     )
+    if prefix_cache and not cache.keeps_idle:
+      cached = [
+        {
+          b: x
+          for b, x in kept.items()
+          if shard.stop_at[b] > shard.num_tokens[b]
+        }
+        for kept, shard in zip(cached, requests, strict=True)
+      ]
     schedulers = [
       Scheduler(
         self.sizes,

@@ -12,8 +12,9 @@ partial last page. A prefix stays in the pool until all its responses have
 finished. When pages run out, tokens that no slot reads are evicted (and later
 prefilled again), then the newest responses are preempted.
 
-A scheduler with `cached` keeps the tokens of finished responses in the pool;
-its `kept` is the `cached` of the next scheduler.
+A scheduler with `cached` keeps the tokens of finished responses in the pool,
+and cached tokens of responses that it does not generate; its `kept` is the
+`cached` of the next scheduler. What was kept first is evicted first.
 
 A model may also have states, which are no pages. A prefill gives its state to
 the slots that start in the same round. If more responses wait, it also stores
@@ -101,7 +102,8 @@ class Scheduler:
         its prefix they are at most `max_prompt_length + max_new_tokens`.
       cached: by response, the first tokens of its prefix that are in the pool:
         `kept` of the last scheduler. No other response has this prefix, and all
-        other pages are free. None: keep nothing.
+        other pages are free. Of a response that is left out, its tokens, which
+        stay there. None: keep nothing.
       has_states: of the model.
     """
     self._sizes = sizes
@@ -124,15 +126,19 @@ class Scheduler:
     self._has_states = has_states
     self._row, self._prefix_of_row = 0, None
     self._unknown_segments = 0  # planned, without results so far
-    # By finished response, its tokens in the pool; None if they are not kept.
-    self.kept = None if cached is None else {}
+    # The tokens in the pool of each response that has finished or is left out;
+    # None if they are not kept.
+    self.kept = None
+    if cached is not None:
+      left_out = self._max_tokens_B == 0
+      self.kept = {b: x for b, x in cached.items() if left_out[b]}
     self._prefix_pages = {  # prefix -> its CachedTokens in the pool
       int(self._prefix_B[response]): tokens
       for response, tokens in (cached or {}).items()
       if self._max_tokens_B[response]
     }
     self._readers = np.zeros(sizes.num_pages, np.int64)
-    for tokens in self._prefix_pages.values():
+    for tokens in (*self._prefix_pages.values(), *(self.kept or {}).values()):
       np.add.at(self._readers, tokens.pages, 1)
     self._free_pages = np.flatnonzero(self._readers == 0).tolist()
     self._response_M = np.full(M, -1)
@@ -403,7 +409,7 @@ class Scheduler:
     Prefixes up to `after` stay.
     """
     if self.kept:
-      _, tokens = self.kept.popitem()
+      tokens = self.kept.pop(next(iter(self.kept)))
     elif self._prefix_pages and (last := max(self._prefix_pages)) > after:
       tokens = self._prefix_pages.pop(last)
     else:

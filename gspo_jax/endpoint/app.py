@@ -1,0 +1,261 @@
+"""The routes of the endpoint, and who may call them.
+
+A client has a key of its own. All handlers run in one thread, that of the
+server; the engine runs in another.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable
+
+from absl import logging
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from gspo_jax.data.tokenizers.base import Tokenizer
+from gspo_jax.endpoint import requests
+from gspo_jax.endpoint.answers import Answer
+from gspo_jax.endpoint.requests import ApiError, Call
+from gspo_jax.endpoint.transcript import Transcript
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.sampler.engine import ABORT, Engine, Generation
+from gspo_jax.sampler.samples import SamplerConfig
+
+MODEL = "policy"  # its name in the API
+# Bytes of a request: so many, and more for each token of the context.
+_MAX_BODY, _MORE_BODY = 1 << 20, 64
+_MOST_OPEN = 64  # requests of one client at once
+_SECONDS = 600.0  # for one answer
+_LOOK = 1.0  # seconds after which a handler looks whether its client has left
+
+
+class Client:
+  """Somebody with a key: an engine, and what it has answered."""
+
+  def __init__(self, engine: Engine, tokenizer: Tokenizer):
+    self.engine, self.transcript = engine, Transcript(tokenizer)
+    self.open = 0  # requests
+
+  def room(self, prompt: list[int]) -> int:
+    """Tokens of an answer at most; ApiError if it may not ask."""
+    return self.engine.most_new_tokens(len(prompt))
+
+  def started(self, generation: Generation) -> None:
+    """Its request was sent to the engine."""
+
+  def ended(self, generation: Generation) -> None:
+    """Its request has a whole answer."""
+
+
+class Endpoint:
+  """Answers the clients that were admitted; `app` is the ASGI application."""
+
+  def __init__(self, tokenizer: Tokenizer, config: SamplerConfig):
+    self._tokenizer, self._config = tokenizer, config
+    self._clients: dict[bytes, Client] = {}
+    self._told: set[str] = set()  # fields that the log has named
+    route = lambda path, *args: Route(path, *args)
+    self.app = Starlette(
+      routes=[
+        route("/v1/models", self._models),
+        Route(
+          "/v1/chat/completions", self._handler(requests.chat), methods=["POST"]
+        ),
+        Route(
+          "/v1/completions",
+          self._handler(requests.completion),
+          methods=["POST"],
+        ),
+      ],
+      exception_handlers={ApiError: _refusal},
+    )
+
+  def admit(self, client: Client, key: str = "") -> str:
+    """Lets a client in; returns its key, made anew unless it is given."""
+    key = key or secrets.token_urlsafe(32)
+    self._clients[_digest(key)] = client
+    return key
+
+  def dismiss(self, key: str) -> None:
+    self._clients.pop(_digest(key), None)
+
+  def _client(self, request: Request) -> Client:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    # Digests are looked up, so the time tells nothing about a key.
+    client = self._clients.get(_digest(key.strip()))
+    if scheme.lower() != "bearer" or client is None:
+      raise ApiError(
+        "Authorization: expected a key that is valid now, as 'Bearer KEY'",
+        code="invalid_api_key",
+        status=401,
+      )
+    return client
+
+  async def _models(self, request: Request) -> Response:
+    context = self._client(request).engine.context
+    model = {
+      "id": MODEL,
+      "object": "model",
+      "created": 0,
+      "owned_by": "gspo_jax",
+      "max_model_len": context,
+    }
+    return JSONResponse({"object": "list", "data": [model]})
+
+  def _handler(self, parse: Callable) -> Callable:
+    stop = self._config.stop.strings if self._config.stop else ()
+
+    async def handle(request: Request) -> Response:
+      client = self._client(request)
+      limit = _MAX_BODY + _MORE_BODY * client.engine.context
+      call = parse(await _body(request, limit), stop)
+      if call.model not in (None, MODEL):
+        raise ApiError(
+          f"model={call.model!r}: expected {MODEL!r}",
+          param="model",
+          code="model_not_found",
+          status=404,
+        )
+      self._tell(call)
+      if client.open >= _MOST_OPEN:
+        raise ApiError(
+          f"{client.open} requests are open: expected fewer than {_MOST_OPEN}",
+          code="rate_limit_exceeded",
+          status=429,
+        )
+      client.open += 1
+      try:
+        answer, changed = await self._start(client, call)
+      except BaseException:
+        client.open -= 1
+        raise
+      changes = self._changes(request, client, answer, changed)
+      if call.stream:
+        events = _events(answer, changes)
+        return StreamingResponse(events, media_type="text/event-stream")
+      async for _ in changes:
+        pass
+      return JSONResponse(answer.whole())
+
+    return handle
+
+  def _tell(self, call: Call) -> None:
+    for name, value in call.sampling.items():
+      own = getattr(self._config, name, None)
+      if name not in self._told and value != own:
+        self._told.add(name)
+        logging.warning(
+          "a client asks for %s=%s: the run's sampling stays", name, value
+        )
+
+  async def _start(self, client: Client, call: Call):
+    """The answer, whose tokens are now sampled, and the event of a change."""
+    # In a thread, for a long prompt may not hold up others.
+    prompt = await asyncio.to_thread(self._prompt, client, call)
+    room = client.room(prompt)
+    if room < 1:
+      raise ApiError(
+        f"the prompt has {len(prompt)} tokens, which leaves no room for an "
+        f"answer: expected fewer, of {len(prompt) + room} for both",
+        param="messages" if call.messages else "prompt",
+        code="context_length_exceeded",
+      )
+    loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+    def notify():
+      with contextlib.suppress(RuntimeError):  # the server has ended
+        loop.call_soon_threadsafe(changed.set)
+
+    most = min(room, call.max_tokens or room)
+    generation = Generation(prompt, most, notify)
+    try:
+      client.engine.submit(generation)
+    except UserError as error:
+      raise ApiError(str(error)) from error
+    client.started(generation)
+    stop = self._config.stop
+    return Answer(call, generation, self._tokenizer, stop, MODEL), changed
+
+  def _prompt(self, client: Client, call: Call) -> list[int]:
+    if isinstance(call.prompt, str) and not call.messages:
+      return self._tokenizer.encode(call.prompt)
+    if not call.messages:
+      return list(call.prompt)
+    try:
+      return client.transcript.prompt(call.messages, call.tools)
+    except UserError as error:
+      raise ApiError(str(error), param="messages") from error
+
+  async def _changes(
+    self, request, client: Client, answer: Answer, changed: asyncio.Event
+  ) -> AsyncIterator[None]:
+    """Yields after each change until the answer is whole, and records it."""
+    generation, loop = answer.generation, asyncio.get_running_loop()
+    end = loop.time() + _SECONDS
+    try:
+      while not generation.finish:
+        with contextlib.suppress(TimeoutError):
+          await asyncio.wait_for(changed.wait(), _LOOK)
+        changed.clear()
+        if await request.is_disconnected():
+          raise ApiError("the client has left", status=499)
+        if loop.time() > end:
+          raise ApiError(f"no answer within {_SECONDS:g} s", status=504)
+        if generation.finish != ABORT:
+          yield
+      if generation.finish == ABORT:
+        raise ApiError("the run takes no more requests", status=503)
+      if answer.call.messages:
+        client.transcript.record(
+          answer.call.messages,
+          answer.call.tools,
+          answer.message,
+          [*generation.prompt, *generation.tokens],
+        )
+      client.ended(generation)
+    finally:
+      generation.cancelled = True  # which says nothing once it has ended
+      client.open -= 1
+
+
+async def _body(request: Request, limit: int):
+  """The JSON of a request; ApiError if it is none, or too long."""
+  data = bytearray()
+  async for part in request.stream():
+    data += part
+    if len(data) > limit:
+      raise ApiError(
+        f"the body has more than {limit} bytes: expected fewer", status=413
+      )
+  try:
+    return json.loads(data)
+  except (ValueError, RecursionError) as error:
+    raise ApiError(f"the body: expected JSON: {error}") from error
+
+
+async def _events(answer: Answer, changes: AsyncIterator) -> AsyncIterator[str]:
+  event = lambda body: f"data: {json.dumps(body)}\n\n"
+  try:
+    async for _ in changes:
+      for part in answer.parts() if not answer.generation.finish else ():
+        yield event(part)
+    for part in answer.parts():
+      yield event(part)
+    yield "data: [DONE]\n\n"
+  except ApiError as error:
+    yield event(error.body)
+  finally:
+    await changes.aclose()
+
+
+async def _refusal(request: Request, error: ApiError) -> Response:
+  return JSONResponse(error.body, status_code=error.status)
+
+
+def _digest(key: str) -> bytes:
+  return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,241 @@
+"""What a client sends, checked: the fields of OpenAI's API that are honoured.
+
+Fields that choose how tokens are sampled are left to the run; `app` logs those
+that differ. A field that would change the answer otherwise is refused.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# What a request may say of sampling; the run decides.
+SAMPLING = (
+  *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty"),
+  *("frequency_penalty", "repetition_penalty", "min_tokens", "stop_token_ids"),
+)
+# Refused, unless they have one of these values or are null.
+_ONLY = {
+  "n": (1,),
+  "best_of": (1,),
+  "echo": (False,),
+  "suffix": ("",),
+  "logit_bias": ({},),
+  "top_logprobs": (0,),
+  "functions": ([],),
+  "function_call": ("none", "auto"),
+  "tool_choice": ("none", "auto"),
+  "response_format": ({"type": "text"},),
+  "prompt_logprobs": (0,),
+  "use_beam_search": (False,),
+}
+_ROLES = "system", "developer", "user", "assistant", "tool"
+
+
+class ApiError(Exception):
+  """What OpenAI's API answers to a wrong request."""
+
+  def __init__(
+    self,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    status: int = 400,
+  ):
+    super().__init__(message)
+    self.status = status
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    self.body = {"error": error}
+
+
+def _wrong(name: str, value: Any, expected: str) -> ApiError:
+  shown = json.dumps(value, default=str)[:80]
+  return ApiError(f"{name}={shown}: expected {expected}", param=name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """One request; `messages` of a chat, or the `prompt` of a completion."""
+
+  messages: Sequence[Mapping] = ()
+  prompt: str | Sequence[int] = ""
+  tools: Sequence[Mapping] = ()
+  parses_tools: bool = False  # whether the answer may have tool calls
+  max_tokens: int | None = None
+  stream: bool = False
+  include_usage: bool = False
+  logprobs: bool = False
+  return_token_ids: bool = False
+  model: str | None = None
+  sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def chat(body: Any, stop: Sequence[str]) -> Call:
+  """The call of /v1/chat/completions; `stop` are the run's strings."""
+  common = _common(body, stop)
+  tools = body.get("tools") or []
+  if not isinstance(tools, list) or not all(map(_is_tool, tools)):
+    raise _wrong(
+      "tools", tools, 'objects {"type": "function", "function": {"name": ..}}'
+    )
+  messages = body.get("messages")
+  if not isinstance(messages, list) or not messages:
+    raise _wrong("messages", messages, "a list of at least one message")
+  messages = [_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+  if messages[-1]["role"] == "assistant":
+    raise _wrong(
+      f"messages[{len(messages) - 1}].role",
+      "assistant",
+      "a last message of the user or of a tool",
+    )
+  return Call(
+    messages=messages,
+    tools=tools,
+    parses_tools=bool(tools) and body.get("tool_choice") != "none",
+    logprobs=_boolean(body, "logprobs"),
+    **common,
+  )
+
+
+def completion(body: Any, stop: Sequence[str]) -> Call:
+  """The call of /v1/completions."""
+  common = _common(body, stop)
+  prompt = body.get("prompt")
+  is_ids = isinstance(prompt, list) and all(type(i) is int for i in prompt)
+  if not (prompt and (is_ids or isinstance(prompt, str))):
+    raise _wrong("prompt", prompt, "one text or one list of token ids")
+  logprobs = body.get("logprobs")
+  if logprobs is not None and logprobs not in (0, 1):
+    raise _wrong(
+      "logprobs", logprobs, "0 or 1: the log-prob of the sampled token alone"
+    )
+  return Call(prompt=prompt, logprobs=logprobs is not None, **common)
+
+
+def _common(body: Any, stop: Sequence[str]) -> dict:
+  if not isinstance(body, dict):
+    raise ApiError("the body: expected a JSON object")
+  for name, values in _ONLY.items():
+    value = body.get(name)
+    if value is not None and value not in values:
+      raise _wrong(name, value, " or ".join(map(json.dumps, values)))
+  stops = body.get("stop") or []
+  stops = [stops] if isinstance(stops, str) else stops
+  if not isinstance(stops, list) or not all(s in stop for s in stops):
+    raise _wrong(
+      "stop", stops, f"none but those of the run (sampler.stop={tuple(stop)})"
+    )
+  options = body.get("stream_options") or {}
+  if not isinstance(options, dict):
+    raise _wrong("stream_options", options, "an object")
+  return {
+    "max_tokens": _max_tokens(body),
+    "stream": _boolean(body, "stream"),
+    "include_usage": _boolean(options, "include_usage"),
+    "return_token_ids": _boolean(body, "return_token_ids"),
+    "model": body.get("model"),
+    "sampling": {k: v for k in SAMPLING if (v := body.get(k)) is not None},
+  }
+
+
+def _max_tokens(body: Mapping) -> int | None:
+  for name in ("max_completion_tokens", "max_tokens"):
+    value = body.get(name)
+    if value is not None:
+      if type(value) is not int or value < 1:
+        raise _wrong(name, value, "a whole number of at least 1")
+      return value
+  return None
+
+
+def _boolean(body: Mapping, name: str) -> bool:
+  value = body.get(name)
+  if value not in (None, False, True):
+    raise _wrong(name, value, "true or false")
+  return bool(value)
+
+
+def _is_tool(tool: Any) -> bool:
+  """Whether it has the shape that chat templates and parsers rely on."""
+  of = lambda x, key: x.get(key, {}) if isinstance(x, dict) else None
+  function = of(tool, "function")
+  properties = of(of(function, "parameters"), "properties")
+  return (
+    of(tool, "type") == "function"
+    and isinstance(of(function, "name"), str)
+    and isinstance(properties, dict)
+    and all(isinstance(x, dict) for x in properties.values())
+  )
+
+
+def _message(message: Any, name: str) -> dict:
+  """A message for `Tokenizer.chat`, with the fields that it knows."""
+  if not isinstance(message, dict):
+    raise _wrong(name, message, "an object with role and content")
+  role = message.get("role")
+  if role not in _ROLES:
+    raise _wrong(f"{name}.role", role, f"one of {', '.join(_ROLES)}")
+  role = "system" if role == "developer" else role
+  calls = message.get("tool_calls") or []
+  if not isinstance(calls, list) or (calls and role != "assistant"):
+    raise _wrong(f"{name}.tool_calls", calls, "a list, of the assistant alone")
+  made = {"role": role, "content": _text(message, name, bool(calls))}
+  if calls:
+    made["tool_calls"] = [
+      _tool_call(call, f"{name}.tool_calls[{i}]")
+      for i, call in enumerate(calls)
+    ]
+  for key in ("name", "tool_call_id"):
+    if (value := message.get(key)) is not None:
+      if not isinstance(value, str):
+        raise _wrong(f"{name}.{key}", value, "a text")
+      made[key] = value
+  return made
+
+
+def _text(message: Mapping, name: str, may_lack: bool) -> str:
+  content = message.get("content")
+  if isinstance(content, list):
+    texts = [
+      part.get("text") if isinstance(part, dict) else None for part in content
+    ]
+    content = "".join(texts) if all(isinstance(t, str) for t in texts) else 0
+  if content is None and may_lack:
+    return ""
+  if not isinstance(content, str):
+    raise _wrong(
+      f"{name}.content", message.get("content"), "text, or parts of text"
+    )
+  try:
+    content.encode()
+  except UnicodeEncodeError as error:
+    raise _wrong(
+      f"{name}.content", content, "text that UTF-8 can encode"
+    ) from error
+  return content
+
+
+def _tool_call(call: Any, name: str) -> dict:
+  function = call.get("function") if isinstance(call, dict) else None
+  if not isinstance(function, dict) or not isinstance(
+    function.get("name"), str
+  ):
+    raise _wrong(name, call, 'an object {"id", "type", "function": {"name"}}')
+  arguments = function.get("arguments") or "{}"
+  try:
+    arguments = json.loads(arguments)
+  except (TypeError, ValueError, RecursionError):
+    arguments = None
+  if not isinstance(arguments, dict):
+    raise _wrong(
+      f"{name}.function.arguments",
+      function.get("arguments"),
+      "an object as a JSON text",
+    )
+  return {
+    "id": str(call.get("id") or ""),
+    "type": "function",
+    "function": {"name": function["name"], "arguments": arguments},
+  }

@@ -1,0 +1,109 @@
+"""Token ids of messages: what the policy sampled is never encoded again.
+
+A call's messages are M, and M[:j] ends with an answer that the endpoint gave to
+M[:j-1]: same role, content and tool calls. Then the prompt is the ids of that
+call, those that were sampled, and the chat template's ids for M[j:]. Two things
+must hold: M[j:] has no message of the assistant, and the template writes
+M[:j-1] and the answer's text as before, now that M[j:] follows. Else the whole
+is rendered and encoded.
+"""
+
+import collections
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from gspo_jax.data.tokenizers.base import Tokenizer
+
+_MOST = 4096  # answers that are remembered; an episode has fewer
+
+
+class _Answer(NamedTuple):
+  ids: list[int]  # of the prompt and the answer
+  text: str  # as the template wrote the messages before it
+
+
+class Transcript:
+  """The answers given to one client."""
+
+  def __init__(self, tokenizer: Tokenizer):
+    self._tokenizer = tokenizer
+    self._has_template = tokenizer.tool_format != "call"
+    self._answers: collections.OrderedDict[bytes, _Answer] = (
+      collections.OrderedDict()
+    )
+
+  def prompt(
+    self, messages: Sequence[Mapping], tools: Sequence[Mapping]
+  ) -> list[int]:
+    """The ids of a call's prompt; UserError if the template refuses."""
+    keys = _keys(messages, tools)
+    for j in range(len(messages) - 1, 0, -1):
+      if messages[j]["role"] == "assistant":
+        answer = self._answers.get(keys[j])
+        follows = messages[j + 1 :]
+        if answer and self._goes_on(answer, messages, tools, messages[j]):
+          stopped = answer.ids[-1] in self._tokenizer.stop_ids
+          turns = _turns(follows, messages[j].get("tool_calls", ()))
+          between = self._tokenizer.turn(turns, stopped=stopped)
+          return [*answer.ids, *between]
+        break
+    return self._chat(messages, tools)
+
+  def record(
+    self,
+    messages: Sequence[Mapping],
+    tools: Sequence[Mapping],
+    answer: Mapping,
+    ids: list[int],
+  ) -> None:
+    """Remembers an answer; `ids` are those of its prompt and of itself."""
+    key = _keys([*messages, answer], tools)[-1]
+    self._answers[key] = _Answer(ids, self._text(messages, tools))
+    if len(self._answers) > _MOST:
+      self._answers.popitem(last=False)
+
+  def _goes_on(self, answer: _Answer, messages, tools, message) -> bool:
+    if not self._has_template:  # each message is written alone
+      return True
+    text = self._text(messages, tools)
+    if not text.startswith(answer.text):
+      return False
+    rest = text[len(answer.text) :].lstrip()
+    return rest.startswith(message["content"].strip())
+
+  def _text(self, messages, tools) -> str:
+    if not self._has_template:
+      return ""
+    return self._tokenizer.decode(self._chat(messages, tools))
+
+  def _chat(self, messages, tools) -> list[int]:
+    # Without a chat template no prompt tells of the tools.
+    return self._tokenizer.chat(messages, tools if self._has_template else ())
+
+
+def _turns(messages, calls) -> list[tuple[str, ...]]:
+  """Messages for `Tokenizer.turn`: results have the name of their function."""
+  names = {call["id"]: call["function"]["name"] for call in calls}
+  turns = []
+  for message in messages:
+    name = message.get("name") or names.get(message.get("tool_call_id"))
+    is_result = message["role"] == "tool" and calls and name
+    turn = message["role"], message["content"]
+    turns.append((*turn, name) if is_result else turn)
+  return turns
+
+
+def _keys(messages: Sequence[Mapping], tools: Sequence[Mapping]) -> list[bytes]:
+  """A digest of the messages up to each; ids of calls do not count."""
+  digest, keys = hashlib.sha256(_json(tools)), []
+  for message in messages:
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    digest.update(_json([message["role"], message["content"], calls]))
+    keys.append(digest.digest())
+  return keys
+
+
+def _json(value) -> bytes:
+  return json.dumps(value, sort_keys=True).encode() + b"\n"

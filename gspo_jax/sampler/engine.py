@@ -1,0 +1,342 @@
+"""An engine: requests come at any time, from any thread, each for a response.
+
+An engine has N rows, one for each slot of continuous batching. A step puts
+waiting requests into free rows, and samples up to a chunk of tokens for each
+row in use, in one call of a `ContinuousSampler`: for the call a row's prompt is
+all that it has so far. So a request waits for one chunk at most. Keys and
+values stay in the pages between steps: a row that goes on prefills nothing. A
+request whose prompt begins as a row does, in use or free, prefills only the
+rest: it shares the row's full pages, or takes a free row that has no more.
+"""
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from gspo_jax import model
+from gspo_jax.runtime import multihost, sharding
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.sharding import MeshJit
+from gspo_jax.sampler.continuous import (
+  ContinuousSampler,
+  PrefixCache,
+  build_continuous_sampler,
+)
+from gspo_jax.sampler.continuous.config import (
+  ContinuousBatchingConfig,
+  ShardSizes,
+)
+from gspo_jax.sampler.continuous.scheduler import CachedTokens
+from gspo_jax.sampler.samples import STOPPED, Prompts, SamplerConfig
+
+# Tokens that a step samples for each row: two segments. A new request waits for
+# half a chunk on average, and a row that has ended idles as long; a step costs
+# a few transfers.
+CHUNK = 64
+_SECONDS = 1.0  # after which `run` looks again, without being woken
+
+# Values of `Generation.finish`, as in OpenAI's API.
+STOP, LENGTH, ABORT = "stop", "length", "abort"
+
+
+class Generation:
+  """A request and what was sampled for it; `finish` is "" until it ends.
+
+  Only the engine's thread changes it. `tokens` have the stop token; `logps`
+  are their log-probs as in `Samples`, and are never shorter.
+  """
+
+  def __init__(
+    self,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    notify: Callable[[], None] = lambda: None,
+  ):
+    """`notify` is called in the engine's thread after each change."""
+    self.prompt, self.max_new_tokens = list(prompt), max_new_tokens
+    self.tokens: list[int] = []
+    self.logps: list[float] = []
+    self.finish = ""
+    self.cancelled = False  # set it to give up the rest
+    self._notify = notify
+
+  def add(self, tokens: list[int], logps: list[float], finish: str) -> None:
+    self.logps += logps
+    self.tokens += tokens
+    self.finish = finish
+    self._notify()
+
+
+@dataclasses.dataclass
+class _Row:
+  tokens: np.ndarray  # all of its request: the prompt, and what was sampled
+  generation: Generation | None = None  # None: it is free
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSampler:
+  """Opens engines, which share what is compiled; see `Sampler`.
+
+  `config` is the run's: one engine samples the responses of all groups.
+  """
+
+  config: SamplerConfig
+  context: int  # most tokens of a prompt and its response
+  chunk: ContinuousSampler
+
+  @property
+  def batching(self) -> ContinuousBatchingConfig:
+    return self.chunk.batching
+
+  @property
+  def sizes(self) -> ShardSizes:
+    return self.chunk.sizes
+
+  @property
+  def shards(self) -> int:
+    return self.chunk.shards
+
+  @property
+  def mesh(self) -> jax.sharding.Mesh:
+    return self.chunk.mesh
+
+  def lower(
+    self, *args, continues: bool = False, **options
+  ) -> dict[str, jax.stages.Lowered]:
+    return self.chunk.lower(*args, continues=True, **options)
+
+  def compilations(self) -> dict[str, tuple[MeshJit, int]]:
+    return self.chunk.compilations()
+
+  def describe(self, *, continues: bool) -> str:
+    return f"an engine, {self.chunk.describe(continues=True)}"
+
+
+def build_engine_sampler(
+  cfg: model.ModelConfig,
+  sampler: SamplerConfig,
+  *,
+  batching: ContinuousBatchingConfig,
+  context: int,
+  **places,
+) -> EngineSampler:
+  """As `build_continuous_sampler`; UserError also for several processes."""
+  if jax.process_count() > 1:
+    raise UserError(
+      f"an engine with {jax.process_count()} processes: expected one, since "
+      "each process would sample other requests"
+    )
+  chunk = dataclasses.replace(
+    sampler,
+    group_size=1,
+    max_new_tokens=min(CHUNK, sampler.max_new_tokens),
+    kept_ids=0,
+    record_routing=False,
+    speculation=0,
+  )
+  return EngineSampler(
+    sampler,
+    context,
+    build_continuous_sampler(
+      cfg, chunk, batching=batching, max_prompt_length=context, **places
+    ),
+  )
+
+
+class Engine:
+  """Samples responses with one set of weights; a context manager.
+
+  Any thread may `submit`; one thread calls `step` or `run`.
+  """
+
+  def __init__(
+    self, sampler: EngineSampler, params: model.Params, key: jax.Array
+  ):
+    self._sampler, self._params = sampler, params
+    self._key = sharding.key_beside(sampler.chunk.batch_sharding, key)
+    self._cache = PrefixCache(keeps_idle=True)
+    empty = np.zeros(0, np.int32)
+    self._rows = [_Row(empty) for _ in range(sampler.batching.slots)]
+    self._changed = threading.Condition()  # guards the next two
+    self._waiting: collections.deque[Generation] = collections.deque()
+    self._closed = False
+    self._steps = 0
+    self.slot_steps = self.num_sampled = 0  # as of Samples
+
+  @property
+  def context(self) -> int:
+    return self._sampler.context
+
+  def most_new_tokens(self, prompt_length: int) -> int:
+    """Room for a response; below 1 if the prompt is too long."""
+    left = self.context - prompt_length
+    return min(self._sampler.config.max_new_tokens, left)
+
+  def submit(self, generation: Generation) -> Generation:
+    """Asks for a response; UserError unless prompt and response have room."""
+    size, vocabulary = (
+      len(generation.prompt),
+      self._sampler.chunk.cfg.vocab_size,
+    )
+    if not size or not all(0 <= i < vocabulary for i in generation.prompt):
+      raise UserError(
+        f"a prompt of {size} tokens: expected at least one, and ids from 0 to "
+        f"{vocabulary - 1}"
+      )
+    most = self.most_new_tokens(size)
+    if not 1 <= generation.max_new_tokens <= most:
+      raise UserError(
+        f"{generation.max_new_tokens} new tokens after a prompt of {size}: "
+        f"expected 1 to {most}"
+      )
+    with self._changed:
+      if self._closed:
+        raise UserError("the engine is closed")
+      self._waiting.append(generation)
+      self._changed.notify_all()
+    return generation
+
+  def wake(self) -> None:
+    """Makes `run` look at its condition."""
+    with self._changed:
+      self._changed.notify_all()
+
+  def run(self, until: Callable[[], bool]) -> None:
+    """Takes steps, or waits for requests, until the condition holds."""
+    while not until():
+      if not self.step():
+        with self._changed:
+          self._changed.wait_for(
+            lambda: self._waiting or until(), timeout=_SECONDS
+          )
+
+  def step(self) -> bool:
+    """Samples a chunk for each request; False if there is none."""
+    self._start_waiting()
+    rows = {i: row for i, row in enumerate(self._rows) if row.generation}
+    if not rows:
+      return False
+    chunk, pad = self._sampler.chunk, self._sampler.config.pad_id
+    width = chunk.sizes.max_prompt_length
+    tokens = np.full((len(self._rows), width), pad, np.int32)
+    lengths, stop_at = np.zeros((2, len(self._rows)), np.int32)
+    for i, row in rows.items():
+      tokens[i, width - len(row.tokens) :] = row.tokens
+      lengths[i] = len(row.tokens)
+      made = row.generation
+      stop_at[i] = made.max_new_tokens - len(made.tokens)
+    samples = chunk(
+      self._params,
+      Prompts(tokens, lengths),
+      jax.random.fold_in(self._key, self._steps),
+      stop_at=stop_at,
+      prefix_cache=self._cache,
+    )
+    self._steps += 1
+    self.slot_steps += int(samples.slot_steps)
+    new = multihost.to_host(
+      (samples.tokens, samples.logps, samples.lengths, samples.finish)
+    )
+    for i, row in rows.items():
+      self._extend(row, *(x[i] for x in new))
+    return True
+
+  def close(self) -> None:
+    """Ends all requests, and frees the pages."""
+    with self._changed:
+      self._closed = True
+      waiting, self._waiting = [*self._waiting], collections.deque()
+    running = [row.generation for row in self._rows if row.generation]
+    for generation in (*running, *waiting):
+      generation.add([], [], ABORT)
+    self._rows, self._cache = [], PrefixCache()
+
+  def __enter__(self) -> "Engine":
+    return self
+
+  def __exit__(self, *_) -> None:
+    self.close()
+
+  def _extend(self, row: _Row, tokens, logps, length, finish) -> None:
+    generation, stop = row.generation, self._sampler.config.stop
+    tokens, stopped = tokens[:length].tolist(), finish == STOPPED
+    if stop:
+      # The call has found strings within the chunk only.
+      end = stop.first_end(generation.tokens, tokens)
+      stopped, tokens = stopped or end is not None, tokens[:end]
+    logps = logps[: len(tokens)].tolist()
+    row.tokens = np.append(row.tokens, np.int32(tokens))
+    self.num_sampled += len(tokens)
+    left = generation.max_new_tokens - len(generation.tokens) - len(tokens)
+    finish = STOP if stopped else LENGTH if left < 1 else ""
+    if finish:
+      row.generation = None
+    generation.add(tokens, logps, finish)
+
+  def _start_waiting(self) -> None:
+    """Frees the rows of cancelled requests; gives rows to waiting ones."""
+    for row in self._rows:
+      if row.generation and row.generation.cancelled:
+        row.generation.add([], [], ABORT)
+        row.generation = None
+    free = [i for i, row in enumerate(self._rows) if not row.generation]
+    while free:
+      with self._changed:
+        if not self._waiting:
+          return
+        generation = self._waiting.popleft()
+      if generation.cancelled:
+        generation.add([], [], ABORT)
+        continue
+      prompt = np.array(generation.prompt, np.int32)
+      i = self._place(prompt, free)
+      free.remove(i)
+      self._rows[i] = _Row(prompt, generation)
+
+  def _place(self, prompt: np.ndarray, free: list[int]) -> int:
+    """A free row, the most of whose prompt need not be prefilled.
+
+    What a row loses counts, too: the next request may begin with it.
+    """
+    chunk, n = (
+      self._sampler.chunk,
+      len(self._rows) // self._sampler.chunk.shards,
+    )
+    kept = self._cache.tokens or [{} for _ in range(chunk.shards)]
+    held = [kept[i // n].get(i % n) for i in range(len(self._rows))]
+    size = [tokens.num_tokens if tokens else 0 for tokens in held]
+    same = [
+      min(_common(row.tokens[:count], prompt), len(prompt) - 1)
+      for row, count in zip(self._rows, size, strict=True)
+    ]
+    pages = [count // chunk.sizes.page_size for count in same]
+    # Of each shard, the row that others can share most full pages of.
+    best = [
+      max(range(first, first + n), key=pages.__getitem__)
+      for first in range(0, len(self._rows), n)
+    ]
+
+    def worth(i):
+      shared = pages[best[i // n]] * chunk.sizes.page_size
+      return max(2 * same[i], shared) - size[i], -size[i]
+
+    i = max(free, key=worth)
+    source, count = i, same[i]
+    if 2 * count < (shared := pages[best[i // n]] * chunk.sizes.page_size):
+      source, count = best[i // n], shared
+    kept[i // n].pop(i % n, None)
+    if count:
+      last = -(-count // chunk.sizes.page_size)
+      kept[i // n][i % n] = CachedTokens(held[source].pages[:last], count)
+    return i
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+  """How many first tokens are the same."""
+  n = min(len(a), len(b))
+  different = np.flatnonzero(a[:n] != b[:n])
+  return int(different[0]) if different.size else n

@@ -1,0 +1,114 @@
+"""Serves a policy over HTTP, in the form of OpenAI's API.
+
+  python -m gspo_jax.serve --config=configs/tiny_cpu.py --workdir=runs/tiny
+
+The newest checkpoint of --workdir answers at http://HOST:PORT/v1; or a Hugging
+Face folder, or one step of a run, with --checkpoint. Model, prompt, lengths and
+sampling come from the config (`--config.sampler.temperature=0`). A prompt and
+its answer have at most `data.max_prompt_length + sampler.max_new_tokens`
+tokens. The URL and a new key are printed; --api_key_file names a file with a
+key instead. SIGTERM and Ctrl-C end it. docs/agents.md has what is served.
+"""
+
+import contextlib
+import dataclasses
+from pathlib import Path
+
+from absl import flags
+
+from gspo_jax.program import command
+from gspo_jax.runtime.errors import UserError, missing_package, with_reason
+
+_CHECKPOINT = flags.DEFINE_string(
+  "checkpoint", None, "A Hugging Face folder, a workdir, or a step of it."
+)
+_HOST = flags.DEFINE_string(
+  "host", "127.0.0.1", "The address to listen at; 0.0.0.0: all of this machine."
+)
+_PORT = flags.DEFINE_integer(
+  "port", 8000, "0: any that is free.", lower_bound=0, upper_bound=65535
+)
+_KEY_FILE = flags.DEFINE_string(
+  "api_key_file", None, "A file with the key that clients send."
+)
+
+_START = "python -m gspo_jax.serve --config=configs/tiny_cpu.py"
+
+
+def main() -> None:
+  command.run(lambda: command.on_hosts(_serve), _START, __doc__)
+
+
+def _serve() -> int:
+  # Not at the top: these import JAX, and a package of the extra `serve`.
+  import jax
+
+  from gspo_jax.program import load_params
+  from gspo_jax.program.config import parse
+  from gspo_jax.program.functions import build_program
+  from gspo_jax.program.sampler_functions import engine_sampler
+  from gspo_jax.runtime import sharding
+
+  folder = _CHECKPOINT.value or command.WORKDIR.value
+  if not folder:
+    raise UserError(
+      f"--workdir is missing: expected the workdir of a run, or --checkpoint; "
+      f"for a start: {_START} --workdir=runs/tiny"
+    )
+  key = _key()
+  config = load_params.with_checkpoint(parse(flags.FLAGS.config), folder)
+  devices, _ = sharding.split_devices(config.sampler_mesh.devices)
+  mesh = sharding.make_mesh(devices, **dataclasses.asdict(config.mesh))
+  with jax.set_mesh(mesh):
+    program = build_program(config, mesh, training=False, sampling=False)
+    sampler = engine_sampler(
+      config, program.cfg, program.tokenizer, program.abstract_policy, mesh
+    )
+    params = load_params.load(config, program, folder)
+    _answer(sampler, program.tokenizer, params, config.seed, key)
+  return 0
+
+
+def _answer(sampler, tokenizer, params, seed: int, key: str) -> None:
+  """Answers requests until a signal ends the command."""
+  try:
+    from gspo_jax.endpoint.app import Client, Endpoint
+    from gspo_jax.endpoint.server import Server
+  except ImportError as error:
+    raise missing_package(error, "serve", "gspo_jax.serve") from error
+  import jax
+
+  from gspo_jax.runtime.preemption import Preemption
+  from gspo_jax.sampler.engine import Engine
+
+  endpoint = Endpoint(tokenizer, sampler.config)
+  with (
+    Preemption() as preemption,
+    Server(endpoint.app, _HOST.value, _PORT.value) as server,
+    Engine(sampler, params, jax.random.key(seed)) as engine,
+    contextlib.suppress(KeyboardInterrupt),
+  ):
+    new = endpoint.admit(Client(engine, tokenizer), key)
+    print(f"base URL: {server.url}", flush=True)
+    print(
+      f"API key: {f'that of {_KEY_FILE.value}' if key else new}", flush=True
+    )
+    engine.run(lambda: preemption.requested)
+
+
+def _key() -> str:
+  """The key of --api_key_file; "" without it."""
+  if not (path := _KEY_FILE.value):
+    return ""
+  with with_reason(f"--api_key_file={path}"):
+    key = Path(path).read_text().strip()
+  if len(key) < 16 or len(key.split()) > 1:
+    raise UserError(
+      f"--api_key_file={path}: expected one word of at least 16 letters, got "
+      f"{len(key)}"
+    )
+  return key
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,324 @@
+"""OpenAI's own client talks to the endpoint; the policy's answers are scripted.
+
+The tokenizer writes a letter a byte and has a chat template with tools.
+"""
+
+import json
+import logging
+
+import pytest
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from gspo_jax.data import tokenizers
+from gspo_jax.sampler.engine import LENGTH, STOP
+from gspo_jax.sampler.samples import SamplerConfig
+
+openai = pytest.importorskip("openai")
+app = pytest.importorskip("gspo_jax.endpoint.app")
+server = pytest.importorskip("gspo_jax.endpoint.server")
+
+TEMPLATE = (
+  "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}"
+  "{% endfor %} <tool_call><|im_end|>\n{% endif %}{% for m in messages %}"
+  "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+  '<tool_call>{"name": "{{ c.function.name }}", "arguments": '
+  "{{ c.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>\n"
+  "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CONTEXT = 300
+CALC = {
+  "type": "function",
+  "function": {
+    "name": "calc",
+    "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+  },
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("tokenizer")
+  letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+  fast = Tokenizer(models.BPE({x: i for i, x in enumerate(letters)}, merges=[]))
+  fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  fast.decoder = decoders.ByteLevel()
+  fast.add_special_tokens(["<|im_end|>", "<|im_start|>"])
+  library = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=fast, eos_token="<|im_end|>", pad_token="<|im_end|>"
+  )
+  library.chat_template = TEMPLATE
+  library.save_pretrained(folder)
+  return tokenizers.load(str(folder))
+
+
+class Scripted:
+  """An engine that gives the next text of a list, in two chunks."""
+
+  context = CONTEXT
+
+  def __init__(self, tokenizer):
+    self.tokenizer, self.texts, self.made = tokenizer, [], []
+
+  def most_new_tokens(self, prompt_length):
+    return min(80, CONTEXT - prompt_length)
+
+  def submit(self, generation):
+    ids = self.tokenizer.encode(self.texts.pop(0))
+    ids = [*ids, *self.tokenizer.stop_ids][: generation.max_new_tokens]
+    finish = STOP if ids[-1] in self.tokenizer.stop_ids else LENGTH
+    logps = [-i / 100 for i in ids]
+    self.made.append(generation)
+    generation.add(ids[:3], logps[:3], "")
+    generation.add(ids[3:], logps[3:], finish)
+    return generation
+
+
+@pytest.fixture(scope="module")
+def served(tokenizer):
+  engine = Scripted(tokenizer)
+  config = SamplerConfig(stop_ids=tokenizer.stop_ids, temperature=0.5)
+  endpoint = app.Endpoint(tokenizer, config)
+  with server.Server(endpoint.app) as s:
+    yield engine, endpoint, s.url
+
+
+@pytest.fixture
+def ask(served, tokenizer):
+  """(engine, client) with a key and a transcript of its own."""
+  engine, endpoint, url = served
+  engine.texts, engine.made = [], []
+  key = endpoint.admit(app.Client(engine, tokenizer))
+  with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
+    yield engine, client
+  endpoint.dismiss(key)
+
+
+def user(text):
+  return {"role": "user", "content": text}
+
+
+def chat(client, messages, **options):
+  return client.chat.completions.create(
+    model="policy", messages=messages, **options
+  )
+
+
+IDS = {"extra_body": {"return_token_ids": True}}
+
+
+def test_a_chat_has_the_text_ids_and_logps_of_what_was_sampled(ask, tokenizer):
+  engine, client = ask
+  engine.texts = ["Hällo"]
+  answer = chat(client, [user("hi")], logprobs=True, **IDS)
+  (choice,) = answer.choices
+  ids = [*tokenizer.encode("Hällo"), *tokenizer.stop_ids]
+  assert (choice.message.content, choice.finish_reason) == ("Hällo", "stop")
+  assert choice.token_ids == ids
+  assert answer.prompt_token_ids == tokenizer.chat([user("hi")])
+  logps = [token.logprob for token in choice.logprobs.content]
+  assert logps == [-i / 100 for i in ids]
+  assert answer.usage.completion_tokens == len(ids)
+
+
+def test_a_stream_adds_up_to_the_answer_and_breaks_no_letter(ask, tokenizer):
+  engine, client = ask
+  engine.texts = ["aaä中z"] * 2  # a chunk ends inside a letter
+  options = {"logprobs": True, "stream_options": {"include_usage": True}}
+  parts = [*chat(client, [user("hi")], stream=True, **options, **IDS)]
+  whole = chat(client, [user("hi")], **IDS).choices[0]
+  deltas = [c for part in parts for c in part.choices]
+  assert "".join(c.delta.content for c in deltas) == "aaä中z"
+  assert [i for c in deltas for i in c.token_ids] == whole.token_ids
+  logps = [x.logprob for c in deltas for x in c.logprobs.content]
+  assert logps == [-i / 100 for i in whole.token_ids]
+  assert deltas[-1].finish_reason == "stop"
+  assert parts[-1].usage.completion_tokens == len(whole.token_ids)
+
+
+def test_a_completion_takes_text_or_ids(ask, tokenizer):
+  engine, client = ask
+  engine.texts = ["yes", "yes", "yes"]
+  ids = tokenizer.encode("a text")
+  create = client.completions.create
+  (by_text,) = create(model="policy", prompt="a text", logprobs=1).choices
+  (by_ids,) = create(model="policy", prompt=ids, max_tokens=2, **IDS).choices
+  assert [g.prompt for g in engine.made] == [ids, ids]
+  assert (by_text.text, by_ids.text) == ("yes", "ye")
+  assert (by_text.finish_reason, by_ids.finish_reason) == ("stop", "length")
+  assert by_ids.prompt_token_ids == ids
+  assert by_ids.token_ids == tokenizer.encode("ye")
+  assert len(by_text.logprobs.token_logprobs) == 4
+  parts = create(model="policy", prompt="x", stream=True)
+  assert "".join(part.choices[0].text for part in parts) == "yes"
+
+
+CALL = '<tool_call>{"name": "calc", "arguments": {"a":"1+1"}}</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_call_goes_to_the_agent_and_its_result_behind_it(
+  ask, tokenizer, stream
+):
+  engine, client = ask
+  engine.texts = [f"I ask. {CALL}", "2"]
+  first = [user("1+1?")]
+  made = chat(client, first, tools=[CALC], stream=stream)
+  if stream:
+    (choice,) = (c for part in made for c in part.choices)
+    message = choice.delta
+  else:
+    (choice,) = made.choices
+    message = choice.message
+  assert choice.finish_reason == "tool_calls"
+  (call,) = message.tool_calls
+  assert call.function.name == "calc"
+  assert json.loads(call.function.arguments) == {"a": "1+1"}
+  assert message.content == "I ask."
+  sent = message.model_dump(exclude_none=True) | {"role": "assistant"}
+  result = {"role": "tool", "tool_call_id": call.id, "content": "2"}
+  chat(client, [*first, sent, result], tools=[CALC])
+  # The ids of the policy's own writing, not those of the template's.
+  begin = [*engine.made[0].prompt, *engine.made[0].tokens]
+  assert engine.made[1].prompt[: len(begin)] == begin
+  rest = tokenizer.decode(engine.made[1].prompt[len(begin) :])
+  assert rest == "\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("tool_choice", ["none", None])
+def test_calls_stay_text_where_they_are_not_asked_for(ask, tool_choice):
+  engine, client = ask
+  engine.texts = [CALL]
+  tools = {"tools": [CALC], "tool_choice": "none"} if tool_choice else {}
+  (choice,) = chat(client, [user("1+1?")], **tools).choices
+  assert (choice.message.content, choice.finish_reason) == (CALL, "stop")
+
+
+def test_a_call_that_cannot_be_read_stays_text(ask):
+  engine, client = ask
+  engine.texts = ["<tool_call>{nonsense</tool_call>"]
+  (choice,) = chat(client, [user("1+1?")], tools=[CALC]).choices
+  assert choice.message.content == "<tool_call>{nonsense</tool_call>"
+
+
+def test_an_edited_history_is_encoded_anew(ask, tokenizer):
+  engine, client = ask
+  engine.texts = ["one", "two", "three"]
+  chat(client, [user("a")])
+  edited = [user("a"), {"role": "assistant", "content": "One"}, user("b")]
+  chat(client, edited)
+  assert engine.made[1].prompt == tokenizer.chat(edited)
+  other = [user("A"), {"role": "assistant", "content": "one"}, user("b")]
+  chat(client, other)
+  assert engine.made[2].prompt == tokenizer.chat(other)
+
+
+def test_an_answer_that_was_cut_goes_on_with_its_own_ids(ask, tokenizer):
+  engine, client = ask
+  engine.texts = ["onetwo", "x"]
+  chat(client, [user("a")], max_tokens=3)
+  chat(client, [user("a"), {"role": "assistant", "content": "one"}, user("b")])
+  begin = [*engine.made[0].prompt, *tokenizer.encode("one")]
+  assert engine.made[1].prompt[: len(begin)] == begin
+  rest = tokenizer.decode(engine.made[1].prompt[len(begin) :])
+  assert rest.startswith("<|im_end|>\n<|im_start|>user\nb")
+
+
+@pytest.mark.parametrize(
+  ("options", "param"),
+  [
+    ({"n": 2}, "n"),
+    ({"stop": ["x"]}, "stop"),
+    ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+    ({"tools": [CALC], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": "x"}, "max_completion_tokens"),
+    ({"logit_bias": {"3": 4}}, "logit_bias"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
+    ({"messages": [user(3)]}, "messages[0].content"),
+    ({"messages": [user("\ud800")]}, None),
+    ({"messages": [user([{"type": "image_url"}])]}, "messages[0].content"),
+    (
+      {"messages": [user("a"), {"role": "assistant", "content": "b"}]},
+      "messages[1].role",
+    ),
+    ({"extra_body": {"stream": "yes"}}, "stream"),
+  ],
+)
+def test_a_wrong_field_is_named(ask, options, param):
+  _, client = ask
+  options = {"messages": [user("a")]} | options
+  if param is None:  # the client itself cannot send it
+    with pytest.raises(UnicodeEncodeError):
+      chat(client, **options)
+    return
+  with pytest.raises(openai.BadRequestError) as error:
+    chat(client, **options)
+  assert error.value.param == param
+  assert "expected" in error.value.message
+
+
+def test_a_prompt_that_is_too_long_is_refused(ask):
+  _, client = ask
+  with pytest.raises(openai.BadRequestError) as error:
+    chat(client, [user("x" * CONTEXT)])
+  assert error.value.code == "context_length_exceeded"
+  ids = [0] * CONTEXT
+  with pytest.raises(openai.BadRequestError) as error:
+    client.completions.create(model="policy", prompt=ids)
+  assert error.value.code == "context_length_exceeded"
+
+
+def test_a_body_that_is_too_long_or_no_json_is_refused(ask):
+  _, client = ask
+  with pytest.raises(openai.APIStatusError) as error:
+    chat(client, [user("x" * 2_000_000)])
+  assert error.value.status_code == 413
+  for body in (b"{", b"[1]", b"[" * 100_000, b'{"messages": "\\ud800"}'):
+    answer = client._client.post(
+      f"{client.base_url}chat/completions",
+      content=body,
+      headers={"Authorization": f"Bearer {client.api_key}"},
+    )
+    assert answer.status_code == 400
+    assert "expected" in answer.json()["error"]["message"]
+
+
+def test_another_key_or_model_is_refused(ask, served):
+  _, client = ask
+  with pytest.raises(openai.AuthenticationError):
+    chat(client.with_options(api_key="other"), [user("a")])
+  with pytest.raises(openai.NotFoundError, match="policy"):
+    client.chat.completions.create(model="gpt", messages=[user("a")])
+  (model,) = client.models.list().data
+  assert (model.id, model.max_model_len) == ("policy", CONTEXT)
+
+
+def test_a_client_does_not_see_what_another_was_answered(
+  ask, served, tokenizer
+):
+  engine, client = ask
+  _, endpoint, _ = served
+  engine.texts = ["one", "two"]
+  chat(client, [user("a")], max_tokens=2)
+  key = endpoint.admit(app.Client(engine, tokenizer))
+  more = [user("a"), {"role": "assistant", "content": "on"}, user("b")]
+  chat(client.with_options(api_key=key), more)
+  endpoint.dismiss(key)
+  assert engine.made[1].prompt == tokenizer.chat(more)
+  with pytest.raises(openai.AuthenticationError):
+    chat(client.with_options(api_key=key), more)
+
+
+def test_other_sampling_is_logged_once_and_not_honoured(ask, caplog):
+  engine, client = ask
+  engine.texts = ["a", "b"]
+  with caplog.at_level(logging.WARNING, logger="absl"):
+    for _ in range(2):
+      chat(client, [user("a")], temperature=0.7, top_p=1.0)
+  lines = [r.getMessage() for r in caplog.records]
+  assert [line for line in lines if "temperature=0.7" in line] == lines
+  assert len(lines) == 1

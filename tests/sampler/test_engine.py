@@ -1,0 +1,240 @@
+"""An engine gives each request what one call of the sampler gives."""
+
+import dataclasses
+import functools
+import itertools
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from gspo_jax import model
+from gspo_jax.data import tokenizers
+from gspo_jax.logprobs import token_logprobs
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.sampler import continuous, engine, stop_strings
+from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
+from gspo_jax.sampler.engine import Engine, Generation
+from gspo_jax.sampler.samples import Prompts, SamplerConfig
+
+CFG = model.variant("tiny", vocab_size=32, dtype="float32")
+GREEDY = SamplerConfig(1, 24, stop_ids=(3, 5), temperature=0, pad_id=7)
+SMALL = ContinuousBatchingConfig(
+  slots=4, page_size=4, segment_steps=3, prefill_chunk=8
+)
+CONTEXT = 40
+PROMPTS = [[*range(6, 6 + n)] for n in (1, 4, 9, 13, 2, 17, 8, 5)]
+
+
+@functools.cache
+def weights():
+  return jax.jit(model.init, static_argnums=1)(jax.random.key(0), CFG)
+
+
+def places(devices):
+  axes = {"data": 2} if devices > 1 else {}
+  mesh = sharding.make_mesh(jax.devices()[:devices], **axes)
+  shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), CFG))
+  shardings = model.shardings(shapes, mesh)
+  return {"params_sharding": shardings, "mesh": mesh, "sampler_mesh": mesh}
+
+
+@functools.cache
+def built(config=GREEDY, devices=1):
+  """Chunks of 5 tokens, so that each response takes several."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(engine, "CHUNK", 5)
+    return engine.build_engine_sampler(
+      CFG, config, batching=SMALL, context=CONTEXT, **places(devices)
+    )
+
+
+def opened(config=GREEDY, devices=1, key=1):
+  return Engine(built(config, devices), weights(), jax.random.key(key))
+
+
+@functools.cache
+def expected():
+  """The greedy responses of one call of a ContinuousSampler."""
+  generate = continuous.build_continuous_sampler(
+    CFG, GREEDY, batching=SMALL, max_prompt_length=17, **places(1)
+  )
+  tokens = np.zeros((len(PROMPTS), 17), np.int32)
+  for row, prompt in zip(tokens, PROMPTS, strict=True):
+    row[17 - len(prompt) :] = prompt
+  lengths = np.array([len(p) for p in PROMPTS], np.int32)
+  s = generate(weights(), Prompts(tokens, lengths), jax.random.key(0))
+  s = jax.device_get(s)
+  return [
+    (row[:n].tolist(), logps[:n])
+    for row, logps, n in zip(s.tokens, s.logps, s.lengths, strict=True)
+  ]
+
+
+def ask(open_engine, prompt, count=None):
+  most = open_engine.most_new_tokens(len(prompt))
+  return open_engine.submit(Generation(prompt, count or most))
+
+
+def run(open_engine, *generations):
+  open_engine.run(lambda: all(g.finish for g in generations))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_more_requests_than_rows_get_the_samplers_responses(devices):
+  with opened(devices=devices) as e:
+    made = [ask(e, prompt) for prompt in PROMPTS]
+    run(e, *made)
+  for g, (tokens, logps) in zip(made, expected(), strict=True):
+    assert g.tokens == tokens
+    np.testing.assert_allclose(g.logps, logps, atol=1e-4)
+    assert g.finish == ("stop" if tokens[-1] in GREEDY.stop_ids else "length")
+
+
+def test_a_request_that_arrives_while_others_decode_changes_none():
+  with opened() as e:
+    made = []
+    for prompt in PROMPTS:
+      made.append(ask(e, prompt))
+      e.step()
+    run(e, *made)
+  assert [g.tokens for g in made] == [tokens for tokens, _ in expected()]
+
+
+def prefilled(e, monkeypatch):
+  """Counts the tokens that the engine prefills from now on."""
+  count, queues = [0], type(e._sampler.chunk)._prefill_queues
+
+  def counted(self, *args):
+    made = queues(self, *args)
+    for prefills in made:
+      for prefill, tokens, *_ in itertools.chain(*prefills.values()):
+        count[0] += len(tokens) - prefill.num_cached
+    return made
+
+  monkeypatch.setattr(type(e._sampler.chunk), "_prefill_queues", counted)
+  return count
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_next_call_of_an_agent_prefills_only_what_is_new(
+  devices, monkeypatch
+):
+  with opened(devices=devices) as e:
+    first = ask(e, PROMPTS[3], 4)
+    run(e, first)
+    # Other requests come and go between the calls.
+    run(e, *(ask(e, prompt, 3) for prompt in PROMPTS[:3]))
+    count = prefilled(e, monkeypatch)
+    prompt = [*first.prompt, *first.tokens, 9, 10]
+    second = ask(e, prompt)
+    run(e, second)
+    assert count[0] == 2  # the last sampled token, and 9; 10 is fed
+  with opened() as other:
+    alone = ask(other, prompt)
+    run(other, alone)
+  assert (second.tokens, second.finish) == (alone.tokens, alone.finish)
+  np.testing.assert_allclose(second.logps, alone.logps, atol=1e-4)
+
+
+def test_a_prompt_that_parts_from_a_row_reuses_what_they_share(monkeypatch):
+  with opened() as e:
+    run(e, *(ask(e, prompt, 2) for prompt in ([9], [8], [11])))
+    run(e, ask(e, PROMPTS[5], 6))
+    count = prefilled(e, monkeypatch)
+    prompt = [*PROMPTS[5][:14], 9, 10]
+    branch = ask(e, prompt)
+    run(e, branch)
+    assert count[0] == 3  # 12 of 14 are on full pages
+  with opened() as other:
+    alone = ask(other, prompt)
+    run(other, alone)
+  assert branch.tokens == alone.tokens
+
+
+def test_a_cancelled_request_ends_and_the_others_go_on():
+  with opened() as e:
+    made = [ask(e, prompt) for prompt in PROMPTS]
+    e.step()
+    longest = max(made[:4], key=lambda g: not g.finish)
+    longest.cancelled = made[7].cancelled = True
+    run(e, *made)
+    assert (longest.finish, made[7].finish) == ("abort", "abort")
+    assert len(longest.tokens) == 5
+    assert not made[7].tokens
+  for g, (tokens, _) in zip(made, expected(), strict=True):
+    assert g.finish == "abort" or g.tokens == tokens
+
+
+def test_a_thread_is_told_of_each_chunk_and_of_the_end():
+  seen = []
+  with opened() as e:
+    g = Generation(PROMPTS[3], 12, lambda: seen.append(len(g.tokens)))
+    thread = threading.Timer(0.1, lambda: e.submit(g))
+    thread.start()
+    e.run(lambda: bool(g.finish))
+    thread.join()
+    waiting = ask(e, [9])
+  assert seen == [5, 10, 12]
+  assert waiting.finish == "abort"  # the engine was closed
+
+
+def test_a_stop_string_is_found_across_chunks():
+  tokens, _ = next(x for x in expected() if len(x[0]) > 8)
+  prompt = PROMPTS[[t for t, _ in expected()].index(tokens)]
+  words = [chr(97 + i) for i in range(32)]  # a letter a token
+
+  class Letters(tokenizers.base.Tokenizer):
+    fingerprint, token_bytes = (
+      "letters",
+      lambda self: [word.encode() for word in words],
+    )
+
+  string = "".join(words[i] for i in tokens[3:7])
+  config = dataclasses.replace(
+    GREEDY, stop=stop_strings.build((string,), Letters())
+  )
+  text = "".join(words[i] for i in tokens)
+  with opened(config) as e:
+    g = ask(e, prompt)
+    run(e, g)
+  assert g.tokens == tokens[: text.index(string) + 4]
+  assert g.finish == "stop"
+
+
+def test_sampled_logps_are_those_of_a_forward_pass():
+  config = dataclasses.replace(GREEDY, temperature=0.8)
+  with opened(config) as e:
+    made = [ask(e, prompt, 11) for prompt in PROMPTS]
+    run(e, *made)
+  assert len({*map(tuple, (g.tokens for g in made))}) > 1
+  for g in made:
+    whole, n = np.array([[*g.prompt, *g.tokens]]), len(g.tokens)
+    forced = token_logprobs(
+      weights(),
+      CFG,
+      whole,
+      np.arange(whole.size)[None],
+      whole >= 0,
+      response_length=n,
+      temperature=0.8,
+    )
+    np.testing.assert_allclose(g.logps, forced.logps[0], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+  ("prompt", "count", "words"),
+  [
+    ([], 1, "prompt of 0 tokens"),
+    ([99], 1, "ids from 0 to 31"),
+    ([-1], 1, "ids from 0 to 31"),
+    ([9] * 40, 1, "expected 1 to 0"),
+    ([9], 25, "expected 1 to 24"),
+    ([9] * 30, 11, "expected 1 to 10"),
+  ],
+)
+def test_a_request_without_room_is_refused(prompt, count, words):
+  with opened() as e, pytest.raises(UserError, match=words):
+    ask(e, prompt, count)
