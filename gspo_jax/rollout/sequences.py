@@ -11,6 +11,7 @@ R response columns.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -48,28 +49,32 @@ class EpisodeSequence:
     self.turns += [turn] * len(ids)
 
 
-def room(prompt: int, width: int, longest: int) -> int:
-  """Tokens that fit behind a prompt of so many, for S = width, R = longest."""
-  return longest - max(prompt - width, 0)
+class SequenceLimits(NamedTuple):
+  turns: int  # calls of an episode
+  sequences: int  # K
+  width: int  # S
+  longest: int  # R
+
+  def room(self, prompt_length: int) -> int:
+    """Tokens that fit behind a prompt."""
+    return self.longest - max(prompt_length - self.width, 0)
 
 
 def arrange(
   episodes: Mapping[int, Sequence[EpisodeSequence]],
   finish: np.ndarray,
+  limits: SequenceLimits,
   *,
-  sequences: int,
-  width: int,
-  longest: int,
+  slot_steps: int,
   pad_id: int,
   batch_sharding: jax.sharding.Sharding,
 ) -> tuple[Prompts, Samples]:
   """The prompts [B * K] on the host, and the samples; call it on every process.
 
-  `episodes` are this process's, by number from 0 to B - 1, each of at most
-  K = `sequences`; the others are rows without tokens. `finish` [B] int8 is of
-  all episodes. S is `width`, R `longest`; `slot_steps` is 0.
+  `episodes` are this process's, by number from 0 to B - 1; the others are rows
+  without tokens. `finish` [B] int8 is of all episodes.
   """
-  B, K, S, R = len(finish), sequences, width, longest
+  B, (_, K, S, R) = len(finish), limits
   rows = {
     b * K + k: sequence
     for b, own in episodes.items()
@@ -105,8 +110,7 @@ def arrange(
     whole(turns).astype(np.int16),
   )
   *arrays, turns = multihost.to_global(arrays, batch_sharding)
-  steps = multihost.to_global(
-    np.int32(0), sharding.replicated(batch_sharding.mesh)
-  )
+  replicated = sharding.replicated(batch_sharding.mesh)
+  steps = multihost.to_global(np.int32(slot_steps), replicated)
   samples = Samples(*arrays, slot_steps=steps, turns=turns)
   return Prompts(prompts, prompt_lengths), samples

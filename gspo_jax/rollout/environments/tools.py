@@ -197,9 +197,9 @@ def _functions(path: str, instance: Any) -> dict[str, Callable]:
 
 
 @functools.cache
-def _scores(spec: str) -> Reward:
+def _scores(spec: str, workdir: str = "") -> Reward:
   """A reward that scores one response, of unknown length, in a plain call."""
-  reward = named_reward(spec)
+  reward = named_reward(spec, workdir=workdir)
   names = inspect.signature(reward.function).parameters
   for is_so, what in (
     (reward.takes_group, "takes a group of responses"),
