@@ -161,6 +161,8 @@ class Config:
     )
     if self.rollout.environment:
       self._check_environment()
+      if self.rollout.plays_agents:
+        self._check_agents()
     elif self.rollout.max_sequences > 1:
       raise UserError(
         f"rollout.max_sequences={self.rollout.max_sequences}: expected 1 "
@@ -280,6 +282,27 @@ class Config:
             "recorded for calls",
           ),
         )
+      ),
+      because="rollout.environment",
+    )
+
+  def _check_agents(self):
+    self._refuse(
+      ("rollout.max_staleness", self.rollout.max_staleness, "0"),
+      (
+        "objective.replay",
+        self.objective.replay == "r3",
+        "'none' or 'r2', for the experts of calls are not recorded",
+      ),
+      (
+        "sampler.kept_ids",
+        self.sampler.keeps_ids,
+        "0 with top_k, top_p or min_p, for the ids of calls are not recorded",
+      ),
+      (
+        "objective.credit",
+        self.objective.credit == "turn",
+        "'response', for an agent gives one reward at its end",
       ),
       because="rollout.environment",
     )

@@ -31,7 +31,7 @@ from gspo_jax.rollout.conversations import Conversations
 from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.reward_model import RewardModel
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, missing_package
 from gspo_jax.workers import sandbox_files
 
 # The version of an RL checkpoint's layout. Raise it when arrays or metadata
@@ -74,8 +74,10 @@ class Experiment:
     return np.int32([teacher_of(c, p) for p in prompts.problems])
 
   @property
-  def conversations(self) -> Conversations | None:
-    """The sampler of conversations; None without an environment."""
+  def conversations(self):
+    """`Conversations` or `Agents`; None without an environment."""
+    if self.config.rollout.plays_agents:
+      return self._agents
     if not self.config.rollout.environment:
       return None
     return Conversations(
@@ -84,6 +86,23 @@ class Experiment:
       prompt_config=self.program.prompt_config,
       batch_sharding=sharding.batch_sharding(self.program.sampler.mesh),
       stop=self.program.sampler.stop,
+    )
+
+  @property
+  def _agents(self):
+    from gspo_jax.rollout.agents import Agents, Limits
+
+    c = self.config
+    return Agents(
+      self.reward_pool,
+      Limits(
+        turns=c.rollout.max_turns,
+        sequences=c.rollout.max_sequences,
+        width=c.data.max_prompt_length,
+        longest=c.sampler.max_new_tokens,
+      ),
+      self.program.prompt_config,
+      sharding.batch_sharding(self.program.sampler.mesh),
     )
 
 
@@ -118,7 +137,7 @@ def prepare(
   for warning in filter(None, (*clips, settings.length_warning(config))):
     multihost.print_once(f"warning: {warning}")
   program = build_program(config, mesh, sampler_devices=sampler_devices)
-  if config.rollout.environment:
+  if config.rollout.environment and not config.rollout.plays_agents:
     program = _with_tools(program, config.rollout.environment)
   with Progress(f"reading {config.data.source}"):
     problems = datasets.load(config.data, config.seed)
@@ -191,21 +210,35 @@ def _with_tools(program: Program, spec: str) -> Program:
   return dataclasses.replace(program, prompt_config=prompts)
 
 
-def _environment_pool(
-  config: Config, tokenizer, problems: Datasets
-) -> EnvironmentPool:
+def _environment_pool(config: Config, tokenizer, problems: Datasets):
+  """An `EnvironmentPool`, or an `AgentPool`."""
   c, spec = config.reward, config.rollout.environment
+  limits = {
+    "workers": c.workers,
+    "seconds": c.seconds,
+    "concurrency": c.concurrency,
+  }
   try:
+    if config.rollout.plays_agents:
+      return _agent_pool(config, tokenizer, limits)
     return EnvironmentPool(
       spec,
       tool_format=tokenizer.tool_format,
       examples=_first_problems(problems),
-      workers=c.workers,
-      seconds=c.seconds,
-      concurrency=c.concurrency,
+      **limits,
     )
   except UserError as error:
     raise UserError(f"rollout.environment={spec!r}: {error}") from error
+
+
+def _agent_pool(config: Config, tokenizer, limits):
+  try:  # not at the top: it needs packages of an extra
+    from gspo_jax.rollout.agents import AgentPool
+  except ImportError as error:
+    raise missing_package(error, "serve", "an agent") from error
+  sampling = settings.sampler_config(config, tokenizer)
+  spec = config.rollout.environment
+  return AgentPool(spec, tokenizer, sampling, **limits)
 
 
 def _first_problems(problems: Datasets) -> list[Problem]:

@@ -84,6 +84,8 @@ def sampler_functions(
     )
 
   def eval_sampler(sampling):
+    if config.rollout.plays_agents and sampling.temperature:
+      return dataclasses.replace(generate, config=sampling)
     responses = eval_prompts * sampling.group_size
     return sampler(sampling, batching.with_slots_for(responses))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from gspo_jax.rollout.agent import PREFIX
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.key import (
   AT_LEAST_1,
@@ -10,8 +11,6 @@ from gspo_jax.runtime.key import (
   check,
   key,
 )
-
-AGENTS = "openai:"  # begins `environment` if agents call the policy over HTTP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,8 @@ class RolloutConfig:
     "",
     "what answers the policy between its responses, and gives the reward: of "
     "BUILT_IN in gspo_jax/rollout/environment.py, or package.module.Class; "
-    '"name:key=value" sets its arguments. "": none, one response a prompt. '
+    '"name:key=value" sets its arguments. "openai:package.module.function": an '
+    'agent, which calls the policy over HTTP. "": none, one response a prompt. '
     "Needs continuous_batching.slots and reward.names=(); "
     "sampler.max_new_tokens is the length of the whole conversation.",
   )
@@ -65,7 +65,7 @@ class RolloutConfig:
   @property
   def plays_agents(self) -> bool:
     """Whether agents call the policy over HTTP; see `agents`."""
-    return self.environment.startswith(AGENTS)
+    return self.environment.startswith(PREFIX)
 
   @property
   def continues(self) -> bool:
