@@ -141,10 +141,10 @@ class AgentPool(Pool):
     self, spec: str, tokenizer: Tokenizer, config: SamplerConfig, **limits
   ):
     self.name = f"agent {spec.removeprefix(agent.PREFIX)!r}"
-    load = functools.partial(agent.load, spec)
-    super().__init__(self.name, load, **limits)
     self.endpoint = Endpoint(tokenizer, config)
     self._server = Server(self.endpoint.app)
+    load = functools.partial(agent.load, spec)
+    super().__init__(self.name, load, **limits)
 
   def play(self, episodes: Sequence[tuple[Problem, str]]) -> Started:
     """Plays an episode about each (problem, key)."""
