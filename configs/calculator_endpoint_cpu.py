@@ -18,6 +18,10 @@ from gspo_jax.configs import calculator_cpu
 
 def get_config(mode: str = "") -> ConfigDict:
   """mode: "" or "debug"."""
+  if mode not in ("", "debug"):
+    raise ValueError(
+      f"configs/calculator_endpoint_cpu.py:{mode}: expected 'debug' or nothing"
+    )
   c = calculator_cpu.get_config(mode)
   c.rollout.environment = "openai:gspo_jax.tasks.calculator_agent.play"
   c.reward.seconds = 120.0  # of an episode; the first ones wait for compilation
