@@ -1,5 +1,6 @@
 """What identifies a run, and how it names a mistaken reward."""
 
+import dataclasses
 import json
 import os
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ import jax
 import pytest
 from repository import ROOT
 
-from gspo_jax.data import sources
+from gspo_jax.data import prompt_batch, sources, tokenizers
 from gspo_jax.data.datasets import Datasets, Stage
 from gspo_jax.data.problem import Problem
 from gspo_jax.evaluate import evaluator
@@ -237,3 +238,29 @@ def datasets_of(*columns):
   *trained, held_out = ([problem] for problem in problems)
   source = sources.mix(trained, ())
   return Datasets([Stage(1, source)], held_out, source)
+
+
+class Told(tokenizers.plain.Bytes):
+  """A tokenizer whose prompts are the names of the tools."""
+
+  tool_format = "hermes"
+
+  def chat(self, messages, tools=()):
+    return [tool["function"]["name"] for tool in tools]
+
+  def check_turns(self, roles, tools=(), tool_format=""):
+    if tool_format == "glm45":
+      raise UserError(f"{roles} {len(tools)}")
+
+
+def test_the_policy_is_told_of_the_environments_tools():
+  made = dataclasses.make_dataclass("Program", ["prompt_config", "tokenizer"])
+  program = made(prompt_batch.PromptConfig(Told(), 9), Told())
+  prompt = lambda spec: experiment._with_tools(
+    program, spec
+  ).prompt_config.tokens_of(Problem("x", "1", ""))
+  spec = "tools:functions=gspo_jax.tasks.games.calc,reward=gsm8k"
+  assert prompt(spec) == ["calc"]
+  assert prompt("python") == prompt(f"{spec},format=call") == []
+  with pytest.raises(UserError, match=r"rollout\.environment=.*\('tool',\) 1"):
+    prompt(f"{spec},format=glm45")

@@ -343,6 +343,16 @@ def test_a_prompt_that_is_too_long_costs_its_group(pool):
   assert re.search(r"99 tokens.*data.max_prompt_length=6", reason)
 
 
+def test_a_prompt_of_the_environment_tells_of_tools():
+  """As the prompts of the data do: without a chat template both are refused."""
+  cfg = prompt_batch.PromptConfig(BYTES, S, tools=[{"type": "function"}])
+  sample = Conversations(None, 4, cfg, None, None)
+  with pytest.raises(UserError, match="tools and tool calls need"):
+    sample._prompt({(("user", "!"),)})
+  with pytest.raises(UserError, match="tools and tool calls need"):
+    cfg.tokens_of(Problem("!", "", ""))
+
+
 def test_a_checkpoint_has_what_samples_do_not(pool):
   """The prompts of the environments, rewards, and those of the turns."""
   done, _ = converse(pool, ["prompt", "ab"], [["x", "end"], ["end"]] * 2)

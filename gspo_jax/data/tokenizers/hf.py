@@ -8,6 +8,7 @@ exactly the ids of `apply_chat_template`.
 import ast
 import contextlib
 import ctypes
+import functools
 import itertools
 import json
 import re
@@ -189,6 +190,7 @@ class HFTokenizer(Tokenizer):
     self, messages: Sequence[Message], tools: Sequence[Mapping] = ()
   ) -> list[int]:
     if self._library.chat_template:
+      messages = [_change_arguments(m, _read) for m in messages]
       return self._ids(messages, tools=tools)
     # The ids that the tokenizer puts before every text.
     begin = self._parsing.encode("", add_special_tokens=True).ids[:1]
@@ -389,6 +391,9 @@ class HFTokenizer(Tokenizer):
     self, messages: Sequence[Message], tools: Sequence[Mapping] = ()
   ) -> str:
     template = f"tokenizer {self._name!r}: its chat template"
+    if any(m.get("tool_calls") for m in messages) and self._takes_json:
+      dumps = functools.partial(json.dumps, ensure_ascii=False)
+      messages = [_change_arguments(m, dumps) for m in messages]
     with content_of(f"{template} raised"):
       text = self._library.apply_chat_template(
         [*messages],
@@ -403,6 +408,21 @@ class HFTokenizer(Tokenizer):
         f"{_MAX_CHARACTERS:,}"
       )
     return text
+
+  @functools.cached_property
+  def _takes_json(self) -> bool:
+    """Whether the template takes arguments as JSON, as that of DeepSeek does.
+
+    Most take mappings.
+    """
+    result = as_messages([("tool", "x", "f")])
+    messages = [*as_messages([("user", "x")]), _response("x", result), *result]
+    with contextlib.suppress(Exception):  # raised again, when there is a call
+      try:
+        self._library.apply_chat_template(messages, tokenize=False)
+      except TypeError:  # a text and a mapping have no sum
+        return True
+    return False
 
   def _require_an_end(self) -> None:
     if not self._library.chat_template:
@@ -457,6 +477,29 @@ def _response(text: str, answers: Sequence[Message]) -> Message:
       calls = [call | {"id": answer["tool_call_id"]}]
       return {"role": "assistant", "content": "", "tool_calls": calls}
   return {"role": "assistant", "content": text}
+
+
+def _change_arguments(message: Message, change: Callable) -> Message:
+  """A message; the arguments of its calls are changed."""
+
+  def changed(call):
+    function = call["function"]
+    arguments = change(function["arguments"])
+    return {**call, "function": {**function, "arguments": arguments}}
+
+  calls = message.get("tool_calls")
+  return {**message, "tool_calls": [*map(changed, calls)]} if calls else message
+
+
+def _read(arguments: Mapping | str) -> Mapping:
+  """The arguments of a call, which OpenAI's API has as JSON."""
+  try:
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+  except ValueError as error:
+    raise UserError(
+      "arguments of a tool call: expected a mapping or JSON, got "
+      f"{arguments[:40]!r}: {error}"
+    ) from error
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -76,6 +76,13 @@ class Tools:
           f"{_NAME}: {functions}: function {name!r} is `async`: expected a "
           "plain function"
         )
+      try:
+        _types(function)
+      except Exception as error:  # types are evaluated
+        raise UserError(
+          f"{_NAME}: {functions}: function {name!r}: expected types that can "
+          f"be evaluated: {error}"
+        ) from error
     _scores(reward)
 
   @staticmethod
@@ -86,6 +93,7 @@ class Tools:
     self._problem, self._object = problem, _new(self._path)
     if reset := getattr(self._object, "reset", None):
       reset(problem)
+    self._score_keywords("")  # an error now if the problem lacks a column
     return ()
 
   def step(self, response: str) -> Step:
@@ -96,17 +104,21 @@ class Tools:
       return Step(done=True, reward=self._score(response))
     results = [_result(call, functions) for call in calls]
     messages = [
-      ("tool", text[: self._characters], call.name or "unknown")
+      ("tool", _encodable(text[: self._characters]), _encodable(call.name))
       for call, (text, _) in zip(calls, results, strict=True)
     ]
     failed = sum(failed for _, failed in results)
     return Step(messages, tool_calls=len(calls), tool_errors=failed)
 
   def _score(self, response: str) -> float:
+    text, reference, _ = self._problem
+    keywords = self._score_keywords(response)
+    return _scores(self._reward)(text, response, reference, **keywords)
+
+  def _score_keywords(self, response: str) -> dict[str, Any]:
     text, reference, columns = self._problem
     answer = Response(text, response, reference, columns=columns)
-    reward = _scores(self._reward)
-    return reward(text, response, reference, **reward.keywords([answer]))
+    return _scores(self._reward).keywords([answer])
 
 
 def _result(
@@ -130,7 +142,7 @@ def _result(
       value = json.dumps(value, ensure_ascii=False, default=str)
   except Exception as error:
     return _reason(error), True
-  return value.encode(errors="replace").decode(), False
+  return value, False
 
 
 def _reason(error: Exception) -> str:
@@ -138,8 +150,12 @@ def _reason(error: Exception) -> str:
   text = str(error)
   if not isinstance(error, ValueError):
     text = f"{type(error).__name__}: {text}"
-  text = text.encode(errors="replace").decode()
   return f"error: {text}" if text else "error"
+
+
+def _encodable(text: str) -> str:
+  """JSON may have halves of surrogate pairs, which UTF-8 cannot encode."""
+  return text.encode(errors="replace").decode()
 
 
 def _types(function: Callable) -> dict[str, Any]:
@@ -180,21 +196,30 @@ def _functions(path: str, instance: Any) -> dict[str, Callable]:
     if not (isinstance(several, list | tuple) and all(map(callable, several))):
       several = ()
     functions = {f.__name__: f for f in several}
+    if len(functions) < len(several):
+      functions = {}
   if not functions:
     raise UserError(
       f"{_NAME}: functions={path!r}: expected a function, a list of functions "
-      f"or a class with public methods, got {str(found)[:40]}"
+      "with different names, or a class with public methods, got "
+      f"{str(found)[:60]}"
     )
   return functions
 
 
 @functools.cache
 def _scores(spec: str) -> Reward:
-  """A reward that scores one response in a plain call."""
+  """A reward that scores one response, of unknown length, in a plain call."""
   reward = named_reward(spec)
-  if reward.takes_group or reward.is_async:
-    kind = "of a group" if reward.takes_group else "an `async` function"
-    raise UserError(
-      f"{_NAME}: reward={spec!r} is {kind}: expected one of a single response"
-    )
+  names = inspect.signature(reward.function).parameters
+  for is_so, what in (
+    (reward.takes_group, "takes a group of responses"),
+    (reward.is_async, "is `async`"),
+    ("tokens" in names or "limit" in names, "reads the length of a response"),
+  ):
+    if is_so:
+      raise UserError(
+        f"{_NAME}: reward={spec!r} {what}: expected a plain function of a "
+        "prompt, a response and a reference"
+      )
   return reward

@@ -36,8 +36,8 @@ class Verifiers:
     """UserError if the environment does not load, or has tools."""
     if tools := getattr(_load(name), "tool_defs", None):
       raise UserError(
-        f"verifiers:name={name}: it has {len(tools)} tools, expected none: the "
-        "chat template is not told of tools"
+        f"verifiers:name={name}: it has {len(tools)} tools, expected none; "
+        "give their functions to the environment 'tools'"
       )
 
   def reset(self, problem: Question, seed: int) -> Sequence[Message]:

@@ -1,0 +1,161 @@
+"""Formats of tool calls: what a model of each family writes is read."""
+
+import pytest
+
+from gspo_jax.data.tool_calls import FORMATS, Call, parse
+
+ROME = Call("get_weather", {"city": "Roma – 罗马", "days": 2})
+OSLO = Call("get_weather", {"city": "Oslo", "days": 1})
+PARAMETERS = {"get_weather": {"city": str, "days": int}}
+HARMONY = (
+  "<|channel|>analysis<|message|>Two cities.<|end|><|start|>assistant"
+  "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+)
+# Format: a text, two calls in one response, and the content beside the calls.
+EXAMPLES = {
+  "hermes": (
+    "<think>\nTwo cities.\n</think>\n\nI look.\n<tool_call>\n"
+    '{"name": "get_weather", "arguments": {"city": "Roma – 罗马", "days": 2}}\n'
+    '</tool_call>\n<tool_call>\n{"name": "get_weather", "arguments": '
+    '{"city": "Oslo", "days": 1}}\n</tool_call>',
+    "I look.",
+  ),
+  "qwen3_coder": (
+    "I look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\n"
+    "Roma – 罗马\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+    "</function>\n</tool_call>\n<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n"
+    "</parameter>\n<parameter=days>\n1\n</parameter>\n</function>\n</tool_call>",
+    "I look.",
+  ),
+  "glm45": (
+    "\n<think>Two cities.</think>\nI look.\n<tool_call>get_weather\n"
+    "<arg_key>city</arg_key>\n<arg_value>Roma – 罗马</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n"
+    "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Oslo</arg_value>"
+    "<arg_key>days</arg_key><arg_value>1</arg_value></tool_call>",
+    "I look.",
+  ),
+  "llama3_json": (
+    '<|python_tag|>{"name": "get_weather", "parameters": {"city": '
+    '"Roma – 罗马", "days": 2}}; {"type": "function", "name": "get_weather", '
+    '"parameters": {"city": "Oslo", "days": 1}}',
+    "",
+  ),
+  "openai": (
+    HARMONY + '{"city":"Roma – 罗马","days":2}<|call|><|start|>assistant '
+    "to=functions.get_weather<|channel|>commentary json<|message|>"
+    '{"city": "Oslo", "days": 1}',
+    None,
+  ),
+  "deepseek_v3": (
+    "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+    'get_weather\n```json\n{"city": "Roma – 罗马", "days": 2}\n```'
+    "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+    '```json\n{"city": "Oslo",\n "days": 1}\n```<｜tool▁call▁end｜>'
+    "<｜tool▁calls▁end｜>",
+    "I look.",
+  ),
+  "deepseek_v31": (
+    "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather"
+    '<｜tool▁sep｜>{"city": "Roma – 罗马", "days": 2}<｜tool▁call▁end｜>'
+    '<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Oslo", "days": 1}'
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "I look.",
+  ),
+}
+BROKEN = {
+  "hermes": ['<tool_call>\n{"name": "f", "arguments": {"x": }}\n</tool_call>'],
+  "llama3_json": ['{"name": "f", "parameters": {"x": 1}'],
+  "openai": ["<|channel|>commentary to=functions.f<|message|>{'x': 1}"],
+  "deepseek_v3": [
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{x}\n```",
+    "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+  ],
+  "deepseek_v31": [
+    "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{x}<｜tool▁call▁end｜>"
+  ],
+  "qwen3_coder": [
+    '<tool_call>{"name": "f"}</tool_call>',
+    "<tool_call><function=f><parameter=x>1</tool_call>",
+  ],
+  "glm45": ["<tool_call>f<arg_key>x</arg_key>1</tool_call>"],
+}
+OBJECTS = [
+  ("[1]", 'lacks "name"'),
+  ('{"arguments": {}}', 'lacks "name"'),
+  ('{"name": "f", "arguments": "x"}', "object as arguments, got str"),
+  ('{"name": "f", "arguments": ' + "[" * 10**5, "not valid JSON"),
+]
+
+
+def test_every_format_has_an_example():
+  assert {*EXAMPLES, "call"} == {*FORMATS}
+  assert BROKEN.keys() == EXAMPLES.keys()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_parallel_calls_are_read_in_their_order(name):
+  text, content = EXAMPLES[name]
+  found = parse(text, name, PARAMETERS)
+  assert found.calls == (ROME, OSLO)
+  assert content is None or found.content == content
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_call_in_thinking_is_none(name):
+  """Whether the thinking is closed or not; behind it, calls count."""
+  text = EXAMPLES[name][0].rpartition("</think>")[2]
+  assert parse(f"<think>{text}</think>\n5", name, PARAMETERS).calls == ()
+  assert parse(f"<think>{text}", name, PARAMETERS).calls == ()
+  # The generation prompt may have opened the thinking.
+  assert parse(f"a</think>{text}", name, PARAMETERS).calls == (ROME, OSLO)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_answer_has_no_call(name):
+  for text in ("It is 5.", "", '{"answer": 5}', "f(5)"):
+    assert parse(text, name, PARAMETERS) == (text, ())
+
+
+@pytest.mark.parametrize(
+  ("name", "text"), [(n, text) for n, texts in BROKEN.items() for text in texts]
+)
+def test_a_broken_call_is_an_error_for_the_policy(name, text):
+  (call,) = parse(text, name).calls
+  assert call.error
+  assert not call.arguments
+  assert call.name in ("unknown", "f")
+
+
+@pytest.mark.parametrize(("text", "error"), OBJECTS)
+def test_json_that_is_no_call(text, error):
+  (call,) = parse(f"<tool_call>{text}</tool_call>", "hermes").calls
+  assert error in call.error
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+def test_a_text_without_quotes_has_the_type_of_its_parameter(name):
+  kinds = {"text": str, "perhaps": str | None, "number": int, "more": list}
+  values = dict.fromkeys(kinds, "7") | {"more": '[1, "a"]', "unknown": "True"}
+  pair = {
+    "qwen3_coder": "<parameter=%s>\n%s\n</parameter>",
+    "glm45": "<arg_key>%s</arg_key>\n<arg_value>%s</arg_value>",
+  }[name]
+  body = "".join(pair % item for item in values.items())
+  start = {"qwen3_coder": "<function=f>", "glm45": "f"}[name]
+  text = f"<tool_call>{start}{body}</tool_call>"
+  assert parse(text, name, {"f": kinds}).calls[0].arguments == {
+    "text": "7",
+    "perhaps": "7",
+    "number": 7,
+    "more": [1, "a"],
+    "unknown": True,
+  }
+
+
+def test_without_a_template_a_call_is_the_whole_response():
+  parameters = {"calc": {"expression": str}, "now": {}}
+  read = lambda text: parse(text, "call", parameters).calls
+  assert read("calc(3*(4+5))") == (Call("calc", {"expression": "3*(4+5)"}),)
+  assert read("now()") == (Call("now"),)
+  assert read("calc(1)\n") == read("clac(1)") == read("a calc(1)") == ()
