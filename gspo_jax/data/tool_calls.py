@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 
 class Call(NamedTuple):
-  name: str  # of the function; "" if it cannot be read
+  name: str  # of the function; "unknown" if it cannot be read
   arguments: Mapping[str, Any] = {}
   error: str = ""  # what is wrong with the call, for the policy; "" if nothing
 
@@ -47,6 +47,7 @@ class Parsed(NamedTuple):
 Parameters = Mapping[str, Mapping[str, Any]]
 _NONE: Parameters = types.MappingProxyType({})
 
+_UNKNOWN = "unknown"
 # Strings of the chat template that writes a format; the first one that fits.
 _SIGNS = {
   "glm45": ("<arg_key>",),
@@ -107,7 +108,7 @@ def _qwen3_coder(text: str, parameters: Parameters) -> Parsed:
   def read(body):
     name = _FUNCTION.match(body)
     if not name:
-      return Call("", error="expected <function=NAME> in <tool_call>")
+      return Call(_UNKNOWN, error="expected <function=NAME> in <tool_call>")
     pairs = _PARAMETER.findall(body)
     whole = body.count("<parameter=") == len(pairs)
     expected = "<parameter=KEY>VALUE</parameter>"
@@ -136,7 +137,7 @@ def _llama3_json(text: str, parameters: Parameters) -> Parsed:
     try:
       value, end = decoder.raw_decode(rest)
     except (ValueError, RecursionError) as error:
-      calls.append(Call("", error=f"a call is not valid JSON: {error}"))
+      calls.append(Call(_UNKNOWN, error=f"a call is not valid JSON: {error}"))
       break
     calls.append(_of_object(value))
     rest = rest[end:].lstrip("; \n")
@@ -161,7 +162,7 @@ def _deepseek_v3(text: str, parameters: Parameters) -> Parsed:
       error = (
         "expected function<｜tool▁sep｜>NAME and JSON between ```json and ```"
       )
-      return Call("", error=error)
+      return Call(_UNKNOWN, error=error)
     return _of_arguments(fenced[1].strip(), fenced[2])
 
   return _deepseek(text, read)
@@ -209,13 +210,15 @@ def _of_json(text: str) -> Call:
   try:
     return _of_object(json.loads(text))
   except (ValueError, RecursionError) as error:
-    return Call("", error=f"a call is not valid JSON: {error}")
+    return Call(_UNKNOWN, error=f"a call is not valid JSON: {error}")
 
 
 def _of_object(value: Any) -> Call:
   name = value.get("name") if isinstance(value, dict) else None
   if not isinstance(name, str):
-    return Call("", error='a call lacks "name": expected an object with it')
+    return Call(
+      _UNKNOWN, error='a call lacks "name": expected an object with it'
+    )
   for key in ("arguments", "parameters"):
     if key in value:
       return _checked(name, value[key])

@@ -48,8 +48,11 @@ class Client:
   def started(self, generation: Generation) -> None:
     """Its request was sent to the engine."""
 
-  def ended(self, generation: Generation) -> None:
+  def ended(self, answer: Answer) -> None:
     """Its request has a whole answer."""
+
+  def gave_up(self, generation: Generation) -> None:
+    """Its request ended without a whole answer."""
 
 
 class Endpoint:
@@ -217,9 +220,12 @@ class Endpoint:
           answer.message,
           [*generation.prompt, *generation.tokens],
         )
-      client.ended(generation)
+      client.ended(answer)
+    except BaseException:
+      generation.cancelled = True
+      client.gave_up(generation)
+      raise
     finally:
-      generation.cancelled = True  # which says nothing once it has ended
       client.open -= 1
 
 

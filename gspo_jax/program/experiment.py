@@ -16,6 +16,7 @@ from gspo_jax.data.config import DataConfig
 from gspo_jax.data.datasets import Datasets
 from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptBatch
+from gspo_jax.data.tokenizers.base import RewrittenTurns
 from gspo_jax.learner.health import clip_range_warnings
 from gspo_jax.learner.objective import DistillationConfig
 from gspo_jax.program import load_params, settings
@@ -27,11 +28,14 @@ from gspo_jax.rewards.config import RewardConfig
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rewards.reward import EXAMPLE
 from gspo_jax.rollout import environment, reward_model
+from gspo_jax.rollout.branching import BranchingConversations
+from gspo_jax.rollout.config import RolloutConfig
 from gspo_jax.rollout.conversations import Conversations
 from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.reward_model import RewardModel
+from gspo_jax.rollout.sequences import SequenceLimits
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, missing_package
 from gspo_jax.workers import sandbox_files
 
 # The version of an RL checkpoint's layout. Raise it when arrays or metadata
@@ -74,17 +78,30 @@ class Experiment:
     return np.int32([teacher_of(c, p) for p in prompts.problems])
 
   @property
-  def conversations(self) -> Conversations | None:
-    """The sampler of conversations; None without an environment."""
-    if not self.config.rollout.environment:
+  def conversations(self):
+    """What plays the environment or the agents; None without them."""
+    rollout = self.config.rollout
+    if not rollout.environment:
       return None
-    return Conversations(
-      pool=self.reward_pool,
-      max_turns=self.config.rollout.max_turns,
-      prompt_config=self.program.prompt_config,
-      batch_sharding=sharding.batch_sharding(self.program.sampler.mesh),
-      stop=self.program.sampler.stop,
+    of_program = {
+      "pool": self.reward_pool,
+      "prompt_config": self.program.prompt_config,
+      "batch_sharding": sharding.batch_sharding(self.program.sampler.mesh),
+    }
+    stop = self.program.sampler.stop
+    if not rollout.uses_engine:
+      return Conversations(**of_program, max_turns=rollout.max_turns, stop=stop)
+    limits = SequenceLimits(
+      turns=rollout.max_turns,
+      sequences=rollout.max_sequences,
+      width=self.config.data.max_prompt_length,
+      longest=self.config.sampler.max_new_tokens,
     )
+    if rollout.plays_agents:
+      from gspo_jax.rollout.agents import Agents
+
+      return Agents(**of_program, limits=limits)
+    return BranchingConversations(**of_program, limits=limits, stop=stop)
 
 
 def teacher_of(c: DistillationConfig, problem: Problem) -> int:
@@ -118,8 +135,8 @@ def prepare(
   for warning in filter(None, (*clips, settings.length_warning(config))):
     multihost.print_once(f"warning: {warning}")
   program = build_program(config, mesh, sampler_devices=sampler_devices)
-  if config.rollout.environment:
-    program = _with_tools(program, config.rollout.environment)
+  if config.rollout.environment and not config.rollout.plays_agents:
+    program = _with_tools(program, config.rollout)
   with Progress(f"reading {config.data.source}"):
     problems = datasets.load(config.data, config.seed)
   for note in filter(None, (*problems.notes, _first_weights(config))):
@@ -178,15 +195,28 @@ def _first_weights(config: Config) -> str:
   return ""
 
 
-def _with_tools(program: Program, spec: str) -> Program:
+def _with_tools(program: Program, rollout: RolloutConfig) -> Program:
   """The program; its prompts tell the policy of the environment's tools.
 
-  UserError if the tokenizer cannot write conversations turn by turn.
+  UserError if the tokenizer cannot write conversations turn by turn, and they
+  may not be several sequences.
   """
-  tokenizer = program.tokenizer
+  tokenizer, spec = program.tokenizer, rollout.environment
   try:
     tools, tool_format = environment.tools(spec, tokenizer.tool_format)
-    tokenizer.check_turns(environment.roles(spec), tools, tool_format)
+    if tools and rollout.max_sequences > 1:
+      raise UserError(
+        f"rollout.max_sequences={rollout.max_sequences}: expected 1 for an "
+        "environment with tools"
+      )
+    try:
+      tokenizer.check_turns(environment.roles(spec), tools, tool_format)
+    except RewrittenTurns as error:
+      if rollout.max_sequences == 1:
+        raise UserError(
+          f"{error}; or rollout.max_sequences={rollout.max_turns}, which makes "
+          "a sequence of each turn"
+        ) from error
   except UserError as error:
     raise UserError(f"rollout.environment={spec!r}: {error}") from error
   prompts = dataclasses.replace(program.prompt_config, tools=tools)
@@ -195,20 +225,36 @@ def _with_tools(program: Program, spec: str) -> Program:
 
 def _environment_pool(
   config: Config, tokenizer, problems: Datasets, workdir: str
-) -> EnvironmentPool:
+):
+  """An `EnvironmentPool`, or an `AgentPool`."""
   c, spec = config.reward, config.rollout.environment
+  limits = {
+    "workers": c.workers,
+    "seconds": c.seconds,
+    "concurrency": c.concurrency,
+    "workdir": workdir,
+  }
   try:
+    if config.rollout.plays_agents:
+      return _agent_pool(config, tokenizer, limits)
     return EnvironmentPool(
       spec,
       tool_format=tokenizer.tool_format,
       examples=_first_problems(problems),
-      workdir=workdir,
-      workers=c.workers,
-      seconds=c.seconds,
-      concurrency=c.concurrency,
+      **limits,
     )
   except UserError as error:
     raise UserError(f"rollout.environment={spec!r}: {error}") from error
+
+
+def _agent_pool(config: Config, tokenizer, limits):
+  try:  # not at the top: it needs packages of an extra
+    from gspo_jax.rollout.agents import AgentPool
+  except ImportError as error:
+    raise missing_package(error, "serve", "an agent") from error
+  sampling = settings.sampler_config(config, tokenizer)
+  spec = config.rollout.environment
+  return AgentPool(spec, tokenizer, sampling, **limits)
 
 
 def _first_problems(problems: Datasets) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from gspo_jax.rollout.agent import PREFIX
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.key import (
   AT_LEAST_1,
@@ -10,8 +11,6 @@ from gspo_jax.runtime.key import (
   check,
   key,
 )
-
-AGENTS = "openai:"  # begins `environment` if agents call the policy over HTTP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,8 @@ class RolloutConfig:
     "",
     "what answers the policy between its responses, and gives the reward: of "
     "BUILT_IN in gspo_jax/rollout/environment.py, or package.module.Class; "
-    '"name:key=value" sets its arguments. "": none, one response a prompt. '
+    '"name:key=value" sets its arguments. "openai:package.module.function": an '
+    'agent, which calls the policy over HTTP. "": none, one response a prompt. '
     "Needs continuous_batching.slots and reward.names=(); "
     "sampler.max_new_tokens is the length of the whole conversation.",
   )
@@ -54,8 +54,9 @@ class RolloutConfig:
   max_sequences: int = key(
     1,
     "sequences of an episode at most, each with an importance ratio of its own "
-    "and the advantage of the episode. More than 1: a call of an agent that "
-    "does not continue an earlier one begins a new sequence.",
+    "and the advantage of the episode. More than 1: a response whose context "
+    "does not begin with an earlier sequence begins a new one, as where a chat "
+    "template drops the thinking of earlier turns.",
     AT_LEAST_1,
   )
 
@@ -65,7 +66,12 @@ class RolloutConfig:
   @property
   def plays_agents(self) -> bool:
     """Whether agents call the policy over HTTP; see `agents`."""
-    return self.environment.startswith(AGENTS)
+    return self.environment.startswith(PREFIX)
+
+  @property
+  def uses_engine(self) -> bool:
+    """Whether each response is a request of its own to an engine."""
+    return self.plays_agents or self.max_sequences > 1
 
   @property
   def continues(self) -> bool:

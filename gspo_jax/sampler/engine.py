@@ -12,6 +12,7 @@ rest: it shares the row's full pages, or takes a free row that has no more.
 import collections
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import jax
@@ -127,8 +128,8 @@ def build_engine_sampler(
   """As `build_continuous_sampler`; UserError also for several processes."""
   if jax.process_count() > 1:
     raise UserError(
-      f"an engine with {jax.process_count()} processes: expected one, since "
-      "each process would sample other requests"
+      f"{jax.process_count()} processes: expected one for rollout.environment="
+      "'openai:...' and to serve, for an engine samples the requests of one"
     )
   chunk = dataclasses.replace(
     sampler,
@@ -165,7 +166,8 @@ class Engine:
     self._waiting: collections.deque[Generation] = collections.deque()
     self._closed = False
     self._steps = 0
-    self.slot_steps = self.num_sampled = 0  # as of Samples
+    self.slot_steps = 0  # as of Samples
+    self.idle_seconds = 0.0  # that `run` waited for requests
 
   @property
   def context(self) -> int:
@@ -209,10 +211,11 @@ class Engine:
     """Takes steps, or waits for requests, until the condition holds."""
     while not until():
       if not self.step():
+        start = time.monotonic()
         with self._changed:
-          self._changed.wait_for(
-            lambda: self._waiting or until(), timeout=_SECONDS
-          )
+          if not self._waiting:
+            self._changed.wait(_SECONDS)
+        self.idle_seconds += time.monotonic() - start
 
   def step(self) -> bool:
     """Samples a chunk for each request; False if there is none."""
@@ -270,7 +273,6 @@ class Engine:
       stopped, tokens = stopped or end is not None, tokens[:end]
     logps = logps[: len(tokens)].tolist()
     row.tokens = np.append(row.tokens, np.int32(tokens))
-    self.num_sampled += len(tokens)
     left = generation.max_new_tokens - len(generation.tokens) - len(tokens)
     finish = STOP if stopped else LENGTH if left < 1 else ""
     if finish:

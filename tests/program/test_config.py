@@ -124,6 +124,7 @@ GDPO = "objective.advantage_estimator=gdpo"
 RLOO = "objective.advantage_estimator=rloo"
 PASS_AT_K = "objective.advantage_estimator=pass_at_k:k"
 GAME = "rollout.environment=guessing reward.names=()"
+AGENT = f"rollout.environment=openai:a.play reward.names=() {SLOTS}"
 
 
 @pytest.mark.parametrize(
@@ -158,6 +159,17 @@ GAME = "rollout.environment=guessing reward.names=()"
       r"reward.names=\('final_answer',\): expected \(\), for the environment",
     ),
     (f"{GAME} {SLOTS} {LIMIT}", f"{LIMIT}: expected 0, for a conver"),
+    (f"{AGENT} {LIMIT}", f"{LIMIT}: expected 0"),
+    (f"{AGENT} rollout.max_staleness=1", "staleness=1: expected 0.*openai:a"),
+    (
+      f"{AGENT} objective.replay=r3",
+      "replay='r3': expected 'none' or 'r2', for the experts of calls",
+    ),
+    (f"{AGENT} sampler.top_k=4", "kept_ids=64: expected 0 with top_k"),
+    (
+      f"{AGENT} objective.credit=turn objective.name=gspo_token",
+      "credit='turn': expected 'response', for an agent",
+    ),
     (
       "objective.credit=turn objective.name=gspo_token",
       "rollout.environment='': expected one, .*credit='turn'",

@@ -210,18 +210,20 @@ def test_sampled_logps_are_those_of_a_forward_pass():
     made = [ask(e, prompt, 11) for prompt in PROMPTS]
     run(e, *made)
   assert len({*map(tuple, (g.tokens for g in made))}) > 1
-  for g in made:
-    whole, n = np.array([[*g.prompt, *g.tokens]]), len(g.tokens)
-    forced = token_logprobs(
-      weights(),
-      CFG,
-      whole,
-      np.arange(whole.size)[None],
-      whole >= 0,
-      response_length=n,
-      temperature=0.8,
-    )
-    np.testing.assert_allclose(g.logps, forced.logps[0], atol=1e-4)
+  rows = [[*g.prompt, *g.tokens] for g in made]
+  ids = np.array([row + [0] * (CONTEXT - len(row)) for row in rows])
+  columns = np.broadcast_to(np.arange(CONTEXT), ids.shape)
+  mask = columns < np.array([*map(len, rows)])[:, None]
+  forced = jax.jit(
+    token_logprobs, static_argnames=("cfg", "response_length", "temperature")
+  )(
+    *(weights(), CFG, ids, columns, mask),
+    response_length=CONTEXT - 1,
+    temperature=0.8,
+  )
+  for g, logps in zip(made, forced.logps, strict=True):
+    logps = logps[len(g.prompt) - 1 :][: len(g.tokens)]
+    np.testing.assert_allclose(g.logps, logps, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,13 @@ class Tools:
           f"{_NAME}: {functions}: function {name!r} is `async`: expected a "
           "plain function"
         )
+      try:
+        _types(function)
+      except Exception as error:  # types are evaluated
+        raise UserError(
+          f"{_NAME}: {functions}: function {name!r}: expected types that can "
+          f"be evaluated: {error}"
+        ) from error
     _scores(reward)
 
   @staticmethod
@@ -97,7 +104,7 @@ class Tools:
       return Step(done=True, reward=self._score(response))
     results = [_result(call, functions) for call in calls]
     messages = [
-      ("tool", text[: self._characters], call.name or "unknown")
+      ("tool", _encodable(text[: self._characters]), _encodable(call.name))
       for call, (text, _) in zip(calls, results, strict=True)
     ]
     failed = sum(failed for _, failed in results)
@@ -135,7 +142,7 @@ def _result(
       value = json.dumps(value, ensure_ascii=False, default=str)
   except Exception as error:
     return _reason(error), True
-  return value.encode(errors="replace").decode(), False
+  return value, False
 
 
 def _reason(error: Exception) -> str:
@@ -143,8 +150,12 @@ def _reason(error: Exception) -> str:
   text = str(error)
   if not isinstance(error, ValueError):
     text = f"{type(error).__name__}: {text}"
-  text = text.encode(errors="replace").decode()
   return f"error: {text}" if text else "error"
+
+
+def _encodable(text: str) -> str:
+  """JSON may have halves of surrogate pairs, which UTF-8 cannot encode."""
+  return text.encode(errors="replace").decode()
 
 
 def _types(function: Callable) -> dict[str, Any]:

@@ -60,6 +60,7 @@ class Shop:
     return self._things if thing != "lock" else "bought"
 
 async def later(x: int): pass
+def unknown(x: "Nowhere"): pass
 def untyped(x):
   """Says.
 
@@ -123,6 +124,8 @@ ERRORS = {
   call("word", text="refuse"): ("word", "error: no such word ?"),
   call("word", text="loop"): ("word", "error: Circular reference detected"),
   "<tool_call>{x}</tool_call>": ("unknown", "a call is not valid JSON"),
+  call("\ud83d", a="\ud83d"): ("?", "no function"),
+  call("add", a=1, **{"\ud83d": 1}): ("add", "unexpected keyword"),
 }
 
 
@@ -212,6 +215,7 @@ def test_the_chat_template_is_told_of_the_functions(name):
     (SPEC % "NOTHING", "expected a function, a list of functions"),
     ("tools:functions=no_tools.X,reward=gsm8k", "No module named 'no_tools'"),
     (SPEC % "later", "function 'later' is `async`"),
+    (SPEC % "unknown", "'unknown': expected types.*'Nowhere' is not defined"),
     ("tools:functions=user_tools.add,reward=gsm8", "unknown reward 'gsm8'"),
     ("tools:functions=user_tools.add,reward=user_tools.group", "takes a group"),
     (

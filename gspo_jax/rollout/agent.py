@@ -1,0 +1,50 @@
+"""An agent: a function that calls the policy over HTTP, and scores itself.
+
+docs/agents.md tells users how to write one. Worker processes import this
+module, so it needs the standard library alone.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable
+
+from gspo_jax.rollout.environment import Question
+from gspo_jax.runtime import spec as specs
+from gspo_jax.runtime.errors import UserError
+
+PREFIX = "openai:"  # of `rollout.environment`, before package.module.function
+
+
+def named(spec: str) -> Callable:
+  """The function of a config, `openai:package.module.function`.
+
+  It is `play(problem, *, base_url, api_key, model)`, plain or `async`, and
+  returns the reward of its episode.
+  """
+  name = spec.removeprefix(PREFIX)
+  play = specs.imported(name, {}, "agent")
+  try:
+    inspect.signature(play).bind(None, base_url="", api_key="", model="")
+  except TypeError as error:
+    raise UserError(
+      f"agent {name!r}: expected play(problem, *, base_url, api_key, model): "
+      f"{error}"
+    ) from error
+  return play
+
+
+def load(spec: str, seconds: float):
+  """The one task of `workers.pool`: (question, keywords) -> reward."""
+  play = named(spec)
+
+  async def task(request) -> float:
+    question, keywords = request
+    if inspect.iscoroutinefunction(play):
+      reward = await play(Question(*question), **keywords)
+    else:  # in a thread, so that many episodes are played at once
+      reward = await asyncio.to_thread(play, Question(*question), **keywords)
+    if isinstance(reward, bool | int | float) and abs(reward) <= 1e9:
+      return float(reward)
+    raise ValueError(f"expected a reward up to 1e9, got {reward!r:.40}")
+
+  return [task], None

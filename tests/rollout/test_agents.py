@@ -1,0 +1,293 @@
+"""Agents: which sequences their calls make, and what they cannot do."""
+
+import functools
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from gspo_jax import model
+from gspo_jax.data import prompt_batch, tokenizers
+from gspo_jax.data.problem import Problem
+from gspo_jax.logprobs import token_logprobs
+from gspo_jax.rollout.sequences import SequenceLimits
+from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.sampler import engine
+from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
+from gspo_jax.sampler.samples import SamplerConfig
+
+agents = pytest.importorskip("gspo_jax.rollout.agents")
+
+MODULE = """
+import json, threading, time, urllib.error, urllib.request
+
+def post(url, key, body):
+  headers = {"Authorization": f"Bearer {key}"}
+  data = body if isinstance(body, bytes) else json.dumps(body).encode()
+  try:
+    request = urllib.request.Request(url, data, headers)
+    with urllib.request.urlopen(request) as answer:
+      return json.load(answer)
+  except urllib.error.HTTPError as e:
+    return json.load(e) | {"status": e.code}
+
+def play(problem, *, base_url, api_key, model):
+  def chat(*messages, key=api_key, **options):
+    body = {"model": model, "messages": [
+      {"role": role, "content": text} for role, text in messages]}
+    body |= {"return_token_ids": True, "max_tokens": 4} | options
+    return post(f"{base_url}/chat/completions", key, body)
+  said = lambda a: ("assistant", a["choices"][0]["message"]["content"])
+  name = problem.text
+  if name == "turns":
+    messages = [("user", "a")]
+    for text in "bcd":
+      messages += [said(chat(*messages)), ("user", text)]
+    return 3.0
+  if name == "branch":
+    first = chat(("user", "a"))
+    chat(("user", "other"))
+    chat(("user", "a"), said(first), ("user", "more"))
+    return 2.0
+  if name == "beyond":
+    answers = [chat(("user", text)) for text in ("ab", "cd", "ef")]
+    return float(answers[2]["error"]["code"] == "max_sequences")
+  if name == "flood":
+    codes = [chat(("user", "a"))["status"] for _ in range(30)
+             if "status" in (chat(("user", "a")))]
+    return float(len(codes))
+  if name == "long":
+    a = chat(("user", "x" * 20), max_tokens=99)
+    b = chat(("user", "x" * 40))
+    return float(len(a["choices"][0]["token_ids"])
+                 + 100 * (b["error"]["code"] == "context_length_exceeded"))
+  if name == "lie":
+    a = chat(("user", "a"))
+    ids = a["prompt_token_ids"] + a["choices"][0]["token_ids"]
+    ids[-1] = (ids[-1] + 1) % 256
+    body = {"model": model, "prompt": ids + [65], "max_tokens": 3}
+    post(f"{base_url}/completions", api_key, body)
+    return 1.0
+  if name == "ids":
+    a = chat(("user", "a"))
+    ids = a["prompt_token_ids"] + a["choices"][0]["token_ids"]
+    body = {"model": model, "prompt": ids + [65], "max_tokens": 3}
+    post(f"{base_url}/completions", api_key, body)
+    return 1.0
+  if name == "garbage":
+    for body in (b"", b"{", b"\\xff" * 99, b"[]", b'{"messages": 3}'):
+      answer = post(f"{base_url}/chat/completions", api_key, body)
+      assert answer["status"] == 400
+    chat(("user", "a"))
+    return 1.0
+  if name == "thief":
+    assert chat(("user", "a"), key="x")["status"] == 401
+    chat(("user", "a"))
+    return 1.0
+  if name == "hang":
+    chat(("user", "a"))
+    time.sleep(60)
+  if name == "raise":
+    raise ValueError("broken agent")
+  if name == "nan":
+    chat(("user", "a"))
+    return float("nan")
+  if name == "leaves":
+    def go_on():
+      while True:
+        chat(("user", "a"), max_tokens=1)
+    threading.Thread(target=go_on, daemon=True).start()
+    chat(("user", "a"))
+    return 1.0
+  if name == "never":
+    return 1.0
+  chat(("user", "a"))
+  return 1.0
+
+async def slow(problem, *, base_url, api_key, model):
+  import asyncio
+  await asyncio.sleep(0.5)
+  return play(problem, base_url=base_url, api_key=api_key, model=model)
+
+def wrong(problem):
+  return 1.0
+"""
+BYTES = tokenizers.load("bytes")
+CFG = model.variant("tiny", vocab_size=260, dtype="float32")
+G, S, R = 2, 8, 30
+CONFIG = SamplerConfig(G, R, stop_ids=BYTES.stop_ids, pad_id=BYTES.pad_id)
+LIMITS = SequenceLimits(turns=6, sequences=2, width=S, longest=R)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_device():
+  with jax.set_mesh(sharding.make_mesh(jax.devices()[:1])):
+    yield
+
+
+@functools.cache
+def policy():
+  mesh = sharding.make_mesh(jax.devices()[:1])
+  params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), CFG)
+  shapes = jax.eval_shape(lambda: params)
+  sampler = engine.build_engine_sampler(
+    CFG,
+    CONFIG,
+    batching=ContinuousBatchingConfig(
+      slots=8, page_size=4, segment_steps=4, prefill_chunk=40
+    ),
+    context=S + R,
+    params_sharding=model.shardings(shapes, mesh),
+    mesh=mesh,
+    sampler_mesh=mesh,
+  )
+  return sampler, params
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("user")
+  (folder / "an_agent.py").write_text(MODULE)
+  sys.path.insert(0, str(folder))
+  spec = "openai:an_agent.play"
+  # Compiles before an agent's seconds count.
+  with engine.Engine(*policy(), jax.random.key(0)) as e:
+    made = [e.submit(engine.Generation([65] * n, 9)) for n in (1, 9)]
+    e.run(lambda: all(g.finish for g in made))
+  with agents.AgentPool(spec, BYTES, CONFIG, workers=1, seconds=5) as pool:
+    yield pool
+  sys.path.remove(str(folder))
+
+
+def play(pool, *names, key=0):
+  """The scored samples, and each episode's sequences as (ids, turns, logps)."""
+  sample = agents.Agents(
+    pool,
+    LIMITS,
+    prompt_batch.PromptConfig(BYTES, S),
+    sharding.batch_sharding(sharding.make_mesh(jax.devices()[:1])),
+  )
+  batch = prompt_batch.PromptBatch(
+    [Problem(name, "", "") for name in names],
+    np.zeros((len(names), S), np.int32),
+    np.ones(len(names), np.int32),
+    np.zeros((len(names), 3), np.int32),
+    np.zeros(len(names), np.int32),
+  )
+  scored = sample(*policy(), batch, jax.random.key(key), label="test")
+  s, prompts = jax.device_get(scored.samples), scored.sequence_prompts
+  rows = []
+  for row, n in enumerate(s.lengths):
+    prompt = prompts.tokens[row, S - prompts.lengths[row] :].tolist()
+    ids = [*prompt, *s.tokens[row, :n].tolist()]
+    turns = [*[0] * len(prompt), *s.turns[row, :n].tolist()]
+    logps = [*[0.0] * len(prompt), *s.logps[row, :n].tolist()]
+    rows.append((ids, turns, logps) if n else None)
+  K = LIMITS.sequences
+  episodes = [rows[b : b + K] for b in range(0, len(rows), K)]
+  return scored, episodes
+
+
+def calls(row):
+  """The lengths of a sequence's runs, (turn, tokens), behind its prompt."""
+  _, turns, _ = row
+  runs, first = [], turns.index(max(turns[:1], default=0))
+  for turn in turns[first:]:
+    if runs and runs[-1][0] == turn:
+      runs[-1][1] += 1
+    else:
+      runs.append([turn, 1])
+  return [turn for turn, _ in runs]
+
+
+def test_calls_that_go_on_are_one_sequence_and_others_branches(pool):
+  scored, episodes = play(pool, "turns", "branch", "one")
+  rewards = scored.rewards.result()
+  assert rewards.total.tolist() == [[3, 3], [2, 2], [1, 1]]
+  assert not rewards.failed.any()
+  for first, second in episodes[:2]:
+    assert calls(first) == [0, 1, 0, 2, 0, 3]
+    assert second is None
+  for first, second in episodes[2:4]:
+    assert calls(first) == [0, 1, 0, 3]  # a call about other words between
+    assert calls(second) == [0, 2]
+  assert scored.conversation["turns"].tolist() == [3, 3, 3, 3, 1, 1]
+  assert int(scored.samples.num_sampled) == sum(
+    turn > 0 for rows in episodes for row in rows if row for turn in row[1]
+  )
+
+
+def test_recorded_ids_and_logps_are_those_of_the_policy(pool):
+  """What was read is the template's; what was sampled has the pass's logps."""
+  _, episodes = play(pool, "turns", "branch", key=1)
+  rows = [row for rows in episodes for row in rows if row]
+  width = max(len(ids) for ids, *_ in rows)
+  pad = lambda values: [*values, *[0] * (width - len(values))]
+  ids, turns, logps = (
+    np.array([*map(pad, x)]) for x in zip(*rows, strict=True)
+  )
+  mask = np.array([pad([1] * len(ids)) for ids, *_ in rows]) > 0
+  positions = np.broadcast_to(np.arange(width), ids.shape)
+  forced = jax.jit(token_logprobs, static_argnames=("cfg", "response_length"))(
+    policy()[1], CFG, ids, positions, mask, response_length=width - 1
+  ).logps
+  sampled = turns > 0
+  np.testing.assert_allclose(
+    logps[sampled], np.asarray(forced)[sampled[:, 1:]], atol=1e-4
+  )
+  assert not logps[~sampled].any()
+  assert len({*map(tuple, ids.tolist())}) == len(rows) > 5
+  first = episodes[0][0][0]
+  assert BYTES.decode(first[:1]) == "a"
+
+
+def test_ids_go_on_and_changed_ids_are_a_branch(pool):
+  _, episodes = play(pool, "ids", "lie")
+  for first, second in episodes[:2]:
+    assert calls(first) == [0, 1, 0, 2]
+    assert second is None
+  for first, second in episodes[2:]:
+    assert (calls(first), calls(second)) == ([0, 1], [0, 2])
+
+
+def test_an_episode_keeps_its_limits(pool):
+  scored, episodes = play(pool, "beyond", "flood", "long")
+  total = scored.rewards.result().total
+  assert total[0].tolist() == [1, 1]
+  # Each call began a sequence: the third of the six was refused.
+  assert scored.conversation["turns"][2:4].max() <= LIMITS.turns
+  assert (total[1] > 0).all()
+  # 20 tokens are 8 of the prompt's columns and 12 of the response's 30.
+  lengths = total[2] - 100
+  assert ((lengths >= 1) & (lengths <= R - 12)).all()
+  for first, _ in episodes[4:]:
+    assert len(first[0]) <= S + R
+
+
+def test_an_agent_at_fault_costs_its_episode_alone(pool):
+  names = ["hang", "raise", "nan", "never", "garbage", "thief", "leaves", "one"]
+  scored, episodes = play(pool, *names)
+  rewards = scored.rewards.result()
+  assert rewards.failed[:, 0].tolist() == [True] * 4 + [False] * 4
+  assert (rewards.total[:4] == 0).all()
+  assert (rewards.total[4:] == 1).all()
+  assert episodes[0][0]  # what was sampled before it hung counts
+  assert episodes[2 * names.index("never")] == [None, None]
+  reasons = " ".join(rewards.reasons)
+  assert "an_agent.play" in reasons
+  play(pool, "one")  # the next rollout is as good
+
+
+def test_a_function_that_is_no_agent_is_refused(pool):
+  for name, words in (("wrong", "base_url"), ("absent", "absent")):
+    with pytest.raises(UserError, match=words):
+      agents.AgentPool(f"openai:an_agent.{name}", BYTES, CONFIG, workers=1)
+
+
+def test_async_agents_play_at_once(pool):
+  spec = "openai:an_agent.slow"
+  with agents.AgentPool(spec, BYTES, CONFIG, workers=1, seconds=8) as slow:
+    scored, _ = play(slow, *["one"] * 8)
+  assert (scored.rewards.result().total == 1).all()
