@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -35,7 +34,7 @@ from gspo_jax.rollout.sequences import EpisodeSequence, arrange, room
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler.engine import LENGTH, Engine, EngineSampler, Generation
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, SamplerConfig
-from gspo_jax.workers.pool import Call, Pool, Started
+from gspo_jax.workers.pool import Call, Pool, Result, Started
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +162,7 @@ class AgentPool(Pool):
 
 @dataclasses.dataclass(frozen=True)
 class Agents:
-  """Plays episodes; called as `Conversations`, in one process."""
+  """Plays episodes; called as `Conversations`."""
 
   pool: AgentPool
   limits: Limits
@@ -183,53 +182,71 @@ class Agents:
     G = generate.config.group_size
     B, problems = len(batch) * G, batch.problems
     tokenizer, endpoint = self.prompt_config.tokenizer, self.pool.endpoint
+    own = [*multihost.local_rows(self._like(B))]  # of this process
     with (
       Engine(generate, params, key) as engine,
-      Progress(label, B, "episodes") as progress,
+      Progress(label, len(own), "episodes") as progress,
     ):
-      episodes = [Episode(engine, tokenizer, self.limits) for _ in range(B)]
-      keys = [endpoint.admit(episode) for episode in episodes]
-      started = self.pool.play([(problems[b // G], keys[b]) for b in range(B)])
+      episodes = {b: Episode(engine, tokenizer, self.limits) for b in own}
+      keys = {b: endpoint.admit(episode) for b, episode in episodes.items()}
+      started = self.pool.play([(problems[b // G], keys[b]) for b in own])
       started.done.add_done_callback(lambda _: engine.wake())
+      playing = dict(enumerate(own))  # by their place in `started`
       ended: dict[int, list[EpisodeSequence]] = {}
 
       def all_ended() -> bool:
-        for b in [b for b in range(B) if b not in ended]:
-          if started.results[b] is not None or started.done.done():
+        for i, b in [*playing.items()]:
+          if started.results[i] is not None or started.done.done():
             endpoint.dismiss(keys[b])
             ended[b] = episodes[b].end()
+            del playing[i]
             progress.advance(1)
-        return len(ended) == B
+        return not playing
 
       try:
         engine.run(all_ended)
       finally:
-        for each in keys:
+        for each in keys.values():
           endpoint.dismiss(each)
-      results = started.wait()
+      results = dict(zip(own, started.wait(), strict=True))
     return self._scored(batch, episodes, ended, results, engine, G)
 
+  def _like(self, B: int) -> jax.Array:
+    """An array [B], whose rows show which process has which episodes."""
+    return multihost.to_global(np.zeros(B, np.int8), self.batch_sharding)
+
   def _scored(
-    self, batch, episodes, ended, results, engine: Engine, G: int
+    self,
+    batch: PromptBatch,
+    episodes: Mapping[int, Episode],
+    ended: Mapping[int, list[EpisodeSequence]],
+    results: Mapping[int, Result],
+    engine: Engine,
+    G: int,
   ) -> ScoredSamples:
     limits, P = self.limits, len(batch)
-    failures = [
-      result.failure or ("" if ended[b] else "made no call with an answer")
-      for b, result in enumerate(results)
-    ]
-    failed = np.array([bool(failure) for failure in failures])
-    total = np.float32([0.0 if r.failure else r.value for r in results])
+    failures = {
+      b: result.failure or ("" if ended[b] else "made no call with an answer")
+      for b, result in results.items()
+    }
+    like = self._like(P * G)
+    gather = lambda values: multihost.allgather_rows(values, like)
+    failed = gather({b: bool(f) for b, f in failures.items()}) > 0
+    total = gather({b: r.value or 0.0 for b, r in results.items()})
     total = scoring.pay_failures_least(total[:, None], failed, G)
-    reasons = dict.fromkeys(f"{self.pool.name}: {f}" for f in failures if f)
+    reasons = dict.fromkeys(
+      f"{self.pool.name}: {f}" for f in failures.values() if f
+    )
     rewards = Rewards(
       total.reshape(P, G),
       {REWARD: total.reshape(P, G)},
       failed.reshape(P, G),
       tuple(reasons)[: scoring.MAX_REASONS],
     )
+    finish = gather({b: e.finish for b, e in episodes.items()})
     prompts, samples = arrange(
       ended,
-      np.array([episode.finish for episode in episodes], np.int8),
+      finish.astype(np.int8),
       sequences=limits.sequences,
       width=limits.width,
       longest=limits.longest,
@@ -238,12 +255,18 @@ class Agents:
     )
     steps = np.int32(engine.slot_steps)
     steps = multihost.to_global(steps, samples.slot_steps.sharding)
+    calls = gather({b: e.calls for b, e in episodes.items()})
     return ScoredSamples(
       prompts=batch,
       samples=dataclasses.replace(samples, slot_steps=steps),
       responses=self._responses(batch, ended, G),
       rewards=PendingRewards.computed(rewards),
-      conversation=self._statistics(episodes, total[:, 0]),
+      conversation={
+        "turns": calls,
+        "tool_calls": gather({b: e.tool_calls for b, e in episodes.items()}),
+        "tool_errors": np.zeros(P * G, np.float32),
+        "rewards": self._of_calls(calls, total[:, 0]),
+      },
       environment_seconds=engine.idle_seconds,
       sequence_prompts=prompts,
     )
@@ -259,15 +282,8 @@ class Agents:
       for b, s in ended.items()
     }
 
-  def _statistics(self, episodes, total) -> Mapping[str, Any]:
-    """`ScoredSamples.conversation`: a reward belongs to the last call."""
-    calls = np.array([episode.calls for episode in episodes])
-    column = np.arange(self.limits.turns)
-    rewards = np.where(column < calls[:, None], 0.0, np.nan)
-    is_last = column == calls[:, None] - 1
-    return {
-      "turns": calls.astype(np.float32),
-      "tool_calls": np.float32([episode.tool_calls for episode in episodes]),
-      "tool_errors": np.zeros(len(episodes), np.float32),
-      "rewards": np.where(is_last, total[:, None], rewards).astype(np.float32),
-    }
+  def _of_calls(self, calls: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """[B, turns] float32: an episode's reward is that of its last call."""
+    column, calls = np.arange(self.limits.turns), calls[:, None]
+    rewards = np.where(column == calls - 1, total[:, None], 0)
+    return np.where(column < calls, rewards, np.nan).astype(np.float32)
