@@ -13,7 +13,6 @@ import threading
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from gspo_jax import model
 from gspo_jax.data.problem import Problem
@@ -28,7 +27,12 @@ from gspo_jax.rollout import agent, conversations
 from gspo_jax.rollout.batch import ScoredSamples
 from gspo_jax.rollout.conversations import Conversation
 from gspo_jax.rollout.environment import Question
-from gspo_jax.rollout.sequences import EpisodeSequence, SequenceLimits, arrange
+from gspo_jax.rollout.sequences import (
+  EpisodeSequence,
+  SequenceLimits,
+  arrange,
+  local_episodes,
+)
 from gspo_jax.sampler.engine import LENGTH, Engine, EngineSampler, Generation
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, SamplerConfig
 from gspo_jax.workers.pool import Call, Pool, Started
@@ -160,7 +164,7 @@ class AgentPool(Pool):
 
 @dataclasses.dataclass(frozen=True)
 class Agents:
-  """Plays episodes; called as `Conversations`, in one process."""
+  """Plays episodes; called as `Conversations`."""
 
   pool: AgentPool
   limits: SequenceLimits
@@ -180,54 +184,52 @@ class Agents:
     G = generate.config.group_size
     B, steps = len(batch) * G, batch.steps.tolist()
     tokenizer, endpoint = self.prompt_config.tokenizer, self.pool.endpoint
+    own = local_episodes(B, self.batch_sharding)
     with (
       Engine(generate, params, key) as engine,
-      Progress(label, B, "episodes") as progress,
+      Progress(label, len(own), "episodes") as progress,
     ):
-      episodes = [Episode(engine, tokenizer, self.limits) for _ in range(B)]
-      keys = [endpoint.admit(episode) for episode in episodes]
+      episodes = {b: Episode(engine, tokenizer, self.limits) for b in own}
+      keys = {b: endpoint.admit(episode) for b, episode in episodes.items()}
       started = self.pool.play(
-        [(batch.problems[b // G], steps[b // G], keys[b]) for b in range(B)]
+        [(batch.problems[b // G], steps[b // G], keys[b]) for b in own]
       )
       started.done.add_done_callback(lambda _: engine.wake())
+      playing = dict(enumerate(own))  # by their place in `started`
       ended: dict[int, list[EpisodeSequence]] = {}
 
       def all_ended() -> bool:
-        for b in [b for b in range(B) if b not in ended]:
-          if started.results[b] is not None or started.done.done():
+        for i, b in [*playing.items()]:
+          if started.results[i] is not None or started.done.done():
             endpoint.dismiss(keys[b])
             ended[b] = episodes[b].end()
+            del playing[i]
             progress.advance(1)
-        return len(ended) == B
+        return not playing
 
       try:
         engine.run(all_ended)
       finally:
-        for each in keys:
+        for each in keys.values():
           endpoint.dismiss(each)
-      results = started.wait()
-    return self._scored(batch, episodes, ended, results, engine, G)
-
-  def _scored(
-    self, batch, episodes, ended, results, engine: Engine, G: int
-  ) -> ScoredSamples:
+      results = dict(zip(own, started.wait(), strict=True))
     chats = {
-      b: self._conversation(episode, ended[b], result)
-      for b, (episode, result) in enumerate(zip(episodes, results, strict=True))
+      b: self._conversation(episodes[b], ended[b], results[b]) for b in own
     }
     prompts, samples = arrange(
       ended,
-      np.array([episode.finish for episode in episodes], np.int8),
+      {b: episodes[b].finish for b in own},
+      B,
       self.limits,
       slot_steps=engine.slot_steps,
-      pad_id=self.prompt_config.tokenizer.pad_id,
+      pad_id=tokenizer.pad_id,
       batch_sharding=self.batch_sharding,
     )
     return conversations.scored(
       batch,
       samples,
       chats,
-      {b: sum(len(s.tokens) for s in own) for b, own in ended.items()},
+      {b: sum(len(s.tokens) for s in ended[b]) for b in own},
       group_size=G,
       max_turns=self.limits.turns,
       limit=self.limits.longest,

@@ -11,10 +11,8 @@ A response is a request to an engine, so no conversation waits for another.
 
 import dataclasses
 import time
-from concurrent import futures
 
 import jax
-import numpy as np
 
 from gspo_jax import model
 from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
@@ -25,7 +23,12 @@ from gspo_jax.rollout import conversations
 from gspo_jax.rollout.batch import ScoredSamples
 from gspo_jax.rollout.conversations import Conversation
 from gspo_jax.rollout.environment_pool import EnvironmentPool
-from gspo_jax.rollout.sequences import EpisodeSequence, SequenceLimits, arrange
+from gspo_jax.rollout.sequences import (
+  EpisodeSequence,
+  SequenceLimits,
+  arrange,
+  local_episodes,
+)
 from gspo_jax.sampler.engine import (
   LENGTH,
   STOP,
@@ -50,7 +53,7 @@ class _Branching(Conversation):
 
 @dataclasses.dataclass(frozen=True)
 class BranchingConversations:
-  """Called as `Conversations`, in one process."""
+  """Called as `Conversations`."""
 
   pool: EnvironmentPool
   limits: SequenceLimits
@@ -73,7 +76,10 @@ class BranchingConversations:
     may sample other responses.
     """
     G = generate.config.group_size
-    chats = {row: _Branching() for row in range(len(batch) * G)}
+    B = len(batch) * G
+    chats = {
+      row: _Branching() for row in local_episodes(B, self.batch_sharding)
+    }
     start = time.monotonic()
     self._begin(batch, chats, G, key)
     waited = time.monotonic() - start  # for environments
@@ -83,18 +89,19 @@ class BranchingConversations:
     ):
       going = [chat for chat in chats.values() if self._call(chat, engine)]
       progress.advance(len(chats) - len(going))
-      while going:
-        if not engine.step():
-          start = time.monotonic()
-          pending = [chat.asked.done for chat in going]
-          futures.wait(pending, return_when=futures.FIRST_COMPLETED)
-          waited += time.monotonic() - start
+
+      def all_ended() -> bool:
+        nonlocal going
         still = [chat for chat in going if self._advance(chat, engine)]
         progress.advance(len(going) - len(still))
         going = still
+        return not going
+
+      engine.run(all_ended)
     prompts, samples = arrange(
       {row: chat.sequences for row, chat in chats.items()},
-      np.array([chat.finish for chat in chats.values()], np.int8),
+      {row: chat.finish for row, chat in chats.items()},
+      B,
       self.limits,
       slot_steps=engine.slot_steps,
       pad_id=self.prompt_config.tokenizer.pad_id,
@@ -108,7 +115,7 @@ class BranchingConversations:
       group_size=G,
       max_turns=self.limits.turns,
       limit=self.limits.longest,
-      environment_seconds=waited,
+      environment_seconds=waited + engine.idle_seconds,
       sequence_prompts=prompts,
     )
 
@@ -153,7 +160,7 @@ class BranchingConversations:
   def _advance(self, chat: _Branching, engine: Engine) -> bool:
     """Goes on where a response or an answer is there; False at the end."""
     if chat.generation and chat.generation.finish:
-      self._ask(chat)
+      self._ask(chat, engine)
     if not (chat.asked and chat.asked.done.done()):
       return True
     (reply,) = self.pool.replies(chat.asked)
@@ -167,7 +174,7 @@ class BranchingConversations:
     chat.messages += as_messages(reply.step.messages)
     return self._call(chat, engine)
 
-  def _ask(self, chat: _Branching) -> None:
+  def _ask(self, chat: _Branching, engine: Engine) -> None:
     """Records a response, and asks the environment."""
     made, chat.generation = chat.generation, None
     sequence = chat.sequences[-1]
@@ -186,6 +193,7 @@ class BranchingConversations:
     chat.transcript.record(chat.messages, tools, answer, ids)
     chat.messages.append(answer)
     chat.asked = self.pool.step([(chat.state, text)])
+    chat.asked.done.add_done_callback(lambda _: engine.wake())
 
 
 def _length(chat: _Branching) -> int:

@@ -60,9 +60,18 @@ class SequenceLimits(NamedTuple):
     return self.longest - max(prompt_length - self.width, 0)
 
 
+def local_episodes(
+  size: int, batch_sharding: jax.sharding.Sharding
+) -> list[int]:
+  """The episodes, of so many, that this process plays."""
+  like = multihost.to_global(np.zeros(size, np.int8), batch_sharding)
+  return [*multihost.local_rows(like)]
+
+
 def arrange(
   episodes: Mapping[int, Sequence[EpisodeSequence]],
-  finish: np.ndarray,
+  finish: Mapping[int, int],
+  size: int,
   limits: SequenceLimits,
   *,
   slot_steps: int,
@@ -71,10 +80,10 @@ def arrange(
 ) -> tuple[Prompts, Samples]:
   """The prompts [B * K] on the host, and the samples; call it on every process.
 
-  `episodes` are this process's, by number from 0 to B - 1; the others are rows
-  without tokens. `finish` [B] int8 is of all episodes.
+  `episodes` and their `finish` are this process's, by number from 0 to B - 1;
+  B = `size`. Others are rows without tokens.
   """
-  B, (_, K, S, R) = len(finish), limits
+  B, (_, K, S, R) = size, limits
   rows = {
     b * K + k: sequence
     for b, own in episodes.items()
@@ -84,6 +93,8 @@ def arrange(
   tokens, turns = np.zeros((2, B * K, R), np.int32)
   logps = np.zeros((B * K, R), np.float32)
   prompt_lengths, lengths = np.zeros((2, B * K), np.int32)
+  finish_B = np.zeros(B, np.int8)
+  finish_B[[*finish]] = [*finish.values()]
   for row, sequence in rows.items():
     kept = sequence.prompt[:S]
     more = len(sequence.prompt) - len(kept)
@@ -106,7 +117,7 @@ def arrange(
     tokens,
     whole(logps),
     lengths,
-    np.repeat(finish, K),
+    np.repeat(whole(finish_B), K),
     whole(turns).astype(np.int16),
   )
   *arrays, turns = multihost.to_global(arrays, batch_sharding)

@@ -7,6 +7,9 @@ all that it has so far. So a request waits for one chunk at most. Keys and
 values stay in the pages between steps: a row that goes on prefills nothing. A
 request whose prompt begins as a row does, in use or free, prefills only the
 rest: it shares the row's full pages, or takes a free row that has no more.
+
+Each of several processes has the rows of its own shards, and its own requests;
+all take their steps together.
 """
 
 import collections
@@ -38,7 +41,8 @@ from gspo_jax.sampler.samples import STOPPED, Prompts, SamplerConfig
 # half a chunk on average, and a row that has ended idles as long; a step costs
 # a few transfers.
 CHUNK = 64
-_SECONDS = 1.0  # after which `run` looks again, without being woken
+# After which `run` looks again without being woken, also for other processes.
+_SECONDS, _SECONDS_TOGETHER = 1.0, 0.02
 
 # Values of `Generation.finish`, as in OpenAI's API.
 STOP, LENGTH, ABORT = "stop", "length", "abort"
@@ -125,12 +129,7 @@ def build_engine_sampler(
   context: int,
   **places,
 ) -> EngineSampler:
-  """As `build_continuous_sampler`; UserError also for several processes."""
-  if jax.process_count() > 1:
-    raise UserError(
-      f"{jax.process_count()} processes: expected one for rollout.environment="
-      "'openai:...' and to serve, for an engine samples the requests of one"
-    )
+  """As `build_continuous_sampler`; UserError also if processes share rows."""
   chunk = dataclasses.replace(
     sampler,
     group_size=1,
@@ -139,13 +138,23 @@ def build_engine_sampler(
     record_routing=False,
     speculation=0,
   )
-  return EngineSampler(
-    sampler,
-    context,
-    build_continuous_sampler(
-      cfg, chunk, batching=batching, max_prompt_length=context, **places
-    ),
+  built = build_continuous_sampler(
+    cfg, chunk, batching=batching, max_prompt_length=context, **places
   )
+  _require_own_rows(built)
+  return EngineSampler(sampler, context, built)
+
+
+def _require_own_rows(chunk: ContinuousSampler) -> None:
+  places = chunk.batch_sharding.devices_indices_map((chunk.shards,))
+  owners = {
+    (part.start, device.process_index) for device, (part,) in places.items()
+  }
+  if len(owners) > len({start for start, _ in owners}):
+    raise UserError(
+      "sampler_mesh: several processes have the same rows; expected expert x "
+      "tensor within one process, for an engine's requests are of one"
+    )
 
 
 class Engine:
@@ -161,10 +170,11 @@ class Engine:
     self._key = sharding.key_beside(sampler.chunk.batch_sharding, key)
     self._cache = PrefixCache(keeps_idle=True)
     empty = np.zeros(0, np.int32)
-    self._rows = [_Row(empty) for _ in range(sampler.batching.slots)]
-    self._changed = threading.Condition()  # guards the next two
+    n = sampler.batching.slots // sampler.chunk.shards
+    self._rows = [_Row(empty) for _ in range(n * len(sampler.chunk.own))]
+    self._changed = threading.Condition()  # guards the next three
     self._waiting: collections.deque[Generation] = collections.deque()
-    self._closed = False
+    self._closed = self._woken = False
     self._steps = 0
     self.slot_steps = 0  # as of Samples
     self.idle_seconds = 0.0  # that `run` waited for requests
@@ -180,10 +190,8 @@ class Engine:
 
   def submit(self, generation: Generation) -> Generation:
     """Asks for a response; UserError unless prompt and response have room."""
-    size, vocabulary = (
-      len(generation.prompt),
-      self._sampler.chunk.cfg.vocab_size,
-    )
+    size = len(generation.prompt)
+    vocabulary = self._sampler.chunk.cfg.vocab_size
     if not size or not all(0 <= i < vocabulary for i in generation.prompt):
       raise UserError(
         f"a prompt of {size} tokens: expected at least one, and ids from 0 to "
@@ -205,28 +213,40 @@ class Engine:
   def wake(self) -> None:
     """Makes `run` look at its condition."""
     with self._changed:
+      self._woken = True
       self._changed.notify_all()
 
   def run(self, until: Callable[[], bool]) -> None:
-    """Takes steps, or waits for requests, until the condition holds."""
-    while not until():
+    """Takes steps, or waits for requests, until the condition holds everywhere.
+
+    All processes call it together, and `step`, too.
+    """
+    alone = jax.process_count() == 1
+    while multihost.any_process(not until()):
       if not self.step():
         start = time.monotonic()
         with self._changed:
-          if not self._waiting:
-            self._changed.wait(_SECONDS)
+          if not (self._waiting or self._woken):
+            self._changed.wait(_SECONDS if alone else _SECONDS_TOGETHER)
+          self._woken = False
         self.idle_seconds += time.monotonic() - start
 
   def step(self) -> bool:
-    """Samples a chunk for each request; False if there is none."""
+    """Samples a chunk for each request; False if no process has one."""
     self._start_waiting()
-    rows = {i: row for i, row in enumerate(self._rows) if row.generation}
-    if not rows:
-      return False
     chunk, pad = self._sampler.chunk, self._sampler.config.pad_id
-    width = chunk.sizes.max_prompt_length
-    tokens = np.full((len(self._rows), width), pad, np.int32)
-    lengths, stop_at = np.zeros((2, len(self._rows)), np.int32)
+    n = chunk.sizes.slots
+    # By their number among the rows of all processes.
+    rows = {
+      chunk.own[i // n] * n + i % n: row
+      for i, row in enumerate(self._rows)
+      if row.generation
+    }
+    if not multihost.any_process(bool(rows)):
+      return False
+    width, count = chunk.sizes.max_prompt_length, self._sampler.batching.slots
+    tokens = np.full((count, width), pad, np.int32)
+    lengths, stop_at = np.zeros((2, count), np.int32)
     for i, row in rows.items():
       tokens[i, width - len(row.tokens) :] = row.tokens
       lengths[i] = len(row.tokens)
@@ -240,10 +260,13 @@ class Engine:
       prefix_cache=self._cache,
     )
     self._steps += 1
-    self.slot_steps += int(samples.slot_steps)
-    new = multihost.to_host(
-      (samples.tokens, samples.logps, samples.lengths, samples.finish)
+    *new, steps = multihost.to_host(
+      (
+        *(samples.tokens, samples.logps, samples.lengths, samples.finish),
+        samples.slot_steps,
+      )
     )
+    self.slot_steps += int(steps)
     for i, row in rows.items():
       self._extend(row, *(x[i] for x in new))
     return True
@@ -304,36 +327,36 @@ class Engine:
 
     What a row loses counts, too: the next request may begin with it.
     """
-    chunk, n = (
-      self._sampler.chunk,
-      len(self._rows) // self._sampler.chunk.shards,
-    )
-    kept = self._cache.tokens or [{} for _ in range(chunk.shards)]
-    held = [kept[i // n].get(i % n) for i in range(len(self._rows))]
-    size = [tokens.num_tokens if tokens else 0 for tokens in held]
-    same = [
-      min(_common(row.tokens[:count], prompt), len(prompt) - 1)
-      for row, count in zip(self._rows, size, strict=True)
+    sizes = self._sampler.sizes
+    n, page = sizes.slots, sizes.page_size
+    kept = self._cache.tokens or [{} for _ in self._sampler.chunk.own]
+    held = [
+      kept[i // n].get(i % n, CachedTokens([], 0))
+      for i in range(len(self._rows))
     ]
-    pages = [count // chunk.sizes.page_size for count in same]
+    same = [
+      min(_common(row.tokens[: tokens.num_tokens], prompt), len(prompt) - 1)
+      for row, tokens in zip(self._rows, held, strict=True)
+    ]
     # Of each shard, the row that others can share most full pages of.
     best = [
-      max(range(first, first + n), key=pages.__getitem__)
+      max(range(first, first + n), key=lambda i: same[i] // page)
       for first in range(0, len(self._rows), n)
     ]
+    shared = [same[i] // page * page for i in best]
 
     def worth(i):
-      shared = pages[best[i // n]] * chunk.sizes.page_size
-      return max(2 * same[i], shared) - size[i], -size[i]
+      lost = held[i].num_tokens
+      return max(2 * same[i], shared[i // n]) - lost, -lost
 
     i = max(free, key=worth)
     source, count = i, same[i]
-    if 2 * count < (shared := pages[best[i // n]] * chunk.sizes.page_size):
-      source, count = best[i // n], shared
+    if 2 * count < shared[i // n]:
+      source, count = best[i // n], shared[i // n]
     kept[i // n].pop(i % n, None)
     if count:
-      last = -(-count // chunk.sizes.page_size)
-      kept[i // n][i % n] = CachedTokens(held[source].pages[:last], count)
+      pages = held[source].pages[: -(-count // page)]
+      kept[i // n][i % n] = CachedTokens(pages, count)
     return i
 
 

@@ -3,15 +3,17 @@
 The tokenizer writes a letter a byte and has a chat template with tools.
 """
 
+import contextlib
 import json
 import logging
+import time
 
 import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gspo_jax.data import tokenizers
-from gspo_jax.sampler.engine import LENGTH, STOP
+from gspo_jax.sampler.engine import ABORT, LENGTH, STOP
 from gspo_jax.sampler.samples import SamplerConfig
 
 openai = pytest.importorskip("openai")
@@ -322,3 +324,86 @@ def test_other_sampling_is_logged_once_and_not_honoured(ask, caplog):
   lines = [r.getMessage() for r in caplog.records]
   assert [line for line in lines if "temperature=0.7" in line] == lines
   assert len(lines) == 1
+
+
+class Endless(Scripted):
+  """An engine that samples one token, and then no more."""
+
+  def submit(self, generation):
+    self.made.append(generation)
+    generation.add([5], [0.0], "")
+
+
+@pytest.fixture
+def endless(served, tokenizer):
+  _, endpoint, url = served
+  engine = Endless(tokenizer)
+  client = app.Client(engine, tokenizer)
+  key = endpoint.admit(client)
+  with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as api:
+    yield engine, client, api
+  endpoint.dismiss(key)
+
+
+def wait_for(condition, seconds=10):
+  end = time.monotonic() + seconds
+  while not condition():
+    assert time.monotonic() < end
+    time.sleep(0.02)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_whose_client_leaves_is_cancelled(endless, stream):
+  engine, client, api = endless
+  with contextlib.suppress(openai.APITimeoutError):
+    made = chat(api.with_options(timeout=0.3), [user("a")], stream=stream)
+    next(iter(made))
+    made.close()
+  wait_for(lambda: engine.made[0].cancelled and client.open == 0)
+
+
+def test_a_client_has_so_many_requests_at_once(endless, monkeypatch):
+  _, _, api = endless
+  monkeypatch.setattr(app, "_MOST_OPEN", 1)
+  with chat(api, [user("a")], stream=True) as first:
+    next(iter(first))
+    with pytest.raises(openai.RateLimitError, match="fewer than 1"):
+      chat(api, [user("a")])
+
+
+def test_an_answer_in_time_or_when_the_engine_ends_is_an_error(
+  endless, monkeypatch
+):
+  engine, _, api = endless
+  monkeypatch.setattr(app, "_SECONDS", 0.1)
+  monkeypatch.setattr(app, "_LOOK", 0.1)
+  with pytest.raises(openai.InternalServerError, match="no answer within"):
+    chat(api, [user("a")])
+  monkeypatch.setattr(app, "_SECONDS", 60)
+  with chat(api, [user("a")], stream=True) as made:
+    parts = iter(made)
+    next(parts)
+    engine.made[-1].add([], [], ABORT)
+    with pytest.raises(openai.APIError, match="no more requests"):
+      next(parts)
+
+
+def test_a_template_that_leaves_out_thinking_begins_anew(ask, tokenizer):
+  """Its text of earlier answers is another than what the policy wrote."""
+  engine, client = ask
+  thought, answer = "<think>hm</think>", "four"
+  library = tokenizer._library
+  whole = library.chat_template
+  library.chat_template = whole.replace(
+    "{{ m.content }}", "{{ m.content.split('</think>')[-1] }}"
+  )
+  try:
+    engine.texts = [thought + answer, "x"]
+    (first,) = chat(client, [user("2+2?")]).choices
+    more = [user("2+2?"), first.message.model_dump(), user("sure?")]
+    chat(client, more)
+    sent = [{k: m[k] for k in ("role", "content")} for m in more]
+    assert engine.made[1].prompt == tokenizer.chat(sent)
+    assert "hm" not in tokenizer.decode(engine.made[1].prompt)
+  finally:
+    library.chat_template = whole

@@ -44,7 +44,8 @@ def batch_sharding():
 def arranged(episodes, batch_sharding):
   return sequences.arrange(
     episodes,
-    FINISH,
+    dict(enumerate(FINISH.tolist())),
+    len(FINISH),
     SequenceLimits(4, K, S, R),
     slot_steps=0,
     pad_id=0,

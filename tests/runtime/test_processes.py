@@ -635,6 +635,30 @@ def test_an_unmoved_policy_has_ratio_one_on_two(launch, tmp_path):
   assert row["mismatch/token_abs_mean"] > 0
 
 
+@pytest.mark.slow
+def test_agents_of_two_processes_play_with_one_policy(launch, tmp_path):
+  """Each has its own episodes; what is greedy does not depend on the others."""
+  added = CONTINUOUS_BATCHING | {
+    "data__source": "gspo_jax.tasks.games.calculator_problems",
+    "rollout__environment": "openai:gspo_jax.tasks.calculator_agent.play",
+    "reward__names": "()",
+    "reward__seconds": 120,
+    "sampler__top_k": 1,
+    "sampler__kept_ids": 0,
+    "optim__learning_rate": 0.0,
+    "cold_start__steps": 0,
+    "num_steps": 2,
+  }
+  launch(1, tmp_path / "one", devices=2, **added).finish()
+  launch(2, tmp_path / "two", **added).finish()
+  one, two = (rows(tmp_path / name)[1:] for name in ("one", "two"))
+  same = "response/length", "response/truncated", "conversation/turns"
+  for a, b in zip(one, two, strict=True):
+    assert [a[name] for name in same] == [b[name] for name in same]
+    assert b["reward/failed"] == 0
+    assert b["mismatch/token_abs_mean"] < 1e-5
+
+
 MIGRATION = """
 import sys
 import jax
