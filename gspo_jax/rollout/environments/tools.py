@@ -111,14 +111,10 @@ class Tools:
     return Step(messages, tool_calls=len(calls), tool_errors=failed)
 
   def _score(self, response: str) -> float:
-    text, reference, _ = self._problem
-    keywords = self._score_keywords(response)
-    return _scores(self._reward)(text, response, reference, **keywords)
-
-  def _score_keywords(self, response: str) -> dict[str, Any]:
-    text, reference, columns = self._problem
-    answer = Response(text, response, reference, columns=columns)
-    return _scores(self._reward).keywords([answer])
+    text, reference, columns, step, workdir = self._problem
+    reward = _scores(self._reward, workdir)
+    answer = Response(text, response, reference, columns=columns, step=step)
+    return reward(text, response, reference, **reward.keywords([answer]))
 
 
 def _result(
