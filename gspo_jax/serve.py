@@ -55,7 +55,7 @@ def _serve() -> int:
       f"--workdir is missing: expected the workdir of a run, or --checkpoint; "
       f"for a start: {_START} --workdir=runs/tiny"
     )
-  key = _key()
+  key = read_key(_KEY_FILE.value) if _KEY_FILE.value else ""
   config = load_params.with_checkpoint(parse(flags.FLAGS.config), folder)
   devices, _ = sharding.split_devices(config.sampler_mesh.devices)
   mesh = sharding.make_mesh(devices, **dataclasses.asdict(config.mesh))
@@ -96,10 +96,8 @@ def _answer(sampler, tokenizer, params, seed: int, key: str) -> None:
     engine.run(lambda: preemption.requested)
 
 
-def _key() -> str:
-  """The key of --api_key_file; "" without it."""
-  if not (path := _KEY_FILE.value):
-    return ""
+def read_key(path: str) -> str:
+  """The key of --api_key_file; UserError unless it is one long word."""
   with with_reason(f"--api_key_file={path}"):
     key = Path(path).read_text().strip()
   if len(key) < 16 or len(key.split()) > 1:

@@ -17,6 +17,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,16 +25,12 @@ import numpy as np
 from gspo_jax import model
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler.continuous import (
   ContinuousSampler,
   PrefixCache,
   build_continuous_sampler,
 )
-from gspo_jax.sampler.continuous.config import (
-  ContinuousBatchingConfig,
-  ShardSizes,
-)
+from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.continuous.scheduler import CachedTokens
 from gspo_jax.sampler.samples import STOPPED, Prompts, SamplerConfig
 
@@ -93,32 +90,9 @@ class EngineSampler:
   context: int  # most tokens of a prompt and its response
   chunk: ContinuousSampler
 
-  @property
-  def batching(self) -> ContinuousBatchingConfig:
-    return self.chunk.batching
-
-  @property
-  def sizes(self) -> ShardSizes:
-    return self.chunk.sizes
-
-  @property
-  def shards(self) -> int:
-    return self.chunk.shards
-
-  @property
-  def mesh(self) -> jax.sharding.Mesh:
-    return self.chunk.mesh
-
-  def lower(
-    self, *args, continues: bool = False, **options
-  ) -> dict[str, jax.stages.Lowered]:
-    return self.chunk.lower(*args, continues=True, **options)
-
-  def compilations(self) -> dict[str, tuple[MeshJit, int]]:
-    return self.chunk.compilations()
-
-  def describe(self, *, continues: bool) -> str:
-    return f"an engine, {self.chunk.describe(continues=True)}"
+  def __getattr__(self, name: str) -> Any:
+    """The rest of a `Sampler` is that of `chunk`."""
+    return getattr(self.chunk, name)
 
 
 def build_engine_sampler(

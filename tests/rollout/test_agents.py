@@ -22,6 +22,7 @@ agents = pytest.importorskip("gspo_jax.rollout.agents")
 
 MODULE = """
 import json, threading, time, urllib.error, urllib.request
+from concurrent import futures
 
 def post(url, key, body):
   headers = {"Authorization": f"Bearer {key}"}
@@ -51,6 +52,11 @@ def play(problem, *, base_url, api_key, model):
     chat(("user", "other"))
     chat(("user", "a"), said(first), ("user", "more"))
     return 2.0
+  if name == "together":
+    more = ("user", "a"), said(chat(("user", "a"))), ("user", "b")
+    with futures.ThreadPoolExecutor(2) as both:
+      list(both.map(lambda _: chat(*more), range(2)))
+    return 1.0
   if name == "beyond":
     answers = [chat(("user", text)) for text in ("ab", "cd", "ef")]
     return float(answers[2]["error"]["code"] == "max_sequences")
@@ -250,6 +256,16 @@ def test_ids_go_on_and_changed_ids_are_a_branch(pool):
     assert second is None
   for first, second in episodes[2:]:
     assert (calls(first), calls(second)) == ([0, 1], [0, 2])
+
+
+def test_of_two_calls_at_once_one_goes_on_and_one_is_a_branch(pool):
+  _, episodes = play(pool, "together")
+  for first, second in episodes:
+    assert [calls(first), calls(second)] in (
+      [[0, 1, 0, 2], [0, 3]],
+      [[0, 1, 0, 3], [0, 2]],
+    )
+    assert len(second[0]) > second[1].index(max(second[1])) > 4
 
 
 def test_an_episode_keeps_its_limits(pool):

@@ -1,0 +1,68 @@
+"""`gspo_jax.serve` answers with the weights that it got, until SIGTERM."""
+
+import re
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from repository import ROOT
+
+from gspo_jax import model, sampler, serve
+from gspo_jax.data import tokenizers
+from gspo_jax.model import hf
+from gspo_jax.runtime.errors import UserError
+
+BYTES = tokenizers.load("bytes")
+CONFIG = "--config=configs/tiny_cpu.py:debug"
+
+
+@pytest.mark.slow
+def test_a_served_policy_answers_greedily_as_the_sampler(tmp_path):
+  openai = pytest.importorskip("openai")
+  cfg = model.variant("tiny", vocab_size=258, dtype="float32")
+  params = model.init(jax.random.key(3), cfg)
+  hf.save_hf(params, cfg, tmp_path / "hf", dtype="float32", beside=BYTES.save)
+  key = "k" * 20
+  (tmp_path / "key").write_text(f"{key}\n")
+  command = [sys.executable, "-u", "-m", "gspo_jax.serve", CONFIG, "--port=0"]
+  command += [f"--checkpoint={tmp_path / 'hf'}"]
+  command += [f"--api_key_file={tmp_path / 'key'}"]
+  command += ["--config.sampler.temperature=0"]
+  with subprocess.Popen(
+    command, cwd=ROOT, stdout=subprocess.PIPE, text=True
+  ) as process:
+    try:
+      url = next(filter(None, map(re.compile("http.*").search, process.stdout)))
+      client = openai.OpenAI(base_url=url[0], api_key=key, timeout=120)
+      prompt = BYTES.encode("1+1?")
+      answer = client.completions.create(
+        model="policy", prompt=prompt, extra_body={"return_token_ids": True}
+      )
+      process.send_signal(signal.SIGTERM)
+      assert process.wait(60) == 0
+    finally:
+      process.kill()
+  ids = answer.choices[0].token_ids
+  expected = sampler.generate(
+    params,
+    cfg,
+    sampler.Prompts(np.int32([prompt]), np.int32([len(prompt)])),
+    jax.random.key(0),
+    sampler=sampler.SamplerConfig(
+      1, len(ids), stop_ids=BYTES.stop_ids, temperature=0.0
+    ),
+  )
+  assert ids == expected.tokens[0].tolist()
+  assert len(ids) > 1
+
+
+@pytest.mark.parametrize("text", ["short", "two words of a key file"])
+def test_a_key_that_is_no_key_is_refused(tmp_path, text):
+  (tmp_path / "key").write_text(text)
+  with pytest.raises(UserError, match="one word of at least 16 letters"):
+    serve.read_key(str(tmp_path / "key"))
+  with pytest.raises(UserError, match=r"absent: No such file"):
+    serve.read_key(str(tmp_path / "absent"))
