@@ -14,10 +14,13 @@ from repository import ROOT
 from gspo_jax import rewards
 from gspo_jax.data.sources import load
 from gspo_jax.learner.objective import ObjectiveConfig
+from gspo_jax.program.config import all_keys
+from gspo_jax.program.config_keys import near
 from gspo_jax.rollout import environment
 
 DOCS = ROOT / "docs"
 OWN = (DOCS / "own_pieces.md").read_text()
+OTHERS = (DOCS / "from_trl_verl.md").read_text()
 SESSIONS = [p for p in sorted(DOCS.glob("*.md")) if ">>> " in p.read_text()]
 
 
@@ -35,9 +38,9 @@ def test_a_session_prints_what_it_shows(page):
 
 @pytest.fixture
 def pieces(tmp_path, monkeypatch):
-  """A folder with the modules of docs/own_pieces.md, on the path."""
+  """A folder with the modules of two pages, on the path."""
   modules = []
-  for code in blocks(OWN, "python"):
+  for code in blocks(OWN, "python") + blocks(OTHERS, "python"):
     modules.append(re.match(r"# (\w+)\.py\n", code)[1])
     (tmp_path / f"{modules[-1]}.py").write_text(code)
   monkeypatch.syspath_prepend(tmp_path)
@@ -60,6 +63,30 @@ def test_own_pieces_are_found_and_do_what_is_said(pieces):
   assert said[1][0] == [("user", "-")]
   config = importlib.import_module("my_config").get_config()
   assert config.model.num_layers == 1
+
+
+def test_rewards_of_other_trainers_are_called_from_ours(pieces):
+  verl = rewards.named("my_rewards.from_verl")
+  assert verl("", "# 3", "3", data_source="gsm8k") == 1
+  trl = rewards.named("my_rewards.from_trl")
+  assert trl("", ["# 3", "# 4"], "4", task="sums") == [0, 1]
+
+
+def test_names_of_other_trainers_lead_to_the_keys_beside_them():
+  """The hint of the command agrees with the row, but for products."""
+  rows = re.findall(r"^\| (`.*?) \| (.*`.*) \|$", OTHERS, re.M)
+  checked, wrong = 0, []
+  for theirs, ours in rows:
+    section = re.match(r"`(\w+)`: ", theirs)
+    names = re.findall(r"`([\w.]+)", theirs.partition(": ")[2] or theirs)
+    for name in names if " x " not in ours and " x " not in theirs else ():
+      key = f"{section[1]}.{name}" if section else name
+      meant = near(key, all_keys())
+      checked += bool(meant)
+      if meant and meant[0].partition("=")[0] not in ours:
+        wrong.append((key, meant, ours))
+  assert checked > 80
+  assert wrong == []
 
 
 def test_the_own_loss_is_gspo_near_a_ratio_of_1(pieces):
