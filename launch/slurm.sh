@@ -26,11 +26,11 @@ coordinator=$first:$((20000 + SLURM_JOB_ID % 10000))
 # Slurm may send SIGTERM to this shell, too: wait for the processes all the same.
 trap : TERM
 code=0
-# shellcheck disable=SC2016  # each process has its own number
-srun bash -c 'exec "$@" --process_id="$SLURM_PROCID"' gspo \
-  "${GSPO_PYTHON-.venv/bin/python}" -u -m gspo_jax.main \
-  --workdir="$GSPO_WORKDIR" --coordinator="$coordinator" \
-  --num_processes="$SLURM_NTASKS" "$@" || code=$?
+# shellcheck disable=SC2016  # srun sets both for each process
+srun bash -c \
+  'exec "$@" --num_processes="$SLURM_NTASKS" --process_id="$SLURM_PROCID"' \
+  gspo "${GSPO_PYTHON-.venv/bin/python}" -u -m gspo_jax.main \
+  --workdir="$GSPO_WORKDIR" --coordinator="$coordinator" "$@" || code=$?
 # 75: a SIGTERM has saved the run, and the same job goes on with it.
 if ((code == 75)); then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"

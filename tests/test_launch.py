@@ -623,7 +623,7 @@ def test_slurm_starts_a_process_on_each_node(slurm):
   code, calls = slurm(0)
   command = (
     "-u -m gspo_jax.main --workdir=/w --coordinator=n1:22345 "
-    "--num_processes=2 --config=a b.py --process_id="
+    "--config=a b.py --num_processes=2 --process_id="
   )
   assert (code, calls) == (0, [f"{command}0", f"{command}1"])
 
