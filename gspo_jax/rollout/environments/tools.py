@@ -111,10 +111,14 @@ class Tools:
     return Step(messages, tool_calls=len(calls), tool_errors=failed)
 
   def _score(self, response: str) -> float:
+    problem, keywords = self._problem, self._score_keywords(response)
+    reward = _scores(self._reward, problem.workdir)
+    return reward(problem.text, response, problem.reference, **keywords)
+
+  def _score_keywords(self, response: str) -> dict[str, Any]:
     text, reference, columns, step, workdir = self._problem
-    reward = _scores(self._reward, workdir)
     answer = Response(text, response, reference, columns=columns, step=step)
-    return reward(text, response, reference, **reward.keywords([answer]))
+    return _scores(self._reward, workdir).keywords([answer])
 
 
 def _result(
