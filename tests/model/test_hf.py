@@ -196,29 +196,23 @@ def test_greedy_responses_from_an_export_are_those_of_transformers(
 
 
 @every_model
-@pytest.mark.parametrize("new_config", [False, True])
-def test_transformers_generates_the_same_from_an_export(
-  name, new_config, tmp_path
-):
+def test_transformers_computes_the_same_from_an_export(name, tmp_path):
+  """With a new config. One like an original is that original, see below."""
   torch = pytest.importorskip("torch")
   import transformers
 
-  like = None if new_config else GOLDENS / name
-  hf.save_hf(loaded(name), config(name), tmp_path / "out", like=like)
+  hf.save_hf(loaded(name), config(name), tmp_path / "out")
   theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
     tmp_path / "out", output_loading_info=True
   )
   assert not any(info.values()), info
   assert theirs.dtype == torch.float32
-  mask, responses = golden(name)["mask_left"], golden(name)["answers"]
-  out = theirs.generate(
-    torch.tensor(golden(name)["tokens"]).long(),
-    attention_mask=torch.tensor(mask.astype(int)),
-    do_sample=False,
-    max_new_tokens=responses.shape[1],
-    pad_token_id=0,
-  )
-  np.testing.assert_array_equal(out[:, mask.shape[1] :], responses)
+  tokens = torch.tensor(golden(name)["tokens"]).long()
+  with torch.no_grad():
+    logits = theirs.eval()(tokens).logits
+  # The golden logits, up to 3, are of another CPU.
+  expected = golden(name)["logits_plain"]
+  np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 # Saved and loaded.
