@@ -14,6 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks import record
+
 _TOPOLOGY = {64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8"}
 _LENGTHS = "lognormal:mean=.25,sigma=1,group=.5"
 _PROMPT = 1024
@@ -105,13 +107,15 @@ def main() -> None:
   parser.add_argument("--cells", nargs="+", choices=names, default=[*names])
   parser.add_argument("--out", type=Path, required=True)
   args = parser.parse_args()
-  found = json.loads(args.out.read_text()) if args.out.exists() else {}
+  cells = {}
+  if args.out.exists():
+    cells = json.loads(args.out.read_text())["cells"]
   for name in args.cells:
-    if name not in found:
-      found[name] = plan(*names[name])
-      args.out.write_text(json.dumps(found, indent=1) + "\n")
-      print(name, found[name], flush=True)
-  draw([*found.values()], args.out.with_suffix(".png"))
+    if name not in cells:
+      cells[name] = {"commit": record.commit()} | plan(*names[name])
+      record.write("pod_cost", {"cells": cells}, args.out)
+      print(name, cells[name], flush=True)
+  draw([*cells.values()], args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":
