@@ -8,13 +8,10 @@ seed, in fresh workdirs, and writes a table with curves.
 
 import argparse
 import json
-import os
-import platform
-import shlex
-import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks import record
 from benchmarks.seeds import train
 
 CONFIGS = "configs/calculator_cpu.py", "configs/guessing_cpu.py"
@@ -50,20 +47,14 @@ def main() -> None:
   parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
   parser.add_argument("--out", type=Path, required=True)
   args = parser.parse_args()
-  record = {
-    "command": shlex.join(
-      ["python", "-m", "benchmarks.environments", *sys.argv[1:]]
-    ),
-    "machine": f"{os.cpu_count()} x {platform.machine()}",
-    "results": [],
-  }
+  results = []
   with tempfile.TemporaryDirectory() as folder:
     for config in args.configs:
       for seed in args.seeds:
         workdir = Path(folder) / Path(config).stem / str(seed)
         row = run(config, workdir, seed)
-        record["results"].append(row)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        results.append(row)
+        record.write("environments", {"results": results}, args.out)
         short = {k: v for k, v in row.items() if not isinstance(v, list)}
         print(json.dumps(short), flush=True)
 

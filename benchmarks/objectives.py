@@ -10,11 +10,10 @@ the table.
 
 import argparse
 import json
-import os
-import platform
 import tempfile
 from pathlib import Path
 
+from benchmarks import record
 from benchmarks.seeds import train
 from gspo_jax.losses import METHODS
 
@@ -69,13 +68,8 @@ def main() -> None:
       results.append(result)
       row = " | ".join(f"{result[column]:g}" for column in COLUMNS)
       print(f"{', '.join(map(str, settings.values()))} | {row}", flush=True)
-  record = {
-    "command": "python -m benchmarks.objectives "
-    f"{'--estimators ' * args.estimators}--out={args.out}",
-    "machine": f"{os.cpu_count()} x {platform.machine()}",
-    "results": results,
-  }
-  args.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+  out = args.out.with_suffix(".json")
+  record.write("objectives", {"results": results}, out)
 
 
 if __name__ == "__main__":

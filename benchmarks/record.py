@@ -3,16 +3,43 @@
 import json
 import os
 import platform
+import shutil
+import subprocess
 import sys
 from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+# Measuring writes these, which changes no code.
+RESULTS = (
+  *(f":!benchmarks/*.{kind}" for kind in ("json", "png")),
+  *(f":!studies/*/{name}" for name in ("result.json", "figure.png")),
+)
 
 
 def finish(name: str, record: dict, out: Path | None) -> None:
   """Prints `record`; writes it, and how it came about, to `out`."""
   print(json.dumps(record))
   if out:
-    made = {
-      "command": " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]),
-      "machine": f"{len(os.sched_getaffinity(0))} x {platform.machine()}",
-    }
-    out.write_text(json.dumps(made | record, indent=1) + "\n")
+    write(name, record, out)
+
+
+def write(name: str, record: dict, out: Path) -> None:
+  """Writes `record` behind the command, the machine and the commit."""
+  made = {
+    "command": " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]),
+    "machine": f"{len(os.sched_getaffinity(0))} x {platform.machine()}",
+    "commit": commit(),
+  }
+  out.write_text(json.dumps(made | record, indent=1) + "\n")
+
+
+def commit(root: Path = ROOT) -> str:
+  """The commit of the repository, and whether code was changed since."""
+  if not shutil.which("git"):
+    return "none"
+  git = lambda *words: subprocess.run(
+    ["git", *words], cwd=root, capture_output=True, text=True
+  ).stdout.strip()
+  changed = git("status", "--porcelain", "--untracked-files=all", ".", *RESULTS)
+  head = git("rev-parse", "--short", "HEAD") or "none"
+  return head + (" and changes" if changed else "")

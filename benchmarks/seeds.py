@@ -9,7 +9,6 @@ other, and writes OUT.json (a table and the curves) and OUT.png.
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -17,7 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from benchmarks import record
+from benchmarks.record import ROOT
 
 
 def train(config: str, workdir: Path, **settings) -> dict:
@@ -99,12 +99,7 @@ def main() -> None:
       train(args.config, Path(folder) / str(seed), seed=seed)
       for seed in args.seeds
     ]
-  record = {
-    "command": f"python -m benchmarks.seeds --out={args.out}",
-    "machine": f"{os.cpu_count()} x {platform.machine()}",
-    "results": results,
-  }
-  args.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+  record.write("seeds", {"results": results}, args.out.with_suffix(".json"))
   draw(results, args.out.with_suffix(".png"))
   columns = [k for k in results[0] if k not in ("reward", "pass@1")]
   print(" | ".join(columns))

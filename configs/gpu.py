@@ -24,7 +24,7 @@ What the plan said of the largest function, in GiB, with jax 0.10.2 for CUDA
   olmoe-1b-7b    80  adapters     51.4
   qwen3-30b-a3b  80  adapters     42.8 of each of eight cards
 
-docs/scaling.md has all of it, with the times at best.
+docs/gpu.md has all of it, with the times at best.
 """
 
 from typing import NamedTuple

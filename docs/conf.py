@@ -1,18 +1,26 @@
 """The documentation as a site: `sphinx-build -W docs build/docs`.
 
-Pages are Markdown that also reads well on a git forge. Two things are made
-here: the tables of config.md, from the config itself, and links to files of the
-repository, which become links to the forge.
+Pages are Markdown that also reads well on a git forge. Three things are made
+here: docstrings in place of the signatures of api.md, links to files of the
+repository, which become links to the forge, and equations in MathML, which a
+browser shows without JavaScript.
 """
 
 import configparser
 import re
+import sys
 from pathlib import Path
 
-import gspo_jax
-from gspo_jax.program.config_reference import describe
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
 
-ROOT = Path(__file__).parent.parent
+import gspo_jax
+
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS))  # reference.py
+import reference  # noqa: E402
+
+ROOT = DOCS.parent
 _setup = configparser.ConfigParser()
 _setup.read(ROOT / "setup.cfg")
 URL = _setup["metadata"]["url"]
@@ -24,7 +32,6 @@ version = release = gspo_jax.__version__
 extensions = [
   "myst_parser",
   "sphinx.ext.autodoc",
-  "sphinx.ext.mathjax",
   "sphinx.ext.napoleon",
 ]
 default_role = "code"  # single backticks in docstrings
@@ -37,6 +44,7 @@ napoleon_use_ivar = True  # fields of a class stay out of the contents
 napoleon_use_rtype = False
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
+html_math_renderer = "mathml"
 
 html_theme = "furo"
 html_title = "gspo_jax"
@@ -49,32 +57,11 @@ html_static_path = ["style.css"]
 html_css_files = ["style.css"]
 html_show_sphinx = False
 
-CONFIG_TABLES = "<!-- tables -->"
-
-
-def config_tables() -> str:
-  """Every key of a config with its default and its meaning, in Markdown."""
-  lines = ["## Without a section", *_HEAD]
-  for key, default, comment in describe():
-    meaning = re.sub(r"([*|<$[\]])", r"\\\1", comment)
-    if default is None:
-      lines += ["", f"## {key}"]
-      if meaning:
-        lines += ["", f"{meaning[0].upper()}{meaning[1:].rstrip('.')}."]
-      lines += _HEAD
-    else:
-      shown = f"`{default}`" if default != "" else '`""`'
-      lines.append(f"| `{key}` | {shown} | {meaning} |")
-  return "\n".join(lines) + "\n"
-
-
-_HEAD = ["", "| key | default | meaning |", "|---|---|---|"]
-
 
 def _complete(app, page: str, source: list[str]) -> None:
-  """Fills in the tables, and directs links to the repository to the forge."""
-  if page == "config":
-    source[0] = source[0].replace(CONFIG_TABLES, config_tables())
+  """Puts docstrings into the API, and directs links to the forge."""
+  if page == "api":
+    source[0] = reference.filled(source[0], reference.directives)
   link = r"(?<!!)(\[[^\]]*\]\()\.\./"  # images are copied into the site
   source[0] = re.sub(link, rf"\1{URL}/blob/main/", source[0])
 
@@ -86,6 +73,20 @@ def _escape(app, what, name, obj, options, lines: list[str]) -> None:
   lines[:] = [re.sub(markup, escaped, line) for line in lines]
 
 
+def _inline_math(translator, node) -> None:
+  translator.body.append(tex2mathml(node.astext()))
+  raise nodes.SkipNode
+
+
+def _block_math(translator, node) -> None:
+  equation = tex2mathml(node.astext(), as_block=True)
+  translator.body.append(f'<div class="math notranslate">{equation}</div>')
+  raise nodes.SkipNode
+
+
 def setup(app) -> None:
+  app.add_html_math_renderer(
+    "mathml", (_inline_math, None), (_block_math, None)
+  )
   app.connect("source-read", _complete)
   app.connect("autodoc-process-docstring", _escape, priority=400)

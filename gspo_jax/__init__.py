@@ -39,7 +39,7 @@ _MODULE_OF = {
 }
 
 __all__ = list(_MODULE_OF)
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str):

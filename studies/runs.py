@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import jax
 from ml_collections import ConfigDict
 
+from benchmarks.record import commit
 from gspo_jax import train
 from gspo_jax.configs import common
 from gspo_jax.program.config import parse
@@ -160,20 +160,6 @@ def _go_on(config, folder, record: Path) -> None:
     jax.clear_caches()  # else each run's programs stay in memory
   if not finished:
     sys.exit("stopped; the same command goes on")
-
-
-def commit(root: Path = FOLDER.parent) -> str:
-  """Of the repository, and whether it was changed since.
-
-  What studies leave in it is no change: the next one would bear the mark.
-  """
-  git = lambda *words: subprocess.run(
-    ["git", *words], cwd=root, capture_output=True, text=True
-  ).stdout.strip()
-  left = (f":!studies/*/{name}" for name in ("result.json", "figure.png"))
-  changed = git("status", "--porcelain", "--untracked-files=all", ".", *left)
-  head = git("rev-parse", "--short", "HEAD") or "none"
-  return head + (" and changes" if changed else "")
 
 
 def write(path: Path, record: dict) -> None:

@@ -10,6 +10,7 @@ import pytest
 from metrics_page import NAMES, PAGE, ROWS, is_documented
 from repository import ROOT
 
+from docs import reference
 from gspo_jax.model import ModelConfig
 from gspo_jax.program.config import all_keys
 from gspo_jax.program.config_reference import describe
@@ -52,10 +53,20 @@ def test_the_api_has_the_public_losses(site):
   assert [n for n in gspo_jax.__all__ if f'id="gspo_jax.{n}"' not in html] == []
 
 
-def test_equations_are_for_mathjax(site):
+def test_equations_are_mathml_and_no_page_loads_anything(site):
   html = (site / "objectives.html").read_text()
-  assert html.count('class="math notranslate') > 20
+  assert html.count("<math") > 100
   assert "$$" not in html
+  pages = "".join(path.read_text() for path in site.glob("*.html"))
+  assert re.findall(r"<(?:script|link)[^>]*(?:src|href)=.https?:", pages) == []
+
+
+@pytest.mark.parametrize("name", reference.PAGES)
+def test_a_reference_page_is_what_the_command_writes(name):
+  page = (ROOT / "docs" / name).read_text()
+  assert "<!-- reference: " in page
+  command = "python docs/reference.py"
+  assert page == reference.filled(page, reference.text), command
 
 
 def test_every_page_is_in_the_index():

@@ -48,6 +48,7 @@ class Curriculum:
       np.array(ids, np.int32),
       np.ones(self.count, np.int32),
       np.zeros((self.count, 3), np.int32),
+      np.full(self.count, step, np.int32),
     )
 
   def record(self, prompts, correct):

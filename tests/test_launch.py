@@ -577,3 +577,65 @@ def test_stop_reports_that_the_grace_was_too_short(worker):
   done = worker.tpu_vm("stop", "--grace=1")
   assert done.returncode == 1
   assert "still running after 1 s" in done.stderr
+
+
+# On Slurm.
+
+
+# Replaces scontrol, srun and Python: two nodes, a task on each.
+SCONTROL = """#!/bin/sh
+if [ "$1" = requeue ]; then echo "requeue $2" >>"$CALLS"
+else printf 'n1\\nn2\\n'; fi
+"""
+SRUN = """#!/bin/sh
+SLURM_PROCID=0 "$@" && SLURM_PROCID=1 "$@"
+"""
+TASK = """#!/bin/sh
+echo "$*" >>"$CALLS"
+[ "$SLURM_PROCID" = 0 ] || exit "$CODE"
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path, shell):
+  """Runs the job with an exit code of its last task: the job's, the calls."""
+  for name, text in {"scontrol": SCONTROL, "srun": SRUN, "task": TASK}.items():
+    (tmp_path / "bin" / name).write_text(text)
+    (tmp_path / "bin" / name).chmod(0o755)
+
+  def run(code):
+    env = {
+      "CALLS": str(tmp_path / "tasks"),
+      "CODE": str(code),
+      "GSPO_PYTHON": "task",
+      "GSPO_WORKDIR": "/w",
+      "SLURM_JOB_ID": "12345",
+      "SLURM_JOB_NODELIST": "n[1-2]",
+      "SLURM_NTASKS": "2",
+    }
+    done = shell("slurm.sh", "--config=a b.py", env=env)
+    return done.returncode, (tmp_path / "tasks").read_text().splitlines()
+
+  return run
+
+
+def test_slurm_starts_a_process_on_each_node(slurm):
+  code, calls = slurm(0)
+  command = (
+    "-u -m gspo_jax.main --workdir=/w --coordinator=n1:22345 "
+    "--config=a b.py --num_processes=2 --process_id="
+  )
+  assert (code, calls) == (0, [f"{command}0", f"{command}1"])
+
+
+@pytest.mark.parametrize("code", [75, 2])
+def test_slurm_requeues_a_run_that_was_stopped(slurm, code):
+  ended, calls = slurm(code)
+  assert ended == code
+  assert calls[2:] == (["requeue 12345"] if code == 75 else [])
+
+
+def test_slurm_needs_a_workdir(shell):
+  done = shell("slurm.sh")
+  assert done.returncode != 0
+  assert "GSPO_WORKDIR" in done.stderr

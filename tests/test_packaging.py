@@ -10,6 +10,7 @@ import zipfile
 import pytest
 from repository import ROOT
 
+import gspo_jax
 from gspo_jax.data import prepare_tfds, readers, tokenizers
 from gspo_jax.data.tokenizers.plain import Bytes
 from gspo_jax.model import hf
@@ -86,6 +87,13 @@ def test_a_package_that_is_missing_gets_the_line_that_installs_it(
   line = re.escape(f"pip install -e '.[{extra}]'")
   with pytest.raises(UserError, match=f"{package}.*: {line}"):
     use(tmp_path)
+
+
+def test_citation_and_changelog_have_this_version():
+  text = lambda name: (ROOT / name).read_text()
+  cited = re.search("^version: (.+)$", text("CITATION.cff"), re.M)
+  assert cited[1] == gspo_jax.__version__
+  assert f"\n## {cited[1]} " in text("CHANGELOG.md")
 
 
 def test_no_line_installs_from_a_registry_that_lacks_the_package():

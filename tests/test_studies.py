@@ -196,28 +196,6 @@ def test_a_sigterm_stops_the_study_and_its_seconds_count(tmp_path, monkeypatch):
   assert record["seconds"] >= 40
 
 
-def git(folder, *words):
-  who = ("-c", "user.name=a", "-c", "user.email=a@example.com")
-  subprocess.run(["git", *who, *words], cwd=folder, check=True)
-
-
-def test_results_are_no_change_of_the_commit_and_all_else_is(tmp_path):
-  left = tmp_path / "studies" / "one"
-  left.mkdir(parents=True)
-  (left / "result.json").write_text("1")
-  (left / "run.py").write_text("1")
-  git(tmp_path, "init", "--quiet")
-  git(tmp_path, "add", ".")
-  git(tmp_path, "commit", "--quiet", "--message=a")
-  clean = runs.commit(tmp_path)
-  (left / "result.json").write_text("2")
-  (left / "figure.png").write_text("2")
-  assert runs.commit(tmp_path) == clean
-  assert "changes" not in clean
-  (left / "run.py").write_text("2")
-  assert runs.commit(tmp_path) == f"{clean} and changes"
-
-
 def test_errors_are_in_the_weights_that_a_run_samples_with_alone():
   key = jax.random.key(0)
   layers = {

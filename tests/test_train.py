@@ -472,24 +472,6 @@ def test_adapters_resume_beside_the_weights_of_a_cold_start(
     run(parts, **shared | {"num_steps": 3})
 
 
-def test_kill_9_loses_only_the_steps_after_the_last_checkpoint(
-  start, run, reference, workdir, assert_same_run
-):
-  """The command, killed perhaps while it saves; resumed in this process."""
-  shutil.rmtree(workdir / "checkpoints")
-  process = start(workdir)
-  for line in process.stdout:
-    if "3/4" in line:
-      break
-  process.kill()
-  process.wait()
-  process.stdout.close()
-  assert not (workdir / f"checkpoints/{STEPS}").exists()
-  _, out = run(workdir)
-  assert "cold start" not in out
-  assert_same_run(workdir, reference[0])
-
-
 SPLIT = {"sampler_mesh__devices": 1}
 
 
@@ -558,23 +540,6 @@ CONTINUOUS = {
   "continuous_batching__page_size": 4,
   "continuous_batching__prefill_chunk": 8,
 }
-
-
-def test_continuous_batching_is_the_same_run(run, reference, tmp_path):
-  """The same responses, with a third of the slots."""
-  run(
-    tmp_path,
-    **CONTINUOUS,
-    num_steps=2,
-    cold_start=str(reference[0] / "cold_start"),
-  )
-  both = metrics_of(reference[0])[:3], metrics_of(tmp_path)
-  for static, continuous in zip(*both, strict=True):
-    for key in ("reward/mean", "response/length", "eval/pass@1"):
-      assert continuous.get(key) == static.get(key), (key, static["step"])
-    if static["step"]:
-      assert continuous["mismatch/token_abs_mean"] < 1e-5
-      assert 0 < continuous["response/useful_steps"] <= 1
 
 
 @pytest.mark.usefixtures("no_evaluation")

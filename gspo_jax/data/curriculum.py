@@ -90,11 +90,16 @@ class Curriculum:
         solved[:] = False
     batch = self._streams[self._stage].take(count)
     batch.positions[:, 0] = self._stage
+    batch.steps[:] = iteration
     return batch
 
-  def prompts_at(self, positions: Sequence[Sequence[int]]) -> PromptBatch:
-    """The prompts at [P, 3] positions, as in `PromptBatch`."""
-    return pipeline.at_positions(self._sources, self._cfg, positions)
+  def prompts_at(
+    self, positions: Sequence[Sequence[int]], steps: Sequence[int]
+  ) -> PromptBatch:
+    """The prompts at [P, 3] positions and [P] steps, as in `PromptBatch`."""
+    batch = pipeline.at_positions(self._sources, self._cfg, positions)
+    batch.steps[:] = steps
+    return batch
 
   def record(self, batch: PromptBatch, correct: np.ndarray) -> None:
     """Records which problems are solved: all their responses are correct.

@@ -169,7 +169,9 @@ def _prompt(
   tokens = np.full((1, cfg.width), cfg.tokenizer.pad_id, np.int32)
   tokens[0, cfg.width - len(ids) :] = ids
   int32 = lambda x: np.array([x], np.int32)
-  return PromptBatch([problem], tokens, int32(len(ids)), int32(position))
+  return PromptBatch(
+    [problem], tokens, int32(len(ids)), int32(position), int32(0)
+  )
 
 
 def _demonstration(

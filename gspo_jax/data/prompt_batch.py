@@ -22,6 +22,7 @@ class PromptBatch:
   # [P, 3] int32, where the problems stand in the data: stage of the curriculum,
   # source in the mixture, problem in the source.
   positions: np.ndarray
+  steps: np.ndarray  # [P] int32, the iteration that took each; 0: held out
 
   def __len__(self) -> int:
     return len(self.problems)

@@ -43,10 +43,13 @@ class Transcript:
       if messages[j]["role"] == "assistant":
         answer = self._answers.get(keys[j])
         follows = messages[j + 1 :]
-        if answer and self._goes_on(answer, messages, tools, messages[j]):
+        if answer:
           stopped = answer.ids[-1] in self._tokenizer.stop_ids
           turns = _turns(follows, messages[j].get("tool_calls", ()))
           between = self._tokenizer.turn(turns, stopped=stopped)
+          whole = self._chat(messages, tools)
+          if not self._goes_on(answer, whole, between, messages[j]):
+            return whole
           return [*answer.ids, *between]
         break
     return self._chat(messages, tools)
@@ -64,14 +67,23 @@ class Transcript:
     if len(self._answers) > _MOST:
       self._answers.popitem(last=False)
 
-  def _goes_on(self, answer: _Answer, messages, tools, message) -> bool:
+  def _goes_on(self, answer: _Answer, whole, between, message) -> bool:
+    """Whether `whole` is the text before the answer, its own, and `between`.
+
+    A tool call may be written in other words.
+    """
     if not self._has_template:  # each message is written alone
       return True
-    text = self._text(messages, tools)
-    if not text.startswith(answer.text):
+    decode = self._tokenizer.decode
+    text, behind = decode(whole), decode(between)
+    if not (text.startswith(answer.text) and text.endswith(behind)):
       return False
-    rest = text[len(answer.text) :].lstrip()
-    return rest.startswith(message["content"].strip())
+    own = text[len(answer.text) : len(text) - len(behind)].strip()
+    content = message["content"].strip()
+    stops = [decode([i]) for i in self._tokenizer.stop_ids]
+    rest = own.removeprefix(content).strip()
+    is_same = rest in ("", *stops) or "tool_calls" in message
+    return own.startswith(content) and is_same
 
   def _text(self, messages, tools) -> str:
     if not self._has_template:

@@ -161,8 +161,8 @@ class Config:
     )
     if self.rollout.environment:
       self._check_environment()
-      if self.rollout.plays_agents:
-        self._check_agents()
+      if self.rollout.uses_engine:
+        self._check_engine()
     elif self.rollout.max_sequences > 1:
       raise UserError(
         f"rollout.max_sequences={self.rollout.max_sequences}: expected 1 "
@@ -267,26 +267,11 @@ class Config:
         self.rollout.max_tokens_per_iteration,
         "0, for a conversation ends in the iteration in which it begins",
       ),
-      *(
-        ("rollout.max_sequences", self.rollout.max_sequences > 1 and wrong, why)
-        for wrong, why in (
-          (self.rollout.max_staleness, "1 with rollout.max_staleness"),
-          (
-            self.objective.replay == "r3",
-            "1 with objective.replay='r3', for the experts of calls are not "
-            "recorded",
-          ),
-          (
-            self.sampler.keeps_ids,
-            "1 with top_k, top_p or min_p and sampler.kept_ids, which are not "
-            "recorded for calls",
-          ),
-        )
-      ),
       because="rollout.environment",
     )
 
-  def _check_agents(self):
+  def _check_engine(self):
+    agents = self.rollout.plays_agents
     self._refuse(
       ("rollout.max_staleness", self.rollout.max_staleness, "0"),
       (
@@ -301,10 +286,10 @@ class Config:
       ),
       (
         "objective.credit",
-        self.objective.credit == "turn",
+        agents and self.objective.credit == "turn",
         "'response', for an agent gives one reward at its end",
       ),
-      because="rollout.environment",
+      because="rollout.environment" if agents else "rollout.max_sequences",
     )
 
   def _check_turns(self):

@@ -38,13 +38,13 @@ OTHER_NAMES = {
   "data.prompts": "batch_size train_batch_size rollout_batch_size "
   "gen_batch_size generation_batch_size num_prompts_per_step",
   "data.max_prompt_length": "prompt_max_len data.max_length",
-  "data.too_long": "filter_overlong_prompts",
+  "data.too_long": "filter_overlong_prompts truncation",
   "sampler.max_new_tokens": "max_completion_length response_length "
   "max_response_length generate_max_len max_tokens total_generation_steps "
   "max_length max_total_sequence_length max_target_length",
   "sampler.stop": "stop_strings stop_sequences",
   "sampler.kept_ids": "sampling_mask keep_sampling_mask sampling_replay",
-  "continuous_batching.slots": "use_vllm max_num_seqs",
+  "continuous_batching.slots": "use_vllm use_transformers_paged max_num_seqs",
   "continuous_batching.page_size": "block_size",
   "continuous_batching.num_pages": "num_gpu_blocks",
   "continuous_batching.speculation": "num_speculative_tokens "
@@ -57,10 +57,13 @@ OTHER_NAMES = {
   "staleness_threshold max_head_offpolicyness",
   "reward.seconds": "timeout environment_timeout",
   "reward.names=model:FOLDER": "reward_model_path reward_model "
-  "reward_model.path reward_model.model.path reward_model_name_or_path "
-  "reward_pretrain rm_path",
-  "reward.names": "reward_funcs reward_fn custom_reward_function remote_rm_url",
-  "objective.name": "loss_type loss_mode policy_loss_type "
+  "reward_model.path reward_model.model.path reward_model.model_path "
+  "reward_model_name_or_path reward_pretrain rm_path",
+  "reward.names": "reward_funcs reward_fn custom_reward_function "
+  "custom_reward_function.path custom_reward_function.name remote_rm_url",
+  "reward.weights": "reward_weights",
+  "reward.workers": "reward.num_workers",
+  "objective.name": "loss_type loss_mode loss_agg_mode policy_loss_type "
   "importance_sampling_level",
   "objective.advantage_estimator": "adv_estimator advantage scale_rewards "
   "norm_adv_by_std_in_grpo multi_objective_aggregation algo.type "
@@ -82,8 +85,10 @@ OTHER_NAMES = {
   "objective.name=ppo:critic_trace_decay=0.95": "critic_trace_decay "
   "critic.trace_decay lam lambd gae_lambda",
   "objective.name=cispo:cap=5.0": "cap",
-  "objective.name=sapo:tau_positive=1.0": "tau_positive tau_pos",
-  "objective.name=sapo:tau_negative=1.05": "tau_negative tau_neg",
+  "objective.name=sapo:tau_positive=1.0": "tau_positive tau_pos "
+  "sapo_temperature_pos",
+  "objective.name=sapo:tau_negative=1.05": "tau_negative tau_neg "
+  "sapo_temperature_neg",
   "objective.name=vespo:k_positive=2.0": "k_positive vespo_k_pos",
   "objective.name=vespo:lambda_positive=3.0": "lambda_positive "
   "vespo_lambda_pos",
@@ -95,7 +100,7 @@ OTHER_NAMES = {
   "objective.name=gspo:router_shift_floor=0.8": "router_shift_floor",
   "objective.kl_coef": "beta kl_beta kl_loss_coef use_kl_loss init_kl_coef "
   "reference_policy_kl_penalty",
-  "objective.kl_estimator": "kl_loss_type kl_penalty",
+  "objective.kl_estimator": "kl_loss_type kl_penalty use_kl_in_reward",
   "objective.kl_estimator=k3_unbiased": "use_bias_correction_kl "
   "use_unbiased_kl",
   "objective.reference_every": "sync_ref_model ref_model_sync_steps",
@@ -104,14 +109,15 @@ OTHER_NAMES = {
   "moe_aux_loss_coef aux_loss_coef load_balance_loss_weight",
   "objective.router_z_loss_coef": "router_z_loss_coef moe_z_loss_coeff",
   "objective.mismatch": "vllm_importance_sampling_correction rollout_is "
-  "enable_vllm_is_correction use_importance_sampling_correction",
+  "vllm_importance_sampling_mode enable_vllm_is_correction "
+  "use_importance_sampling_correction",
   "objective.mismatch=mis_token:floor=0.5": "mismatch_floor",
   "objective.mismatch=tis_token:cap=2.0": "mismatch_cap "
   "vllm_importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold "
   "truncated_importance_sampling_ratio",
   "objective.mismatch=icepop:cap=5.0,floor=0.5": "icepop",
   "objective.off_policy_mask_threshold": "opsm_delta use_opsm",
-  "objective.replay": "router_replay routing_replay",
+  "objective.replay": "router_replay router_replay.mode routing_replay",
   "objective.truncated": "zero_truncated mask_truncated_completions "
   "overlong_filtering apply_overlong_filtering zero_truncated_completions",
   "objective.distillation.teachers": "teacher_model teacher_models "
@@ -148,7 +154,8 @@ OTHER_NAMES = {
   "eval.every": "eval_steps eval_interval eval_every_n_steps test_freq "
   "val_period",
   "eval.prompts": "max_val_samples",
-  "eval.samples": "n val_kwargs.n eval_n_samples_per_prompt",
+  "eval.samples": "n val_kwargs.n num_generations_eval "
+  "eval_n_samples_per_prompt",
   "checkpoint.every": "save_steps save_freq save_period save_interval_steps "
   "checkpoint_period",
   "checkpoint.keep": "save_total_limit keep_top_k max_to_keep max_ckpt_num "

@@ -16,6 +16,7 @@ from gspo_jax.data.config import DataConfig
 from gspo_jax.data.datasets import Datasets
 from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptBatch
+from gspo_jax.data.tokenizers.base import RewrittenTurns
 from gspo_jax.learner.health import clip_range_warnings
 from gspo_jax.learner.objective import DistillationConfig
 from gspo_jax.program import load_params, settings
@@ -27,9 +28,12 @@ from gspo_jax.rewards.config import RewardConfig
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rewards.reward import EXAMPLE
 from gspo_jax.rollout import environment, reward_model
+from gspo_jax.rollout.branching import BranchingConversations
+from gspo_jax.rollout.config import RolloutConfig
 from gspo_jax.rollout.conversations import Conversations
 from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.reward_model import RewardModel
+from gspo_jax.rollout.sequences import SequenceLimits
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError, missing_package
 from gspo_jax.workers import sandbox_files
@@ -75,35 +79,29 @@ class Experiment:
 
   @property
   def conversations(self):
-    """`Conversations` or `Agents`; None without an environment."""
-    if self.config.rollout.plays_agents:
-      return self._agents
-    if not self.config.rollout.environment:
+    """What plays the environment or the agents; None without them."""
+    rollout = self.config.rollout
+    if not rollout.environment:
       return None
-    return Conversations(
-      pool=self.reward_pool,
-      max_turns=self.config.rollout.max_turns,
-      prompt_config=self.program.prompt_config,
-      batch_sharding=sharding.batch_sharding(self.program.sampler.mesh),
-      stop=self.program.sampler.stop,
+    of_program = {
+      "pool": self.reward_pool,
+      "prompt_config": self.program.prompt_config,
+      "batch_sharding": sharding.batch_sharding(self.program.sampler.mesh),
+    }
+    stop = self.program.sampler.stop
+    if not rollout.uses_engine:
+      return Conversations(**of_program, max_turns=rollout.max_turns, stop=stop)
+    limits = SequenceLimits(
+      turns=rollout.max_turns,
+      sequences=rollout.max_sequences,
+      width=self.config.data.max_prompt_length,
+      longest=self.config.sampler.max_new_tokens,
     )
+    if rollout.plays_agents:
+      from gspo_jax.rollout.agents import Agents
 
-  @property
-  def _agents(self):
-    from gspo_jax.rollout.agents import Agents, Limits
-
-    c = self.config
-    return Agents(
-      self.reward_pool,
-      Limits(
-        turns=c.rollout.max_turns,
-        sequences=c.rollout.max_sequences,
-        width=c.data.max_prompt_length,
-        longest=c.sampler.max_new_tokens,
-      ),
-      self.program.prompt_config,
-      sharding.batch_sharding(self.program.sampler.mesh),
-    )
+      return Agents(**of_program, limits=limits)
+    return BranchingConversations(**of_program, limits=limits, stop=stop)
 
 
 def teacher_of(c: DistillationConfig, problem: Problem) -> int:
@@ -138,7 +136,7 @@ def prepare(
     multihost.print_once(f"warning: {warning}")
   program = build_program(config, mesh, sampler_devices=sampler_devices)
   if config.rollout.environment and not config.rollout.plays_agents:
-    program = _with_tools(program, config.rollout.environment)
+    program = _with_tools(program, config.rollout)
   with Progress(f"reading {config.data.source}"):
     problems = datasets.load(config.data, config.seed)
   for note in filter(None, (*problems.notes, _first_weights(config))):
@@ -154,9 +152,11 @@ def prepare(
     config=config,
     workdir=epath.Path(workdir),
     program=program,
-    reward_pool=_environment_pool(config, program.tokenizer, problems)
+    reward_pool=_environment_pool(config, program.tokenizer, problems, workdir)
     if config.rollout.environment
-    else _reward_pool(config.reward, problems, _reward_model(config, program)),
+    else _reward_pool(
+      config.reward, problems, workdir, _reward_model(config, program)
+    ),
     datasets=problems,
     held_out=pipeline.take(
       problems.held_out, program.prompt_config, config.eval.prompts
@@ -195,28 +195,47 @@ def _first_weights(config: Config) -> str:
   return ""
 
 
-def _with_tools(program: Program, spec: str) -> Program:
+def _with_tools(program: Program, rollout: RolloutConfig) -> Program:
   """The program; its prompts tell the policy of the environment's tools.
 
-  UserError if the tokenizer cannot write conversations turn by turn.
+  UserError if the tokenizer cannot write conversations turn by turn, and they
+  may not be several sequences.
   """
-  tokenizer = program.tokenizer
+  tokenizer, spec = program.tokenizer, rollout.environment
   try:
     tools, tool_format = environment.tools(spec, tokenizer.tool_format)
-    tokenizer.check_turns(environment.roles(spec), tools, tool_format)
+    if tools and rollout.max_sequences > 1:
+      raise UserError(
+        f"rollout.max_sequences={rollout.max_sequences}: expected 1 for an "
+        "environment with tools"
+      )
+    try:
+      tokenizer.check_turns(environment.roles(spec), tools, tool_format)
+    except RewrittenTurns as error:
+      # A response of gpt-oss is several channels, which no message holds.
+      if tokenizer.tool_format == "openai":
+        raise
+      if rollout.max_sequences == 1:
+        raise UserError(
+          f"{error}; or rollout.max_sequences={rollout.max_turns}, which makes "
+          "a sequence of each turn"
+        ) from error
   except UserError as error:
     raise UserError(f"rollout.environment={spec!r}: {error}") from error
   prompts = dataclasses.replace(program.prompt_config, tools=tools)
   return dataclasses.replace(program, prompt_config=prompts)
 
 
-def _environment_pool(config: Config, tokenizer, problems: Datasets):
+def _environment_pool(
+  config: Config, tokenizer, problems: Datasets, workdir: str
+):
   """An `EnvironmentPool`, or an `AgentPool`."""
   c, spec = config.reward, config.rollout.environment
   limits = {
     "workers": c.workers,
     "seconds": c.seconds,
     "concurrency": c.concurrency,
+    "workdir": workdir,
   }
   try:
     if config.rollout.plays_agents:
@@ -274,7 +293,10 @@ def make_reward_model(
 
 
 def _reward_pool(
-  c: RewardConfig, problems: Datasets, scorer: RewardModel | None = None
+  c: RewardConfig,
+  problems: Datasets,
+  workdir: str,
+  scorer: RewardModel | None = None,
 ) -> RewardPool:
   try:
     return RewardPool(
@@ -285,6 +307,7 @@ def _reward_pool(
       concurrency=c.concurrency,
       examples=[EXAMPLE.to(p) for p in _first_problems(problems)],
       model=scorer,
+      workdir=workdir,
     )
   except UserError as error:
     raise UserError(f"reward.names={c.names}: {error}") from error

@@ -61,7 +61,7 @@ def sampler_functions(
   def sampler(sampling, batching):
     meshes = {"mesh": mesh, "sampler_mesh": sampler_mesh}
     params_sharding = abstract.shardings(params)
-    if config.rollout.plays_agents:
+    if config.rollout.uses_engine:
       return build_engine_sampler(
         cfg,
         sampling,
@@ -84,7 +84,7 @@ def sampler_functions(
     )
 
   def eval_sampler(sampling):
-    if config.rollout.plays_agents and sampling.temperature:
+    if config.rollout.uses_engine and sampling.temperature:
       return dataclasses.replace(generate, config=sampling)
     responses = eval_prompts * sampling.group_size
     return sampler(sampling, batching.with_slots_for(responses))

@@ -110,6 +110,7 @@ class RewardPool(Pool):
 
   With `model`, one name begins with `MODEL`: no worker computes this reward.
   `add_model` adds it; `model` gives the rewards [N] of responses of all hosts.
+  `workdir` is the run's folder, for rewards that take it.
   """
 
   def __init__(
@@ -119,6 +120,7 @@ class RewardPool(Pool):
     *,
     examples: Sequence[Response] = (EXAMPLE,),
     model: Callable[[Mapping[int, Response], int], Rewards] | None = None,
+    workdir: str = "",
     **limits,
   ):
     self._all = tuple(name.partition(":")[0] for name in names)
@@ -126,7 +128,7 @@ class RewardPool(Pool):
     self._check_names()
     rules = tuple(x for x in names if not (model and x.startswith(MODEL)))
     self.names = tuple(name.partition(":")[0] for name in rules)
-    load = functools.partial(reward.load, rules)
+    load = functools.partial(reward.load, rules, workdir)
     super().__init__(f"rewards {', '.join(names)}", load, **limits)
     self._needs = [Needs(*each) for each in self.facts]
     # Whether some reward takes all responses to a problem at once.

@@ -25,7 +25,7 @@ BUILT_IN = {
   "number": "gspo_jax.rewards.numbers.numbered",
   "overlong": "gspo_jax.rewards.length.OVERLONG",
 }
-_LENGTHS = ("tokens", "limit")
+_OF_RESPONSE = ("tokens", "limit", "step")
 # Largest size of a reward: the sum of squares over a group stays finite in
 # float32.
 LARGEST = 1e9
@@ -46,6 +46,7 @@ class Response(NamedTuple):
   limit: int = 0  # the largest length allowed, in tokens
   columns: Mapping[str, Any] = {}  # other columns of the problem's record
   problem: Any = None  # the `data.problem.Problem`, for a reward model
+  step: int = 0  # the iteration that took the prompt; 0 in an evaluation
 
   def to(self, problem) -> "Response":
     return self._replace(
@@ -66,7 +67,7 @@ class Reward:
 
   # (prompt, response, reference) -> float, or (prompt, responses, reference) of
   # a group -> a float for each. Its keywords are columns of the problem's
-  # record, `tokens` and `limit`.
+  # record, `tokens`, `limit`, `step` and `workdir`.
   function: Callable[..., Any]
   # (**arguments), called once at the start; raises UserError if the reward
   # cannot run (a missing package, a bad argument).
@@ -79,9 +80,10 @@ class Reward:
   # arguments that it sets; for a built-in reward, also all defaults.
   name: str = ""
   arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  workdir: str = ""
 
   def __call__(self, prompt, response, reference, **keywords):
-    keywords = {**self.arguments, **keywords}
+    keywords = {**self._given, **keywords}
     return self.function(prompt, response, reference, **keywords)
 
   @functools.cached_property
@@ -95,11 +97,11 @@ class Reward:
 
   @functools.cached_property
   def needed_columns(self) -> tuple[str, ...]:
-    return tuple(name for name in self._required if name not in _LENGTHS)
+    return tuple(name for name in self._required if name not in _OF_RESPONSE)
 
   @functools.cached_property
   def reads_columns(self) -> bool:
-    return self._takes_rest or not {*self._keywords} <= {*_LENGTHS}
+    return self._takes_rest or not {*self._keywords} <= {*_OF_RESPONSE}
 
   def keywords(self, responses: Sequence[Response]) -> dict[str, Any]:
     """Columns and lengths for a call; LookupError if a column is missing.
@@ -112,15 +114,16 @@ class Reward:
     if missing := missing_column(self.needed_columns, columns):
       raise LookupError(missing)
     tokens = [response.tokens for response in responses]
-    lengths = {
+    of_response = {
       "tokens": tokens if self.takes_group else tokens[0],
       "limit": responses[0].limit,
+      "step": responses[0].step,
     }
     names = self._keywords
     if self._takes_rest:
-      taken = {*self._positional, *self.arguments, *lengths}
+      taken = {*self._positional, *self._given, *of_response}
       names += tuple(columns.keys() - taken)
-    available = {**columns, **lengths}
+    available = {**columns, **of_response}
     return {name: available[name] for name in names if name in available}
 
   def check(self) -> None:
@@ -132,13 +135,13 @@ class Reward:
       )
     keywords = dict.fromkeys(self._required, 0)
     try:
-      signature.bind("", "", "", **{**self.arguments, **keywords})
+      signature.bind("", "", "", **{**self._given, **keywords})
     except TypeError as e:
       raise errors.UserError(
         f"reward {self.name!r} takes {signature}: expected "
         "(prompt, response, reference) or (prompt, responses, reference), and "
-        "behind a *, by keyword only, columns of the data, tokens, limit or "
-        f"what '{self.name}:key=value' sets: {e}"
+        "behind a *, by keyword only, columns of the data, tokens, limit, "
+        f"step, workdir or what '{self.name}:key=value' sets: {e}"
       ) from e
 
   @functools.cached_property
@@ -154,13 +157,19 @@ class Reward:
     )
 
   @functools.cached_property
+  def _given(self) -> Mapping[str, Any]:
+    """Keyword arguments that are the same in each call."""
+    takes = "workdir" in spec.keywords(self.function)
+    return ({"workdir": self.workdir} if takes else {}) | {**self.arguments}
+
+  @functools.cached_property
   def _free(self) -> dict[str, inspect.Parameter]:
     keywords = spec.keywords(self.function).items()
-    return {name: p for name, p in keywords if name not in self.arguments}
+    return {name: p for name, p in keywords if name not in self._given}
 
   @functools.cached_property
   def _required(self) -> tuple[str, ...]:
-    """Keywords without a value: columns, `tokens` and `limit`."""
+    """Keywords without a value: columns, `tokens`, `limit` and `step`."""
     names = [name for name, p in self._free.items() if p.default is p.empty]
     return (*names, *(self.columns(**self.arguments) if self.columns else ()))
 
@@ -173,7 +182,7 @@ class Reward:
     return any(p.kind is p.VAR_KEYWORD for p in self._parameters)
 
 
-def named(text: str, seconds: float | None = None) -> Reward:
+def named(text: str, seconds: float | None = None, workdir: str = "") -> Reward:
   """The reward that a config names, checked and prepared.
 
   Args:
@@ -181,6 +190,7 @@ def named(text: str, seconds: float | None = None) -> Reward:
       `package.module.name` of a function or a `Reward`; the keys are its
       keyword-only arguments.
     seconds: time limit of one call; None: no limit.
+    workdir: the run's folder, for a function with this keyword.
   """
   name, colon, arguments = text.partition(":")
   reward = spec.imported(name, BUILT_IN)
@@ -207,7 +217,9 @@ def named(text: str, seconds: float | None = None) -> Reward:
     reward.prepare(**values)
   if reward.fits and seconds is not None:
     reward.fits(seconds, **values)
-  reward = dataclasses.replace(reward, name=name, arguments=values)
+  reward = dataclasses.replace(
+    reward, name=name, arguments=values, workdir=workdir
+  )
   reward.check()
   return reward
 
@@ -242,12 +254,12 @@ class Number(NamedTuple):
     return self.value
 
 
-def load(names: Sequence[str], seconds: float):
+def load(names: Sequence[str], workdir: str, seconds: float):
   """The rewards as tasks of `workers.pool`, and the `Needs` of each.
 
   A task takes a group or one response and returns a `Number` for each.
   """
-  rewards = [named(name, seconds) for name in names]
+  rewards = [named(name, seconds, workdir) for name in names]
   needs = [
     Needs(r.takes_group, r.needed_columns, r.reads_columns) for r in rewards
   ]

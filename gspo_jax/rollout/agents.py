@@ -10,10 +10,9 @@ sampled. All sequences of an episode get its reward.
 import dataclasses
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from gspo_jax import model
 from gspo_jax.data.problem import Problem
@@ -24,27 +23,19 @@ from gspo_jax.endpoint.app import MODEL, Client, Endpoint
 from gspo_jax.endpoint.requests import ApiError
 from gspo_jax.endpoint.server import Server
 from gspo_jax.record.progress import Progress
-from gspo_jax.rewards.pool import PendingRewards, Rewards
-from gspo_jax.rewards.reward import Response
-from gspo_jax.rollout import agent, scoring
+from gspo_jax.rollout import agent, conversations
 from gspo_jax.rollout.batch import ScoredSamples
-from gspo_jax.rollout.conversations import REWARD
+from gspo_jax.rollout.conversations import Conversation
 from gspo_jax.rollout.environment import Question
-from gspo_jax.rollout.sequences import EpisodeSequence, arrange, room
-from gspo_jax.runtime import multihost
+from gspo_jax.rollout.sequences import (
+  EpisodeSequence,
+  SequenceLimits,
+  arrange,
+  local_episodes,
+)
 from gspo_jax.sampler.engine import LENGTH, Engine, EngineSampler, Generation
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, SamplerConfig
-from gspo_jax.workers.pool import Call, Pool, Result, Started
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-  """Of an episode; what goes beyond is refused."""
-
-  turns: int  # calls
-  sequences: int  # K
-  width: int  # S, `data.max_prompt_length`
-  longest: int  # R, `sampler.max_new_tokens`
+from gspo_jax.workers.pool import Call, Pool, Started
 
 
 class Episode(Client):
@@ -53,7 +44,9 @@ class Episode(Client):
   The server's thread calls `room`, `started` and `ended`.
   """
 
-  def __init__(self, engine: Engine, tokenizer: Tokenizer, limits: Limits):
+  def __init__(
+    self, engine: Engine, tokenizer: Tokenizer, limits: SequenceLimits
+  ):
     super().__init__(engine, tokenizer)
     self._limits = limits
     self._lock = threading.Lock()  # guards what follows
@@ -86,7 +79,7 @@ class Episode(Client):
           status=403,
         )
     first = len(sequence.prompt if sequence else prompt)
-    most = first + room(first, limits.width, limits.longest)
+    most = first + limits.room(first)
     return min(super().room(prompt), most - len(prompt))
 
   def started(self, generation: Generation) -> None:
@@ -137,20 +130,29 @@ class AgentPool(Pool):
   """Workers that play episodes, and the endpoint that they call."""
 
   def __init__(
-    self, spec: str, tokenizer: Tokenizer, config: SamplerConfig, **limits
+    self,
+    spec: str,
+    tokenizer: Tokenizer,
+    config: SamplerConfig,
+    *,
+    workdir: str = "",
+    **limits,
   ):
     self.name = f"agent {spec.removeprefix(agent.PREFIX)!r}"
+    self._workdir = workdir  # of the run, for agents
     self.endpoint = Endpoint(tokenizer, config)
     self._server = Server(self.endpoint.app)
     load = functools.partial(agent.load, spec)
     super().__init__(self.name, load, **limits)
 
-  def play(self, episodes: Sequence[tuple[Problem, str]]) -> Started:
-    """Plays an episode about each (problem, key)."""
+  def play(self, episodes: Sequence[tuple[Problem, int, str]]) -> Started:
+    """Plays an episode about each (problem, step, key)."""
     url = self._server.url
     calls = []
-    for p, key in episodes:
-      question = Question(p.text, p.reference, dict(p.columns))
+    for p, step, key in episodes:
+      question = Question(
+        p.text, p.reference, dict(p.columns), step, self._workdir
+      )
       keywords = {"base_url": url, "api_key": key, "model": MODEL}
       calls.append(Call(0, (tuple(question), keywords)))
     return self.start(calls)
@@ -165,7 +167,7 @@ class Agents:
   """Plays episodes; called as `Conversations`."""
 
   pool: AgentPool
-  limits: Limits
+  limits: SequenceLimits
   prompt_config: PromptConfig
   batch_sharding: jax.sharding.Sharding  # of arrays [B, ...]
 
@@ -180,16 +182,18 @@ class Agents:
   ) -> ScoredSamples:
     """G episodes about each of P problems."""
     G = generate.config.group_size
-    B, problems = len(batch) * G, batch.problems
+    B, steps = len(batch) * G, batch.steps.tolist()
     tokenizer, endpoint = self.prompt_config.tokenizer, self.pool.endpoint
-    own = [*multihost.local_rows(self._like(B))]  # of this process
+    own = local_episodes(B, self.batch_sharding)
     with (
       Engine(generate, params, key) as engine,
       Progress(label, len(own), "episodes") as progress,
     ):
       episodes = {b: Episode(engine, tokenizer, self.limits) for b in own}
       keys = {b: endpoint.admit(episode) for b, episode in episodes.items()}
-      started = self.pool.play([(problems[b // G], keys[b]) for b in own])
+      started = self.pool.play(
+        [(batch.problems[b // G], steps[b // G], keys[b]) for b in own]
+      )
       started.done.add_done_callback(lambda _: engine.wake())
       playing = dict(enumerate(own))  # by their place in `started`
       ended: dict[int, list[EpisodeSequence]] = {}
@@ -209,81 +213,40 @@ class Agents:
         for each in keys.values():
           endpoint.dismiss(each)
       results = dict(zip(own, started.wait(), strict=True))
-    return self._scored(batch, episodes, ended, results, engine, G)
-
-  def _like(self, B: int) -> jax.Array:
-    """An array [B], whose rows show which process has which episodes."""
-    return multihost.to_global(np.zeros(B, np.int8), self.batch_sharding)
-
-  def _scored(
-    self,
-    batch: PromptBatch,
-    episodes: Mapping[int, Episode],
-    ended: Mapping[int, list[EpisodeSequence]],
-    results: Mapping[int, Result],
-    engine: Engine,
-    G: int,
-  ) -> ScoredSamples:
-    limits, P = self.limits, len(batch)
-    failures = {
-      b: result.failure or ("" if ended[b] else "made no call with an answer")
-      for b, result in results.items()
+    chats = {
+      b: self._conversation(episodes[b], ended[b], results[b]) for b in own
     }
-    like = self._like(P * G)
-    gather = lambda values: multihost.allgather_rows(values, like)
-    failed = gather({b: bool(f) for b, f in failures.items()}) > 0
-    total = gather({b: r.value or 0.0 for b, r in results.items()})
-    total = scoring.pay_failures_least(total[:, None], failed, G)
-    reasons = dict.fromkeys(
-      f"{self.pool.name}: {f}" for f in failures.values() if f
-    )
-    rewards = Rewards(
-      total.reshape(P, G),
-      {REWARD: total.reshape(P, G)},
-      failed.reshape(P, G),
-      tuple(reasons)[: scoring.MAX_REASONS],
-    )
-    finish = gather({b: e.finish for b, e in episodes.items()})
     prompts, samples = arrange(
       ended,
-      finish.astype(np.int8),
-      sequences=limits.sequences,
-      width=limits.width,
-      longest=limits.longest,
-      pad_id=self.prompt_config.tokenizer.pad_id,
+      {b: episodes[b].finish for b in own},
+      B,
+      self.limits,
+      slot_steps=engine.slot_steps,
+      pad_id=tokenizer.pad_id,
       batch_sharding=self.batch_sharding,
     )
-    steps = np.int32(engine.slot_steps)
-    steps = multihost.to_global(steps, samples.slot_steps.sharding)
-    calls = gather({b: e.calls for b, e in episodes.items()})
-    return ScoredSamples(
-      prompts=batch,
-      samples=dataclasses.replace(samples, slot_steps=steps),
-      responses=self._responses(batch, ended, G),
-      rewards=PendingRewards.computed(rewards),
-      conversation={
-        "turns": calls,
-        "tool_calls": gather({b: e.tool_calls for b, e in episodes.items()}),
-        "tool_errors": np.zeros(P * G, np.float32),
-        "rewards": self._of_calls(calls, total[:, 0]),
-      },
+    return conversations.scored(
+      batch,
+      samples,
+      chats,
+      {b: sum(len(s.tokens) for s in ended[b]) for b in own},
+      group_size=G,
+      max_turns=self.limits.turns,
+      limit=self.limits.longest,
       environment_seconds=engine.idle_seconds,
       sequence_prompts=prompts,
     )
 
-  def _responses(self, batch, ended, G: int) -> dict[int, Response]:
-    """What people read of an episode: its sequences behind their prompts."""
+  def _conversation(self, episode, sequences, result) -> Conversation:
+    """An episode for people; the reward belongs to its last call."""
     decode = self.prompt_config.tokenizer.decode
-    text = lambda sequences: "\n\n".join(decode(s.tokens) for s in sequences)
-    size = lambda sequences: sum(len(s.tokens) for s in sequences)
-    most = self.limits.longest
-    return {
-      b: Response("", text(s), "", size(s), most).to(batch.problems[b // G])
-      for b, s in ended.items()
-    }
-
-  def _of_calls(self, calls: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """[B, turns] float32: an episode's reward is that of its last call."""
-    column, calls = np.arange(self.limits.turns), calls[:, None]
-    rewards = np.where(column == calls - 1, total[:, None], 0)
-    return np.where(column < calls, rewards, np.nan).astype(np.float32)
+    reward = 0.0 if result.failure else result.value
+    failure = result.failure or (
+      "" if sequences else "made no call with an answer"
+    )
+    return Conversation(
+      text="\n\n".join(decode(sequence.tokens) for sequence in sequences),
+      rewards=[*[0.0] * (episode.calls - 1), reward][: episode.calls],
+      tool_calls=episode.tool_calls,
+      failure=failure and f"{self.pool.name}: {failure}",
+    )

@@ -54,8 +54,9 @@ class RolloutConfig:
   max_sequences: int = key(
     1,
     "sequences of an episode at most, each with an importance ratio of its own "
-    "and the advantage of the episode. More than 1: a call of an agent that "
-    "does not continue an earlier one begins a new sequence.",
+    "and the advantage of the episode. More than 1: a response whose context "
+    "does not begin with an earlier sequence begins a new one, as where a chat "
+    "template drops the thinking of earlier turns.",
     AT_LEAST_1,
   )
 
@@ -66,6 +67,11 @@ class RolloutConfig:
   def plays_agents(self) -> bool:
     """Whether agents call the policy over HTTP; see `agents`."""
     return self.environment.startswith(PREFIX)
+
+  @property
+  def uses_engine(self) -> bool:
+    """Whether each response is a request of its own to an engine."""
+    return self.plays_agents or self.max_sequences > 1
 
   @property
   def continues(self) -> bool:

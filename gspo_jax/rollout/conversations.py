@@ -10,6 +10,7 @@ all get their responses together.
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping, Sequence
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from gspo_jax import model
 from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
+from gspo_jax.data.tokenizers.base import Turn, as_messages
 from gspo_jax.record.progress import Progress
 from gspo_jax.rewards.pool import PendingRewards, Rewards
 from gspo_jax.rewards.reward import Response
@@ -41,14 +43,14 @@ from gspo_jax.workers.pool import Started
 REWARD = "environment"
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
   if isinstance(error, UserError):
     return str(error)
   return f"messages of the environment: {type(error).__name__}: {error}"
 
 
 @dataclasses.dataclass
-class _Conversation:
+class Conversation:
   state: str = ""  # of its environment
   text: str = ""  # all responses and messages so far, for people
   rewards: list[float] = dataclasses.field(default_factory=list)  # of turns
@@ -94,14 +96,14 @@ class Conversations:
     B, R = P * G, generate.config.max_new_tokens
     # The rows whose responses the sampler reports on this host.
     like = multihost.to_global(np.zeros(B, np.int8), generate.batch_sharding)
-    chats = {row: _Conversation() for row in multihost.local_rows(like)}
+    chats = {row: Conversation() for row in multihost.local_rows(like)}
     start = time.monotonic()
     with Progress(f"{label}, the environment's prompts"):
       batch = self._begin(batch, chats, G, key)
     waited = time.monotonic() - start  # for environments
     key = sharding.key_beside(self.batch_sharding, key)
     prompts = prompts_on_device(batch, self.batch_sharding)
-    turns, turn_rewards = np.zeros((B, R), np.int16), []
+    turns = np.zeros((B, R), np.int16)
     active, before = np.ones(B, bool), np.zeros(B, np.int32)
     counts = np.zeros(B, np.int32)  # of the environment's newest tokens
     column, slot_steps, samples = np.arange(R), 0, None
@@ -130,9 +132,6 @@ class Conversations:
         is_read = (finish == STOPPED) & (turn < self.max_turns)
         ids, goes_on = answers.wait(is_read)
       waited += time.monotonic() - start
-      turn_rewards.append(
-        _gather(B, {row: chat.rewards[-1] for row, chat in asked.items()})
-      )
       tokens, counts = _gather_ids(B, R, ids)
       answered = _gather(B, dict.fromkeys(goes_on, 1.0)) > 0
       answered &= finish == STOPPED
@@ -152,36 +151,14 @@ class Conversations:
         np.int32(slot_steps), samples.slot_steps.sharding
       ),
     )
-    count_B = turns.max(1)
-    gather = lambda value: _gather(
-      B, {row: value(c) for row, c in chats.items()}
-    )
-    failed = gather(lambda chat: bool(chat.failure)) > 0
-    sums = gather(lambda chat: sum(chat.rewards))
-    total = scoring.pay_failures_least(sums[:, None], failed, G).reshape(P, G)
-    reasons = dict.fromkeys(c.failure for c in chats.values() if c.failure)
-    reasons = tuple(reasons)[: scoring.MAX_REASONS]
-    rewards = Rewards(total, {REWARD: total}, failed.reshape(P, G), reasons)
-    responses = {
-      row: Response("", c.text, "", int(before[row]), R).to(
-        batch.problems[row // G]
-      )
-      for row, c in chats.items()
-    }
-    rewards_BN = np.full((B, self.max_turns), np.nan, np.float32)
-    rewards_BN[:, : len(turn_rewards)] = np.transpose(turn_rewards)
-    rewards_BN[np.arange(self.max_turns) >= count_B[:, None]] = np.nan
-    return ScoredSamples(
-      prompts=batch,
-      samples=samples,
-      responses=responses,
-      rewards=PendingRewards.computed(rewards),
-      conversation={
-        "turns": count_B.astype(np.float32),
-        "tool_calls": gather(lambda chat: chat.tool_calls),
-        "tool_errors": gather(lambda chat: chat.tool_errors),
-        "rewards": scoring.pay_failures_least(rewards_BN, failed, G),
-      },
+    return scored(
+      batch,
+      samples,
+      chats,
+      dict(zip(chats, before[[*chats]].tolist(), strict=True)),
+      group_size=G,
+      max_turns=self.max_turns,
+      limit=R,
       environment_seconds=waited,
     )
 
@@ -223,16 +200,8 @@ class Conversations:
 
   def _begin(self, batch, chats, G: int, key) -> PromptBatch:
     """Begins this host's conversations; returns the batch with new prompts."""
-    problems = batch.problems
-    # 2**32 - 1 is never a row number, so no response has this key.
-    k_seed = jax.random.fold_in(key, np.uint32(2**32 - 1))
-    seeds = np.asarray(jax.random.bits(k_seed, (len(problems),), np.uint32))
-    begun = self.pool.begin(
-      [(problems[row // G], int(seeds[row // G])) for row in chats]
-    )
     prompts = {}  # of this host, where an environment has one
-    for (row, chat), reply in zip(chats.items(), begun, strict=True):
-      chat.state, chat.failure = reply.state, reply.failure
+    for row, reply in begin(self.pool, batch, chats, G, key).items():
       if not reply.failure:
         prompts.setdefault(row // G, set()).add(reply.step.messages)
     local = {}
@@ -242,7 +211,7 @@ class Conversations:
       except Exception as error:  # no process may raise alone
         for row in chats:
           if row // G == p:
-            chats[row].failure = chats[row].failure or _reason(error)
+            chats[row].failure = chats[row].failure or reason(error)
       else:
         if ids:
           local[p] = ids
@@ -250,7 +219,7 @@ class Conversations:
       return batch
     tokens, lengths = batch.tokens.copy(), batch.lengths.copy()
     width = tokens.shape[1]
-    sent = np.zeros((len(problems), 1 + width), np.int32)
+    sent = np.zeros((len(batch), 1 + width), np.int32)
     for p, ids in local.items():
       sent[p, 0], sent[p, width - len(ids) + 1 :] = len(ids), ids
     everywhere = multihost.sum_of_all(sent)
@@ -275,22 +244,109 @@ class Conversations:
     (messages,) = choices
     if not messages:
       return []
-    history, system = list(messages), cfg.system
-    if history[0][0] == "system":
-      _, system = history.pop(0)
-    if not history or history[-1][0] != "user":
-      raise UserError(
-        "reset of the environment: expected messages that end with one of "
-        f"the user, got roles {[role for role, _ in messages]}"
-      )
-    user = history.pop()[1]
-    ids = cfg.tokenizer.prompt(user, system, history, cfg.tools)
+    first = as_messages(first_messages(cfg, messages))
+    ids = cfg.tokenizer.chat(first, cfg.tools)
     if len(ids) > cfg.width:
       raise UserError(
         f"the environment's prompt {messages[-1][1][:40]!r} has {len(ids)} "
         f"tokens, more than data.max_prompt_length={cfg.width}"
       )
     return ids
+
+
+def begin(
+  pool: EnvironmentPool,
+  batch: PromptBatch,
+  chats: Mapping[int, Conversation],
+  group_size: int,
+  key: jax.Array,
+) -> dict[int, Reply]:
+  """Begins this host's conversations, by row; returns what `reset` said."""
+  # 2**32 - 1 is never a row number, so no response has this key.
+  k_seed = jax.random.fold_in(key, np.uint32(2**32 - 1))
+  seeds = np.asarray(jax.random.bits(k_seed, (len(batch),), np.uint32)).tolist()
+  steps = batch.steps.tolist()
+  begun = pool.begin(
+    [
+      (batch.problems[p], steps[p], seeds[p])
+      for p in (row // group_size for row in chats)
+    ]
+  )
+  for chat, reply in zip(chats.values(), begun, strict=True):
+    chat.state, chat.failure = reply.state, reply.failure
+  return dict(zip(chats, begun, strict=True))
+
+
+def first_messages(cfg: PromptConfig, messages: Sequence[Turn]) -> list[Turn]:
+  """The messages of the prompt that an environment's `reset` gave.
+
+  UserError unless they end with one of the user.
+  """
+  first = [("system", cfg.system)] if cfg.system else []
+  if messages[0][0] == "system":
+    first = []
+  if messages[-1][0] != "user":
+    raise UserError(
+      "reset of the environment: expected messages that end with one of "
+      f"the user, got roles {[role for role, _ in messages]}"
+    )
+  return [*first, *messages]
+
+
+def scored(
+  batch: PromptBatch,
+  samples: Samples,
+  chats: Mapping[int, Conversation],
+  num_tokens: Mapping[int, int],
+  *,
+  group_size: int,
+  max_turns: int,
+  limit: int,
+  **fields,
+) -> ScoredSamples:
+  """The samples with the rewards of all hosts; call it on every process.
+
+  `chats` and their `num_tokens` are this host's, by row; `limit` is the most
+  that they can have. `fields` are others of `ScoredSamples`.
+  """
+  B, P = len(batch) * group_size, len(batch)
+  gather = lambda value: _gather(B, {row: value(c) for row, c in chats.items()})
+  failed = gather(lambda chat: bool(chat.failure)) > 0
+  lowest = functools.partial(
+    scoring.pay_failures_least, failed_B=failed, G=group_size
+  )
+  sums = gather(lambda chat: sum(chat.rewards))
+  total = lowest(sums[:, None]).reshape(P, group_size)
+  reasons = dict.fromkeys(c.failure for c in chats.values() if c.failure)
+  reasons = tuple(reasons)[: scoring.MAX_REASONS]
+  rewards = Rewards(
+    total, {REWARD: total}, failed.reshape(total.shape), reasons
+  )
+  responses = {
+    row: Response("", chat.text, "", num_tokens[row], limit).to(
+      batch.problems[row // group_size]
+    )
+    for row, chat in chats.items()
+  }
+  turns = gather(lambda chat: len(chat.rewards))
+  rewards_BN = np.zeros((B, max_turns), np.float32)
+  for row, chat in chats.items():
+    rewards_BN[row, : len(chat.rewards)] = chat.rewards
+  rewards_BN = multihost.sum_of_all(rewards_BN)
+  rewards_BN[np.arange(max_turns) >= turns[:, None]] = np.nan
+  return ScoredSamples(
+    prompts=batch,
+    samples=samples,
+    responses=responses,
+    rewards=PendingRewards.computed(rewards),
+    conversation={
+      "turns": turns,
+      "tool_calls": gather(lambda chat: chat.tool_calls),
+      "tool_errors": gather(lambda chat: chat.tool_errors),
+      "rewards": lowest(rewards_BN),
+    },
+    **fields,
+  )
 
 
 def _gather(B: int, values: Mapping[int, float]) -> np.ndarray:
@@ -323,7 +379,7 @@ class _Answers:
   def __init__(
     self,
     conversations: Conversations,
-    asked: Mapping[int, _Conversation],
+    asked: Mapping[int, Conversation],
     before: np.ndarray,
   ):
     self._pool, self._stop = conversations.pool, conversations.stop
@@ -373,7 +429,7 @@ class _Answers:
           )
         except Exception as error:  # no process may raise alone
           step = reply.step._replace(done=True)
-          reply = reply._replace(step=step, failure=_reason(error))
+          reply = reply._replace(step=step, failure=reason(error))
       if not reply.step.done:
         goes_on.append(row)
       chat.add(self._texts[row], reply)

@@ -38,6 +38,8 @@ class Question(NamedTuple):
   text: str  # before the instruction and the chat template
   reference: str
   columns: Mapping[str, Any] = {}  # other columns of the problem's record
+  step: int = 0  # the iteration that took the problem; 0 in an evaluation
+  workdir: str = ""  # the run's folder
 
 
 class Step(NamedTuple):

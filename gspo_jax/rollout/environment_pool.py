@@ -22,7 +22,7 @@ class EnvironmentPool(Pool):
 
   `spec` and `tool_format` are read by `environment.named`. At the start a
   conversation about each of the `examples` is begun, to try the environment.
-  `limits` are a `Pool`'s.
+  `workdir` is the run's folder, for environments; `limits` are a `Pool`'s.
   """
 
   def __init__(
@@ -31,9 +31,10 @@ class EnvironmentPool(Pool):
     *,
     tool_format: str = "",
     examples: Sequence[Problem] = (),
+    workdir: str = "",
     **limits,
   ):
-    self._name = f"environment {spec!r}"
+    self._name, self._workdir = f"environment {spec!r}", workdir
     load = functools.partial(environment.load, spec, tool_format=tool_format)
     super().__init__(self._name, load, **limits)
     # Calls of an `async` step run at once only if they are started together.
@@ -45,18 +46,22 @@ class EnvironmentPool(Pool):
       raise
 
   def _require_resets(self, examples: Sequence[Problem]) -> None:
-    replies = self.begin([(problem, 0) for problem in examples])
+    replies = self.begin([(problem, 0, 0) for problem in examples])
     for problem, reply in zip(examples, replies, strict=True):
       if reply.failure:
         raise UserError(
           f"{reply.failure}, in reset of the problem {problem.text[:40]!r}"
         )
 
-  def begin(self, conversations: Sequence[tuple[Problem, int]]) -> list[Reply]:
-    """Begins conversations about (problem, seed); waits."""
+  def begin(
+    self, conversations: Sequence[tuple[Problem, int, int]]
+  ) -> list[Reply]:
+    """Begins conversations about (problem, step, seed); waits."""
+    question = lambda p, step: Question(
+      p.text, p.reference, dict(p.columns), step, self._workdir
+    )
     calls = [
-      Call(BEGIN, (Question(p.text, p.reference, dict(p.columns)), seed))
-      for p, seed in conversations
+      Call(BEGIN, (question(p, step), seed)) for p, step, seed in conversations
     ]
     return self.replies(self.start(calls))
 

@@ -137,6 +137,7 @@ class OffPolicy:
     batches = [
       {
         "positions": batch.samples.prompts.positions.tolist(),
+        "steps": batch.samples.prompts.steps.tolist(),
         "tokens": int(batch.costs[0].tokens),
         "slot_steps": int(batch.costs[0].slot_steps),
         **{name: getattr(batch, name) for name in _SAVED},
@@ -159,7 +160,9 @@ class OffPolicy:
     if not ahead:
       return
     for samples, saved in zip(pending["next"], state["next"], strict=False):
-      prompts = self._context.curriculum.prompts_at(saved["positions"])
+      prompts = self._context.curriculum.prompts_at(
+        saved["positions"], saved["steps"]
+      )
       if conversations := saved["conversations"]:
         scored = self._context.conversations.restore(
           prompts, samples, conversations

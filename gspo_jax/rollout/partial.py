@@ -97,6 +97,7 @@ class PartialRollouts:
     """JSON: the problems in flight, and which policies sampled their tokens."""
     return {
       "positions": self._batch.positions.tolist() if self._batch else [],
+      "steps": self._batch.steps.tolist() if self._batch else [],
       "order": self._by_age.tolist(),
       "step_sums": self._step_sums.tolist(),
       "iterations": self._iterations.tolist(),
@@ -104,7 +105,7 @@ class PartialRollouts:
 
   def set_state(self, pending: Samples, state: dict) -> None:
     at, curriculum = state["positions"], self._context.curriculum
-    self._batch = curriculum.prompts_at(at) if at else None
+    self._batch = curriculum.prompts_at(at, state["steps"]) if at else None
     index = np.zeros(self._in_flight, np.int32)
     index[self._by_age] = state["order"]
     self.pending = self._functions.take_pending(pending, index)

@@ -57,6 +57,7 @@ class ResponseDecoder:
       len(finished.tokens),
       problem.columns,
       problem,
+      int(self._batch.steps[p]),
     )
 
 

@@ -11,6 +11,7 @@ R response columns.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -48,28 +49,41 @@ class EpisodeSequence:
     self.turns += [turn] * len(ids)
 
 
-def room(prompt: int, width: int, longest: int) -> int:
-  """Tokens that fit behind a prompt of so many, for S = width, R = longest."""
-  return longest - max(prompt - width, 0)
+class SequenceLimits(NamedTuple):
+  turns: int  # calls of an episode
+  sequences: int  # K
+  width: int  # S
+  longest: int  # R
+
+  def room(self, prompt_length: int) -> int:
+    """Tokens that fit behind a prompt."""
+    return self.longest - max(prompt_length - self.width, 0)
+
+
+def local_episodes(
+  size: int, batch_sharding: jax.sharding.Sharding
+) -> list[int]:
+  """The episodes, of so many, that this process plays."""
+  like = multihost.to_global(np.zeros(size, np.int8), batch_sharding)
+  return [*multihost.local_rows(like)]
 
 
 def arrange(
   episodes: Mapping[int, Sequence[EpisodeSequence]],
-  finish: np.ndarray,
+  finish: Mapping[int, int],
+  size: int,
+  limits: SequenceLimits,
   *,
-  sequences: int,
-  width: int,
-  longest: int,
+  slot_steps: int,
   pad_id: int,
   batch_sharding: jax.sharding.Sharding,
 ) -> tuple[Prompts, Samples]:
   """The prompts [B * K] on the host, and the samples; call it on every process.
 
-  `episodes` are this process's, by number from 0 to B - 1, each of at most
-  K = `sequences`; the others are rows without tokens. `finish` [B] int8 is of
-  all episodes. S is `width`, R `longest`; `slot_steps` is 0.
+  `episodes` and their `finish` are this process's, by number from 0 to B - 1;
+  B = `size`. Others are rows without tokens.
   """
-  B, K, S, R = len(finish), sequences, width, longest
+  B, (_, K, S, R) = size, limits
   rows = {
     b * K + k: sequence
     for b, own in episodes.items()
@@ -79,6 +93,8 @@ def arrange(
   tokens, turns = np.zeros((2, B * K, R), np.int32)
   logps = np.zeros((B * K, R), np.float32)
   prompt_lengths, lengths = np.zeros((2, B * K), np.int32)
+  finish_B = np.zeros(B, np.int8)
+  finish_B[[*finish]] = [*finish.values()]
   for row, sequence in rows.items():
     kept = sequence.prompt[:S]
     more = len(sequence.prompt) - len(kept)
@@ -101,12 +117,11 @@ def arrange(
     tokens,
     whole(logps),
     lengths,
-    np.repeat(finish, K),
+    np.repeat(whole(finish_B), K),
     whole(turns).astype(np.int16),
   )
   *arrays, turns = multihost.to_global(arrays, batch_sharding)
-  steps = multihost.to_global(
-    np.int32(0), sharding.replicated(batch_sharding.mesh)
-  )
+  replicated = sharding.replicated(batch_sharding.mesh)
+  steps = multihost.to_global(np.int32(slot_steps), replicated)
   samples = Samples(*arrays, slot_steps=steps, turns=turns)
   return Prompts(prompts, prompt_lengths), samples

@@ -253,9 +253,12 @@ def test_any_number_of_prompts_and_recall_by_their_positions():
   stages, parts, _ = joined.positions.T.tolist()
   assert (stages, {*parts}) == ([1, *[0] * 8], {0, 1})
   positions = joined.positions.tolist()
-  recalled = begin().prompts_at(json.loads(json.dumps(positions)))
+  assert joined.steps.tolist() == [3, 1, 1, 1, 1, 2, 2, 2, 2]
+  recalled = begin().prompts_at(
+    json.loads(json.dumps(positions)), joined.steps.tolist()
+  )
   assert recalled.problems == joined.problems
-  for name in ("tokens", "lengths", "positions"):
+  for name in ("tokens", "lengths", "positions", "steps"):
     column, expected = getattr(recalled, name), getattr(joined, name)
     np.testing.assert_array_equal(column, expected)
     assert column.dtype == expected.dtype == np.int32

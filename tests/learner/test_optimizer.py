@@ -204,10 +204,12 @@ def test_frozen_routers_are_left_out(name):
   )
 
 
-@pytest.mark.parametrize("name", ["tiny", "qwen3-0.6b"])
-def test_matrices_decay_and_norms_do_not(name):
+@pytest.mark.parametrize(
+  ("name", "count"), [("qwen3-0.6b", 5), ("tiny-glm-4.5", 9)]
+)
+def test_matrices_decay_and_norms_and_biases_do_not(name, count):
   cfg = model.variant(
-    name, vocab_size=11, num_layers=1, embed_dim=8, head_dim=4, mlp_dim=4
+    name, vocab_size=11, num_layers=2, embed_dim=8, head_dim=8, mlp_dim=4
   )
   shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
   params = jax.tree.map(lambda s: np.ones(s.shape, s.dtype), shapes)
@@ -217,12 +219,13 @@ def test_matrices_decay_and_norms_do_not(name):
     jax.tree.map(jnp.zeros_like, p), tx.init(p), p
   )
   updates, _ = jax.jit(decay_only)(params)
-  norms = 0
+  vectors = 0
   for path, update in jax.tree.leaves_with_path(updates):
-    norm = "norm" in jax.tree_util.keystr(path)
-    np.testing.assert_allclose(update, 0.0 if norm else -0.05, rtol=1e-6)
-    norms += norm
-  assert norms == 5
+    path = jax.tree_util.keystr(path)
+    vector = "norm" in path or "bias" in path
+    np.testing.assert_allclose(update, 0.0 if vector else -0.05, rtol=1e-6)
+    vectors += vector
+  assert vectors == count
 
 
 @pytest.mark.parametrize(

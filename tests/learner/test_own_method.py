@@ -100,7 +100,7 @@ def test_its_own_advantage_leaves_no_choice_of_the_estimator(
     parse(debug_config).check_training(1)
 
 
-@pytest.mark.parametrize("name", ["SOFT:width=0.1", "bare_loss", "shifted"])
+@pytest.mark.parametrize("name", ["SOFT:width=0.1", "shifted"])
 def test_a_run_learns_by_it(debug_config, my_methods, tmp_path, name):
   c = debug_config
   c.objective.name = f"my_methods.{name}"

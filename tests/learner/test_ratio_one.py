@@ -50,6 +50,7 @@ def test_a_float32_head_and_float32_routers_keep_ratio_one():
   assert metrics["grad/norm"] > 0
 
 
+@pytest.mark.slow  # a control
 def test_logps_of_another_program_have_another_ratio():
   """Else the test above would always pass; the metric shows it, too."""
   metrics = measure(apart=True)

@@ -144,8 +144,7 @@ def random_segments(rng, tokens):
 @pytest.mark.parametrize(
   ("tokens", "window", "sinks_N", "apart", "K"),
   [
-    (500, None, None, False, 2),
-    (500, None, SINKS, True, 1),
+    (500, None, None, False, 1),
     (512, 150, SINKS, True, 4),
   ],
 )
@@ -297,9 +296,7 @@ def test_gradients_of_splash_with_sinks_equal_those_of_the_formula(
   )
 
 
-@pytest.mark.parametrize(
-  ("K", "parts"), [(2, 2), (1, 2), (4, 4)], ids=["even", "one", "all"]
-)
+@pytest.mark.parametrize(("K", "parts"), [(1, 2), (4, 4)], ids=["one", "all"])
 def test_two_cores_share_the_heads_of_a_single_row(K, parts, monkeypatch):
   """They lead the grid of each kernel, and change no gradient."""
   q, *kv, segments = (x[1:] for x in random_inputs(H=64))
@@ -423,18 +420,17 @@ def test_a_block_reads_only_the_keys_that_its_window_reaches(monkeypatch):
   assert f",{rows},{T}]" not in traced
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-  ("tokens", "cached", "window", "sinks_N"),
+  ("tokens", "cached", "window", "sinks_N", "dtype"),
   [
-    (100, 2**18, None, None),
-    (200, 1, None, None),
-    (100, 2**18, None, SINKS),
-    (200, 1, 70, None),
-    (200, 2**18, 70, SINKS),
-    (200, 1, 130, SINKS),
-    (100, 1, 1, SINKS),
-    (100, 2**18, 101, SINKS),
+    (100, 2**18, None, None, "float32"),
+    (200, 1, None, None, "float32"),
+    (100, 2**18, None, SINKS, "bfloat16"),
+    (200, 1, 70, None, "bfloat16"),
+    (200, 2**18, 70, SINKS, "float32"),
+    (200, 1, 130, SINKS, "float32"),
+    (100, 1, 1, SINKS, "float32"),
+    (100, 2**18, 101, SINKS, "float32"),
   ],
 )
 def test_gradients_in_blocks_equal_those_of_the_formula(

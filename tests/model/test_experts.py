@@ -61,8 +61,11 @@ def chunked(x, weights, gate_up, down, chosen, limit):
 
 @every_load
 @pytest.mark.parametrize("first", [0, 2, 6])
-@pytest.mark.parametrize("limit", [None, 1.5], ids=["plain", "clamped, biases"])
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize(
+  ("limit", "adapters"),
+  [(None, False), (1.5, True)],
+  ids=["plain", "clamped, biases, adapters"],
+)
 def test_a_shard_and_its_gradient_equal_a_loop(load, first, limit, adapters):
   """Two experts of eight: one chunk, several, or no row at all."""
   x, weights, chosen, *_ = random_layer(load)
@@ -131,8 +134,12 @@ def compiled(cfg, mesh, few=None):
   ("mesh", "cfg", "few"),
   [
     *((mesh, CFG, moe._FEW_BYTES) for mesh in MESHES),
-    pytest.param(next(iter(MESHES)), CFG, 0, id="tokens gathered apart"),
-    pytest.param(next(iter(MESHES)), BIASED, 0, id="biases, adapters"),
+    pytest.param(
+      next(iter(MESHES)),
+      BIASED,
+      0,
+      id="tokens gathered apart, biases, adapters",
+    ),
   ],
 )
 def test_the_layer_on_a_mesh_equals_the_layer_on_one_device(

@@ -9,14 +9,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from families import FAMILIES, each_family
 from random_model import weights
 
 from gspo_jax import model
-from gspo_jax.learner import optimizer
-from gspo_jax.model import cache, hf
+from gspo_jax.model import hf
 from gspo_jax.runtime import sharding
 
 T = 9
@@ -123,8 +121,8 @@ def test_first_layers_are_computed_again_in_the_backward_pass():
   """No compiler merges what is computed again with the forward pass."""
   cfg = dataclasses.replace(
     FAMILIES["glm-4.5"],
-    num_layers=8,
-    first=(model.Layer(experts=False),) * 4,
+    num_layers=4,
+    first=(model.Layer(experts=False),) * 2,
     unroll=1,
   )
   tokens = np.ones((2, T), np.int32)
@@ -137,41 +135,7 @@ def test_first_layers_are_computed_again_in_the_backward_pass():
 
   stored, again = products(remat="none"), products(remat="full")
   # At least seven products of each first layer.
-  assert again - stored > 4 * 7
-
-
-CHOOSING = pytest.mark.parametrize(
-  "name", ["glm-4.5", pytest.param("minimax-m2", marks=pytest.mark.slow)]
-)
-
-
-@CHOOSING
-@pytest.mark.parametrize("rule", ["adamw", "muon"])
-def test_an_update_leaves_the_choice_bias(name, rule):
-  cfg = FAMILIES[name]
-  params = weights(cfg)
-  tokens = np.arange(T)[None]
-
-  def loss(params):
-    return model.forward(
-      params, cfg, tokens, tokens, np.ones((1, T), int)
-    ).logits.var()
-
-  tx = optimizer.optimizer(
-    optimizer.OptimConfig(f"{rule}:weight_decay=0.5", learning_rate=0.1)
-  )
-
-  @jax.jit
-  def update(params, state):
-    changes, state = tx.update(jax.grad(loss)(params), state, params)
-    return optax.apply_updates(params, changes), state
-
-  new, state = update(params, tx.init(params))
-  new, _ = update(new, state)
-  old, new = map(sharding.leaves_by_path, (params, new))
-  for path, x in new.items():
-    same = np.array_equal(x, old[path])
-    assert same == path.endswith("choice_bias"), path
+  assert again - stored > 2 * 7
 
 
 @pytest.mark.parametrize(
@@ -197,40 +161,4 @@ def test_some_parameters_are_never_rounded(name, module, parameter, tmp_path):
   np.testing.assert_array_equal(again[module][parameter], x)
   assert not np.array_equal(
     again["moe"]["down"], weights(cfg)["layers"]["moe"]["down"]
-  )
-
-
-@pytest.mark.parametrize(
-  ("cached", "padding"),
-  [
-    *((False, "right"), (True, "left")),
-    pytest.param(False, "left", marks=pytest.mark.slow),
-    pytest.param(True, "right", marks=pytest.mark.slow),
-  ],
-)
-def test_padding_leaves_the_states_of_a_prompt(padding, cached):
-  """The next token's logits are those after the prompt alone."""
-  cfg, n = dataclasses.replace(FAMILIES["qwen3.5"], num_layers=2), 5
-  ids = np.random.default_rng(0).integers(0, 24, (1, n + 1))
-
-  def next_logits(mask):
-    real = np.flatnonzero(mask)
-    tokens = np.zeros((1, len(mask)), int)
-    tokens[0, real] = ids[0, :n]
-    positions = np.maximum(np.cumsum(mask) - 1, 0)[None]
-    if cached:
-      empty = cache.empty(cfg, 1, len(mask) + 1)
-      out = forward(weights(cfg), cfg, tokens, positions, mask[None], empty)
-      kept = out.cache
-    else:
-      out = model.prefill(weights(cfg), cfg, tokens, positions, mask[None])
-      kept = cache.share_prefix(out.cache, cfg, 1, 1)
-    one = np.ones((1, 1), int)
-    out = forward(weights(cfg), cfg, ids[:, n:], n * one, one, kept)
-    return out.logits
-
-  real, none = np.ones(n, int), np.zeros(4, int)
-  sides = (none, real) if padding == "left" else (real, none)
-  np.testing.assert_allclose(
-    next_logits(np.concatenate(sides)), next_logits(real), atol=1e-5
   )

@@ -222,8 +222,9 @@ def test_gradients_of_biases_are_summed_over_rows_in_float32():
 
 
 @pytest.mark.parametrize("limit", [None, 1.1], ids=["plain", "clamped, biases"])
-@pytest.mark.parametrize("experts", [3, 32])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+  ("experts", "dtype"), [(3, "float32"), (32, "bfloat16")]
+)
 def test_both_ways_through_the_experts_equal_a_loop(
   experts, dtype, limit, monkeypatch
 ):

@@ -15,7 +15,7 @@ from random_model import base_and_adapters, weights
 from gspo_jax import model
 from gspo_jax.model import cache, lora, mla, paged_cache
 
-CFG = FAMILIES["deepseek-v3"]
+CFG = dataclasses.replace(FAMILIES["deepseek-v3"], num_layers=2)
 B, T = 2, 12
 forward = jax.jit(model.forward, static_argnums=1)
 
@@ -56,7 +56,7 @@ def test_latents_in_a_cache_give_what_keys_and_values_do(changes, adapted):
   )
   table = np.array([[0, 2, 4, 6], [1, 3, 5, 7]], np.int32)
   pages = dataclasses.replace(pages, table=table)
-  for a, b in itertools.pairwise((0, 1, 4, 5, T)):
+  for a, b in itertools.pairwise((0, 5, 6, 7, T)):
     ones = np.ones((B, b - a))
     out = forward(decoding, cfg, ids[:, a:b], positions[:, a:b], ones, pages)
     pages = out.cache

@@ -319,11 +319,10 @@ def test_the_gradient_under_replay_equals_differences_of_the_reference():
 @pytest.mark.parametrize(
   "changes",
   [
-    {"qk_norm": False, "attention_bias": True},
-    {"qk_norm_over_heads": True},
+    {"qk_norm_over_heads": True, "attention_bias": True},
     {"num_experts": 8, "experts_per_token": 2, "remat": "attention,stream"},
   ],
-  ids=["biases", "norms over heads", "replay, remat"],
+  ids=["biases, norms over heads", "replay, remat"],
 )
 def test_a_model_on_a_mesh_equals_one_device(changes):
   """With the heads of a bias, or of a norm, split over devices."""

@@ -162,6 +162,10 @@ AGENT = f"rollout.environment=openai:a.play reward.names=() {SLOTS}"
     (f"{AGENT} {LIMIT}", f"{LIMIT}: expected 0"),
     (f"{AGENT} rollout.max_staleness=1", "staleness=1: expected 0.*openai:a"),
     (
+      "rollout.max_sequences=2",
+      "max_sequences=2: expected 1 without rollout.e",
+    ),
+    (
       f"{AGENT} objective.replay=r3",
       "replay='r3': expected 'none' or 'r2', for the experts of calls",
     ),

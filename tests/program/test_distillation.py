@@ -45,7 +45,8 @@ CONFIGS = {
 @pytest.fixture(scope="module")
 def weights():
   keys = dict(zip(CONFIGS, jax.random.split(jax.random.key(0)), strict=True))
-  return {name: model.init(keys[name], cfg) for name, cfg in CONFIGS.items()}
+  init = jax.jit(model.init, static_argnums=1)
+  return {name: init(keys[name], cfg) for name, cfg in CONFIGS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -106,15 +107,16 @@ def scored(config, teacher=None, **axes):
 def expected_logps(weights, name, tokens):
   """[B, R], by `token_logprobs` of a teacher on unpacked rows."""
   positions = np.broadcast_to(np.arange(S + R), tokens.shape)
-  return logprobs.token_logprobs(
-    weights[name],
+  run = lambda params: logprobs.token_logprobs(
+    params,
     CONFIGS[name],
     tokens,
     positions,
     np.ones_like(tokens),
     response_length=R,
     temperature=TEMPERATURE,
-  ).logps
+  )
+  return jax.jit(run)(weights[name]).logps
 
 
 MASK = np.arange(R) < LENGTHS[:, None]

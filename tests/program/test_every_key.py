@@ -427,6 +427,12 @@ ROWS = (
     {1: (1.0, 1.0), 2: (2.0, 2.0)},
     TALK | {"rollout.environment": "made_run.Endless"},
   ),
+  Row(
+    "rollout.max_sequences",
+    built.sequences_of_a_prompt,
+    {1: G, 3: 3 * G},
+    TALK | {"rollout.environment": "made_run.Endless"},
+  ),
   # reward: the responses are "#7", which is correct
   Row(
     "reward.names",

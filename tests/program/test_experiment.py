@@ -12,11 +12,13 @@ from repository import ROOT
 from gspo_jax.data import prompt_batch, sources, tokenizers
 from gspo_jax.data.datasets import Datasets, Stage
 from gspo_jax.data.problem import Problem
+from gspo_jax.data.tokenizers.base import RewrittenTurns
 from gspo_jax.evaluate import evaluator
 from gspo_jax.program import experiment
 from gspo_jax.program.config import parse
 from gspo_jax.record.identity import flatten
 from gspo_jax.record.identity import match as require_match
+from gspo_jax.rollout.config import RolloutConfig
 from gspo_jax.rollout.context import iteration_keys
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
@@ -208,7 +210,7 @@ def test_a_mistaken_reward_is_named_with_its_key(debug_config):
   debug_config.reward.names = ("operator.neg",)
   message = r"names=\('operator.neg',\): reward 'operator.neg' takes \(a, /\)"
   with pytest.raises(UserError, match=message):
-    experiment._reward_pool(parse(debug_config).reward, datasets_of({}, {}))
+    experiment._reward_pool(parse(debug_config).reward, datasets_of({}, {}), "")
 
 
 @pytest.mark.parametrize("lacks", [1, 2])
@@ -227,7 +229,9 @@ def test_every_source_has_the_columns_of_a_reward(
     rf"one of lvl \(the problem 'Problem {lacks}'"
   )
   with pytest.raises(UserError, match=message):
-    experiment._reward_pool(parse(debug_config).reward, datasets_of(*columns))
+    experiment._reward_pool(
+      parse(debug_config).reward, datasets_of(*columns), ""
+    )
 
 
 def datasets_of(*columns):
@@ -251,16 +255,24 @@ class Told(tokenizers.plain.Bytes):
   def check_turns(self, roles, tools=(), tool_format=""):
     if tool_format == "glm45":
       raise UserError(f"{roles} {len(tools)}")
+    if "user" in roles:
+      raise RewrittenTurns("the thinking is gone")
 
 
 def test_the_policy_is_told_of_the_environments_tools():
   made = dataclasses.make_dataclass("Program", ["prompt_config", "tokenizer"])
   program = made(prompt_batch.PromptConfig(Told(), 9), Told())
-  prompt = lambda spec: experiment._with_tools(
-    program, spec
+  prompt = lambda spec, **keys: experiment._with_tools(
+    program, RolloutConfig(environment=spec, max_turns=5, **keys)
   ).prompt_config.tokens_of(Problem("x", "1", ""))
   spec = "tools:functions=gspo_jax.tasks.games.calc,reward=gsm8k"
   assert prompt(spec) == ["calc"]
   assert prompt("python") == prompt(f"{spec},format=call") == []
   with pytest.raises(UserError, match=r"rollout\.environment=.*\('tool',\) 1"):
     prompt(f"{spec},format=glm45")
+  # A template that rewrites turns needs sequences, and tools one.
+  with pytest.raises(UserError, match=r"is gone; or rollout\.max_sequences=5"):
+    prompt("guessing")
+  assert prompt("guessing", max_sequences=5) == []
+  with pytest.raises(UserError, match=r"max_sequences=5: expected 1 for"):
+    prompt(spec, max_sequences=5)

@@ -28,6 +28,12 @@ def act(prompt, response, reference):
 def measured(prompt, response, reference, *, tokens, limit, scale=1.0):
   return scale * tokens / limit
 
+def of_run(prompt, response, reference, *, step, workdir):
+  return step + len(workdir) / 10
+
+def of_rest(prompt, response, reference, *, workdir, **columns):
+  return len(workdir) + len(columns)
+
 def column(prompt, response, reference, *, level, bonus=0):
   return level + bonus
 
@@ -330,3 +336,12 @@ def test_a_failure_is_no_better_than_the_worst_of_its_group(
   parts = np.float32(parts)
   rewards = Rewards(parts, {"model": parts}, np.array(failed))
   np.testing.assert_array_equal(rewards.first, first)
+
+
+def test_a_reward_sees_the_step_and_the_folder_of_the_run():
+  """The run's folder goes before a column of this name."""
+  with make_pool("of_run", "of_rest", workdir="x" * 5) as pool:
+    columns = {"workdir": "column", "level": 1}
+    response = Response("", "", "", columns=columns, step=7)
+    (total, rest) = pool.submit([response]).result().parts.values()
+  assert (total.item(), rest.item()) == (7.5, 6.0)

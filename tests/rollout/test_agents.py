@@ -11,6 +11,7 @@ from gspo_jax import model
 from gspo_jax.data import prompt_batch, tokenizers
 from gspo_jax.data.problem import Problem
 from gspo_jax.logprobs import token_logprobs
+from gspo_jax.rollout.sequences import SequenceLimits
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import engine
@@ -128,7 +129,7 @@ BYTES = tokenizers.load("bytes")
 CFG = model.variant("tiny", vocab_size=260, dtype="float32")
 G, S, R = 2, 8, 30
 CONFIG = SamplerConfig(G, R, stop_ids=BYTES.stop_ids, pad_id=BYTES.pad_id)
-LIMITS = agents.Limits(turns=6, sequences=2, width=S, longest=R)
+LIMITS = SequenceLimits(turns=6, sequences=2, width=S, longest=R)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -184,6 +185,7 @@ def play(pool, *names, key=0):
     np.zeros((len(names), S), np.int32),
     np.ones(len(names), np.int32),
     np.zeros((len(names), 3), np.int32),
+    np.zeros(len(names), np.int32),
   )
   scored = sample(*policy(), batch, jax.random.key(key), label="test")
   s, prompts = jax.device_get(scored.samples), scored.sequence_prompts

@@ -69,8 +69,8 @@ def pool(tmp_path_factory):
 class Strict(type(BYTES)):
   """A tokenizer that raises for some messages, as chat templates do."""
 
-  def prompt(self, user, system="", history=(), tools=()):
-    return ord(user)  # of one letter alone
+  def chat(self, messages, tools=()):
+    return ord(messages[-1]["content"])  # of one letter alone
 
   def turn(self, messages, *, stopped):
     if len(messages) > 1:
@@ -147,6 +147,7 @@ def prompts_of(names):
     tokens,
     np.array([*map(len, ids)], np.int32),
     np.zeros((len(names), 3), np.int32),
+    np.zeros(len(names), np.int32),
   )
 
 

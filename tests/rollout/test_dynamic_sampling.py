@@ -72,6 +72,7 @@ class ScriptedSampler:
       tokens=np.array([[round_, p] for p in range(P)], np.int32),
       lengths=np.full(P, 2, np.int32),
       positions=np.array([[0, 0, 10 * round_ + p] for p in range(P)], np.int32),
+      steps=np.full(P, round_, np.int32),
     )
     responses = {
       row: Response("", str(ids[row]), "", 1, 2) for row in range(0, P * G, 2)

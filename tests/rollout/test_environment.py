@@ -28,6 +28,8 @@ class Counts:
       raise ValueError("no game")
     if problem.columns.get("begin"):
       return [("system", "s"), ("user", f"{problem.text} {seed % 7}")]
+    if problem.text == "run":
+      return [("user", f"{problem.step} of {problem.workdir}")]
   def step(self, response):
     self.steps += 1
     act = getattr(self, "do_" + response, None)
@@ -94,13 +96,17 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pool():
   with EnvironmentPool(
-    "user_games.Counts:most=2", workers=1, seconds=1.0, memory=0.2
+    "user_games.Counts:most=2",
+    workers=1,
+    seconds=1.0,
+    memory=0.2,
+    workdir="runs/x",
   ) as pool:
     yield pool
 
 
 def begin(pool, *problems, seed=0):
-  return pool.begin([(problem, seed) for problem in problems])
+  return pool.begin([(problem, 0, seed) for problem in problems])
 
 
 def step(pool, replies, *texts):
@@ -117,6 +123,11 @@ def test_a_conversation_keeps_its_own_state(pool):
   assert once.step == expected
   assert other.step == expected._replace(messages=(("tool", "1: z"),))
   assert (twice.step.done, twice.step.reward) == (True, 0.5)
+
+
+def test_reset_sees_the_step_and_the_folder_of_the_run(pool):
+  (reply,) = pool.begin([(Problem("run", "", ""), 7, 0)])
+  assert reply.step.messages == (("user", "7 of runs/x"),)
 
 
 def test_reset_sees_the_problem_and_the_seed(pool):

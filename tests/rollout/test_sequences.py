@@ -10,7 +10,7 @@ from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.packing import PackingConfig
 from gspo_jax.losses.advantages import group_relative_advantages
 from gspo_jax.rollout import sequences
-from gspo_jax.rollout.sequences import EpisodeSequence
+from gspo_jax.rollout.sequences import EpisodeSequence, SequenceLimits
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED
 
@@ -44,10 +44,10 @@ def batch_sharding():
 def arranged(episodes, batch_sharding):
   return sequences.arrange(
     episodes,
-    FINISH,
-    sequences=K,
-    width=S,
-    longest=R,
+    dict(enumerate(FINISH.tolist())),
+    len(FINISH),
+    SequenceLimits(4, K, S, R),
+    slot_steps=0,
     pad_id=0,
     batch_sharding=batch_sharding,
   )
@@ -77,8 +77,9 @@ def test_a_row_has_the_tokens_of_its_sequence(batch_sharding):
 
 
 def test_a_prompt_beyond_its_columns_takes_room_of_the_response():
-  assert sequences.room(S - 1, S, R) == R
-  assert sequences.room(S + 2, S, R) == R - 2
+  limits = SequenceLimits(4, K, S, R)
+  assert limits.room(S - 1) == R
+  assert limits.room(S + 2) == R - 2
 
 
 def test_each_sequence_has_the_advantage_of_its_episode(batch_sharding):

@@ -92,11 +92,6 @@ def one_slot():
 
 @functools.cache
 def eight_devices():
-  return build(dataclasses.replace(SMALL, slots=16), **MESH)
-
-
-@functools.cache
-def eight_devices_routing():
   return build(dataclasses.replace(SMALL, slots=16), ROUTING, **MESH)
 
 
@@ -160,7 +155,7 @@ def assert_same_routing(samples, expected):
 
 @pytest.mark.parametrize(
   "make",
-  [one_device, few_pages, one_slot, eight_devices, eight_devices_routing],
+  [one_device, few_pages, one_slot, eight_devices],
 )
 def test_samples_are_those_of_the_static_sampler(make):
   """With the same key, whatever the slots, the pages and the neighbours."""
@@ -467,7 +462,7 @@ def fed_before(lengths):
   return fed & (lengths > 0)[:, None]
 
 
-@pytest.mark.parametrize("make", [few_pages, eight_devices_routing])
+@pytest.mark.parametrize("make", [few_pages, eight_devices])
 def test_a_token_keeps_the_experts_of_the_first_call_that_fed_it(make):
   """Whatever weights prefill it again; an environment's tokens, too.
 
@@ -573,7 +568,7 @@ def test_a_stop_string_ends_a_response_in_both_samplers():
   assert early > 5
 
 
-@pytest.mark.parametrize("make", [one_device, eight_devices_routing])
+@pytest.mark.parametrize("make", [one_device, eight_devices])
 def test_log_probs_behind_appended_tokens_are_teacher_forced_ones(make):
   """Conversations of three turns, with tokens of no policy between them.
 

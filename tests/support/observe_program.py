@@ -144,6 +144,10 @@ def built(config):
   return build_program(parse(config), one_device())
 
 
+def sequences_of_a_prompt(config) -> int:
+  return built(config).learner.group_size
+
+
 @each_once
 def step_traced(config) -> list:
   """The operations of a step."""

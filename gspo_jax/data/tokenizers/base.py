@@ -22,6 +22,10 @@ Turn = tuple[str, ...]
 Message = Mapping[str, Any]
 
 
+class RewrittenTurns(UserError):
+  """A chat template writes turns differently once another turn follows."""
+
+
 class Tokenizer:
   """The interface; `chat` and `turn` are for use without a chat template."""
 
@@ -125,9 +129,10 @@ class Tokenizer:
   ) -> None:
     """UserError if the chat template cannot be applied turn by turn.
 
-    It may write earlier turns differently once another turn follows, or leave
-    out messages of these roles. If there are `tools`, those of the role "tool"
-    follow calls of them, and `tool_format` must read what it writes as a call.
+    It may write earlier turns differently once another turn follows
+    (RewrittenTurns), or leave out messages of these roles. If there are
+    `tools`, those of the role "tool" follow calls of them, and `tool_format`
+    must read what it writes as a call.
     """
     _require_none(tools)
 

@@ -27,6 +27,7 @@ from gspo_jax.data import tool_calls
 from gspo_jax.data.tokenizers.base import (
   UNKNOWN,
   Message,
+  RewrittenTurns,
   Tokenizer,
   Turn,
   as_messages,
@@ -452,12 +453,12 @@ class HFTokenizer(Tokenizer):
         )
 
 
-def _rewritten(name: str, before: str, text: str) -> UserError:
+def _rewritten(name: str, before: str, text: str) -> RewrittenTurns:
   """The error for a template that begins `text` otherwise than `before`."""
   pairs = enumerate(zip(text, before, strict=False))
   at = next((i for i, (a, b) in pairs if a != b), len(text))
   near = slice(max(at - 20, 0), at + 30)
-  return UserError(
+  return RewrittenTurns(
     f"{name}: behind another turn the chat template writes the turns before it "
     f"differently: {before[near]!r} becomes {text[near]!r}, so that the policy "
     "would learn from other text than it read; expected messages of another "

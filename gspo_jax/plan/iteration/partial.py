@@ -37,7 +37,7 @@ class _Groups:
     tokens = np.zeros((count, self._width), np.int32)
     tokens[:, -1] = number
     lengths = self._lengths[number].astype(np.int32)
-    return PromptBatch([None] * count, tokens, lengths, number)
+    return PromptBatch([None] * count, tokens, lengths, number, number)
 
 
 def replay(

@@ -111,14 +111,14 @@ class Tools:
     return Step(messages, tool_calls=len(calls), tool_errors=failed)
 
   def _score(self, response: str) -> float:
-    text, reference, _ = self._problem
-    keywords = self._score_keywords(response)
-    return _scores(self._reward)(text, response, reference, **keywords)
+    problem, keywords = self._problem, self._score_keywords(response)
+    reward = _scores(self._reward, problem.workdir)
+    return reward(problem.text, response, problem.reference, **keywords)
 
   def _score_keywords(self, response: str) -> dict[str, Any]:
-    text, reference, columns = self._problem
-    answer = Response(text, response, reference, columns=columns)
-    return _scores(self._reward).keywords([answer])
+    text, reference, columns, step, workdir = self._problem
+    answer = Response(text, response, reference, columns=columns, step=step)
+    return _scores(self._reward, workdir).keywords([answer])
 
 
 def _result(
@@ -208,9 +208,9 @@ def _functions(path: str, instance: Any) -> dict[str, Callable]:
 
 
 @functools.cache
-def _scores(spec: str) -> Reward:
+def _scores(spec: str, workdir: str = "") -> Reward:
   """A reward that scores one response, of unknown length, in a plain call."""
-  reward = named_reward(spec)
+  reward = named_reward(spec, workdir=workdir)
   names = inspect.signature(reward.function).parameters
   for is_so, what in (
     (reward.takes_group, "takes a group of responses"),

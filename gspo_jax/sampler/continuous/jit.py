@@ -140,12 +140,26 @@ def jit_sampler(
     )
     if not everything:
       computed = paged_decode.scatter_slots(state, computed, compute_slots)
+    # One all-gather: XLA:CPU may wait for ever between independent collectives.
+    slots = jnp.stack(
+      [
+        computed.num_tokens,
+        computed.pages.active,
+        computed.response,
+        computed.pages.lengths,
+        state.num_tokens,
+      ],
+      axis=1,
+    )
+    num_tokens, active, response, num_cached, before = sharding.constrain(
+      slots
+    ).T
     results = SegmentResults(
-      num_tokens=computed.num_tokens,
-      active=computed.pages.active,
-      response=computed.response,
-      num_cached=computed.pages.lengths,
-      num_sampled=(computed.num_tokens - state.num_tokens).sum(),
+      num_tokens=num_tokens,
+      active=active.astype(bool),
+      response=response,
+      num_cached=num_cached,
+      num_sampled=(num_tokens - before).sum(),
       drafts=samples.drafts,
     )
     return computed, samples, results

@@ -36,7 +36,7 @@ def pool():
 
 def ask(pool, *responses):
   problem = Problem("What is 37 * 48?", "1776", "")
-  begun = pool.begin([(problem, 0)] * len(responses))
+  begun = pool.begin([(problem, 0, 0)] * len(responses))
   calls = zip(begun, responses, strict=True)
   return pool.replies(pool.step([(reply.state, text) for reply, text in calls]))
 

@@ -1,0 +1,200 @@
+"""Conversations of several sequences, for templates that rewrite turns.
+
+Chat templates such as Qwen3's and GLM's drop the thinking of earlier turns once
+the user has answered. So the context of a response does not begin with what the
+policy read and wrote before, and the response begins a sequence of its own. All
+sequences of a conversation get its advantage; each has an importance ratio over
+the tokens of its own responses.
+
+A response is a request to an engine, so no conversation waits for another.
+"""
+
+import dataclasses
+import time
+
+import jax
+
+from gspo_jax import model
+from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
+from gspo_jax.data.tokenizers.base import as_messages
+from gspo_jax.endpoint.transcript import Transcript
+from gspo_jax.record.progress import Progress
+from gspo_jax.rollout import conversations
+from gspo_jax.rollout.batch import ScoredSamples
+from gspo_jax.rollout.conversations import Conversation
+from gspo_jax.rollout.environment_pool import EnvironmentPool
+from gspo_jax.rollout.sequences import (
+  EpisodeSequence,
+  SequenceLimits,
+  arrange,
+  local_episodes,
+)
+from gspo_jax.sampler.engine import (
+  LENGTH,
+  STOP,
+  Engine,
+  EngineSampler,
+  Generation,
+)
+from gspo_jax.sampler.samples import STOPPED, TRUNCATED
+from gspo_jax.sampler.stop_strings import StopStrings, response_text
+from gspo_jax.workers.pool import Started
+
+
+@dataclasses.dataclass
+class _Branching(Conversation):
+  transcript: Transcript | None = None
+  messages: list[dict] = dataclasses.field(default_factory=list)
+  sequences: list[EpisodeSequence] = dataclasses.field(default_factory=list)
+  generation: Generation | None = None  # the response that is sampled
+  asked: Started | None = None  # the environment's answer
+  finish: int = TRUNCATED
+
+
+@dataclasses.dataclass(frozen=True)
+class BranchingConversations:
+  """Called as `Conversations`."""
+
+  pool: EnvironmentPool
+  limits: SequenceLimits
+  prompt_config: PromptConfig
+  batch_sharding: jax.sharding.Sharding  # of arrays [B, ...]
+  stop: StopStrings | None  # of the sampler
+
+  def __call__(
+    self,
+    generate: EngineSampler,
+    params: model.Params,
+    batch: PromptBatch,
+    key: jax.Array,
+    *,
+    label: str,
+  ) -> ScoredSamples:
+    """G conversations about each of P problems.
+
+    The random key of a token depends on when its request comes: the same run
+    may sample other responses.
+    """
+    G = generate.config.group_size
+    B = len(batch) * G
+    chats = {
+      row: _Branching() for row in local_episodes(B, self.batch_sharding)
+    }
+    start = time.monotonic()
+    self._begin(batch, chats, G, key)
+    waited = time.monotonic() - start  # for environments
+    with (
+      Engine(generate, params, key) as engine,
+      Progress(label, len(chats), "conversations") as progress,
+    ):
+      going = [chat for chat in chats.values() if self._call(chat, engine)]
+      progress.advance(len(chats) - len(going))
+
+      def all_ended() -> bool:
+        nonlocal going
+        still = [chat for chat in going if self._advance(chat, engine)]
+        progress.advance(len(going) - len(still))
+        going = still
+        return not going
+
+      engine.run(all_ended)
+    prompts, samples = arrange(
+      {row: chat.sequences for row, chat in chats.items()},
+      {row: chat.finish for row, chat in chats.items()},
+      B,
+      self.limits,
+      slot_steps=engine.slot_steps,
+      pad_id=self.prompt_config.tokenizer.pad_id,
+      batch_sharding=self.batch_sharding,
+    )
+    return conversations.scored(
+      batch,
+      samples,
+      chats,
+      {row: _length(chat) for row, chat in chats.items()},
+      group_size=G,
+      max_turns=self.limits.turns,
+      limit=self.limits.longest,
+      environment_seconds=waited + engine.idle_seconds,
+      sequence_prompts=prompts,
+    )
+
+  def _begin(self, batch, chats, G, key) -> None:
+    config = self.prompt_config
+    begun = conversations.begin(self.pool, batch, chats, G, key)
+    for row, reply in begun.items():
+      chat, said = chats[row], reply.step.messages
+      chat.transcript = Transcript(config.tokenizer)
+      try:
+        first = config.messages_of(batch.problems[row // G])
+        if said:
+          first = conversations.first_messages(config, said)
+      except Exception as error:
+        chat.failure = chat.failure or conversations.reason(error)
+      else:
+        chat.messages = as_messages(first)
+
+  def _call(self, chat: _Branching, engine: Engine) -> bool:
+    """Asks the policy; False if the conversation has ended, or has no room."""
+    if chat.failure or len(chat.rewards) >= self.limits.turns:
+      return False
+    try:
+      ids = chat.transcript.prompt(chat.messages, self.prompt_config.tools)
+    except Exception as error:  # messages that the template refuses
+      chat.failure = conversations.reason(error)
+      return False
+    last = chat.sequences[-1:]
+    if last and ids[: len(last[0].ids)] != last[0].ids:
+      last = []
+    if not last and len(chat.sequences) >= self.limits.sequences:
+      return False
+    first = len(last[0].prompt if last else ids)
+    room = first + self.limits.room(first) - len(ids)
+    room = min(room, engine.most_new_tokens(len(ids)))
+    if room < 1:
+      return False
+    chat.sequences += [] if last else [EpisodeSequence(ids)]
+    chat.generation = engine.submit(Generation(ids, room))
+    return True
+
+  def _advance(self, chat: _Branching, engine: Engine) -> bool:
+    """Goes on where a response or an answer is there; False at the end."""
+    if chat.generation and chat.generation.finish:
+      self._ask(chat, engine)
+    if not (chat.asked and chat.asked.done.done()):
+      return True
+    (reply,) = self.pool.replies(chat.asked)
+    chat.asked, said = None, chat.messages[-1]["content"]
+    chat.add(said, reply)
+    if reply.step.done:
+      return False
+    if chat.finish == TRUNCATED:
+      return False
+    chat.finish = TRUNCATED  # unless it goes on to its end
+    chat.messages += as_messages(reply.step.messages)
+    return self._call(chat, engine)
+
+  def _ask(self, chat: _Branching, engine: Engine) -> None:
+    """Records a response, and asks the environment."""
+    made, chat.generation = chat.generation, None
+    sequence = chat.sequences[-1]
+    sequence.read(made.prompt[len(sequence.ids) :])
+    sequence.add(made.tokens, made.logps, len(chat.rewards) + 1)
+    chat.finish = TRUNCATED if made.finish == LENGTH else STOPPED
+    text = response_text(
+      made.tokens,
+      made.finish == STOP,
+      self.prompt_config.tokenizer,
+      self.stop,
+    )
+    answer = {"role": "assistant", "content": text}
+    ids = [*made.prompt, *made.tokens]
+    tools = self.prompt_config.tools
+    chat.transcript.record(chat.messages, tools, answer, ids)
+    chat.messages.append(answer)
+    chat.asked = self.pool.step([(chat.state, text)])
+    chat.asked.done.add_done_callback(lambda _: engine.wake())
+
+
+def _length(chat: _Branching) -> int:
+  return sum(len(sequence.tokens) for sequence in chat.sequences)

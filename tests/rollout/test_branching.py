@@ -1,0 +1,181 @@
+"""Conversations of several sequences, which a chat template rewrites."""
+
+import functools
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from gspo_jax import model
+from gspo_jax.data import prompt_batch, tokenizers
+from gspo_jax.data.problem import Problem
+from gspo_jax.logprobs import token_logprobs
+from gspo_jax.rollout.branching import BranchingConversations
+from gspo_jax.rollout.environment_pool import EnvironmentPool
+from gspo_jax.rollout.sequences import SequenceLimits
+from gspo_jax.runtime import sharding
+from gspo_jax.sampler import engine
+from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
+from gspo_jax.sampler.samples import STOPPED, TRUNCATED, SamplerConfig
+
+MODULE = """
+class Asks:
+  def reset(self, problem, seed):
+    self.count, self.text = 0, problem.text
+    if self.text == "bad": raise ValueError("no game")
+  def step(self, response):
+    self.count += 1
+    if self.text == "fails": raise ValueError("broken")
+    return [("user", f"and {self.count}?")], self.count == 3, 0.5
+"""
+CFG = model.variant("tiny", vocab_size=258, dtype="float32")
+G, S, R = 2, 24, 64
+
+
+class Template(type(tokenizers.load("bytes"))):
+  """Each message in brackets; rewrites earlier responses, or keeps them."""
+
+  tool_format = "hermes"  # of a tokenizer with a chat template
+  stop_ids = tuple(range(128, 258))  # so that responses are short, and ASCII
+
+  def __init__(self, rewrites):
+    self.rewrites = rewrites
+
+  def chat(self, messages, tools=()):
+    texts = [m["content"] for m in messages]
+    if self.rewrites:
+      is_response = [m["role"] == "assistant" for m in messages]
+      pairs = zip(texts, is_response, strict=True)
+      texts = ["#" + text[:2] if x else text for text, x in pairs]
+    return self.encode("".join(f"[{text}]" for text in texts) + "[")
+
+  def turn(self, messages, *, stopped):
+    text = "".join(f"[{content}]" for _, content in messages)
+    return self.encode("]" + text + "[")
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("user")
+  (folder / "asking_game.py").write_text(MODULE)
+  sys.path.insert(0, str(folder))
+  with EnvironmentPool("asking_game.Asks", workers=1, seconds=5) as pool:
+    yield pool
+  sys.path.remove(str(folder))
+
+
+@functools.cache
+def weights():
+  return jax.jit(model.init, static_argnums=1)(jax.random.key(0), CFG)
+
+
+@functools.cache
+def sampler(mesh):
+  shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), CFG))
+  return engine.build_engine_sampler(
+    CFG,
+    SamplerConfig(G, R, stop_ids=Template.stop_ids, pad_id=256),
+    batching=ContinuousBatchingConfig(slots=4, page_size=4, prefill_chunk=16),
+    context=S + R,
+    params_sharding=model.shardings(shapes, mesh),
+    mesh=mesh,
+    sampler_mesh=mesh,
+  )
+
+
+def converse(pool, *names, sequences, rewrites=True, turns=4):
+  tokenizer = Template(rewrites)
+  ids = [tokenizer.encode(name) for name in names]
+  tokens = np.zeros((len(names), S), np.int32)
+  for row, x in zip(tokens, ids, strict=True):
+    row[S - len(x) :] = x
+  counts = np.array([*map(len, ids)], np.int32)
+  batch = prompt_batch.PromptBatch(
+    [Problem(name, "ref", "") for name in names],
+    tokens,
+    counts,
+    np.zeros((len(names), 3), np.int32),
+    np.zeros(len(names), np.int32),
+  )
+  mesh = sharding.make_mesh(jax.devices()[:1])
+  play = BranchingConversations(
+    pool,
+    SequenceLimits(turns, sequences, S, R),
+    prompt_batch.PromptConfig(tokenizer, S),
+    sharding.batch_sharding(mesh),
+    None,
+  )
+  with jax.set_mesh(mesh):
+    return play(
+      sampler(mesh), weights(), batch, jax.random.key(1), label="test"
+    )
+
+
+def sequences_of(scored):
+  """By row: the prompt, the tokens behind it, their log-probs and turns."""
+  prompts, samples = scored.sequence_prompts, jax.device_get(scored.samples)
+  for row, n in enumerate(samples.lengths):
+    prompt = prompts.tokens[row, S - prompts.lengths[row] :]
+    yield prompt, *(x[row, :n] for x in (samples.tokens, samples.logps,
+                                         samples.turns))  # fmt: skip
+
+
+def test_a_response_is_learned_behind_what_the_policy_read(pool):
+  scored = converse(pool, "a", "bc", sequences=3)
+  rows = [*sequences_of(scored)]
+  assert len(rows) == 2 * G * 3
+  for row, (prompt, tokens, logps, turns) in enumerate(rows):
+    read = turns == 0
+    ids = np.concatenate([prompt, tokens])
+    forced = token_logprobs(
+      weights(),
+      CFG,
+      ids[None],
+      np.arange(len(ids))[None],
+      np.ones((1, len(ids)), bool),
+      response_length=len(tokens),
+    )
+    np.testing.assert_allclose(logps[~read], forced.logps[0][~read], atol=1e-4)
+    assert {*turns[~read].tolist()} == {row % 3 + 1}
+  # The context of a later response has the earlier ones as the template does.
+  decode = Template(True).decode
+  for row in range(0, len(rows), 3):
+    name, history = "a" if row < 6 else "bc", ""
+    for turn, (prompt, tokens, _, turns) in enumerate(rows[row : row + 3]):
+      context = decode([*prompt, *tokens[turns == 0]])
+      assert context == f"[{name}]{history}["
+      new = tokens[turns > 0].tolist()
+      said = decode(new[:-1])
+      history += f"[#{said[:2]}][and {turn + 1}?]"
+
+
+def test_a_template_that_keeps_turns_has_one_sequence(pool):
+  scored = converse(pool, "a", rewrites=False, sequences=2)
+  rows = [*sequences_of(scored)]
+  assert [len(tokens) > 0 for _, tokens, *_ in rows] == [True, False] * G
+  assert [*map(max, (turns for *_, turns in rows[::2]))] == [3, 3]
+  finish = np.asarray(scored.samples.finish)
+  assert scored.rewards.result().total.tolist() == [[1.5, 1.5]]
+  assert scored.conversation["turns"].tolist() == [3, 3]
+  assert (finish == STOPPED).all()
+
+
+@pytest.mark.parametrize(
+  ("sequences", "turns"), [(2, 4), (3, 2)], ids=["sequences", "turns"]
+)
+def test_a_conversation_beyond_a_limit_is_truncated(pool, sequences, turns):
+  scored = converse(pool, "a", sequences=sequences, turns=turns)
+  assert scored.rewards.result().total.tolist() == [[1.0, 1.0]]
+  assert (np.asarray(scored.samples.finish) == TRUNCATED).all()
+
+
+def test_a_failure_costs_its_conversation_alone(pool):
+  scored = converse(pool, "a", "bad", "fails", sequences=3)
+  rewards = scored.rewards.result()
+  assert rewards.failed.tolist() == [[False] * G, [True] * G, [True] * G]
+  assert rewards.total[0].tolist() == [1.5] * G
+  assert any("no game" in reason for reason in rewards.reasons)
+  lengths = np.asarray(scored.samples.lengths).reshape(3, G, 3)
+  assert not lengths[1].any()  # no token is sampled for it
+  assert (lengths[2] > 0).tolist() == [[True, False, False]] * G
