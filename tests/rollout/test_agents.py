@@ -69,6 +69,12 @@ def play(problem, *, base_url, api_key, model):
     b = chat(("user", "x" * 40))
     return float(len(a["choices"][0]["token_ids"])
                  + 100 * (b["error"]["code"] == "context_length_exceeded"))
+  if name == "grow":
+    first = chat(("user", "a"))
+    more = ("user", "a"), said(first), ("user", "b" * 20)
+    second = chat(*more, max_tokens=99)
+    third = chat(*more, said(second), ("user", "c"))
+    return float(third["error"]["code"] == "context_length_exceeded")
   if name == "lie":
     a = chat(("user", "a"))
     ids = a["prompt_token_ids"] + a["choices"][0]["token_ids"]
@@ -93,7 +99,6 @@ def play(problem, *, base_url, api_key, model):
     chat(("user", "a"))
     return 1.0
   if name == "hang":
-    chat(("user", "a"))
     time.sleep(60)
   if name == "raise":
     raise ValueError("broken agent")
@@ -162,7 +167,7 @@ def pool(tmp_path_factory):
   with engine.Engine(*policy(), jax.random.key(0)) as e:
     made = [e.submit(engine.Generation([65] * n, 9)) for n in (1, 9)]
     e.run(lambda: all(g.finish for g in made))
-  with agents.AgentPool(spec, BYTES, CONFIG, workers=1, seconds=5) as pool:
+  with agents.AgentPool(spec, BYTES, CONFIG, workers=1, seconds=60) as pool:
     yield pool
   sys.path.remove(str(folder))
 
@@ -269,7 +274,7 @@ def test_of_two_calls_at_once_one_goes_on_and_one_is_a_branch(pool):
 
 
 def test_an_episode_keeps_its_limits(pool):
-  scored, episodes = play(pool, "beyond", "flood", "long")
+  scored, episodes = play(pool, "beyond", "flood", "long", "grow")
   total = scored.rewards.result().total
   assert total[0].tolist() == [1, 1]
   # Each call began a sequence: the third of the six was refused.
@@ -278,22 +283,35 @@ def test_an_episode_keeps_its_limits(pool):
   # 20 tokens are 8 of the prompt's columns and 12 of the response's 30.
   lengths = total[2] - 100
   assert ((lengths >= 1) & (lengths <= R - 12)).all()
-  for first, _ in episodes[4:]:
+  for first, _ in episodes[4:6]:
     assert len(first[0]) <= S + R
+  assert total[3].tolist() == [1, 1]
+  for first, _ in episodes[6:]:
+    assert len(first[0]) <= len("a") + R
 
 
 def test_an_agent_at_fault_costs_its_episode_alone(pool):
-  names = ["hang", "raise", "nan", "never", "garbage", "thief", "leaves", "one"]
+  names = ["raise", "nan", "never", "garbage", "thief", "leaves", "one"]
   scored, episodes = play(pool, *names)
   rewards = scored.rewards.result()
-  assert rewards.failed[:, 0].tolist() == [True] * 4 + [False] * 4
-  assert (rewards.total[:4] == 0).all()
-  assert (rewards.total[4:] == 1).all()
-  assert episodes[0][0]  # what was sampled before it hung counts
+  assert rewards.failed[:, 0].tolist() == [True] * 3 + [False] * 4
+  assert (rewards.total[:3] == 0).all()
+  assert (rewards.total[3:] == 1).all()
+  assert episodes[2][0]  # what was sampled before it failed counts
   assert episodes[2 * names.index("never")] == [None, None]
   reasons = " ".join(rewards.reasons)
   assert "an_agent.play" in reasons
   play(pool, "one")  # the next rollout is as good
+
+
+def test_an_agent_that_hangs_has_failed(pool):
+  spec = "openai:an_agent.play"
+  with agents.AgentPool(spec, BYTES, CONFIG, workers=1, seconds=1) as short:
+    scored, episodes = play(short, "hang")
+  rewards = scored.rewards.result()
+  assert rewards.failed.all()
+  assert "took over 1 s" in rewards.reasons[0]
+  assert episodes == [[None, None]] * G
 
 
 def test_a_function_that_is_no_agent_is_refused(pool):
@@ -304,6 +322,6 @@ def test_a_function_that_is_no_agent_is_refused(pool):
 
 def test_async_agents_play_at_once(pool):
   spec = "openai:an_agent.slow"
-  with agents.AgentPool(spec, BYTES, CONFIG, workers=1, seconds=8) as slow:
+  with agents.AgentPool(spec, BYTES, CONFIG, workers=1, seconds=60) as slow:
     scored, _ = play(slow, *["one"] * 8)
   assert (scored.rewards.result().total == 1).all()
