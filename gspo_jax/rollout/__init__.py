@@ -3,13 +3,14 @@
 Other wings take: `source.make_source`; `off_policy.OffPolicy`; `context` and
 `batch` (input and output of sources); `scoring`; `metrics.rollout_metrics`;
 `config.RolloutConfig`; `partial.PartialRollouts`, for a plan; `environment` and
-`environment_pool`; `conversations`; `agents`; `reward_model`. `environments`
-has the built-in ones.
+`environment_pool`; `conversations`, `branching` and `agents`; `sequences`;
+`reward_model`. `environments` has the built-in ones.
 """
 
 __all__ = [
   "agents",
   "batch",
+  "branching",
   "config",
   "context",
   "conversations",
@@ -20,5 +21,6 @@ __all__ = [
   "partial",
   "reward_model",
   "scoring",
+  "sequences",
   "source",
 ]
