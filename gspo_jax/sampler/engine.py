@@ -328,8 +328,13 @@ class Engine:
     if 2 * count < shared[i // n]:
       source, count = best[i // n], shared[i // n]
     kept[i // n].pop(i % n, None)
+    pages = held[source].pages[: -(-count // page)]
+    if count % page and any(
+      pages[-1] in tokens.pages for tokens in kept[i // n].values()
+    ):
+      count -= count % page  # other rows read what would be written
+      pages.pop()
     if count:
-      pages = held[source].pages[: -(-count // page)]
       kept[i // n][i % n] = CachedTokens(pages, count)
     return i
 

@@ -240,3 +240,19 @@ def test_sampled_logps_are_those_of_a_forward_pass():
 def test_a_request_without_room_is_refused(prompt, count, words):
   with opened() as e, pytest.raises(UserError, match=words):
     ask(e, prompt, count)
+
+
+def test_a_row_that_parts_within_a_shared_page_leaves_the_page_alone():
+  first = PROMPTS[3]
+  shares, parts = [*first[:8], 17], [*first[:6], 20, 21]
+  with opened() as e:
+    run(e, ask(e, first, 1))
+    made = [ask(e, prompt) for prompt in (shares, PROMPTS[0], PROMPTS[4])]
+    e.step()
+    made.append(ask(e, parts))  # only the row of `first` is free
+    run(e, *made)
+  with opened() as e:
+    alone = ask(e, shares)
+    run(e, alone)
+  assert made[0].tokens == alone.tokens
+  np.testing.assert_allclose(made[0].logps, alone.logps, atol=1e-4)
