@@ -19,12 +19,25 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 # It reads the variables above.
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 jax.devices()  # and this XLA_FLAGS
 # libtpu, which compiles in some tests, ends a process whose flags it lacks.
 del os.environ["XLA_FLAGS"]
 
 gc.set_threshold(50_000, 20, 50)  # the default took about another tenth
+
+
+@pytest.fixture(scope="module", autouse=True)
+def keep_the_compilation_cache():
+  """`plan` sets a process up for itself: without the cache, and with a variable
+  that is a part of its keys and names a folder of this process. libtpu has read
+  the variable by then."""
+  yield
+  os.environ.pop("LIBTPU_INIT_ARGS", None)
+  if not jax.config.jax_enable_compilation_cache:
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture

@@ -143,7 +143,8 @@ class AgentPool(Pool):
     self.endpoint = Endpoint(tokenizer, config)
     self._server = Server(self.endpoint.app)
     load = functools.partial(agent.load, spec)
-    super().__init__(self.name, load, **limits)
+    # An episode that is played again would have calls of the first time.
+    super().__init__(self.name, load, repeats=False, **limits)
 
   def play(self, episodes: Sequence[tuple[Problem, int, str]]) -> Started:
     """Plays an episode about each (problem, step, key)."""

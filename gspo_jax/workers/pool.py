@@ -51,6 +51,8 @@ class Pool:
     seconds: wall-clock time for one call.
     memory: GiB that calls may add to a worker process; enforced on Linux.
     concurrency: calls of `async` tasks that a worker makes at once.
+    repeats: make calls again that ran beside one that ended their process or
+      blocked it. Else they fail, too.
   """
 
   def __init__(
@@ -62,6 +64,7 @@ class Pool:
     seconds: float = 10.0,
     memory: float = 4.0,
     concurrency: int = 32,
+    repeats: bool = True,
   ):
     for limit, value in (
       ("workers", workers),
@@ -71,7 +74,7 @@ class Pool:
     ):
       if not value > 0:
         raise UserError(f"{name}: expected {limit} above 0, got {value}")
-    setup = Setup(name, load, seconds, memory, concurrency)
+    setup = Setup(name, load, seconds, memory, concurrency, repeats)
     self._changed = threading.Condition()  # guards the next four, and `Started`
     self._waiting: list[tuple[Started, int]] = []
     self._share = 1  # most waiting calls that a worker takes at once

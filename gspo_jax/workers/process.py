@@ -32,6 +32,7 @@ class Setup(NamedTuple):
   seconds: float
   memory: float
   concurrency: int
+  repeats: bool
 
 
 class Call(NamedTuple):

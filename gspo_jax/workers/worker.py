@@ -69,8 +69,12 @@ def main() -> None:
     while together:
       left = forked.make_together(together)
       # One of the calls that ran is at fault; the other calls have not begun.
-      calls += left[: setup.concurrency]
-      together = left[setup.concurrency :]
+      ran, together = left[: setup.concurrency], left[setup.concurrency :]
+      if setup.repeats:
+        calls += ran
+        continue
+      for call in ran:
+        _send(results, [call.number, None, _SHARED])
     while calls:
       calls = forked.make_one_by_one(calls)
 
@@ -232,6 +236,7 @@ class _Children:
 
 
 _DIED = "its process ended"
+_SHARED = "it, or a call beside it, ended or blocked their process"
 
 
 def _kill_all(child: int) -> None:

@@ -119,6 +119,7 @@ REFILL = (
 )
 
 
+@pytest.mark.slow  # test_lower.py lowers it
 @needs_libtpu
 def test_with_pages_a_segment_is_planned(fitting):
   done = run(*TINY, SLICE, *REFILL, "--json")

@@ -128,7 +128,6 @@ def table_policy(monkeypatch):
 TERMS = (
   {"kl_coef": 0.1, "entropy_coef": 0.01, "mismatch": "tis_sequence"},
   {"truncated": "zero_advantage"},
-  {"truncated": "mask"},
 )
 
 
@@ -268,7 +267,12 @@ def whole_iterations(config, devices, **mesh):
   ("config", "devices", "mesh"),
   [
     (config_of(replay="r3"), 1, {}),
-    (config_of("ppo", kl_coef=0.1, kl_estimator="k1"), 1, {}),
+    pytest.param(
+      config_of("ppo", kl_coef=0.1, kl_estimator="k1"),
+      1,
+      {},
+      marks=pytest.mark.slow,
+    ),
     (config_of("rspo", replay="r2"), 8, {"fsdp": 2, "expert": 2, "data": 2}),
   ],
   ids=["r3", "ppo, k1", "rspo, r2, 8 devices"],
