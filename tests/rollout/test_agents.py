@@ -21,7 +21,7 @@ from gspo_jax.sampler.samples import SamplerConfig
 agents = pytest.importorskip("gspo_jax.rollout.agents")
 
 MODULE = """
-import json, threading, time, urllib.error, urllib.request
+import json, os, threading, time, urllib.error, urllib.request
 from concurrent import futures
 
 def post(url, key, body):
@@ -42,6 +42,9 @@ def play(problem, *, base_url, api_key, model):
     return post(f"{base_url}/chat/completions", key, body)
   said = lambda a: ("assistant", a["choices"][0]["message"]["content"])
   name = problem.text
+  if name == "exits":
+    chat(("user", "a"))
+    os._exit(1)
   if name == "turns":
     messages = [("user", "a")]
     for text in "bcd":
@@ -301,6 +304,16 @@ def test_an_agent_at_fault_costs_its_episode_alone(pool):
   assert episodes[2 * names.index("never")] == [None, None]
   reasons = " ".join(rewards.reasons)
   assert "an_agent.play" in reasons
+  play(pool, "one")  # the next rollout is as good
+
+
+def test_no_episode_is_played_twice_where_an_agent_ends_its_process(pool):
+  scored, episodes = play(pool, "exits", "turns")
+  assert scored.rewards.result().failed[0].all()
+  assert "ended or blocked" in " ".join(scored.rewards.result().reasons)
+  for first, second in episodes:
+    assert second is None
+    assert first is None or calls(first) in ([0, 1], [0, 1, 0, 2, 0, 3])
   play(pool, "one")  # the next rollout is as good
 
 
