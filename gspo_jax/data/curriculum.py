@@ -94,7 +94,7 @@ class Curriculum:
     return batch
 
   def prompts_at(
-    self, positions: Sequence[Sequence[int]], steps: Sequence[int]
+    self, positions: Sequence[Sequence[int]], steps: Sequence[int] | int
   ) -> PromptBatch:
     """The prompts at [P, 3] positions and [P] steps, as in `PromptBatch`."""
     batch = pipeline.at_positions(self._sources, self._cfg, positions)

@@ -47,16 +47,26 @@ def _functions(config, program, fewer_slots):
     continues=config.rollout.continues,
     **subsets,
   )
-  samples = program.sampler.empty_samples.lower().out_info
+  # An episode may be several sequences, each with a prompt of its own.
+  samples = jax.tree.map(
+    lambda x: (
+      shape((config.rollout.max_sequences * x.shape[0], *x.shape[1:]), x.dtype)
+      if x.ndim
+      else x
+    ),
+    program.sampler.empty_samples.lower().out_info,
+  )
+  B = P * program.learner.group_size
+  trained_prompts = prompts(B if config.rollout.uses_engine else P)
   ints = lambda size: shape((size,), jnp.int32)
-  rows_of_batch = ints(P * config.rollout.group_size)
+  rows_of_batch = ints(B)
   packing = Packing(
     rows_of_batch, rows_of_batch, ints(program.learner.packing.minibatches)
   )
   batch = jax.tree.map(
     lambda x: shape(x.shape, x.dtype),
     program.learner.make_train_batch.lower(
-      rows(prompts(P)), rows(samples), packing
+      rows(trained_prompts), rows(samples), packing
     ).out_info,
   )
   learner = program.learner

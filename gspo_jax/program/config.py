@@ -285,6 +285,11 @@ class Config:
         "0 with top_k, top_p or min_p, for the ids of calls are not recorded",
       ),
       (
+        "continuous_batching.speculation",
+        self.continuous_batching.speculation,
+        "0, for calls do not speculate",
+      ),
+      (
         "objective.credit",
         agents and self.objective.credit == "turn",
         "'response', for an agent gives one reward at its end",

@@ -25,7 +25,7 @@ BUILT_IN = {
   "number": "gspo_jax.rewards.numbers.numbered",
   "overlong": "gspo_jax.rewards.length.OVERLONG",
 }
-_OF_RESPONSE = ("tokens", "limit", "step")
+_LENGTHS = ("tokens", "limit")
 # Largest size of a reward: the sum of squares over a group stays finite in
 # float32.
 LARGEST = 1e9
@@ -97,11 +97,12 @@ class Reward:
 
   @functools.cached_property
   def needed_columns(self) -> tuple[str, ...]:
-    return tuple(name for name in self._required if name not in _OF_RESPONSE)
+    known = *_LENGTHS, "step"
+    return tuple(name for name in self._required if name not in known)
 
   @functools.cached_property
   def reads_columns(self) -> bool:
-    return self._takes_rest or not {*self._keywords} <= {*_OF_RESPONSE}
+    return self._takes_rest or not {*self._keywords} <= {*_LENGTHS}
 
   def keywords(self, responses: Sequence[Response]) -> dict[str, Any]:
     """Columns and lengths for a call; LookupError if a column is missing.
@@ -114,16 +115,16 @@ class Reward:
     if missing := missing_column(self.needed_columns, columns):
       raise LookupError(missing)
     tokens = [response.tokens for response in responses]
-    of_response = {
+    lengths = {
       "tokens": tokens if self.takes_group else tokens[0],
       "limit": responses[0].limit,
-      "step": responses[0].step,
     }
     names = self._keywords
     if self._takes_rest:
-      taken = {*self._positional, *self._given, *of_response}
+      taken = {*self._positional, *self._given, *lengths}
       names += tuple(columns.keys() - taken)
-    available = {**columns, **of_response}
+    # A column may have the name `step`, which the run gives, too.
+    available = {"step": responses[0].step} | {**columns, **lengths}
     return {name: available[name] for name in names if name in available}
 
   def check(self) -> None:

@@ -161,7 +161,7 @@ class OffPolicy:
       return
     for samples, saved in zip(pending["next"], state["next"], strict=False):
       prompts = self._context.curriculum.prompts_at(
-        saved["positions"], saved["steps"]
+        saved["positions"], saved.get("steps", 0)
       )
       if conversations := saved["conversations"]:
         scored = self._context.conversations.restore(

@@ -105,7 +105,9 @@ class PartialRollouts:
 
   def set_state(self, pending: Samples, state: dict) -> None:
     at, curriculum = state["positions"], self._context.curriculum
-    self._batch = curriculum.prompts_at(at, state["steps"]) if at else None
+    self._batch = (
+      curriculum.prompts_at(at, state.get("steps", 0)) if at else None
+    )
     index = np.zeros(self._in_flight, np.int32)
     index[self._by_age] = state["order"]
     self.pending = self._functions.take_pending(pending, index)

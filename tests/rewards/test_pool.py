@@ -344,4 +344,7 @@ def test_a_reward_sees_the_step_and_the_folder_of_the_run():
     columns = {"workdir": "column", "level": 1}
     response = Response("", "", "", columns=columns, step=7)
     (total, rest) = pool.submit([response]).result().parts.values()
+    response = response._replace(columns={"step": 2})
+    step, _ = pool.submit([response]).result().parts.values()
   assert (total.item(), rest.item()) == (7.5, 6.0)
+  assert step.item() == 2.5  # a column of this name goes before the iteration
