@@ -124,3 +124,13 @@ def test_a_run_with_partial_rollouts(debug_config):
   assert samples.lengths.shape[0] == (debug_config.data.prompts + 8) * group
   learnt = lowered["update"].in_avals[0][1].rows.tokens
   assert learnt.size // learnt.shape[-1] == debug_config.data.prompts * group
+
+
+def test_an_update_has_rows_for_all_sequences_of_episodes(debug_config):
+  debug_config.rollout.update({"environment": "guessing", "max_sequences": 3})
+  debug_config.reward.names = ()
+  made = with_continuous_batching(debug_config)
+  lowered = lower.functions(parse(debug_config), made)
+  responses = debug_config.data.prompts * debug_config.rollout.group_size
+  learnt = lowered["update"].in_avals[0][1].rows.tokens
+  assert learnt.size // learnt.shape[-1] == 3 * responses
