@@ -34,7 +34,7 @@ def stale(root: Path) -> list[tuple[int, str, str, str]]:
   found = []
   for path in (root / "benchmarks").glob("*.json"):
     record = json.loads(path.read_text())
-    commit = record["commit"].split()[0]
+    commit = record.get("commit", "none").split()[0]
     if git(root, "cat-file", "-t", commit) != "commit":
       sys.exit(f"{path.name}: expected a commit of this clone, got {commit}")
     code = measured(root, re.search(r"-m ([\w.]+)", record["command"])[1])

@@ -16,7 +16,8 @@ from gspo_jax.program.config import all_keys
 from gspo_jax.program.config_reference import describe
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [*DOCS, *sorted(ROOT.glob("*.md"))]
+FOLDERS = sorted(ROOT.glob("[a-z]*/README.md"))
+PAGES = [*DOCS, *sorted(ROOT.glob("*.md")), *FOLDERS]
 KEYS = {*all_keys()} | {f"model.{name}" for name in vars(ModelConfig)}
 
 
@@ -75,11 +76,22 @@ def test_every_page_is_in_the_index():
   assert [n for n in sorted(names) if f"]({n}.md)" not in index] == []
 
 
+def anchors(page):
+  """Those that a forge makes of the headings of a page."""
+  text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+  titles = re.findall(r"^#+ (.+)$", text, re.M)
+  return {re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files(page):
-  targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
-  local = [t for t in targets if not re.match(r"[a-z]+:", t)]
-  assert [t for t in local if not (page.parent / t).exists()] == []
+def test_links_lead_to_files_and_headings(page):
+  def leads(path, anchor):
+    target = page.parent / path if path else page
+    return target.exists() and (not anchor or anchor in anchors(target))
+
+  links = re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text())
+  local = [link for link in links if not re.match(r"[a-z]+:", link[0])]
+  assert [link for link in local if not leads(*link)] == []
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)

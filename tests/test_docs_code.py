@@ -4,23 +4,29 @@ import doctest
 import importlib
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 from repository import ROOT
 
 from gspo_jax import rewards
 from gspo_jax.data.sources import load
 from gspo_jax.learner.objective import ObjectiveConfig
-from gspo_jax.program.config import all_keys
+from gspo_jax.program import command
+from gspo_jax.program.config import all_keys, parse
 from gspo_jax.program.config_keys import near
 from gspo_jax.rollout import environment
 
 DOCS = ROOT / "docs"
 OWN = (DOCS / "own_pieces.md").read_text()
 OTHERS = (DOCS / "from_trl_verl.md").read_text()
+PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "README.md"]
 SESSIONS = [p for p in sorted(DOCS.glob("*.md")) if ">>> " in p.read_text()]
 
 
@@ -103,6 +109,47 @@ def test_the_own_loss_is_gspo_near_a_ratio_of_1(pieces):
   gradient = lambda f: jax.grad(lambda x: f(x)[0])(logps)
   wanted = gradient(lambda x: gspo_loss(x, *given))
   np.testing.assert_allclose(gradient(own), wanted, rtol=1e-5)
+
+
+MAIN = "-m gspo_jax.main "
+
+
+def typed(code, folder):
+  """What bash gives to each `python` of a block; it finds no other command."""
+  functions = """
+  python() { printf '%q ' "$@"; echo; }
+  command_not_found_handle() { :; }
+  """
+  done = subprocess.run(
+    [shutil.which("bash"), "-c", functions + code.replace(".venv/bin/", "")],
+    cwd=folder,
+    env={"PATH": str(folder / "none")},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+  "page",
+  [page for page in PAGES if MAIN in page.read_text()],
+  ids=lambda page: page.name,
+)
+def test_flags_and_keys_of_a_command_fit(pieces, monkeypatch, page):
+  """As the command reads them; what they name need not exist."""
+  monkeypatch.chdir(pieces)
+  starts = [code for code in blocks(page.read_text(), "sh") if MAIN in code]
+  lines = [line for code in starts for line in typed(code, pieces)]
+  commands = [line for line in lines if line.startswith(MAIN)]
+  assert len(commands) == sum(code.count(MAIN) for code in starts)
+  for line in commands:
+    if "..." in line or "--help" in line:  # not whole, or no run
+      continue
+    monkeypatch.setattr(sys, "argv", shlex.split(line)[1:])
+    with flagsaver.flagsaver():
+      command.parse(sys.argv)
+      parse(flags.FLAGS.config)
 
 
 @pytest.mark.slow

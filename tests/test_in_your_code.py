@@ -1,6 +1,7 @@
 """docs/in_your_code.md: the loss in loops of Flax NNX and Equinox, in Tunix.
 
-Tunix is in no extra: `pip install google-tunix==0.1.7`. Equinox is in `parity`.
+By default only Flax NNX. Equinox is in the extra `parity`; Tunix is in none:
+`pip install google-tunix==0.1.7`.
 """
 
 import re
@@ -13,7 +14,6 @@ import pytest
 from flax import nnx
 from repository import ROOT
 
-pytestmark = pytest.mark.slow
 PAGE = (ROOT / "docs" / "in_your_code.md").read_text()
 
 
@@ -81,6 +81,7 @@ def test_flax_nnx():
   check(names, nnx.value_and_grad)
 
 
+@pytest.mark.slow
 def test_equinox():
   equinox = pytest.importorskip("equinox")
   names = run("A loop of your own", "Equinox")
@@ -98,6 +99,7 @@ def tunix_model():
   return model.Qwen3(config, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_tunix_calls_the_loss_by_its_name():
   common = pytest.importorskip("tunix.rl.common")
   from tunix.rl import function_registry
@@ -146,6 +148,7 @@ def save_tokenizer(folder) -> None:
   ).save_pretrained(folder)
 
 
+@pytest.mark.slow
 def test_an_iteration_of_tunix_is_that_of_its_own_gspo_token(tmp_path):
   learners = pytest.importorskip("tunix.rl.grpo.grpo_learner")
   from benchmarks import peers_tunix

@@ -1,5 +1,6 @@
 """What an installation has: extras, and a wheel that runs by itself."""
 
+import configparser
 import os
 import re
 import shutil
@@ -87,6 +88,15 @@ def test_a_package_that_is_missing_gets_the_line_that_installs_it(
   line = re.escape(f"pip install -e '.[{extra}]'")
   with pytest.raises(UserError, match=f"{package}.*: {line}"):
     use(tmp_path)
+
+
+def test_the_quickstart_has_every_extra():
+  setup = configparser.ConfigParser()
+  setup.read(ROOT / "setup.cfg")
+  extras = {*setup["options.extras_require"]}
+  rows = (ROOT / "docs" / "quickstart.md").read_text().partition("\n| extra |")
+  first = re.findall(r"^\| (`.+?) \|", rows[2].partition("\n\n")[0], re.M)
+  assert {*re.findall(r"`([\w-]+)`", " ".join(first))} == extras
 
 
 def test_citation_and_changelog_have_this_version():

@@ -11,12 +11,20 @@ from repository import ROOT
 from benchmarks import record, stale
 
 RECORDS = sorted((ROOT / "benchmarks").glob("*.json"))
+HAS_HISTORY = (
+  (ROOT / ".git").exists()
+  and shutil.which("git")
+  and stale.git(ROOT, "rev-parse", "--is-shallow-repository") == "false"
+)
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_a_record_names_its_command_and_the_commit(path):
   found = json.loads(path.read_text())
-  assert re.fullmatch(r"[0-9a-f]{7,40}( and changes)?", found["commit"])
+  commit = re.fullmatch(r"([0-9a-f]{7,40})( and changes)?", found["commit"])
+  assert commit
+  if HAS_HISTORY:
+    assert stale.git(ROOT, "cat-file", "-t", commit[1]) == "commit"
   module = re.search(r"-m ([\w.]+)", found["command"])[1]
   code = stale.measured(ROOT, module)
   assert code
@@ -89,6 +97,13 @@ def test_a_record_is_stale_when_code_that_it_measures_has_changed(
   commit(git, tmp_path, {"gspo_jax/a.py": "1"})
   by_imports = "imports", "helped", "starts", "folder"
   assert found() == dict.fromkeys(all_of_it, 3) | dict.fromkeys(by_imports, 1)
+
+
+def test_a_record_without_a_commit_is_named(git, tmp_path):
+  command = json.dumps({"command": "python -m benchmarks.a"})
+  commit(git, tmp_path, {"benchmarks/a.json": command})
+  with pytest.raises(SystemExit, match=r"a\.json: expected a commit"):
+    stale.stale(tmp_path)
 
 
 def test_results_are_no_change_of_the_commit_and_all_else_is(git, tmp_path):
