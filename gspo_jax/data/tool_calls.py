@@ -19,9 +19,9 @@ The formats have the names of vLLM's tool-call parsers
   call          NAME(VALUE) and nothing else, for tokenizers without a chat
                 template: VALUE is the text of the first parameter
 
-Control tokens are visible in the text. A call in thinking, that is before
-`</think>`, is none. Worker processes import this module, so it needs the
-standard library alone.
+Control tokens are visible in the text. A call in thinking is none: thinking
+ends with `</think>`, and begins with `<think>` or in the prompt. Worker
+processes import this module, so it needs the standard library alone.
 """
 
 import json
@@ -58,13 +58,31 @@ _SIGNS = {
   "hermes": ("<tool_call>",),
   "llama3_json": ("<|start_header_id|>", '"parameters":'),
 }
+# How a call begins and ends, in the formats of models that think in the text.
+_TAGS = "<tool_call>", "</tool_call>"
+_TOKENS = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_ENDS = {
+  "deepseek_v3": _TOKENS,
+  "deepseek_v31": _TOKENS,
+  "glm45": _TAGS,
+  "hermes": _TAGS,
+  "qwen3_coder": ("<function=", "</function>"),
+}
+# A policy chooses the text: each pattern takes time linear in its length.
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^<>]*)>")
-_PARAMETER = re.compile(
-  r"<parameter=([^<>]*)>\n?(.*?)\n?</parameter>", re.DOTALL
+_CODED = re.compile(  # Qwen3-Coder may leave the first tag out
+  _TAGGED.pattern + r"|(<function=.*?(?:</function>|\Z))(?:\s*</tool_call>)?",
+  re.DOTALL,
 )
-_ARGUMENT = re.compile(
-  r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL
+_FUNCTION = re.compile(r"<function=([^<>]*)>\s*(?:</function>)?")
+_PARAMETER = re.compile(  # behind "<parameter="
+  r"([^<>]*)>\n?(.*?)\n?</parameter>\s*(?:</function>)?", re.DOTALL
+)
+_ARGUMENT = re.compile(  # behind "<arg_key>"
+  r"([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL
+)
+_LLAMA = re.compile(
+  r'\{(?=.*?"name")(?=.*?"(?:arguments|parameters)")', re.DOTALL
 )
 _DEEPSEEK = re.compile(
   r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL
@@ -93,11 +111,22 @@ def parse(text: str, format: str, parameters: Parameters = _NONE) -> Parsed:
     format: one of `FORMATS`.
     parameters: of the functions that may be called. In `qwen3_coder` and
       `glm45`, which write a text without quotes, a value is JSON if it can be,
-      unless its parameter is a `str`.
+      unless its parameter is a `str`, a union with it, or a `Literal` of texts.
   """
-  before, end, visible = text.partition("</think>")
-  visible = visible if end else before.partition("<think>")[0]
-  return FORMATS[format](visible, parameters)
+  return FORMATS[format](_behind_thinking(text, format), parameters)
+
+
+def _behind_thinking(text: str, format: str) -> str:
+  thinking, end, answer = text.partition("</think>")
+  if thinking.lstrip().startswith("<think>"):
+    return answer
+  if not end or format not in _ENDS:
+    return text
+  # A `</think>` in an argument ends no thinking.
+  begins, ends = _ENDS[format]
+  is_open = thinking.rfind(begins) > thinking.rfind(ends)
+  is_in_call = is_open and ends in answer.partition(begins)[0]
+  return text if is_in_call else answer
 
 
 def _hermes(text: str, parameters: Parameters) -> Parsed:
@@ -106,46 +135,44 @@ def _hermes(text: str, parameters: Parameters) -> Parsed:
 
 def _qwen3_coder(text: str, parameters: Parameters) -> Parsed:
   def read(body):
-    name = _FUNCTION.match(body)
+    head, *parts = body.split("<parameter=")
+    name = _FUNCTION.fullmatch(head.strip())
     if not name:
-      return Call(_UNKNOWN, error="expected <function=NAME> in <tool_call>")
-    pairs = _PARAMETER.findall(body)
-    whole = body.count("<parameter=") == len(pairs)
+      return Call(_UNKNOWN, error="expected one <function=NAME> in <tool_call>")
     expected = "<parameter=KEY>VALUE</parameter>"
-    return _of_texts(name[1].strip(), pairs, whole, expected, parameters)
+    return _of_texts(name[1].strip(), parts, _PARAMETER, expected, parameters)
 
-  return _tagged(text, read)
+  return _tagged(text, read, _CODED)
 
 
 def _glm45(text: str, parameters: Parameters) -> Parsed:
   def read(body):
-    name = body.partition("<arg_key>")[0].strip()
-    pairs = [(key.strip(), value) for key, value in _ARGUMENT.findall(body)]
-    whole = body.count("<arg_key>") == len(pairs)
+    name, *parts = body.split("<arg_key>")
     expected = "<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>"
-    return _of_texts(name, pairs, whole, expected, parameters)
+    return _of_texts(name.strip(), parts, _ARGUMENT, expected, parameters)
 
   return _tagged(text, read)
 
 
 def _llama3_json(text: str, parameters: Parameters) -> Parsed:
   rest = text.strip().removeprefix("<|python_tag|>").lstrip()
-  if not (rest.startswith("{") and '"name"' in rest):
-    return Parsed(text)
   calls, decoder = [], json.JSONDecoder()
-  while rest:
+  while _LLAMA.match(rest):
     try:
       value, end = decoder.raw_decode(rest)
     except (ValueError, RecursionError) as error:
       calls.append(Call(_UNKNOWN, error=f"a call is not valid JSON: {error}"))
+      return Parsed("", tuple(calls))
+    if "name" not in value or not {"arguments", "parameters"} & value.keys():
       break
     calls.append(_of_object(value))
     rest = rest[end:].lstrip("; \n")
-  return Parsed("", tuple(calls))
+  return Parsed(rest if calls else text, tuple(calls))
 
 
 def _openai(text: str, parameters: Parameters) -> Parsed:
-  calls, content = [], text
+  # Without channels a text is the answer; with them the last final one is.
+  calls, content = [], "" if "<|channel|>" in text else text
   for message in _HARMONY_ENDS.split(text):
     header, _, body = message.partition("<|message|>")
     if name := _RECIPIENT.search(header):
@@ -196,9 +223,12 @@ FORMATS: Mapping[str, Callable[[str, Parameters], Parsed]] = {
 }
 
 
-def _tagged(text: str, read: Callable[[str], Call]) -> Parsed:
-  calls = (read(body.strip()) for body in _TAGGED.findall(text))
-  return Parsed(_TAGGED.sub("", text).strip(), tuple(calls))
+def _tagged(
+  text: str, read: Callable[[str], Call], pattern: re.Pattern = _TAGGED
+) -> Parsed:
+  found = pattern.finditer(text)
+  calls = (read(call[call.lastindex].strip()) for call in found)
+  return Parsed(pattern.sub("", text).strip(), tuple(calls))
 
 
 def _deepseek(text: str, read: Callable[[str], Call]) -> Parsed:
@@ -239,16 +269,21 @@ def _checked(name: str, arguments: Any) -> Call:
   return Call(name, error=f"expected an object as arguments, got {got}")
 
 
-def _of_texts(name, pairs, whole: bool, expected: str, parameters) -> Call:
-  """The call of (key, text) pairs; an error unless they are the `whole`."""
-  if not whole:
+def _of_texts(name, parts, pattern, expected: str, parameters) -> Call:
+  """The call whose arguments are these parts, each of which fits `pattern`."""
+  found = [pattern.fullmatch(part) for part in parts]
+  if not all(found):
     return Call(name, error=f"expected {expected} for each argument")
   kinds = parameters.get(name, {})
-  return Call(name, {k: _value(text, kinds.get(k)) for k, text in pairs})
+  pairs = [(pair[1].strip(), pair[2]) for pair in found]
+  arguments = {key: _value(text, kinds.get(key)) for key, text in pairs}
+  if len(arguments) < len(pairs):
+    return Call(name, error="expected each argument once")
+  return Call(name, arguments)
 
 
 def _value(text: str, kind: Any) -> Any:
-  if kind is str or str in typing.get_args(kind):
+  if _is_text(kind):
     return text
   if text in _OF_PYTHON:
     return _OF_PYTHON[text]
@@ -256,3 +291,14 @@ def _value(text: str, kind: Any) -> Any:
     return json.loads(text)
   except (ValueError, RecursionError):
     return text
+
+
+def _is_text(kind: Any) -> bool:
+  """Whether a value of the type may be a text."""
+  among = typing.get_args(kind)
+  match typing.get_origin(kind):
+    case typing.Literal:
+      return all(isinstance(value, str) for value in among)
+    case typing.Union | types.UnionType | typing.Annotated:
+      return any(map(_is_text, among))
+  return kind is str

@@ -213,7 +213,7 @@ def _with_tools(program: Program, rollout: RolloutConfig) -> Program:
       tokenizer.check_turns(environment.roles(spec), tools, tool_format)
     except RewrittenTurns as error:
       # A response of gpt-oss is several channels, which no message holds.
-      if tokenizer.tool_format == "openai":
+      if tools or tokenizer.tool_format == "openai":
         raise
       if rollout.max_sequences == 1:
         raise UserError(

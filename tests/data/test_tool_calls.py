@@ -1,5 +1,8 @@
 """Formats of tool calls: what a model of each family writes is read."""
 
+import time
+import typing
+
 import pytest
 
 from gspo_jax.data.tool_calls import FORMATS, Call, parse
@@ -77,8 +80,18 @@ BROKEN = {
   "qwen3_coder": [
     '<tool_call>{"name": "f"}</tool_call>',
     "<tool_call><function=f><parameter=x>1</tool_call>",
+    "<function=f><parameter=x>1",
+    "<tool_call><function=f><parameter=x>1</parameter><parameter=x>2"
+    "</parameter></function></tool_call>",
+    "<tool_call><function=f><parameter=x>1</parameter></function>"
+    "<function=g></function></tool_call>",
+    "<tool_call><function=f></function><function=g></function></tool_call>",
   ],
-  "glm45": ["<tool_call>f<arg_key>x</arg_key>1</tool_call>"],
+  "glm45": [
+    "<tool_call>f<arg_key>x</arg_key>1</tool_call>",
+    "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value>"
+    "<arg_key>x</arg_key><arg_value>2</arg_value></tool_call>",
+  ],
 }
 OBJECTS = [
   ("[1]", 'lacks "name"'),
@@ -108,7 +121,48 @@ def test_a_call_in_thinking_is_none(name):
   assert parse(f"<think>{text}</think>\n5", name, PARAMETERS).calls == ()
   assert parse(f"<think>{text}", name, PARAMETERS).calls == ()
   # The generation prompt may have opened the thinking.
-  assert parse(f"a</think>{text}", name, PARAMETERS).calls == (ROME, OSLO)
+  if name not in ("llama3_json", "openai"):
+    for thought in ("a", "with <tool_call> or <function= I", text):
+      found = parse(f"{thought}</think>{text}", name, PARAMETERS)
+      assert found.calls == (ROME, OSLO)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("city", ["a</think>b", "a<think>b"])
+def test_a_sign_of_thinking_in_an_argument_is_text(name, city):
+  text = EXAMPLES[name][0].replace("Oslo", city)
+  _, call = parse(text, name, PARAMETERS).calls
+  assert call.arguments == {"city": city, "days": 1}
+  # In the first call, without thinking before it.
+  text = text.rpartition("\n</think>")[2].replace("Roma – 罗马", city)
+  first, _ = parse(text, name, PARAMETERS).calls
+  assert first.arguments == {"city": city, "days": 2}
+
+
+# Parts of calls, and what stands before them.
+PARTS = {
+  "<tool_call>f": (
+    "<arg_key>",
+    "<arg_key>a</arg_key><arg_value>",
+    "</arg_key>",
+  ),
+  "<tool_call><function=f>": ("<parameter=", "<parameter=a>", "</function>"),
+  "": ("<tool_call>", "<function=", '{"name":"f","parameters":{}}', "<think>"),
+  "<|channel|>": ("to=functions.", "<|message|>", "<|call|>", "a", "a("),
+  "<｜tool▁call▁begin｜>f<｜tool▁sep｜>": ("\n```json\n", "```", "```\n"),
+  '{"name": "parameters": ': ("{", "[", '"name"', '{"name":'),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_time_is_linear_in_the_length(name):
+  """Quadratic, a text would take from 1 to 100 s."""
+  for start, parts in PARTS.items():
+    for part in parts:
+      text = start + part * (10**5 // len(part))
+      begun = time.process_time()
+      parse(text, name)
+      assert time.process_time() - begun < 0.5, (start, part)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -128,15 +182,18 @@ def test_a_broken_call_is_an_error_for_the_policy(name, text):
 
 
 @pytest.mark.parametrize(("text", "error"), OBJECTS)
-def test_json_that_is_no_call(text, error):
+def test_json_that_is_a_wrong_call(text, error):
   (call,) = parse(f"<tool_call>{text}</tool_call>", "hermes").calls
   assert error in call.error
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
 def test_a_text_without_quotes_has_the_type_of_its_parameter(name):
-  kinds = {"text": str, "perhaps": str | None, "number": int, "more": list}
-  values = dict.fromkeys(kinds, "7") | {"more": '[1, "a"]', "unknown": "True"}
+  one_of = typing.Literal["7", "8"]
+  kinds = {"text": str, "perhaps": str | None, "number": int, "one": one_of}
+  values = dict.fromkeys(kinds, "7") | {"texts": '["a"]', "unknown": "True"}
+  kinds |= {"texts": list[str], "sums": dict[str, int] | None}
+  values["sums"] = '{"a": 1}'
   pair = {
     "qwen3_coder": "<parameter=%s>\n%s\n</parameter>",
     "glm45": "<arg_key>%s</arg_key>\n<arg_value>%s</arg_value>",
@@ -148,7 +205,9 @@ def test_a_text_without_quotes_has_the_type_of_its_parameter(name):
     "text": "7",
     "perhaps": "7",
     "number": 7,
-    "more": [1, "a"],
+    "one": "7",
+    "texts": ["a"],
+    "sums": {"a": 1},
     "unknown": True,
   }
 
@@ -159,3 +218,31 @@ def test_without_a_template_a_call_is_the_whole_response():
   assert read("calc(3*(4+5))") == (Call("calc", {"expression": "3*(4+5)"}),)
   assert read("now()") == (Call("now"),)
   assert read("calc(1)\n") == read("clac(1)") == read("a calc(1)") == ()
+
+
+def test_qwen3_coder_may_leave_the_first_tag_out():
+  call = "<function=f>\n<parameter=x>\n1\n</parameter>\n</function>"
+  f = Call("f", {"x": 1})
+  for text in (f"I look.\n{call}\n</tool_call>", f"I look.\n{call}"):
+    assert parse(text, "qwen3_coder") == ("I look.", (f,))
+  two = f"{call}\n{call}\n<tool_call>{call}</tool_call>"
+  assert parse(two, "qwen3_coder") == ("", (f, f, f))
+
+
+def test_json_that_answers_is_no_call_of_llama():
+  read = lambda text: parse(text, "llama3_json")
+  for text in ('{"name": "Bob", "age": 3}', '{"a": "name"} has no parameters'):
+    assert read(text) == (text, ())
+  f = Call("f", {"x": 1})
+  call = '{"name": "f", "parameters": {"x": 1}}'
+  assert read(f"{call}; {call}\n") == ("", (f, f))
+  assert read(f"{call} is it.") == ("is it.", (f,))
+  assert read(f'{call}, {{"a": 1}}') == (', {"a": 1}', (f,))
+  assert read(f'{call}; {{"name": "f", "parameters": ').calls[1].error
+
+
+def test_the_answer_of_gpt_oss_is_its_final_channel():
+  thought = "<|channel|>analysis<|message|>4?"
+  assert parse(thought, "openai") == ("", ())
+  final = "<|end|><|start|>assistant<|channel|>final<|message|>5"
+  assert parse(thought + final, "openai") == ("5", ())

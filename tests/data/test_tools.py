@@ -299,9 +299,16 @@ def test_arguments_are_a_mapping_or_json(family, name):
     "glm45",
     "qwen3_coder",
   )
-  call["function"]["arguments"] = "{x"
-  with pytest.raises(UserError, match=r"mapping or JSON, got '\{x'"):
-    tokenizer.chat(messages, [TOOL])
+  deep = ['{"x": %s}' % ("[" * n + "]" * n) for n in (700, 10**5)]
+  for wrong in ("{x", "[1]", "null", 5, None, *deep):
+    call["function"]["arguments"] = wrong
+    reason = "not as deep" if wrong in deep else "a mapping, or one as JSON"
+    with pytest.raises(UserError, match=reason):
+      tokenizer.chat(messages, [TOOL])
+  call["function"]["arguments"] = {}
+  ids = tokenizer.chat(messages, [TOOL])
+  del call["function"]["arguments"]
+  assert tokenizer.chat(messages, [TOOL]) == ids
 
 
 def test_without_a_chat_template_there_are_no_tools():

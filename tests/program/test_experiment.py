@@ -255,7 +255,7 @@ class Told(tokenizers.plain.Bytes):
   def check_turns(self, roles, tools=(), tool_format=""):
     if tool_format == "glm45":
       raise UserError(f"{roles} {len(tools)}")
-    if "user" in roles:
+    if "user" in roles or tool_format == "qwen3_coder":
       raise RewrittenTurns("the thinking is gone")
 
 
@@ -274,5 +274,7 @@ def test_the_policy_is_told_of_the_environments_tools():
   with pytest.raises(UserError, match=r"is gone; or rollout\.max_sequences=5"):
     prompt("guessing")
   assert prompt("guessing", max_sequences=5) == []
+  with pytest.raises(UserError, match=r"is gone$"):
+    prompt(f"{spec},format=qwen3_coder")
   with pytest.raises(UserError, match=r"max_sequences=5: expected 1 for"):
     prompt(spec, max_sequences=5)

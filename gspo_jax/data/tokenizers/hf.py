@@ -191,8 +191,13 @@ class HFTokenizer(Tokenizer):
     self, messages: Sequence[Message], tools: Sequence[Mapping] = ()
   ) -> list[int]:
     if self._library.chat_template:
-      messages = [_change_arguments(m, _read) for m in messages]
-      return self._ids(messages, tools=tools)
+      try:
+        messages = [_change_arguments(m, _read) for m in messages]
+        return self._ids(messages, tools=tools)
+      except RecursionError as error:
+        raise UserError(
+          "messages or tools: expected lists and mappings that are not as deep"
+        ) from error
     # The ids that the tokenizer puts before every text.
     begin = self._parsing.encode("", add_special_tokens=True).ids[:1]
     if begin != [self._library.bos_token_id]:
@@ -485,7 +490,7 @@ def _change_arguments(message: Message, change: Callable) -> Message:
 
   def changed(call):
     function = call["function"]
-    arguments = change(function["arguments"])
+    arguments = change(function.get("arguments", {}))
     return {**call, "function": {**function, "arguments": arguments}}
 
   calls = message.get("tool_calls")
@@ -495,12 +500,16 @@ def _change_arguments(message: Message, change: Callable) -> Message:
 def _read(arguments: Mapping | str) -> Mapping:
   """The arguments of a call, which OpenAI's API has as JSON."""
   try:
-    return json.loads(arguments) if isinstance(arguments, str) else arguments
+    read = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if isinstance(read, Mapping):
+      return read
+    reason = f"a {type(read).__name__}"
   except ValueError as error:
-    raise UserError(
-      "arguments of a tool call: expected a mapping or JSON, got "
-      f"{arguments[:40]!r}: {error}"
-    ) from error
+    reason = str(error)
+  raise UserError(
+    "arguments of a tool call: expected a mapping, or one as JSON, got "
+    f"{str(arguments)[:40]!r}: {reason}"
+  )
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 A response that calls functions gets a result for each call, in a message of
 role "tool". What goes wrong in a call is a result, too, for the policy reads
-it. A response without a call is the answer, which a reward scores.
+it. A response without a call is the answer: a reward scores it without its
+thinking.
 """
 
 import functools
@@ -16,7 +17,7 @@ from gspo_jax.data import tool_calls
 from gspo_jax.rewards.reward import Response, Reward
 from gspo_jax.rewards.reward import named as named_reward
 from gspo_jax.rollout.environment import Message, Question, Step
-from gspo_jax.runtime.errors import UserError, nearest
+from gspo_jax.runtime.errors import UserError, content_of, nearest
 
 _NAME = "environment 'tools'"
 
@@ -71,18 +72,8 @@ class Tools:
         f"{_NAME}: expected characters of 1 or more, got {characters!r}"
       )
     for name, function in _functions(functions, _new(functions)).items():
-      if inspect.iscoroutinefunction(function):
-        raise UserError(
-          f"{_NAME}: {functions}: function {name!r} is `async`: expected a "
-          "plain function"
-        )
-      try:
-        _types(function)
-      except Exception as error:  # types are evaluated
-        raise UserError(
-          f"{_NAME}: {functions}: function {name!r}: expected types that can "
-          f"be evaluated: {error}"
-        ) from error
+      if fault := _fault(function):
+        raise UserError(f"{_NAME}: {functions}: function {name!r}: {fault}")
     _scores(reward)
 
   @staticmethod
@@ -99,13 +90,15 @@ class Tools:
   def step(self, response: str) -> Step:
     functions = _functions(self._path, self._object)
     parameters = {name: _types(f) for name, f in functions.items()}
-    calls = tool_calls.parse(response, self._format, parameters).calls
+    answer, calls = tool_calls.parse(response, self._format, parameters)
     if not calls:
-      return Step(done=True, reward=self._score(response))
+      return Step(done=True, reward=self._score(answer))
     results = [_result(call, functions) for call in calls]
+    # A name that the policy made up may be of any length.
+    names = [c.name if c.name in functions else "unknown" for c in calls]
     messages = [
-      ("tool", _encodable(text[: self._characters]), _encodable(call.name))
-      for call, (text, _) in zip(calls, results, strict=True)
+      ("tool", _encodable(text[: self._characters]), name)
+      for name, (text, _) in zip(names, results, strict=True)
     ]
     failed = sum(failed for _, failed in results)
     return Step(messages, tool_calls=len(calls), tool_errors=failed)
@@ -128,8 +121,8 @@ def _result(
   if call.error:
     return f"error: {call.error}", True
   if call.name not in functions:
-    hint = nearest(call.name, functions)
-    return f"error: no function {call.name!r}: {hint}", True
+    name = call.name[:100]  # the nearest of 10^5 characters takes seconds
+    return f"error: no function {name!r}: {nearest(name, functions)}", True
   function = functions[call.name]
   signature = inspect.signature(function)
   try:
@@ -163,6 +156,21 @@ def _types(function: Callable) -> dict[str, Any]:
   return {name: p.annotation for name, p in parameters.items()}
 
 
+def _fault(function: Callable) -> str:
+  """Why it can be no tool; "" if it can."""
+  if inspect.iscoroutinefunction(function):
+    return "expected a plain function, it is `async`"
+  try:
+    _types(function)
+  except Exception as error:  # types are evaluated
+    return f"expected types that can be evaluated: {error}"
+  signature = inspect.signature(function)
+  without = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL
+  if any(p.kind in without for p in signature.parameters.values()):
+    return f"expected parameters that a call can name, got {signature}"
+  return ""
+
+
 @functools.cache
 def _named(path: str) -> Any:
   """The function, class or list that a config names."""
@@ -182,18 +190,22 @@ def _named(path: str) -> Any:
 def _new(path: str) -> Any:
   """A new object of the class that a config names; None for functions."""
   found = _named(path)
-  return found() if inspect.isclass(found) else None
+  with content_of(f"{_NAME}: functions={path!r}: its __init__"):
+    return found() if inspect.isclass(found) else None
 
 
 def _functions(path: str, instance: Any) -> dict[str, Callable]:
   found = _named(path)
   if inspect.isclass(found):
     public = [n for n in dir(found) if not n.startswith("_") and n != "reset"]
-    members = ((name, getattr(instance, name)) for name in public)
-    functions = {name: f for name, f in members if inspect.isroutine(f)}
+    # Of the class, for a property of the object may raise.
+    methods = [n for n in public if _is_function(getattr(found, n))]
+    functions = {name: getattr(instance, name) for name in methods}
   else:
     several = [found] if callable(found) else found
-    if not (isinstance(several, list | tuple) and all(map(callable, several))):
+    if not (
+      isinstance(several, list | tuple) and all(map(_is_function, several))
+    ):
       several = ()
     functions = {f.__name__: f for f in several}
     if len(functions) < len(several):
@@ -205,6 +217,12 @@ def _functions(path: str, instance: Any) -> dict[str, Callable]:
       f"{str(found)[:60]}"
     )
   return functions
+
+
+def _is_function(value: Any) -> bool:
+  """Not a property, nor a `functools.partial`, which has no name."""
+  is_named = callable(value) and hasattr(value, "__name__")
+  return is_named and not inspect.isclass(value)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.runtime.errors import UserError
 
 MODULE = '''
-import threading, time
+import functools, threading, time
 
 def add(a: int, b: int = 1) -> int:
   """Adds two numbers.
@@ -59,6 +59,23 @@ class Shop:
     self._things.append(thing if thing != "lock" else threading.Lock())
     return self._things if thing != "lock" else "bought"
 
+class Asked(Shop):
+  def __init__(self, name):
+    pass
+class Lazy(Shop):
+  @property
+  def stock(self):
+    raise KeyError("no stock")
+  @functools.cached_property
+  def price(self):
+    raise KeyError("no price")
+class Callable:
+  def __call__(self, x: int): pass
+made = Callable()
+part = functools.partial(add, 1)
+def placed(x: int, /): pass
+def several(*xs: int): pass
+
 async def later(x: int): pass
 def unknown(x: "Nowhere"): pass
 def untyped(x):
@@ -101,7 +118,7 @@ def call(name, **arguments):
 def replies(pool, *texts):
   """The replies to these responses, of a conversation each."""
   problem = Problem("2+2?", "4", "", {"gift": "sock"})
-  begun = pool.begin([(problem, 0)] * len(texts))
+  begun = pool.begin([(problem, 0, 0)] * len(texts))
   assert all(reply.step.messages == () for reply in begun)
   calls = zip((reply.state for reply in begun), texts, strict=True)
   return pool.replies(pool.step([*calls]))
@@ -114,17 +131,23 @@ def test_calls_are_answered_and_an_answer_is_scored(pools):
   assert called.step == Step(messages, tool_calls=2)
   assert right.step == Step(done=True, reward=1.0)
   assert wrong.step == Step(done=True)
+  # Not for what the policy thinks.
+  thought, answered = replies(
+    pools["TOOLS"], "<think>#### 4</think>", "<think>5</think>#### 4"
+  )
+  assert (thought.step.reward, answered.step.reward) == (0.0, 1.0)
 
 
 ERRORS = {
-  call("wordy", a=1): ("wordy", "no function 'wordy': did you mean 'word'"),
+  call("wordy", a=1): ("unknown", "no function 'wordy': did you mean 'word'"),
   call("add", c=1): ("add", "error: add(a: int, b: int = 1) -> int: missing"),
   call("add", a="x"): ("add", "TypeError: can only concatenate str"),
   call("add", a={}): ("add", "TypeError: unsupported operand"),
   call("word", text="refuse"): ("word", "error: no such word ?"),
   call("word", text="loop"): ("word", "error: Circular reference detected"),
   "<tool_call>{x}</tool_call>": ("unknown", "a call is not valid JSON"),
-  call("\ud83d", a="\ud83d"): ("?", "no function"),
+  call("\ud83d", a="\ud83d"): ("unknown", "no function"),
+  call("x" * 10**5): ("unknown", "no function"),
   call("add", a=1, **{"\ud83d": 1}): ("add", "unexpected keyword"),
 }
 
@@ -132,10 +155,12 @@ ERRORS = {
 def test_what_is_wrong_with_a_call_is_told_to_the_policy(pools):
   found = replies(pools["TOOLS"], *ERRORS)
   for reply, (name, text) in zip(found, ERRORS.values(), strict=True):
+    assert not reply.failure
     ((role, said, of),) = reply.step.messages
     assert (role, of) == ("tool", name)
     assert said.startswith("error")
     assert text in said
+    assert len(said) <= 80
     assert reply.step[1:] == Step(tool_calls=1, tool_errors=1)[1:]
 
 
@@ -190,15 +215,15 @@ def test_the_example_of_the_docs(folder):
   assert step == Step([("tool", "3.5", "total")], tool_calls=1)
 
 
-@pytest.mark.parametrize("name", ["TOOLS", "Shop"])
+@pytest.mark.parametrize("name", ["TOOLS", "Shop", "Lazy"])
 def test_the_chat_template_is_told_of_the_functions(name):
   tools, form = environment.tools(SPEC % name, "glm45")
   assert form == "glm45"
   functions = [tool["function"] for tool in tools]
-  expected = {"TOOLS": ["add", "word"], "Shop": ["buy"]}[name]
+  expected = {"TOOLS": ["add", "word"]}.get(name, ["buy"])
   assert [function["name"] for function in functions] == expected
   first = functions[0]["parameters"]
-  assert first["required"] == [{"TOOLS": "a", "Shop": "thing"}[name]]
+  assert first["required"] == [{"TOOLS": "a"}.get(name, "thing")]
   # A key of the spec comes before the template.
   assert environment.tools(SPEC % name + ",format=hermes", "glm45") == (
     tools,
@@ -214,8 +239,16 @@ def test_the_chat_template_is_told_of_the_functions(name):
     (SPEC % "Tools", "module 'user_tools' has no attribute 'Tools'"),
     (SPEC % "NOTHING", "expected a function, a list of functions"),
     ("tools:functions=no_tools.X,reward=gsm8k", "No module named 'no_tools'"),
-    (SPEC % "later", "function 'later' is `async`"),
-    (SPEC % "unknown", "'unknown': expected types.*'Nowhere' is not defined"),
+    (SPEC % "Asked", "its __init__: TypeError:.*missing.*'name'"),
+    (SPEC % "made", "expected a function, a list of functions"),
+    (SPEC % "part", "expected a function, a list of functions"),
+    (SPEC % "placed", r"'placed': .* can name, got \(x: int, /\)"),
+    (SPEC % "several", r"'several': .* can name, got \(\*xs: int"),
+    (SPEC % "later", "'later': expected a plain.* `async`"),
+    (
+      SPEC % "unknown",
+      "'unknown': expected types.*'Nowhere' is not defined",
+    ),
     ("tools:functions=user_tools.add,reward=gsm8", "unknown reward 'gsm8'"),
     ("tools:functions=user_tools.add,reward=user_tools.group", "takes a group"),
     (
