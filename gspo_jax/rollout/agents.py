@@ -78,9 +78,7 @@ class Episode(Client):
           code="max_sequences",
           status=403,
         )
-    first = len(sequence.prompt if sequence else prompt)
-    most = first + limits.room(first)
-    return min(super().room(prompt), most - len(prompt))
+    return min(super().room(prompt), limits.room(prompt, sequence))
 
   def started(self, generation: Generation) -> None:
     with self._lock:

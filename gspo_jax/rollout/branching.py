@@ -143,17 +143,17 @@ class BranchingConversations:
     except Exception as error:  # messages that the template refuses
       chat.failure = conversations.reason(error)
       return False
-    last = chat.sequences[-1:]
-    if last and ids[: len(last[0].ids)] != last[0].ids:
-      last = []
+    last = chat.sequences[-1] if chat.sequences else None
+    if last and ids[: len(last.ids)] != last.ids:
+      last = None
     if not last and len(chat.sequences) >= self.limits.sequences:
       return False
-    first = len(last[0].prompt if last else ids)
-    room = first + self.limits.room(first) - len(ids)
+    room = self.limits.room(ids, last)
     room = min(room, engine.most_new_tokens(len(ids)))
     if room < 1:
       return False
-    chat.sequences += [] if last else [EpisodeSequence(ids)]
+    if not last:
+      chat.sequences.append(EpisodeSequence(ids))
     chat.generation = engine.submit(Generation(ids, room))
     return True
 

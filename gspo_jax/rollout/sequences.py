@@ -55,9 +55,13 @@ class SequenceLimits(NamedTuple):
   width: int  # S
   longest: int  # R
 
-  def room(self, prompt_length: int) -> int:
-    """Tokens that fit behind a prompt."""
-    return self.longest - max(prompt_length - self.width, 0)
+  def room(
+    self, prompt: Sequence[int], sequence: EpisodeSequence | None = None
+  ) -> int:
+    """Tokens that fit behind `prompt`, which goes on with the sequence."""
+    first = len(sequence.prompt if sequence else prompt)
+    read = len(prompt) - first
+    return self.longest - max(first - self.width, 0) - read
 
 
 def local_episodes(

@@ -78,8 +78,11 @@ def test_a_row_has_the_tokens_of_its_sequence(batch_sharding):
 
 def test_a_prompt_beyond_its_columns_takes_room_of_the_response():
   limits = SequenceLimits(4, K, S, R)
-  assert limits.room(S - 1) == R
-  assert limits.room(S + 2) == R - 2
+  assert limits.room([1] * (S - 1)) == R
+  assert limits.room([1] * (S + 2)) == R - 2
+  sequence = EpisodeSequence([1] * (S + 2))
+  sequence.add([1] * 3, [0.0] * 3, 1)
+  assert limits.room([*sequence.ids, 1], sequence) == R - 2 - 4
 
 
 def test_each_sequence_has_the_advantage_of_its_episode(batch_sharding):
