@@ -134,7 +134,8 @@ def test_a_sign_of_thinking_in_an_argument_is_text(name, city):
   _, call = parse(text, name, PARAMETERS).calls
   assert call.arguments == {"city": city, "days": 1}
   # In the first call, without thinking before it.
-  text = text.rpartition("\n</think>")[2].replace("Roma – 罗马", city)
+  text = EXAMPLES[name][0].rpartition("</think>")[2]
+  text = text.replace("Roma – 罗马", city)
   first, _ = parse(text, name, PARAMETERS).calls
   assert first.arguments == {"city": city, "days": 2}
 

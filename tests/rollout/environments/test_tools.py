@@ -133,7 +133,7 @@ def test_calls_are_answered_and_an_answer_is_scored(pools):
   assert wrong.step == Step(done=True)
   # Not for what the policy thinks.
   thought, answered = replies(
-    pools["TOOLS"], "<think>#### 4</think>", "<think>5</think>#### 4"
+    pools["TOOLS"], "<think>#### 4\n</think>", "<think>#### 5\n</think>#### 4"
   )
   assert (thought.step.reward, answered.step.reward) == (0.0, 1.0)
 
