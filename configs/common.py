@@ -159,10 +159,11 @@ def get_config() -> ConfigDict:
   c.rollout.max_tokens_per_iteration = 0
   # What answers the policy between its responses, and gives the reward: of
   # BUILT_IN in gspo_jax/rollout/environment.py, or package.module.Class;
-  # "name:key=value" sets its arguments. "openai:package.module.function": an
-  # agent, which calls the policy over HTTP. "": none, one response a prompt.
-  # Needs continuous_batching.slots and reward.names=(); sampler.max_new_tokens
-  # is the length of the whole conversation.
+  # "name:key=value" sets its arguments. "openai:NAME": an agent, which calls
+  # the policy over HTTP; NAME is of BUILT_IN in gspo_jax/rollout/agent.py, or
+  # package.module.function. "": none, one response a prompt. Needs
+  # continuous_batching.slots and reward.names=(); sampler.max_new_tokens is the
+  # length of the whole conversation.
   c.rollout.environment = ""
   c.rollout.max_turns = 8  # responses of a conversation at most [1 to 32767]
   # Sequences of an episode at most, each with an importance ratio of its own

@@ -5,6 +5,7 @@ module, so it needs the standard library alone.
 """
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Callable
 
@@ -12,19 +13,29 @@ from gspo_jax.rollout.environment import Question
 from gspo_jax.runtime import spec as specs
 from gspo_jax.runtime.errors import UserError
 
-PREFIX = "openai:"  # of `rollout.environment`, before package.module.function
+PREFIX = "openai:"  # of `rollout.environment`, before the agent's name
+BUILT_IN = {
+  "verifiers": "gspo_jax.rollout.environments.verifiers_agent.play",
+}
+_OF_AN_EPISODE = "base_url", "api_key", "model"
 
 
 def named(spec: str) -> Callable:
-  """The function of a config, `openai:package.module.function`.
+  """The function of a config, `openai:name` or `openai:name:key=value,...`.
 
-  It is `play(problem, *, base_url, api_key, model)`, plain or `async`, and
-  returns the reward of its episode.
+  `name` is one of `BUILT_IN` or `package.module.function`: a function
+  `play(problem, *, base_url, api_key, model)`, plain or `async`, that returns
+  the reward of its episode. Its other keyword-only parameters are the keys.
   """
-  name = spec.removeprefix(PREFIX)
-  play = specs.imported(name, {}, "agent")
+  name, colon, text = spec.removeprefix(PREFIX).partition(":")
+  play = specs.imported(name, BUILT_IN, "agent")
+  if colon:
+    keys = specs.keywords(play).keys() - {*_OF_AN_EPISODE}
+    arguments = specs.values(name, sorted(keys), text, "agent")
+    play = functools.partial(play, **arguments)
   try:
-    inspect.signature(play).bind(None, base_url="", api_key="", model="")
+    episode = dict.fromkeys(_OF_AN_EPISODE, "")
+    inspect.signature(play).bind(None, **episode)
   except TypeError as error:
     raise UserError(
       f"agent {name!r}: expected play(problem, *, base_url, api_key, model): "

@@ -41,8 +41,9 @@ class RolloutConfig:
     "",
     "what answers the policy between its responses, and gives the reward: of "
     "BUILT_IN in gspo_jax/rollout/environment.py, or package.module.Class; "
-    '"name:key=value" sets its arguments. "openai:package.module.function": an '
-    'agent, which calls the policy over HTTP. "": none, one response a prompt. '
+    '"name:key=value" sets its arguments. "openai:NAME": an agent, which calls '
+    "the policy over HTTP; NAME is of BUILT_IN in gspo_jax/rollout/agent.py, "
+    'or package.module.function. "": none, one response a prompt. '
     "Needs continuous_batching.slots and reward.names=(); "
     "sampler.max_new_tokens is the length of the whole conversation.",
   )

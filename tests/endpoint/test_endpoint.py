@@ -1,7 +1,4 @@
-"""OpenAI's own client talks to the endpoint; the policy's answers are scripted.
-
-The tokenizer writes a letter a byte and has a chat template with tools.
-"""
+"""OpenAI's own client talks to the endpoint; the answers are scripted."""
 
 import contextlib
 import json
@@ -9,26 +6,15 @@ import logging
 import time
 
 import pytest
-import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from scripted import CONTEXT, Scripted, make_tokenizer
 
-from gspo_jax.data import tokenizers
-from gspo_jax.sampler.engine import ABORT, LENGTH, STOP
+from gspo_jax.sampler.engine import ABORT
 from gspo_jax.sampler.samples import SamplerConfig
 
 openai = pytest.importorskip("openai")
 app = pytest.importorskip("gspo_jax.endpoint.app")
 server = pytest.importorskip("gspo_jax.endpoint.server")
 
-TEMPLATE = (
-  "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}"
-  "{% endfor %} <tool_call><|im_end|>\n{% endif %}{% for m in messages %}"
-  "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
-  '<tool_call>{"name": "{{ c.function.name }}", "arguments": '
-  "{{ c.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>\n"
-  "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-CONTEXT = 300
 CALC = {
   "type": "function",
   "function": {
@@ -40,40 +26,7 @@ CALC = {
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("tokenizer")
-  letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-  fast = Tokenizer(models.BPE({x: i for i, x in enumerate(letters)}, merges=[]))
-  fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-  fast.decoder = decoders.ByteLevel()
-  fast.add_special_tokens(["<|im_end|>", "<|im_start|>"])
-  library = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=fast, eos_token="<|im_end|>", pad_token="<|im_end|>"
-  )
-  library.chat_template = TEMPLATE
-  library.save_pretrained(folder)
-  return tokenizers.load(str(folder))
-
-
-class Scripted:
-  """An engine that gives the next text of a list, in two chunks."""
-
-  context = CONTEXT
-
-  def __init__(self, tokenizer):
-    self.tokenizer, self.texts, self.made = tokenizer, [], []
-
-  def most_new_tokens(self, prompt_length):
-    return min(80, CONTEXT - prompt_length)
-
-  def submit(self, generation):
-    ids = self.tokenizer.encode(self.texts.pop(0))
-    ids = [*ids, *self.tokenizer.stop_ids][: generation.max_new_tokens]
-    finish = STOP if ids[-1] in self.tokenizer.stop_ids else LENGTH
-    logps = [-i / 100 for i in ids]
-    self.made.append(generation)
-    generation.add(ids[:3], logps[:3], "")
-    generation.add(ids[3:], logps[3:], finish)
-    return generation
+  return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")

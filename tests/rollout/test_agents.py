@@ -11,6 +11,7 @@ from gspo_jax import model
 from gspo_jax.data import prompt_batch, tokenizers
 from gspo_jax.data.problem import Problem
 from gspo_jax.logprobs import token_logprobs
+from gspo_jax.rollout import agent
 from gspo_jax.rollout.sequences import SequenceLimits
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
@@ -127,6 +128,9 @@ async def slow(problem, *, base_url, api_key, model):
 
 def wrong(problem):
   return 1.0
+
+def given(problem, *, base_url, api_key, model, reward):
+  return reward
 """
 BYTES = tokenizers.load("bytes")
 CFG = model.variant("tiny", vocab_size=260, dtype="float32")
@@ -331,6 +335,17 @@ def test_a_function_that_is_no_agent_is_refused(pool):
   for name, words in (("wrong", "base_url"), ("absent", "absent")):
     with pytest.raises(UserError, match=words):
       agents.AgentPool(f"openai:an_agent.{name}", BYTES, CONFIG, workers=1)
+
+
+def test_arguments_of_a_spec_are_keywords_of_the_function(pool):
+  given = agent.named("openai:an_agent.given:reward=2.5")
+  assert given(None, base_url="", api_key="", model="") == 2.5
+  for arguments, words in (
+    ("", "missing .*'reward'"),
+    (":base_url=x", "no argument 'base_url'"),
+  ):
+    with pytest.raises(UserError, match=words):
+      agent.named(f"openai:an_agent.given{arguments}")
 
 
 def test_async_agents_play_at_once(pool):

@@ -1,7 +1,7 @@
 """Environments of the `verifiers` package: subclasses of its `MultiTurnEnv`.
 
 https://github.com/PrimeIntellect-ai/verifiers, release 0.1.14. From 0.4 on the
-package has other environments, which call the policy over HTTP.
+package has others, which call the policy over HTTP: see `verifiers_agent`.
 """
 
 import asyncio
@@ -68,6 +68,7 @@ class Verifiers:
 def _load(name: str):
   try:
     import verifiers
+    import verifiers.envs  # not in 0.4
   except ImportError as error:
     user = f"environment 'verifiers:name={name}'"
     raise missing_package(error, "verifiers", user) from error
