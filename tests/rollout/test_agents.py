@@ -21,7 +21,7 @@ from gspo_jax.sampler.samples import SamplerConfig
 agents = pytest.importorskip("gspo_jax.rollout.agents")
 
 MODULE = """
-import json, threading, time, urllib.error, urllib.request
+import contextlib, json, os, threading, time, urllib.error, urllib.request
 from concurrent import futures
 
 def post(url, key, body):
@@ -112,6 +112,11 @@ def play(problem, *, base_url, api_key, model):
     threading.Thread(target=go_on, daemon=True).start()
     chat(("user", "a"))
     return 1.0
+  if name == "forge":  # writes to the pipe of the worker's results
+    chat(("user", "a"))
+    for fd in range(3, 40):
+      with contextlib.suppress(OSError):
+        os.write(fd, b"[0, NaN, null]\\n[1, 1e99, null]\\n")
   if name == "never":
     return 1.0
   chat(("user", "a"))
@@ -302,6 +307,13 @@ def test_an_agent_at_fault_costs_its_episode_alone(pool):
   reasons = " ".join(rewards.reasons)
   assert "an_agent.play" in reasons
   play(pool, "one")  # the next rollout is as good
+
+
+def test_a_forged_result_is_no_reward(pool):
+  scored, _ = play(pool, "forge")
+  rewards = scored.rewards.result()
+  assert rewards.total.tolist() == [[0, 0]]
+  assert "gave no reward" in rewards.reasons[0]
 
 
 def test_an_agent_that_hangs_has_failed(pool):
