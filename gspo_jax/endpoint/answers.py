@@ -14,7 +14,7 @@ from typing import Any
 
 from gspo_jax.data import tool_calls
 from gspo_jax.data.tokenizers.base import UNKNOWN, Tokenizer
-from gspo_jax.endpoint.requests import Call
+from gspo_jax.endpoint.requests import Call, is_text
 from gspo_jax.sampler.engine import STOP, Generation
 from gspo_jax.sampler.stop_strings import StopStrings, response_text
 
@@ -28,8 +28,11 @@ class Answer:
   tokenizer: Tokenizer
   stop: StopStrings | None
   model: str
-  _tokens: int = 0  # that the parts had so far
-  _text: str = ""
+  prompt_text: str = ""  # of messages, as the chat template writes them
+  # Of the tokens and of the text, how much the parts had so far.
+  _tokens: int = 0
+  _letters: int = 0
+  _start: int = 0  # of the last part
 
   def __post_init__(self):
     kind = "chatcmpl" if self.call.messages else "cmpl"
@@ -38,15 +41,16 @@ class Answer:
 
   @functools.cached_property
   def message(self) -> dict[str, Any]:
-    """The assistant's message for `Tokenizer.chat`; call it at the end."""
-    text, calls = self._so_far(), ()
+    """The assistant's message for `Tokenizer.chat`, when all is sampled."""
+    text, calls = self._text, ()
     if self.call.parses_tools and self.tokenizer.tool_format:
       functions = [tool["function"] for tool in self.call.tools]
       parameters = {f["name"]: _types(f) for f in functions}
       parsed = tool_calls.parse(text, self.tokenizer.tool_format, parameters)
       calls = parsed.calls
-      # A call that cannot be read stays in the text, for the agent to see.
-      if any(call.error for call in calls):
+      # A call that cannot be read, or be sent back in a later request, stays
+      # in the text, for the agent to see.
+      if any(c.error or not is_text((c.name, c.arguments)) for c in calls):
         calls = ()
       text = parsed.content if calls else text
     message = {"role": "assistant", "content": text}
@@ -67,8 +71,8 @@ class Answer:
     if self.call.messages:
       choice["message"] = _for_client(self.message)
     else:
-      choice["text"] = self._so_far()
-    choice["logprobs"] = self._logprobs(0)
+      choice["text"] = self._text
+    choice["logprobs"] = self._logprobs(0, len(self.generation.tokens))
     body = self._body({"usage": self._usage()})
     if self.call.return_token_ids:
       choice["token_ids"] = self.generation.tokens
@@ -76,41 +80,57 @@ class Answer:
       place["prompt_token_ids"] = self.generation.prompt
     return body | {"choices": [choice]}
 
-  def parts(self) -> Iterator[dict[str, Any]]:
-    """What is new since the last call, as chunks of a stream."""
-    ended = bool(self.generation.finish)
-    if self.call.parses_tools and not ended:
-      return  # a text may be a tool call
-    text, first = self._so_far(), self._tokens
-    if not ended:
-      text = text.rstrip(UNKNOWN)  # perhaps the first bytes of a letter
-    if not (ended or (text.startswith(self._text) and text > self._text)):
-      return
-    choice = {"index": 0, "finish_reason": self._finish() if ended else None}
-    new, self._text = text[len(self._text) :], text
+  def new_part(self) -> dict[str, Any] | None:
+    """What is new since the last one, as a chunk of a stream; not the end."""
+    count, finish = self.generation.progress
+    if self.call.parses_tools or finish:
+      return None  # a text may be a tool call
+    first, decode = self._tokens, self.tokenizer.decode
+    # Up to three tokens may be the first bytes of a letter.
+    for end in range(count, max(first, count - 4), -1):
+      # A part is decoded behind the last one: some tokenizers leave out a
+      # space before a text.
+      text = decode(self.generation.tokens[self._start : end])
+      if not text.endswith(UNKNOWN):
+        before = decode(self.generation.tokens[self._start : first])
+        self._start = first
+        return self._part({"content": text[len(before) :]}, end, None)
+    return None
+
+  def last_parts(self) -> Iterator[dict[str, Any]]:
+    """The rest, when all is sampled."""
+    delta = {"content": self._text[self._letters :]}
+    if self.call.parses_tools:
+      delta = _for_client(self.message)
+      for i, call in enumerate(delta.get("tool_calls", ())):
+        call["index"] = i
+    yield self._part(delta, len(self.generation.tokens), self._finish())
+    if self.call.include_usage:
+      yield self._body({"usage": self._usage(), "choices": []})
+
+  def _part(self, delta, end: int, finish: str | None) -> dict[str, Any]:
+    """A chunk with the tokens up to `end`."""
+    first = self._tokens
+    self._tokens, self._letters = (
+      end,
+      self._letters + len(delta["content"] or ""),
+    )
+    choice = {"index": 0, "finish_reason": finish}
     if self.call.messages:
-      delta = {"role": "assistant"} if not first else {}
-      delta["content"] = new
-      if self.call.parses_tools:
-        delta = _for_client(self.message)
-        for i, call in enumerate(delta.get("tool_calls", ())):
-          call["index"] = i
-      choice["delta"] = delta
+      choice["delta"] = ({} if first else {"role": "assistant"}) | delta
     else:
-      choice["text"] = new
-    self._tokens = len(self.generation.tokens)
-    choice["logprobs"] = self._logprobs(first)
+      choice["text"] = delta["content"]
+    choice["logprobs"] = self._logprobs(first, end)
     body = self._body({})
     if self.call.return_token_ids:
-      choice["token_ids"] = self.generation.tokens[first : self._tokens]
+      choice["token_ids"] = self.generation.tokens[first:end]
       if not first:
         place = body if self.call.messages else choice
         place["prompt_token_ids"] = self.generation.prompt
-    yield body | {"choices": [choice]}
-    if ended and self.call.include_usage:
-      yield self._body({"usage": self._usage(), "choices": []})
+    return body | {"choices": [choice]}
 
-  def _so_far(self) -> str:
+  @functools.cached_property
+  def _text(self) -> str:
     made = self.generation
     stopped = made.finish == STOP
     return response_text(made.tokens, stopped, self.tokenizer, self.stop)
@@ -135,12 +155,12 @@ class Answer:
       "total_tokens": prompt + new,
     }
 
-  def _logprobs(self, first: int) -> dict[str, Any] | None:
-    """Of the tokens from `first` on; None unless they were asked for."""
+  def _logprobs(self, first: int, end: int) -> dict[str, Any] | None:
+    """Of tokens; None unless they were asked for."""
     if not self.call.logprobs:
       return None
-    tokens = self.generation.tokens[first:]
-    logps = self.generation.logps[first : first + len(tokens)]
+    tokens = self.generation.tokens[first:end]
+    logps = self.generation.logps[first:end]
     texts = [self.tokenizer.decode([i]) for i in tokens]
     if not self.call.messages:
       return {

@@ -9,7 +9,8 @@ import contextlib
 import hashlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
 
 from absl import logging
 from starlette.applications import Starlette
@@ -26,11 +27,12 @@ from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.engine import ABORT, Engine, Generation
 from gspo_jax.sampler.samples import SamplerConfig
 
+T = TypeVar("T")
 MODEL = "policy"  # its name in the API
 # Bytes of a request: so many, and more for each token of the context.
 _MAX_BODY, _MORE_BODY = 1 << 20, 64
 _MOST_OPEN = 64  # requests of one client at once
-_SECONDS = 600.0  # for one answer
+_SECONDS = 60.0  # to receive a request, and to make token ids of it
 _LOOK = 1.0  # seconds after which a handler looks whether its client has left
 
 
@@ -40,9 +42,10 @@ class Client:
   def __init__(self, engine: Engine, tokenizer: Tokenizer):
     self.engine, self.transcript = engine, Transcript(tokenizer)
     self.open = 0  # requests
+    self.encodes = asyncio.Lock()  # one request at a time
 
   def room(self, prompt: list[int]) -> int:
-    """Tokens of an answer at most; ApiError if it may not ask."""
+    """Tokens of an answer at most; a subclass raises ApiError to refuse it."""
     return self.engine.most_new_tokens(len(prompt))
 
   def started(self, generation: Generation) -> None:
@@ -115,16 +118,6 @@ class Endpoint:
 
     async def handle(request: Request) -> Response:
       client = self._client(request)
-      limit = _MAX_BODY + _MORE_BODY * client.engine.context
-      call = parse(await _body(request, limit), stop)
-      if call.model not in (None, MODEL):
-        raise ApiError(
-          f"model={call.model!r}: expected {MODEL!r}",
-          param="model",
-          code="model_not_found",
-          status=404,
-        )
-      self._tell(call)
       if client.open >= _MOST_OPEN:
         raise ApiError(
           f"{client.open} requests are open: expected fewer than {_MOST_OPEN}",
@@ -133,6 +126,9 @@ class Endpoint:
         )
       client.open += 1
       try:
+        limit = _MAX_BODY + _MORE_BODY * client.engine.context
+        call = parse(await _in_time(_body(request, limit)), stop)
+        self._check(call)
         answer, changed = await self._start(client, call)
       except BaseException:
         client.open -= 1
@@ -147,7 +143,15 @@ class Endpoint:
 
     return handle
 
-  def _tell(self, call: Call) -> None:
+  def _check(self, call: Call) -> None:
+    """ApiError for another model; logs what the run samples otherwise."""
+    if call.model not in (None, MODEL):
+      raise ApiError(
+        f"model={call.model!r}: expected {MODEL!r}",
+        param="model",
+        code="model_not_found",
+        status=404,
+      )
     for name, value in call.sampling.items():
       own = getattr(self._config, name, None)
       if name not in self._told and value != own:
@@ -159,7 +163,10 @@ class Endpoint:
   async def _start(self, client: Client, call: Call):
     """The answer, whose tokens are now sampled, and the event of a change."""
     # In a thread, for a long prompt may not hold up others.
-    prompt = await asyncio.to_thread(self._prompt, client, call)
+    async with client.encodes:
+      prompt, text = await _in_time(
+        asyncio.to_thread(self._prompt, client, call)
+      )
     room = client.room(prompt)
     if room < 1:
       raise ApiError(
@@ -182,13 +189,15 @@ class Endpoint:
       raise ApiError(str(error)) from error
     client.started(generation)
     stop = self._config.stop
-    return Answer(call, generation, self._tokenizer, stop, MODEL), changed
+    answer = Answer(call, generation, self._tokenizer, stop, MODEL, text)
+    return answer, changed
 
-  def _prompt(self, client: Client, call: Call) -> list[int]:
+  def _prompt(self, client: Client, call: Call) -> tuple[list[int], str]:
+    """The ids of a prompt; and of messages, the template's text."""
     if isinstance(call.prompt, str) and not call.messages:
-      return self._tokenizer.encode(call.prompt)
+      return self._tokenizer.encode(call.prompt), ""
     if not call.messages:
-      return list(call.prompt)
+      return list(call.prompt), ""
     try:
       return client.transcript.prompt(call.messages, call.tools)
     except UserError as error:
@@ -198,8 +207,7 @@ class Endpoint:
     self, request, client: Client, answer: Answer, changed: asyncio.Event
   ) -> AsyncIterator[None]:
     """Yields after each change until the answer is whole, and records it."""
-    generation, loop = answer.generation, asyncio.get_running_loop()
-    end = loop.time() + _SECONDS
+    generation = answer.generation
     try:
       while not generation.finish:
         with contextlib.suppress(TimeoutError):
@@ -207,8 +215,6 @@ class Endpoint:
         changed.clear()
         if await request.is_disconnected():
           raise ApiError("the client has left", status=499)
-        if loop.time() > end:
-          raise ApiError(f"no answer within {_SECONDS:g} s", status=504)
         if generation.finish != ABORT:
           yield
       if generation.finish == ABORT:
@@ -219,6 +225,7 @@ class Endpoint:
           answer.call.tools,
           answer.message,
           [*generation.prompt, *generation.tokens],
+          answer.prompt_text,
         )
       client.ended(answer)
     except BaseException:
@@ -227,6 +234,15 @@ class Endpoint:
       raise
     finally:
       client.open -= 1
+
+
+async def _in_time(work: Awaitable[T]) -> T:
+  try:
+    return await asyncio.wait_for(work, _SECONDS)
+  except TimeoutError as error:
+    raise ApiError(
+      f"the request: expected within {_SECONDS:g} s", status=408
+    ) from error
 
 
 async def _body(request: Request, limit: int):
@@ -248,9 +264,9 @@ async def _events(answer: Answer, changes: AsyncIterator) -> AsyncIterator[str]:
   event = lambda body: f"data: {json.dumps(body)}\n\n"
   try:
     async for _ in changes:
-      for part in answer.parts() if not answer.generation.finish else ():
+      if part := answer.new_part():
         yield event(part)
-    for part in answer.parts():
+    for part in answer.last_parts():
       yield event(part)
     yield "data: [DONE]\n\n"
   except ApiError as error:

@@ -114,9 +114,20 @@ def completion(body: Any, stop: Sequence[str]) -> Call:
   return Call(prompt=prompt, logprobs=logprobs is not None, **common)
 
 
+def is_text(value: Any) -> bool:
+  """Whether UTF-8 can encode all texts of a JSON value: no lone surrogates."""
+  try:
+    json.dumps(value, ensure_ascii=False).encode()
+  except (UnicodeEncodeError, RecursionError):
+    return False
+  return True
+
+
 def _common(body: Any, stop: Sequence[str]) -> dict:
   if not isinstance(body, dict):
     raise ApiError("the body: expected a JSON object")
+  if not is_text(body):
+    raise ApiError("the body: expected text that UTF-8 can encode")
   for name, values in _ONLY.items():
     value = body.get(name)
     if value is not None and value not in values:
@@ -208,12 +219,6 @@ def _text(message: Mapping, name: str, may_lack: bool) -> str:
     raise _wrong(
       f"{name}.content", message.get("content"), "text, or parts of text"
     )
-  try:
-    content.encode()
-  except UnicodeEncodeError as error:
-    raise _wrong(
-      f"{name}.content", content, "text that UTF-8 can encode"
-    ) from error
   return content
 
 
@@ -228,7 +233,7 @@ def _tool_call(call: Any, name: str) -> dict:
     arguments = json.loads(arguments)
   except (TypeError, ValueError, RecursionError):
     arguments = None
-  if not isinstance(arguments, dict):
+  if not (isinstance(arguments, dict) and is_text(arguments)):
     raise _wrong(
       f"{name}.function.arguments",
       function.get("arguments"),

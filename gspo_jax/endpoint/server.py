@@ -1,13 +1,53 @@
 """Listens for the endpoint's requests, in a thread."""
 
+import resource
 import socket
+import sys
 import threading
 
 import uvicorn
+from absl import logging
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gspo_jax.runtime.errors import UserError
 
 _END = 5  # seconds for answers that are on their way
+_HEAD = 10.0  # after as many to twice as many seconds without a request, closed
+_BACKLOG = 64  # connections that are accepted at once
+
+
+class _Connection(H11Protocol):
+  """Closed if there are too many, or if no request begins in time."""
+
+  def connection_made(self, transport) -> None:
+    super().connection_made(transport)
+    if len(self.connections) > (most := _most_connections()):
+      logging.log_every_n_seconds(
+        logging.WARNING,
+        "%d connections are open, half of the file descriptors of 'ulimit -n': "
+        "closed a new one",
+        60,
+        most,
+      )
+      transport.abort()
+    self._look()
+
+  def _look(self, last: object = "none") -> None:
+    """`last` is the request, or None, that it waited behind when it looked."""
+    if self.transport.is_closing():
+      return
+    waits = self.cycle is None or self.cycle.response_complete
+    if waits and self.cycle is last:
+      self.transport.abort()
+    else:
+      last = self.cycle if waits else "none"
+      self.loop.call_later(_HEAD, self._look, last)
+
+
+def _most_connections() -> int:
+  """The trainer keeps half of its file descriptors, as for checkpoints."""
+  most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+  return sys.maxsize if most == resource.RLIM_INFINITY else most // 2
 
 
 class Server:
@@ -27,6 +67,8 @@ class Server:
     self.url = f"http://{name}:{self._socket.getsockname()[1]}/v1"
     config = uvicorn.Config(
       app,
+      http=_Connection,
+      backlog=_BACKLOG,
       log_level="warning",
       access_log=False,
       lifespan="off",

@@ -8,6 +8,7 @@ M[:j-1] and the answer's text as before, now that M[j:] follows. Else the whole
 is rendered and encoded.
 """
 
+import array
 import collections
 import hashlib
 import json
@@ -16,11 +17,13 @@ from typing import NamedTuple
 
 from gspo_jax.data.tokenizers.base import Tokenizer
 
-_MOST = 4096  # answers that are remembered; an episode has fewer
+# Tokens of the answers that are remembered and of their prompts: some 64 MiB
+# with the texts. An episode has fewer.
+_MOST = 1 << 23
 
 
 class _Answer(NamedTuple):
-  ids: list[int]  # of the prompt and the answer
+  ids: array.array  # of the prompt and the answer
   text: str  # as the template wrote the messages before it
 
 
@@ -33,11 +36,17 @@ class Transcript:
     self._answers: collections.OrderedDict[bytes, _Answer] = (
       collections.OrderedDict()
     )
+    self._size = 0  # tokens
 
   def prompt(
     self, messages: Sequence[Mapping], tools: Sequence[Mapping]
-  ) -> list[int]:
-    """The ids of a call's prompt; UserError if the template refuses."""
+  ) -> tuple[list[int], str]:
+    """The ids of a call's prompt, and its text as the template writes it.
+
+    UserError if the template refuses.
+    """
+    whole = self._chat(messages, tools)
+    text = self._tokenizer.decode(whole) if self._has_template else ""
     keys = _keys(messages, tools)
     for j in range(len(messages) - 1, 0, -1):
       if messages[j]["role"] == "assistant":
@@ -47,35 +56,43 @@ class Transcript:
           stopped = answer.ids[-1] in self._tokenizer.stop_ids
           turns = _turns(follows, messages[j].get("tool_calls", ()))
           between = self._tokenizer.turn(turns, stopped=stopped)
-          whole = self._chat(messages, tools)
-          if not self._goes_on(answer, whole, between, messages[j]):
-            return whole
-          return [*answer.ids, *between]
+          if self._goes_on(answer, text, between, messages[j]):
+            return [*answer.ids, *between], text
         break
-    return self._chat(messages, tools)
+    return whole, text
 
   def record(
     self,
     messages: Sequence[Mapping],
     tools: Sequence[Mapping],
     answer: Mapping,
-    ids: list[int],
+    ids: Sequence[int],
+    text: str,
   ) -> None:
-    """Remembers an answer; `ids` are those of its prompt and of itself."""
-    key = _keys([*messages, answer], tools)[-1]
-    self._answers[key] = _Answer(ids, self._text(messages, tools))
-    if len(self._answers) > _MOST:
-      self._answers.popitem(last=False)
+    """Remembers an answer.
 
-  def _goes_on(self, answer: _Answer, whole, between, message) -> bool:
-    """Whether `whole` is the text before the answer, its own, and `between`.
+    `ids` are those of its prompt and of itself, `text` is that of `prompt`.
+    """
+    key = _keys([*messages, answer], tools)[-1]
+    self._forget(key)
+    self._answers[key] = _Answer(array.array("i", ids), text)
+    self._size += len(ids)
+    while self._size > _MOST:
+      self._forget(next(iter(self._answers)))
+
+  def _forget(self, key: bytes) -> None:
+    if answer := self._answers.pop(key, None):
+      self._size -= len(answer.ids)
+
+  def _goes_on(self, answer: _Answer, text, between, message) -> bool:
+    """Whether `text` is the text before the answer, its own, and `between`.
 
     A tool call may be written in other words.
     """
     if not self._has_template:  # each message is written alone
       return True
     decode = self._tokenizer.decode
-    text, behind = decode(whole), decode(between)
+    behind = decode(between)
     if not (text.startswith(answer.text) and text.endswith(behind)):
       return False
     own = text[len(answer.text) : len(text) - len(behind)].strip()
@@ -84,11 +101,6 @@ class Transcript:
     rest = own.removeprefix(content).strip()
     is_same = rest in ("", *stops) or "tool_calls" in message
     return own.startswith(content) and is_same
-
-  def _text(self, messages, tools) -> str:
-    if not self._has_template:
-      return ""
-    return self._tokenizer.decode(self._chat(messages, tools))
 
   def _chat(self, messages, tools) -> list[int]:
     # Without a chat template no prompt tells of the tools.

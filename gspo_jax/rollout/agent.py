@@ -44,6 +44,10 @@ def named(spec: str) -> Callable:
   return play
 
 
+def is_reward(value) -> bool:
+  return isinstance(value, bool | int | float) and abs(value) <= 1e9
+
+
 def load(spec: str, seconds: float):
   """The one task of `workers.pool`: (question, keywords) -> reward."""
   play = named(spec)
@@ -54,7 +58,7 @@ def load(spec: str, seconds: float):
       reward = await play(Question(*question), **keywords)
     else:  # in a thread, so that many episodes are played at once
       reward = await asyncio.to_thread(play, Question(*question), **keywords)
-    if isinstance(reward, bool | int | float) and abs(reward) <= 1e9:
+    if is_reward(reward):
       return float(reward)
     raise ValueError(f"expected a reward up to 1e9, got {reward!r:.40}")
 

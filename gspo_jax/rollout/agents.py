@@ -239,10 +239,12 @@ class Agents:
   def _conversation(self, episode, sequences, result) -> Conversation:
     """An episode for people; the reward belongs to its last call."""
     decode = self.prompt_config.tokenizer.decode
-    reward = 0.0 if result.failure else result.value
-    failure = result.failure or (
-      "" if sequences else "made no call with an answer"
-    )
+    failure = result.failure or ""
+    # Checked again: an agent can write to the pipe of its worker's results.
+    if not (failure or agent.is_reward(result.value)):
+      failure = "gave no reward"
+    reward = 0.0 if failure else float(result.value)
+    failure = failure or ("" if sequences else "made no call with an answer")
     return Conversation(
       text="\n\n".join(decode(sequence.tokens) for sequence in sequences),
       rewards=[*[0.0] * (episode.calls - 1), reward][: episode.calls],

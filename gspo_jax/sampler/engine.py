@@ -46,10 +46,11 @@ STOP, LENGTH, ABORT = "stop", "length", "abort"
 
 
 class Generation:
-  """A request and what was sampled for it; `finish` is "" until it ends.
+  """A request and what was sampled for it.
 
-  Only the engine's thread changes it. `tokens` have the stop token; `logps`
-  are their log-probs as in `Samples`, and are never shorter.
+  Only the engine's thread changes it. `tokens` have the stop token; `logps` are
+  their log-probs as in `Samples`. Another thread reads `progress` first, once:
+  so many of both, and why the request ended, "" until then.
   """
 
   def __init__(
@@ -62,14 +63,18 @@ class Generation:
     self.prompt, self.max_new_tokens = list(prompt), max_new_tokens
     self.tokens: list[int] = []
     self.logps: list[float] = []
-    self.finish = ""
+    self.progress = 0, ""
     self.cancelled = False  # set it to give up the rest
     self._notify = notify
+
+  @property
+  def finish(self) -> str:
+    return self.progress[1]
 
   def add(self, tokens: list[int], logps: list[float], finish: str) -> None:
     self.logps += logps
     self.tokens += tokens
-    self.finish = finish
+    self.progress = len(self.tokens), finish
     self._notify()
 
 
@@ -103,7 +108,15 @@ def build_engine_sampler(
   context: int,
   **places,
 ) -> EngineSampler:
-  """As `build_continuous_sampler`; UserError also if processes share rows."""
+  """As `build_continuous_sampler`.
+
+  UserError also if processes share rows, or for `min_new_tokens`, which a call
+  of the sampler would apply to each chunk.
+  """
+  if sampler.min_new_tokens > 1:
+    raise UserError(
+      f"min_new_tokens={sampler.min_new_tokens}: an engine expects at most 1"
+    )
   chunk = dataclasses.replace(
     sampler,
     group_size=1,

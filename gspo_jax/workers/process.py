@@ -73,6 +73,8 @@ class Process:
       "OPENBLAS_NUM_THREADS": "1",
       # Else each thread of an async task takes 64 MiB of address space.
       "MALLOC_ARENA_MAX": "2",
+      "NO_PROXY": (no_proxy := _no_proxy()),
+      "no_proxy": no_proxy,
     }
     # A separate session: Ctrl-C and SIGTERM reach only the run, which then
     # ends its workers.
@@ -113,11 +115,12 @@ class Process:
         del left[i]
         yield i, result
       lost = chunk.keys() & left.keys()
-      if not lost:
+      # What a call wrote beyond its line would be read as the next results.
+      if not (lost or self._unread):
         continue
       # A call without a result may have ended the worker, or none did: from
       # now on it gets one call at a time.
-      if size == 1:
+      if lost and size == 1:
         (i,) = lost
         del left[i]
         yield i, Result(None, "the worker process ended")
@@ -157,17 +160,20 @@ class Process:
     self.wait_ready()
 
   def _request(self, calls: dict[int, Call]) -> Iterator[tuple[int, Result]]:
-    """Yields results as they come; not all if the worker died or hung."""
-    numbers = list(calls)
+    """Yields results as they come; not all if the worker is lost.
+
+    It died, it hung, or a call wrote other lines to the pipe of its results.
+    """
+    waiting = dict(enumerate(calls))
     if not self._send(list(calls.values())):
       return
-    for _ in numbers:
+    while waiting:
       # Twice: calls that did not end together are made again, one by one.
-      line = self._receive(2 * self._setup.seconds + GRACE)
-      if line is None:
-        return
-      i, *result = line
-      yield numbers[i], Result(*result)
+      match self._receive(2 * self._setup.seconds + GRACE):
+        case [int(i), value, None | str() as failure] if i in waiting:
+          yield waiting.pop(i), Result(value, failure)
+        case _:
+          return
 
   def _send(self, request) -> bool:
     body = pickle.dumps(request)
@@ -185,8 +191,8 @@ class Process:
           return False
     return True
 
-  def _receive(self, seconds: float) -> list | None:
-    """The worker's next line; None if none comes in time."""
+  def _receive(self, seconds: float) -> Any:
+    """The worker's next line; None if none comes in time, or it is no JSON."""
     end = time.monotonic() + seconds
     while b"\n" not in self._unread:
       if not self._readable.poll(max(0, 1000 * (end - time.monotonic()))):
@@ -196,4 +202,15 @@ class Process:
         return None
       self._unread += data
     line, _, self._unread = self._unread.partition(b"\n")
-    return json.loads(line)
+    try:
+      return json.loads(line)
+    except (ValueError, RecursionError):
+      return None
+
+
+def _no_proxy() -> str:
+  """The hosts that are called directly: agents call an endpoint on this one."""
+  hosts = [os.environ.get(name) for name in ("no_proxy", "NO_PROXY")]
+  if "*" in hosts:
+    return "*"
+  return ",".join(filter(None, [*hosts, "127.0.0.1", "localhost"]))

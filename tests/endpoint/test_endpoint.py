@@ -3,12 +3,16 @@
 import contextlib
 import json
 import logging
+import socket
 import time
 
 import pytest
 from scripted import CONTEXT, Scripted, make_tokenizer
 
-from gspo_jax.sampler.engine import ABORT
+from gspo_jax.endpoint import transcript
+from gspo_jax.endpoint.answers import Answer
+from gspo_jax.endpoint.requests import Call
+from gspo_jax.sampler.engine import ABORT, LENGTH, STOP, Generation
 from gspo_jax.sampler.samples import SamplerConfig
 
 openai = pytest.importorskip("openai")
@@ -149,11 +153,91 @@ def test_calls_stay_text_where_they_are_not_asked_for(ask, tool_choice):
   assert (choice.message.content, choice.finish_reason) == (CALL, "stop")
 
 
-def test_a_call_that_cannot_be_read_stays_text(ask):
+@pytest.mark.parametrize(
+  "text",
+  ["<tool_call>{nonsense</tool_call>", CALL.replace("1+1", "\\ud800")],
+)
+def test_a_call_that_cannot_be_read_or_sent_back_stays_text(ask, text):
   engine, client = ask
-  engine.texts = ["<tool_call>{nonsense</tool_call>"]
+  engine.texts = [text]
   (choice,) = chat(client, [user("1+1?")], tools=[CALC]).choices
-  assert choice.message.content == "<tool_call>{nonsense</tool_call>"
+  assert choice.message.content == text
+
+
+@pytest.mark.parametrize("tools", [(), (CALC,)])
+def test_parts_are_of_one_moment_while_more_is_sampled(tokenizer, tools):
+  """The engine adds tokens, and then ends, whenever a part is decoded."""
+  text = "aä中🙂 " * 9 if not tools else CALL
+  ids = [*tokenizer.encode(text), tokenizer.stop_ids[0]]
+  made = Generation([5], len(ids))
+  pieces = [ids[i : i + 5] for i in range(0, len(ids), 5)]
+
+  class Growing:
+    tool_format, stop_ids = tokenizer.tool_format, tokenizer.stop_ids
+
+    def decode(self, ids):
+      if pieces:
+        new = pieces.pop(0)
+        made.add(new, [-i / 100 for i in new], "" if pieces else STOP)
+      return tokenizer.decode(ids)
+
+  options = {"return_token_ids": True, "logprobs": True, "stream": True}
+  call = Call([user("q")], tools=tools, parses_tools=bool(tools), **options)
+  answer, parts = Answer(call, made, Growing(), None, "policy"), []
+  while not made.finish:
+    parts.append(answer.new_part())
+    answer.tokenizer.decode([])
+  parts = [*filter(None, [*parts, answer.new_part()]), *answer.last_parts()]
+  choices = [part["choices"][0] for part in parts]
+  assert [i for c in choices for i in c["token_ids"]] == ids
+  said = lambda c: c["delta"]["content"] or ""
+  for c in choices[:-1]:
+    assert said(c) == tokenizer.decode(c["token_ids"])
+    assert len(c["token_ids"]) == len(c["logprobs"]["content"])
+  assert "".join(map(said, choices)) == ("" if tools else text)
+  ends = [c["finish_reason"] for c in choices if c["finish_reason"]]
+  assert ends == ["tool_calls" if tools else "stop"]
+
+
+def test_a_stream_decodes_each_token_a_few_times(tokenizer):
+  made, decoded = Generation([5], 6400), 0
+
+  class Counting:
+    stop_ids = tokenizer.stop_ids
+
+    def decode(self, ids):
+      nonlocal decoded
+      decoded += len(ids)
+      return tokenizer.decode(ids)
+
+  call = Call([user("q")], stream=True)
+  answer = Answer(call, made, Counting(), None, "policy")
+  for i in range(100):
+    made.add(tokenizer.encode("abcdefgh") * 8, [0.0] * 64, LENGTH * (i == 99))
+    assert bool(answer.new_part()) == (i < 99)
+  assert [*answer.last_parts()]
+  assert decoded < 5 * 6400
+
+
+def test_a_transcript_forgets_the_oldest_answers(tokenizer, monkeypatch):
+  monkeypatch.setattr(transcript, "_MOST", 60)
+  told = transcript.Transcript(tokenizer)
+  answer, sampled = {"role": "assistant", "content": "yes"}, [3, 4]
+  for name in "abc":
+    ids, text = told.prompt([user(name)], ())
+    told.record([user(name)], (), answer, [*ids, *sampled], text)
+  assert 60 / 3 < len(ids) + 2 < 60 / 2
+  uses = lambda name: told.prompt([user(name), answer, user("more")], ())[0]
+  for name, is_known in (("a", False), ("b", True), ("c", True)):
+    begin = [*told.prompt([user(name)], ())[0], *sampled]
+    assert (uses(name)[: len(begin)] == begin) == is_known
+
+
+def test_a_message_with_all_private_characters_is_refused(ask):
+  _, client = ask
+  text = "".join(map(chr, range(0xF0000, 0xFFFFE)))
+  with pytest.raises(openai.BadRequestError, match="unused"):
+    chat(client.with_options(timeout=20), [user(text)])
 
 
 def test_an_edited_history_is_encoded_anew(ask, tokenizer):
@@ -194,7 +278,6 @@ def test_an_answer_that_was_cut_goes_on_with_its_own_ids(ask, tokenizer):
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
     ({"messages": [user(3)]}, "messages[0].content"),
-    ({"messages": [user("\ud800")]}, None),
     ({"messages": [user([{"type": "image_url"}])]}, "messages[0].content"),
     (
       {"messages": [user("a"), {"role": "assistant", "content": "b"}]},
@@ -206,10 +289,6 @@ def test_an_answer_that_was_cut_goes_on_with_its_own_ids(ask, tokenizer):
 def test_a_wrong_field_is_named(ask, options, param):
   _, client = ask
   options = {"messages": [user("a")]} | options
-  if param is None:  # the client itself cannot send it
-    with pytest.raises(UnicodeEncodeError):
-      chat(client, **options)
-    return
   with pytest.raises(openai.BadRequestError) as error:
     chat(client, **options)
   assert error.value.param == param
@@ -232,9 +311,14 @@ def test_a_body_that_is_too_long_or_no_json_is_refused(ask):
   with pytest.raises(openai.APIStatusError) as error:
     chat(client, [user("x" * 2_000_000)])
   assert error.value.status_code == 413
-  for body in (b"{", b"[1]", b"[" * 100_000, b'{"messages": "\\ud800"}'):
+  for path, body in (
+    *(("chat/completions", body) for body in (b"{", b"[1]", b"[" * 100_000)),
+    ("chat/completions", b'{"messages": "\\ud800"}'),
+    ("chat/completions", b'{"\\ud800": 3, "n": 2}'),
+    ("completions", b'{"prompt": "\\ud800"}'),
+  ):
     answer = client._client.post(
-      f"{client.base_url}chat/completions",
+      f"{client.base_url}{path}",
       content=body,
       headers={"Authorization": f"Bearer {client.api_key}"},
     )
@@ -324,15 +408,46 @@ def test_a_client_has_so_many_requests_at_once(endless, monkeypatch):
       chat(api, [user("a")])
 
 
-def test_an_answer_in_time_or_when_the_engine_ends_is_an_error(
+def test_a_request_counts_before_its_body_which_comes_in_time(
   endless, monkeypatch
 ):
+  _, client, api = endless
+  monkeypatch.setattr(app, "_MOST_OPEN", 1)
+  monkeypatch.setattr(app, "_SECONDS", 0.5)
+  host, port = api.base_url.host, api.base_url.port
+  head = (
+    "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n"
+    f"Authorization: Bearer {api.api_key}\r\n\r\n"
+  )
+  with socket.create_connection((host, port), 10) as slow:
+    slow.sendall(head.encode())
+    wait_for(lambda: client.open == 1)
+    with pytest.raises(openai.RateLimitError, match="fewer than 1"):
+      chat(api, [user("a")])
+    assert b" 408 " in slow.recv(99)
+  assert client.open == 0
+
+
+@pytest.mark.parametrize(
+  ("most", "seconds", "open_before"), [(2, 60, 2), (99, 0.2, 0)]
+)
+def test_one_connection_too_many_or_idle_is_closed(
+  served, monkeypatch, most, seconds, open_before
+):
+  monkeypatch.setattr(server, "_HEAD", seconds)
+  monkeypatch.setattr(server, "_most_connections", lambda: most)
+  with server.Server(served[1].app) as s, contextlib.ExitStack() as stack:
+    port = int(s.url.split(":")[2].split("/")[0])
+    for _ in range(open_before + 1):
+      last = socket.create_connection(("127.0.0.1", port), 10)
+      stack.enter_context(last)
+    with contextlib.suppress(ConnectionError):
+      last.sendall(b"POST /v1/chat")
+      assert last.recv(1) == b""
+
+
+def test_an_answer_when_the_engine_ends_is_an_error(endless):
   engine, _, api = endless
-  monkeypatch.setattr(app, "_SECONDS", 0.1)
-  monkeypatch.setattr(app, "_LOOK", 0.1)
-  with pytest.raises(openai.InternalServerError, match="no answer within"):
-    chat(api, [user("a")])
-  monkeypatch.setattr(app, "_SECONDS", 60)
   with chat(api, [user("a")], stream=True) as made:
     parts = iter(made)
     next(parts)

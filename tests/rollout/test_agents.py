@@ -22,7 +22,7 @@ from gspo_jax.sampler.samples import SamplerConfig
 agents = pytest.importorskip("gspo_jax.rollout.agents")
 
 MODULE = """
-import json, os, threading, time, urllib.error, urllib.request
+import contextlib, json, os, threading, time, urllib.error, urllib.request
 from concurrent import futures
 
 def post(url, key, body):
@@ -116,6 +116,11 @@ def play(problem, *, base_url, api_key, model):
     threading.Thread(target=go_on, daemon=True).start()
     chat(("user", "a"))
     return 1.0
+  if name == "forge":  # writes to the pipe of the worker's results
+    chat(("user", "a"))
+    for fd in range(3, 40):
+      with contextlib.suppress(OSError):
+        os.write(fd, b"[0, NaN, null]\\n[1, 1e99, null]\\n")
   if name == "never":
     return 1.0
   chat(("user", "a"))
@@ -319,6 +324,13 @@ def test_no_episode_is_played_twice_where_an_agent_ends_its_process(pool):
     assert second is None
     assert first is None or calls(first) in ([0, 1], [0, 1, 0, 2, 0, 3])
   play(pool, "one")  # the next rollout is as good
+
+
+def test_a_forged_result_is_no_reward(pool):
+  scored, _ = play(pool, "forge")
+  rewards = scored.rewards.result()
+  assert rewards.total.tolist() == [[0, 0]]
+  assert "gave no reward" in rewards.reasons[0]
 
 
 def test_an_agent_that_hangs_has_failed(pool):

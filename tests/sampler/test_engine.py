@@ -171,13 +171,13 @@ def test_a_cancelled_request_ends_and_the_others_go_on():
 def test_a_thread_is_told_of_each_chunk_and_of_the_end():
   seen = []
   with opened() as e:
-    g = Generation(PROMPTS[3], 12, lambda: seen.append(len(g.tokens)))
+    g = Generation(PROMPTS[3], 12, lambda: seen.append(g.progress))
     thread = threading.Timer(0.1, lambda: e.submit(g))
     thread.start()
     e.run(lambda: bool(g.finish))
     thread.join()
     waiting = ask(e, [9])
-  assert seen == [5, 10, 12]
+  assert seen == [(5, ""), (10, ""), (12, "length")]
   assert waiting.finish == "abort"  # the engine was closed
 
 
@@ -224,6 +224,11 @@ def test_sampled_logps_are_those_of_a_forward_pass():
   for g, logps in zip(made, forced.logps, strict=True):
     logps = logps[len(g.prompt) - 1 :][: len(g.tokens)]
     np.testing.assert_allclose(g.logps, logps, atol=1e-4)
+
+
+def test_least_lengths_are_refused():
+  with pytest.raises(UserError, match="min_new_tokens=6"):
+    built(dataclasses.replace(GREEDY, min_new_tokens=6))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from gspo_jax.workers.pool import Call, Pool, Result
 # Tasks of a user: `act` does what the request names, and then returns 1.
 MODULE = """
 import asyncio, contextlib, ctypes, os, signal, subprocess, sys, threading, time
+import urllib.request
 
 def act(request):
   kind, argument = request
@@ -65,6 +66,10 @@ def reads(_): sys.stdin.read()
 def alarms(_):
   signal.signal(signal.SIGALRM, lambda *_: 1 / 0)
   signal.setitimer(signal.ITIMER_REAL, 0.05)
+def forges(line):  # to the pipe of its results
+  for fd in range(3, 30):
+    with contextlib.suppress(OSError):
+      os.write(fd, line + b"\\n")
 def dies_later(_): threading.Timer(0.2, os._exit, (1,)).start()
 def forks(_): os.fork()
 def forks_and_raises(_):
@@ -133,13 +138,14 @@ async def count(_):
 
 def same(pair): return pair[0] == pair[1]
 def has(module): return module in sys.modules
+def direct(host): return bool(urllib.request.proxy_bypass(host))
 def pid(_): return os.getpid()
 
 def load(seconds):
-  tasks = [act, act_async, child, parent, count, same, has, pid]
+  tasks = [act, act_async, child, parent, count, same, has, pid, direct]
   return tasks, {"seconds": seconds}
 """
-ACT, ACT_ASYNC, CHILD, PARENT, COUNT, SAME, HAS, PID = range(8)
+ACT, ACT_ASYNC, CHILD, PARENT, COUNT, SAME, HAS, PID, DIRECT = range(9)
 
 FAILS = {
   "raises": r"ValueError: this \n one \ud800",
@@ -225,6 +231,29 @@ def test_many_failures_in_a_row(pool):
   kinds = ["ends", "raises", "crashes", "good"] * 20
   failed = [bool(x.failure) for x in act(pool, *kinds).wait()]
   assert failed == [kind != "good" for kind in kinds]
+
+
+@pytest.mark.parametrize(
+  "line",
+  [
+    *(b"x", b"\xff", b"3", b"[9, 7.0, null]", b"[0, 7.0]", b"[0, 7.0, 3]"),
+    b"[0, 7.0, null]\n" * 3,
+    b"[" * 9999,
+  ],
+)
+def test_a_call_that_forges_results_costs_no_other(pool, line):
+  (forger,) = act(pool, "forges", argument=line).wait()
+  assert forger.failure or forger.value == 7.0
+  assert values(act(pool, "good", "good")) == [1.0, 1.0]
+
+
+def test_workers_call_this_machine_without_a_proxy(monkeypatch):
+  monkeypatch.setenv("HTTP_PROXY", "http://proxy.invalid:1")
+  monkeypatch.setenv("NO_PROXY", "own.invalid")
+  hosts = ["127.0.0.1:80", "localhost", "own.invalid", "other.invalid"]
+  with make_pool() as pool:
+    started = pool.start([Call(DIRECT, host) for host in hosts])
+    assert values(started) == [True, True, True, False]
 
 
 def gone(pid, seconds=5.0):

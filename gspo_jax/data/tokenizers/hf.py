@@ -361,14 +361,21 @@ class HFTokenizer(Tokenizer):
     Returns the chat, and the table for `str.translate` that restores its texts.
     Such a character is also at both ends of a text, so that it forms no control
     string with the template's text. White space stays outside: templates may
-    trim it.
+    trim it. UserError if too few such characters are left.
     """
     texts = [*_strings(chat)]
     used = {*"".join(texts), *str(self._library.chat_template)}
     free = (chr(i) for i in _PRIVATE if chr(i) not in used)
-    edge = next(free)
     strings = {c for text in texts for c in self._any_control.findall(text)}
-    signs = dict(zip(sorted(strings), free, strict=False))
+    needed = 1 + len(strings)
+    taken = [*itertools.islice(free, needed)]
+    if len(taken) < needed:
+      raise UserError(
+        f"a conversation with {len(used)} different characters: expected "
+        f"{needed} unused ones of U+{_PRIVATE[0]:X} to U+{_PRIVATE[-1]:X}"
+      )
+    edge, *others = taken
+    signs = dict(zip(sorted(strings), others, strict=True))
 
     def without(text):
       return self._any_control.sub(lambda m: signs[m[0]], text)
