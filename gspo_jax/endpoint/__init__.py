@@ -5,4 +5,4 @@
 Rollouts of agents and `gspo_jax.serve` use it. It needs the extra `serve`.
 """
 
-__all__ = ["answers", "app", "requests", "server"]
+__all__ = ["answers", "app", "requests", "server", "transcript"]

@@ -199,7 +199,7 @@ class Endpoint:
     if not call.messages:
       return list(call.prompt), ""
     try:
-      return client.transcript.prompt(call.messages, call.tools)
+      return client.transcript.rendered(call.messages, call.tools)
     except UserError as error:
       raise ApiError(str(error), param="messages") from error
 

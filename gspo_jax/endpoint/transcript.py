@@ -40,6 +40,12 @@ class Transcript:
 
   def prompt(
     self, messages: Sequence[Mapping], tools: Sequence[Mapping]
+  ) -> list[int]:
+    """The ids of a call's prompt; UserError if the template refuses."""
+    return self.rendered(messages, tools)[0]
+
+  def rendered(
+    self, messages: Sequence[Mapping], tools: Sequence[Mapping]
   ) -> tuple[list[int], str]:
     """The ids of a call's prompt, and its text as the template writes it.
 
@@ -67,12 +73,15 @@ class Transcript:
     tools: Sequence[Mapping],
     answer: Mapping,
     ids: Sequence[int],
-    text: str,
+    text: str | None = None,
   ) -> None:
     """Remembers an answer.
 
-    `ids` are those of its prompt and of itself, `text` is that of `prompt`.
+    `ids` are those of its prompt and of itself, `text` is that of `rendered`;
+    None: it is made again.
     """
+    if text is None:
+      text = self.rendered(messages, tools)[1]
     key = _keys([*messages, answer], tools)[-1]
     self._forget(key)
     self._answers[key] = _Answer(array.array("i", ids), text)

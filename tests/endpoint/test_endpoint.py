@@ -271,12 +271,12 @@ def test_a_transcript_forgets_the_oldest_answers(tokenizer, monkeypatch):
   told = transcript.Transcript(tokenizer)
   answer, sampled = {"role": "assistant", "content": "yes"}, [3, 4]
   for name in "abc":
-    ids, text = told.prompt([user(name)], ())
+    ids, text = told.rendered([user(name)], ())
     told.record([user(name)], (), answer, [*ids, *sampled], text)
   assert 60 / 3 < len(ids) + 2 < 60 / 2
-  uses = lambda name: told.prompt([user(name), answer, user("more")], ())[0]
+  uses = lambda name: told.prompt([user(name), answer, user("more")], ())
   for name, is_known in (("a", False), ("b", True), ("c", True)):
-    begin = [*told.prompt([user(name)], ())[0], *sampled]
+    begin = [*told.prompt([user(name)], ()), *sampled]
     assert (uses(name)[: len(begin)] == begin) == is_known
 
 
