@@ -111,10 +111,8 @@ class Answer:
   def _part(self, delta, end: int, finish: str | None) -> dict[str, Any]:
     """A chunk with the tokens up to `end`."""
     first = self._tokens
-    self._tokens, self._letters = (
-      end,
-      self._letters + len(delta["content"] or ""),
-    )
+    self._tokens = end
+    self._letters += len(delta["content"] or "")
     choice = {"index": 0, "finish_reason": finish}
     if self.call.messages:
       choice["delta"] = ({} if first else {"role": "assistant"}) | delta

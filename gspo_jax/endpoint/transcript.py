@@ -71,7 +71,7 @@ class Transcript:
   ) -> None:
     """Remembers an answer.
 
-    `ids` are those of its prompt and of itself, `text` is that of `prompt`.
+    `ids` are those of its prompt and of itself; `text` is that of `prompt`.
     """
     key = _keys([*messages, answer], tools)[-1]
     self._forget(key)

@@ -45,6 +45,7 @@ from gspo_jax.workers.pool import Started
 class _Branching(Conversation):
   transcript: Transcript | None = None
   messages: list[dict] = dataclasses.field(default_factory=list)
+  rendered: str = ""  # the newest prompt, as the chat template writes it
   sequences: list[EpisodeSequence] = dataclasses.field(default_factory=list)
   generation: Generation | None = None  # the response that is sampled
   asked: Started | None = None  # the environment's answer
@@ -139,7 +140,9 @@ class BranchingConversations:
     if chat.failure or len(chat.rewards) >= self.limits.turns:
       return False
     try:
-      ids = chat.transcript.prompt(chat.messages, self.prompt_config.tools)
+      ids, chat.rendered = chat.transcript.prompt(
+        chat.messages, self.prompt_config.tools
+      )
     except Exception as error:  # messages that the template refuses
       chat.failure = conversations.reason(error)
       return False
@@ -190,7 +193,7 @@ class BranchingConversations:
     answer = {"role": "assistant", "content": text}
     ids = [*made.prompt, *made.tokens]
     tools = self.prompt_config.tools
-    chat.transcript.record(chat.messages, tools, answer, ids)
+    chat.transcript.record(chat.messages, tools, answer, ids, chat.rendered)
     chat.messages.append(answer)
     chat.asked = self.pool.step([(chat.state, text)])
     chat.asked.done.add_done_callback(lambda _: engine.wake())
