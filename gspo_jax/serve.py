@@ -20,7 +20,10 @@ from gspo_jax.program import command
 from gspo_jax.runtime.errors import UserError, missing_package, with_reason
 
 _CHECKPOINT = flags.DEFINE_string(
-  "checkpoint", None, "A Hugging Face folder, a workdir, or a step of it."
+  "checkpoint",
+  None,
+  "A Hugging Face folder, a workdir, or a step of it.",
+  allow_override=True,  # a process may import `evaluate`, too
 )
 _HOST = flags.DEFINE_string(
   "host", "127.0.0.1", "The address to listen at; 0.0.0.0: all of this machine."

@@ -106,6 +106,7 @@ class Recorder:
       init_state=None,
       learning_rate=lambda step: 1.0,
       packing=PackingConfig(width=5, minibatches=1, micro_batch_size=4),
+      group_size=2,
       make_train_batch=lambda prompts, samples, packing: packing,
       needs_old_logps=needs_old_logps,
       add_reference_and_values=None,
@@ -275,6 +276,7 @@ class TabularPolicy:
       abstract=None,
       init_state=None,
       learning_rate=lambda step: 1.0,
+      group_size=G,
       make_train_batch=functools.partial(
         packing.train_batch_from_samples,
         cfg=CFG,

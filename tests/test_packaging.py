@@ -36,7 +36,8 @@ from gspo_jax.configs import tiny_cpu
 # pages of a report by its command, and the endpoint for agents and `serve`,
 # which defines flags that another command has, too.
 late = ("gspo_jax.data.tokenizers.hf", "gspo_jax.report.", "gspo_jax.endpoint.",
-        "gspo_jax.rollout.agents", "gspo_jax.serve")
+        "gspo_jax.rollout.agents", "gspo_jax.serve",
+        "gspo_jax.rollout.environments.verifiers_agent")
 for module in pkgutil.walk_packages(gspo_jax.__path__, "gspo_jax."):
   if not module.name.startswith(late):
     importlib.import_module(module.name)

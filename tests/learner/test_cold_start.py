@@ -35,6 +35,7 @@ class Batches:
       tokens=np.zeros((2, 3), np.int32),
       lengths=np.ones(2, np.int32),
       positions=np.zeros((2, 3), np.int32),
+      steps=np.zeros(2, np.int32),
       responses=np.full((2, 4), self.count, np.int32),
       response_lengths=np.ones(2, np.int32),
       turns=None,
