@@ -192,15 +192,18 @@ class Checkpoints:
           _require_same_leaves, step, saved_specs, _specs(abstract_state)
         )
       )
-      state = self._try(step, self._load, _to_read(abstract_state), part)
+      # Orbax takes no placeholder where it loads some entries only.
+      to_read = abstract_state if part else _to_read(abstract_state)
+      state = self._try(step, self._load, to_read, part)
       if state is None:
         continue
-      leaves, tree = jax.tree.flatten(state)
-      del state
-      for i, like in enumerate(jax.tree.leaves(abstract_state)):
-        leaves[i] = _from_first_part(leaves[i], like)  # frees what was read
-      state = tree.unflatten(leaves)
-      del leaves
+      if not part:
+        leaves, tree = jax.tree.flatten(state)
+        del state
+        for i, like in enumerate(jax.tree.leaves(abstract_state)):
+          leaves[i] = _from_first_part(leaves[i], like)  # frees what was read
+        state = tree.unflatten(leaves)
+        del leaves
       if self._try(step, _require_checksums, state, saved["checksums"]):
         return Restored(step, state, saved["user"])
       del state  # frees its device memory before the next one is loaded
