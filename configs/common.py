@@ -166,10 +166,10 @@ def get_config() -> ConfigDict:
   # length of the whole conversation.
   c.rollout.environment = ""
   c.rollout.max_turns = 8  # responses of a conversation at most [1 to 32767]
-  # Sequences of an episode at most, each with an importance ratio of its own
-  # and the advantage of the episode. More than 1: a response whose context does
-  # not begin with an earlier sequence begins a new one, as where a chat
-  # template drops the thinking of earlier turns. [at least 1]
+  # Sequences of an episode at most. Each has one importance ratio, and the
+  # advantage of the episode. More than 1: a response whose context does not
+  # begin with an earlier sequence begins a new one, as where a chat template
+  # drops the thinking of earlier turns. [at least 1]
   c.rollout.max_sequences = 1
 
   c.reward = ConfigDict()  # what responses are rewarded for

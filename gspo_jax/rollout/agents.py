@@ -30,7 +30,6 @@ from gspo_jax.rollout.environment import Question
 from gspo_jax.rollout.sequences import (
   EpisodeSequence,
   SequenceLimits,
-  arrange,
   local_episodes,
 )
 from gspo_jax.sampler.engine import LENGTH, Engine, EngineSampler, Generation
@@ -215,25 +214,17 @@ class Agents:
     chats = {
       b: self._conversation(episodes[b], ended[b], results[b]) for b in own
     }
-    prompts, samples = arrange(
+    return conversations.scored_sequences(
+      batch,
+      chats,
       ended,
       {b: episodes[b].finish for b in own},
-      B,
       self.limits,
       slot_steps=engine.slot_steps,
       pad_id=tokenizer.pad_id,
       batch_sharding=self.batch_sharding,
-    )
-    return conversations.scored(
-      batch,
-      samples,
-      chats,
-      {b: sum(len(s.tokens) for s in ended[b]) for b in own},
       group_size=G,
-      max_turns=self.limits.turns,
-      limit=self.limits.longest,
       environment_seconds=engine.idle_seconds,
-      sequence_prompts=prompts,
     )
 
   def _conversation(self, episode, sequences, result) -> Conversation:

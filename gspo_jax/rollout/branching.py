@@ -26,7 +26,6 @@ from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.sequences import (
   EpisodeSequence,
   SequenceLimits,
-  arrange,
   local_episodes,
 )
 from gspo_jax.sampler.engine import (
@@ -77,10 +76,8 @@ class BranchingConversations:
     may sample other responses.
     """
     G = generate.config.group_size
-    B = len(batch) * G
-    chats = {
-      row: _Branching() for row in local_episodes(B, self.batch_sharding)
-    }
+    own = local_episodes(len(batch) * G, self.batch_sharding)
+    chats = {row: _Branching() for row in own}
     start = time.monotonic()
     self._begin(batch, chats, G, key)
     waited = time.monotonic() - start  # for environments
@@ -99,25 +96,17 @@ class BranchingConversations:
         return not going
 
       engine.run(all_ended)
-    prompts, samples = arrange(
+    return conversations.scored_sequences(
+      batch,
+      chats,
       {row: chat.sequences for row, chat in chats.items()},
       {row: chat.finish for row, chat in chats.items()},
-      B,
       self.limits,
       slot_steps=engine.slot_steps,
       pad_id=self.prompt_config.tokenizer.pad_id,
       batch_sharding=self.batch_sharding,
-    )
-    return conversations.scored(
-      batch,
-      samples,
-      chats,
-      {row: _length(chat) for row, chat in chats.items()},
       group_size=G,
-      max_turns=self.limits.turns,
-      limit=self.limits.longest,
       environment_seconds=waited + engine.idle_seconds,
-      sequence_prompts=prompts,
     )
 
   def _begin(self, batch, chats, G, key) -> None:
@@ -197,7 +186,3 @@ class BranchingConversations:
     chat.messages.append(answer)
     chat.asked = self.pool.step([(chat.state, text)])
     chat.asked.done.add_done_callback(lambda _: engine.wake())
-
-
-def _length(chat: _Branching) -> int:
-  return sum(len(sequence.tokens) for sequence in chat.sequences)

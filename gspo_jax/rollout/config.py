@@ -54,8 +54,8 @@ class RolloutConfig:
   )
   max_sequences: int = key(
     1,
-    "sequences of an episode at most, each with an importance ratio of its own "
-    "and the advantage of the episode. More than 1: a response whose context "
+    "sequences of an episode at most. Each has one importance ratio, and the "
+    "advantage of the episode. More than 1: a response whose context "
     "does not begin with an earlier sequence begins a new one, as where a chat "
     "template drops the thinking of earlier turns.",
     AT_LEAST_1,

@@ -26,6 +26,7 @@ from gspo_jax.rewards.reward import Response
 from gspo_jax.rollout import scoring
 from gspo_jax.rollout.batch import ScoredSamples, prompts_on_device
 from gspo_jax.rollout.environment_pool import EnvironmentPool, Reply
+from gspo_jax.rollout.sequences import EpisodeSequence, SequenceLimits, arrange
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous import ContinuousSampler, PrefixCache
@@ -346,6 +347,42 @@ def scored(
       "rewards": lowest(rewards_BN),
     },
     **fields,
+  )
+
+
+def scored_sequences(
+  batch: PromptBatch,
+  chats: Mapping[int, Conversation],
+  episodes: Mapping[int, Sequence[EpisodeSequence]],
+  finish: Mapping[int, int],
+  limits: SequenceLimits,
+  *,
+  slot_steps: int,
+  pad_id: int,
+  batch_sharding: jax.sharding.Sharding,
+  group_size: int,
+  environment_seconds: float,
+) -> ScoredSamples:
+  """As `scored`, of episodes that are sequences; see `sequences.arrange`."""
+  prompts, samples = arrange(
+    episodes,
+    finish,
+    len(batch) * group_size,
+    limits,
+    slot_steps=slot_steps,
+    pad_id=pad_id,
+    batch_sharding=batch_sharding,
+  )
+  return scored(
+    batch,
+    samples,
+    chats,
+    {row: sum(len(s.tokens) for s in own) for row, own in episodes.items()},
+    group_size=group_size,
+    max_turns=limits.turns,
+    limit=limits.longest,
+    environment_seconds=environment_seconds,
+    sequence_prompts=prompts,
   )
 
 
