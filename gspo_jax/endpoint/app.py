@@ -1,6 +1,6 @@
 """The routes of the endpoint, and who may call them.
 
-A client has a key of its own. All handlers run in one thread, that of the
+Each client has a key. All handlers run in one thread, that of the
 server; the engine runs in another.
 """
 

@@ -47,7 +47,7 @@ def _functions(config, program, fewer_slots):
     continues=config.rollout.continues,
     **subsets,
   )
-  # An episode may be several sequences, each with a prompt of its own.
+  # An episode may be several sequences, and each sequence has a prompt.
   samples = jax.tree.map(
     lambda x: (
       shape((config.rollout.max_sequences * x.shape[0], *x.shape[1:]), x.dtype)

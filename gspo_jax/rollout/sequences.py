@@ -2,8 +2,8 @@
 
 An episode of an agent is several calls of the policy. A call whose context
 begins with a whole sequence of the episode goes on with it; another call begins
-a new sequence. Each sequence has an importance ratio of its own, over its own
-sampled tokens, and the advantage of its episode.
+a new sequence. Each sequence has one importance ratio, over the tokens that
+were sampled in it, and the advantage of its episode.
 
 Dimension key: B episodes, K sequences of an episode at most, S prompt columns,
 R response columns.
