@@ -163,10 +163,14 @@ class Config:
       self._check_environment()
       if self.rollout.uses_engine:
         self._check_engine()
-    elif self.rollout.max_sequences > 1:
-      raise UserError(
-        f"rollout.max_sequences={self.rollout.max_sequences}: expected 1 "
-        "without rollout.environment"
+    else:
+      alone, several = (
+        "without rollout.environment",
+        self.rollout.max_sequences > 1,
+      )
+      self._refuse(
+        ("rollout.max_sequences", several, f"1 {alone}"),
+        ("rollout.mode", self.rollout.mode == "async", f"'sync' {alone}"),
       )
     if self.objective.credit == "turn":
       self._check_turns()
@@ -271,7 +275,11 @@ class Config:
     )
 
   def _check_engine(self):
-    agents = self.rollout.plays_agents
+    agents, because = self.rollout.plays_agents, "rollout.mode"
+    if agents:
+      because = "rollout.environment"
+    elif self.rollout.max_sequences > 1:
+      because = "rollout.max_sequences"
     self._refuse(
       ("rollout.max_staleness", self.rollout.max_staleness, "0"),
       (
@@ -294,7 +302,7 @@ class Config:
         agents and self.objective.credit == "turn",
         "'response', for an agent gives one reward at its end",
       ),
-      because="rollout.environment" if agents else "rollout.max_sequences",
+      because=because,
     )
 
   def _check_turns(self):

@@ -28,7 +28,7 @@ from gspo_jax.rewards.config import RewardConfig
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rewards.reward import EXAMPLE
 from gspo_jax.rollout import environment, reward_model
-from gspo_jax.rollout.branching import BranchingConversations
+from gspo_jax.rollout.async_conversations import AsyncConversations
 from gspo_jax.rollout.config import RolloutConfig
 from gspo_jax.rollout.conversations import Conversations
 from gspo_jax.rollout.environment_pool import EnvironmentPool
@@ -101,7 +101,7 @@ class Experiment:
       from gspo_jax.rollout.agents import Agents
 
       return Agents(**of_program, limits=limits)
-    return BranchingConversations(**of_program, limits=limits, stop=stop)
+    return AsyncConversations(**of_program, limits=limits, stop=stop)
 
 
 def teacher_of(c: DistillationConfig, problem: Problem) -> int:

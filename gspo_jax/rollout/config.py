@@ -7,6 +7,7 @@ from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.key import (
   AT_LEAST_1,
   ZERO_OR_MORE,
+  Choice,
   Range,
   check,
   key,
@@ -52,6 +53,14 @@ class RolloutConfig:
     "responses of a conversation at most",
     Range("1 to 32767", lambda x: 1 <= x < 2**15),
   )
+  mode: str = key(
+    "sync",
+    "how conversations with an environment proceed. sync: all take a turn "
+    "together, and wait for the longest response. async: each takes its next "
+    "turn as soon as the environment has answered; two runs may sample other "
+    "responses. Agents, and conversations of several sequences, are async.",
+    Choice(("sync", "async")),
+  )
   max_sequences: int = key(
     1,
     "sequences of an episode at most. Each has one importance ratio, and the "
@@ -72,7 +81,8 @@ class RolloutConfig:
   @property
   def uses_engine(self) -> bool:
     """Whether each response is a request of its own to an engine."""
-    return self.plays_agents or self.max_sequences > 1
+    is_async = self.mode == "async" or self.max_sequences > 1
+    return self.plays_agents or is_async
 
   @property
   def continues(self) -> bool:

@@ -6,7 +6,9 @@ row in use, in one call of a `ContinuousSampler`: for the call a row's prompt is
 all that it has so far. So a request waits for one chunk at most. Keys and
 values stay in the pages between steps: a row that goes on prefills nothing. A
 request whose prompt begins as a row does, in use or free, prefills only the
-rest: it shares the row's full pages, or takes a free row that has no more.
+rest: it shares the row's full pages, or takes a free row that has no more. Of
+requests that come together and begin alike, as the prompts of a group, one goes
+first, in a step of a single token.
 
 Each of several processes has the rows of its own shards, and its own requests;
 all take their steps together.
@@ -23,6 +25,7 @@ import jax
 import numpy as np
 
 from gspo_jax import model
+from gspo_jax.model.cache import has_states
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous import (
@@ -220,7 +223,7 @@ class Engine:
 
   def step(self) -> bool:
     """Samples a chunk for each request; False if no process has one."""
-    self._start_waiting()
+    follow = self._start_waiting()
     chunk, pad = self._sampler.chunk, self._sampler.config.pad_id
     n = chunk.sizes.slots
     # By their number among the rows of all processes.
@@ -238,7 +241,7 @@ class Engine:
       tokens[i, width - len(row.tokens) :] = row.tokens
       lengths[i] = len(row.tokens)
       made = row.generation
-      stop_at[i] = made.max_new_tokens - len(made.tokens)
+      stop_at[i] = 1 if follow else made.max_new_tokens - len(made.tokens)
     samples = chunk(
       self._params,
       Prompts(tokens, lengths),
@@ -289,30 +292,44 @@ class Engine:
       row.generation = None
     generation.add(tokens, logps, finish)
 
-  def _start_waiting(self) -> None:
-    """Frees the rows of cancelled requests; gives rows to waiting ones."""
+  def _start_waiting(self) -> bool:
+    """Frees the rows of cancelled requests; gives rows to waiting ones.
+
+    Whether some wait for the next step, to share pages that this one fills.
+    """
     for row in self._rows:
       if row.generation and row.generation.cancelled:
         row.generation.add([], [], ABORT)
         row.generation = None
     free = [i for i, row in enumerate(self._rows) if not row.generation]
+    new, follow = [], []
     while free:
       with self._changed:
         if not self._waiting:
-          return
+          break
         generation = self._waiting.popleft()
       if generation.cancelled:
         generation.add([], [], ABORT)
         continue
       prompt = np.array(generation.prompt, np.int32)
-      i = self._place(prompt, free)
+      i = self._place(prompt, free, new)
+      if i is None:
+        follow.append(generation)
+        continue
       free.remove(i)
+      new.append(i)
       self._rows[i] = _Row(prompt, generation)
+    with self._changed:
+      self._waiting.extendleft(reversed(follow))
+    return bool(follow)
 
-  def _place(self, prompt: np.ndarray, free: list[int]) -> int:
+  def _place(
+    self, prompt: np.ndarray, free: list[int], new: list[int]
+  ) -> int | None:
     """A free row, the most of whose prompt need not be prefilled.
 
-    What a row loses counts, too: the next request may begin with it.
+    What a row loses counts, too: the next request may begin with it. None if a
+    `new` row, which this step prefills, will have more of the prompt.
     """
     sizes = self._sampler.sizes
     n, page = sizes.slots, sizes.page_size
@@ -340,6 +357,14 @@ class Engine:
     source, count = i, same[i]
     if 2 * count < shared[i // n]:
       source, count = best[i // n], shared[i // n]
+    shares = not has_states(self._sampler.chunk.cfg)
+    same_as_new = (
+      _common(self._rows[j].tokens, prompt[:-1])
+      for j in new
+      if shares and j // n == i // n
+    )
+    if max(same_as_new, default=0) // page * page > count:
+      return None
     kept[i // n].pop(i % n, None)
     pages = held[source].pages[: -(-count // page)]
     if count % page and any(

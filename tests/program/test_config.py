@@ -165,6 +165,11 @@ AGENT = f"rollout.environment=openai:a.play reward.names=() {SLOTS}"
       "rollout.max_sequences=2",
       "max_sequences=2: expected 1 without rollout.e",
     ),
+    ("rollout.mode=async", "mode='async': expected 'sync' without rollout.e"),
+    (
+      f"{GAME} {SLOTS} rollout.mode=async rollout.max_staleness=1",
+      r"staleness=1: expected 0 \(rollout.mode='async'\)",
+    ),
     (
       f"{AGENT} objective.replay=r3",
       "replay='r3': expected 'none' or 'r2', for the experts of calls",

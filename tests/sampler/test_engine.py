@@ -154,15 +154,31 @@ def test_a_prompt_that_parts_from_a_row_reuses_what_they_share(monkeypatch):
   assert branch.tokens == alone.tokens
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_group_prefills_its_prompt_once(devices, monkeypatch):
+  prompt = PROMPTS[5]
+  with opened(devices=devices) as e:
+    count = prefilled(e, monkeypatch)
+    made = [
+      ask(e, prompt),
+      ask(e, PROMPTS[0]),
+      *(ask(e, prompt) for _ in "abc"),
+    ]
+    run(e, *made)
+  assert count[0] == devices * (len(prompt) - 1)  # each has its pages
+  assert [g.tokens for g in made] == [expected()[i][0] for i in (5, 0, 5, 5, 5)]
+
+
 def test_a_cancelled_request_ends_and_the_others_go_on():
   with opened() as e:
     made = [ask(e, prompt) for prompt in PROMPTS]
     e.step()
     longest = max(made[:4], key=lambda g: not g.finish)
     longest.cancelled = made[7].cancelled = True
+    sampled = len(longest.tokens)
     run(e, *made)
     assert (longest.finish, made[7].finish) == ("abort", "abort")
-    assert len(longest.tokens) == 5
+    assert len(longest.tokens) == sampled
     assert not made[7].tokens
   for g, (tokens, _) in zip(made, expected(), strict=True):
     assert g.finish == "abort" or g.tokens == tokens

@@ -1,22 +1,24 @@
-"""Conversations of several sequences, for templates that rewrite turns.
+"""Conversations that do not wait for each other.
 
-Chat templates such as Qwen3's and GLM's drop the thinking of earlier turns once
-the user has answered. So the context of a response does not begin with what the
-policy read and wrote before, and the response begins a sequence of its own. All
-sequences of a conversation get its advantage; each has an importance ratio over
-the tokens of its own responses.
-
-A response is a request to an engine, so no conversation waits for another.
+A response is a request to an engine; its environment answers while others
+decode. With `rollout.max_sequences` = 1 a conversation is one sequence, as in
+`conversations`. With more it may be several: chat templates such as Qwen3's and
+GLM's drop the thinking of earlier turns once the user has answered. Then the
+context of a response does not begin with what the policy read and wrote before,
+and the response begins a sequence of its own. All sequences of a conversation
+get its advantage; each has an importance ratio over the tokens of its own
+responses.
 """
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
 import jax
 
 from gspo_jax import model
 from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
-from gspo_jax.data.tokenizers.base import as_messages
+from gspo_jax.data.tokenizers.base import Turn, as_messages
 from gspo_jax.endpoint.transcript import Transcript
 from gspo_jax.record.progress import Progress
 from gspo_jax.rollout import conversations
@@ -41,10 +43,14 @@ from gspo_jax.workers.pool import Started
 
 
 @dataclasses.dataclass
-class _Branching(Conversation):
+class _Conversation(Conversation):
+  prompt: Sequence[int] = ()  # ids before the first response
+  said: Sequence[Turn] = ()  # by the environment, after the newest response
+  response: str = ""  # the newest one
+  # Where there may be several sequences: all so far, for the chat template.
   transcript: Transcript | None = None
   messages: list[dict] = dataclasses.field(default_factory=list)
-  rendered: str = ""  # the newest prompt, as the chat template writes it
+  rendered: str = ""  # the newest prompt, as the template writes it
   sequences: list[EpisodeSequence] = dataclasses.field(default_factory=list)
   generation: Generation | None = None  # the response that is sampled
   asked: Started | None = None  # the environment's answer
@@ -52,7 +58,7 @@ class _Branching(Conversation):
 
 
 @dataclasses.dataclass(frozen=True)
-class BranchingConversations:
+class AsyncConversations:
   """Called as `Conversations`."""
 
   pool: EnvironmentPool
@@ -77,7 +83,7 @@ class BranchingConversations:
     """
     G = generate.config.group_size
     own = local_episodes(len(batch) * G, self.batch_sharding)
-    chats = {row: _Branching() for row in own}
+    chats = {row: _Conversation() for row in own}
     start = time.monotonic()
     self._begin(batch, chats, G, key)
     waited = time.monotonic() - start  # for environments
@@ -113,25 +119,25 @@ class BranchingConversations:
     config = self.prompt_config
     begun = conversations.begin(self.pool, batch, chats, G, key)
     for row, reply in begun.items():
-      chat, said = chats[row], reply.step.messages
+      chat, said, p = chats[row], reply.step.messages, row // G
       chat.transcript = Transcript(config.tokenizer)
       try:
-        first = config.messages_of(batch.problems[row // G])
+        first = config.messages_of(batch.problems[p])
+        chat.prompt = batch.ids(p)
         if said:
           first = conversations.first_messages(config, said)
+          chat.prompt = config.tokenizer.chat(as_messages(first), config.tools)
       except Exception as error:
         chat.failure = chat.failure or conversations.reason(error)
       else:
         chat.messages = as_messages(first)
 
-  def _call(self, chat: _Branching, engine: Engine) -> bool:
+  def _call(self, chat: _Conversation, engine: Engine) -> bool:
     """Asks the policy; False if the conversation has ended, or has no room."""
     if chat.failure or len(chat.rewards) >= self.limits.turns:
       return False
     try:
-      ids, chat.rendered = chat.transcript.prompt(
-        chat.messages, self.prompt_config.tools
-      )
+      ids = self._context(chat)
     except Exception as error:  # messages that the template refuses
       chat.failure = conversations.reason(error)
       return False
@@ -149,40 +155,54 @@ class BranchingConversations:
     chat.generation = engine.submit(Generation(ids, room))
     return True
 
-  def _advance(self, chat: _Branching, engine: Engine) -> bool:
+  def _context(self, chat: _Conversation) -> list[int]:
+    """The ids before the next response."""
+    config = self.prompt_config
+    if self.limits.sequences > 1:
+      ids, chat.rendered = chat.transcript.prompt(chat.messages, config.tools)
+      return ids
+    if not chat.sequences:
+      return [*chat.prompt]
+    before = chat.sequences[-1].ids
+    stopped = before[-1] in config.tokenizer.stop_ids
+    return [*before, *config.tokenizer.turn(chat.said, stopped=stopped)]
+
+  def _advance(self, chat: _Conversation, engine: Engine) -> bool:
     """Goes on where a response or an answer is there; False at the end."""
     if chat.generation and chat.generation.finish:
       self._ask(chat, engine)
     if not (chat.asked and chat.asked.done.done()):
       return True
     (reply,) = self.pool.replies(chat.asked)
-    chat.asked, said = None, chat.messages[-1]["content"]
-    chat.add(said, reply)
+    chat.asked = None
+    chat.add(chat.response, reply)
     if reply.step.done:
       return False
     if chat.finish == TRUNCATED:
       return False
     chat.finish = TRUNCATED  # unless it goes on to its end
-    chat.messages += as_messages(reply.step.messages)
+    chat.said = reply.step.messages
+    chat.messages += as_messages(chat.said)
     return self._call(chat, engine)
 
-  def _ask(self, chat: _Branching, engine: Engine) -> None:
+  def _ask(self, chat: _Conversation, engine: Engine) -> None:
     """Records a response, and asks the environment."""
     made, chat.generation = chat.generation, None
     sequence = chat.sequences[-1]
     sequence.read(made.prompt[len(sequence.ids) :])
     sequence.add(made.tokens, made.logps, len(chat.rewards) + 1)
     chat.finish = TRUNCATED if made.finish == LENGTH else STOPPED
-    text = response_text(
+    chat.response = response_text(
       made.tokens,
       made.finish == STOP,
       self.prompt_config.tokenizer,
       self.stop,
     )
-    answer = {"role": "assistant", "content": text}
-    ids = [*made.prompt, *made.tokens]
-    tools = self.prompt_config.tools
-    chat.transcript.record(chat.messages, tools, answer, ids, chat.rendered)
-    chat.messages.append(answer)
-    chat.asked = self.pool.step([(chat.state, text)])
+    if self.limits.sequences > 1:
+      answer = {"role": "assistant", "content": chat.response}
+      ids = [*made.prompt, *made.tokens]
+      tools = self.prompt_config.tools
+      chat.transcript.record(chat.messages, tools, answer, ids, chat.rendered)
+      chat.messages.append(answer)
+    chat.asked = self.pool.step([(chat.state, chat.response)])
     chat.asked.done.add_done_callback(lambda _: engine.wake())

@@ -1,4 +1,4 @@
-"""Conversations of several sequences, which a chat template rewrites."""
+"""Conversations that do not wait, of one or of several sequences."""
 
 import functools
 import sys
@@ -11,15 +11,20 @@ from gspo_jax import model
 from gspo_jax.data import prompt_batch, tokenizers
 from gspo_jax.data.problem import Problem
 from gspo_jax.logprobs import token_logprobs
-from gspo_jax.rollout.branching import BranchingConversations
+from gspo_jax.rollout.async_conversations import AsyncConversations
+from gspo_jax.rollout.conversations import Conversations
 from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.sequences import SequenceLimits
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler import engine
+from gspo_jax.sampler.continuous import build_continuous_sampler
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, SamplerConfig
 
 MODULE = """
+import pathlib
+import time
+
 class Asks:
   def reset(self, problem, seed):
     self.count, self.text = 0, problem.text
@@ -27,17 +32,23 @@ class Asks:
   def step(self, response):
     self.count += 1
     if self.text == "fails": raise ValueError("broken")
+    if self.text == "waits":
+      while not pathlib.Path(__file__).with_name("ended").exists():
+        time.sleep(0.01)
+    if self.text == "ends" and self.count == 3:
+      pathlib.Path(__file__).with_name("ended").touch()
     return [("user", f"and {self.count}?")], self.count == 3, 0.5
 """
 CFG = model.variant("tiny", vocab_size=258, dtype="float32")
 G, S, R = 2, 24, 64
+STOP_IDS = tuple(range(128, 258))  # so that responses are short, and ASCII
 
 
 class Template(type(tokenizers.load("bytes"))):
   """Each message in brackets; rewrites earlier responses, or keeps them."""
 
   tool_format = "hermes"  # of a tokenizer with a chat template
-  stop_ids = tuple(range(128, 258))  # so that responses are short, and ASCII
+  stop_ids = STOP_IDS
 
   def __init__(self, rewrites):
     self.rewrites = rewrites
@@ -60,7 +71,7 @@ def pool(tmp_path_factory):
   folder = tmp_path_factory.mktemp("user")
   (folder / "asking_game.py").write_text(MODULE)
   sys.path.insert(0, str(folder))
-  with EnvironmentPool("asking_game.Asks", workers=1, seconds=5) as pool:
+  with EnvironmentPool("asking_game.Asks", workers=4, seconds=5) as pool:
     yield pool
   sys.path.remove(str(folder))
 
@@ -71,22 +82,31 @@ def weights():
 
 
 @functools.cache
-def sampler(mesh):
+def sampler(mesh, is_async=True, temperature=1.0):
   shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), CFG))
-  return engine.build_engine_sampler(
-    CFG,
-    SamplerConfig(G, R, stop_ids=Template.stop_ids, pad_id=256),
+  sampling = SamplerConfig(
+    *(G, R), stop_ids=STOP_IDS, pad_id=256, temperature=temperature
+  )
+  build = functools.partial(
+    engine.build_engine_sampler, CFG, sampling, context=S + R
+  )
+  if not is_async:
+    build = functools.partial(
+      build_continuous_sampler, CFG, sampling, max_prompt_length=S
+    )
+  return build(
     batching=ContinuousBatchingConfig(slots=4, page_size=4, prefill_chunk=16),
-    context=S + R,
     params_sharding=model.shardings(shapes, mesh),
     mesh=mesh,
     sampler_mesh=mesh,
   )
 
 
-def converse(pool, *names, sequences, rewrites=True, turns=4):
+def converse(
+  pool, *names, mode="async", sequences=1, rewrites=False, turns=4, **sampling
+):
   tokenizer = Template(rewrites)
-  ids = [tokenizer.encode(name) for name in names]
+  ids = [tokenizer.encode(f"[{name}][") for name in names]
   tokens = np.zeros((len(names), S), np.int32)
   for row, x in zip(tokens, ids, strict=True):
     row[S - len(x) :] = x
@@ -99,17 +119,18 @@ def converse(pool, *names, sequences, rewrites=True, turns=4):
     np.zeros(len(names), np.int32),
   )
   mesh = sharding.make_mesh(jax.devices()[:1])
-  play = BranchingConversations(
-    pool,
-    SequenceLimits(turns, sequences, S, R),
-    prompt_batch.PromptConfig(tokenizer, S),
-    sharding.batch_sharding(mesh),
-    None,
-  )
+  of_run = {
+    "prompt_config": prompt_batch.PromptConfig(tokenizer, S),
+    "batch_sharding": sharding.batch_sharding(mesh),
+    "stop": None,
+  }
+  limits = SequenceLimits(turns, sequences, S, R)
+  play = AsyncConversations(pool, limits, **of_run)
+  if mode == "sync":
+    play = Conversations(pool, turns, **of_run)
+  generate = sampler(mesh, mode == "async", **sampling)
   with jax.set_mesh(mesh):
-    return play(
-      sampler(mesh), weights(), batch, jax.random.key(1), label="test"
-    )
+    return play(generate, weights(), batch, jax.random.key(1), label="test")
 
 
 def sequences_of(scored):
@@ -121,8 +142,31 @@ def sequences_of(scored):
                                          samples.turns))  # fmt: skip
 
 
+def test_one_sequence_is_what_turns_together_give(pool):
+  names, chosen = ("a", "fails", "bcd"), {"temperature": 0.0}
+  one, other = (
+    converse(pool, *names, mode=mode, **chosen) for mode in ("async", "sync")
+  )
+  a, b = (jax.device_get(x.samples) for x in (one, other))
+  for name in ("tokens", "lengths", "finish", "turns"):
+    np.testing.assert_array_equal(getattr(a, name), getattr(b, name), name)
+  np.testing.assert_allclose(a.logps, b.logps, atol=1e-4)
+  assert one.responses == other.responses
+  assert a.turns.max() == 3
+  for mine, its in zip(
+    one.rewards.result(), other.rewards.result(), strict=True
+  ):
+    np.testing.assert_equal(mine, its)
+
+
+def test_no_conversation_waits_for_the_environment_of_another(pool):
+  # The environment of the first answers once the second has ended.
+  rewards = converse(pool, "waits", "ends").rewards.result()
+  assert rewards.total.tolist() == [[1.5] * G] * 2, rewards.reasons
+
+
 def test_a_response_is_learned_behind_what_the_policy_read(pool):
-  scored = converse(pool, "a", "bc", sequences=3)
+  scored = converse(pool, "a", "bc", sequences=3, rewrites=True)
   rows = [*sequences_of(scored)]
   assert len(rows) == 2 * G * 3
   for row, (prompt, tokens, logps, turns) in enumerate(rows):
@@ -151,7 +195,7 @@ def test_a_response_is_learned_behind_what_the_policy_read(pool):
 
 
 def test_a_template_that_keeps_turns_has_one_sequence(pool):
-  scored = converse(pool, "a", rewrites=False, sequences=2)
+  scored = converse(pool, "a", sequences=2)
   rows = [*sequences_of(scored)]
   assert [len(tokens) > 0 for _, tokens, *_ in rows] == [True, False] * G
   assert [*map(max, (turns for *_, turns in rows[::2]))] == [3, 3]
@@ -165,13 +209,13 @@ def test_a_template_that_keeps_turns_has_one_sequence(pool):
   ("sequences", "turns"), [(2, 4), (3, 2)], ids=["sequences", "turns"]
 )
 def test_a_conversation_beyond_a_limit_is_truncated(pool, sequences, turns):
-  scored = converse(pool, "a", sequences=sequences, turns=turns)
+  scored = converse(pool, "a", sequences=sequences, turns=turns, rewrites=True)
   assert scored.rewards.result().total.tolist() == [[1.0, 1.0]]
   assert (np.asarray(scored.samples.finish) == TRUNCATED).all()
 
 
 def test_a_failure_costs_its_conversation_alone(pool):
-  scored = converse(pool, "a", "bad", "fails", sequences=3)
+  scored = converse(pool, "a", "bad", "fails", sequences=3, rewrites=True)
   rewards = scored.rewards.result()
   assert rewards.failed.tolist() == [[False] * G, [True] * G, [True] * G]
   assert rewards.total[0].tolist() == [1.5] * G
