@@ -19,7 +19,7 @@ def _seeds(ax, runs, table):
     _, colour = _style(row)
     for run in runs:
       if run["method"] == row["method"] and "final" in run:
-        at = x + 0.15 * (run["seed"] - 1)
+        at = x + 0.12 * (run["seed"] - 2)
         ends = [drawing.number(run[key]) for key in ("start", "final")]
         ax.plot([at, at], ends, color=colour, linewidth=1.5)
         ax.plot(at, ends[1], "o", color=colour, markersize=5)

@@ -20,7 +20,9 @@ A model may also have states, which are no pages. A prefill gives its state to
 the slots that start in the same round. If more responses wait, it also stores
 the state in a row, from which they start later. The queue is in order, so one
 prefix at a time has a row; of two rows it takes the one that no slot reads in
-this round. Without a row, a prefix is prefilled again.
+this round. Without a row, a prefix is prefilled again. A response that goes on
+where the last call left it finds its state in its slot, if no other response
+has had the slot.
 """
 
 import collections
@@ -40,6 +42,7 @@ class CachedTokens(NamedTuple):
 
   pages: list[int]
   num_tokens: int
+  slot: int = -1  # that has the state after these tokens; -1: none has
 
 
 @dataclasses.dataclass
@@ -210,16 +213,28 @@ class Scheduler:
     admission = Admission(
       [], new, full(0), full(0), full(n), full(n), full(PROMPT_ROWS)
     )
-    for slot in np.flatnonzero(self._response_M < 0).tolist():
-      if not self._queue or not self._make_room(self._queue[0]):
-        break
-      self._start(slot, self._queue.popleft(), admission)
+    idle = np.flatnonzero(self._response_M < 0).tolist()
+    while idle and self._queue and self._make_room(self._queue[0]):
+      response = self._queue.popleft()
+      slot = self._choose_slot(idle, self._prefix_B[response])
+      idle.remove(slot)
+      self._start(slot, response, admission)
     if self._has_states and self._queue and admission.prefill:
       last = admission.prefill[-1]
       if self._prefix_B[self._queue[0]] == last.prefix:
         self._row, self._prefix_of_row = 1 - self._row, last.prefix
         last.row = self._row
     return admission
+
+  def _choose_slot(self, idle: list[int], prefix) -> int:
+    """The slot that has the prefix's state, else one that has none."""
+    if not self._has_states:
+      return idle[0]
+    if (own := self._cached(prefix).slot) in idle:
+      return own
+    kept = *self._prefix_pages.values(), *(self.kept or {}).values()
+    taken = {tokens.slot for tokens in kept}
+    return next((slot for slot in idle if slot not in taken), idle[0])
 
   def allocate_pages(self) -> SegmentPages:
     """Gives each slot the pages that the next segment can fill.
@@ -331,15 +346,18 @@ class Scheduler:
     count = int(self._num_cached_M[slot] + self._num_generated_M[slot])
     pages = self._table[slot, : -(-count // self._sizes.page_size)].tolist()
     self._readers[pages] += 1
-    return CachedTokens(pages, count)
+    return CachedTokens(pages, count, slot)
 
   def _start(self, slot, response, admission):
     prefix, page_size = int(self._prefix_B[response]), self._sizes.page_size
     cached = int(self._num_cached_Q[prefix])
-    stored, num_stored = self._cached(prefix)
+    stored, num_stored, with_state = self._cached(prefix)
+    has_state = with_state == slot and num_stored == cached
+    self._forget_state(slot)
     stored = stored + self._pop_pages(-(-cached // page_size) - len(stored))
     self._prefix_pages[prefix] = CachedTokens(stored, cached)
-    self._prefill(slot, prefix, stored, num_stored, admission)
+    if not (self._has_states and has_state):
+      self._prefill(slot, prefix, stored, num_stored, admission)
     count = self._pages_after_segment(cached, 0, self._max_tokens_B[response])
     pages = stored[: cached // page_size]
     self._readers[pages] += 1
@@ -353,6 +371,12 @@ class Scheduler:
     self._response_M[slot], self._num_cached_M[slot] = response, cached
     self._num_generated_M[slot], self._num_pages_M[slot] = 0, len(pages)
     self._table[slot, : len(pages)] = pages
+
+  def _forget_state(self, slot):
+    for kept in (self._prefix_pages, self.kept or {}):
+      for i, tokens in kept.items():
+        if tokens.slot == slot:
+          kept[i] = tokens._replace(slot=-1)
 
   def _prefill(self, slot, prefix, pages, num_stored, admission):
     """Prefills the prefix of a slot unless all that it needs is stored."""
