@@ -23,9 +23,9 @@ from gspo_jax.endpoint.app import MODEL, Client, Endpoint
 from gspo_jax.endpoint.requests import ApiError
 from gspo_jax.endpoint.server import Server
 from gspo_jax.record.progress import Progress
-from gspo_jax.rollout import agent, conversations
+from gspo_jax.rollout import agent, conversation
 from gspo_jax.rollout.batch import ScoredSamples
-from gspo_jax.rollout.conversations import Conversation
+from gspo_jax.rollout.conversation import Conversation
 from gspo_jax.rollout.environment import Question
 from gspo_jax.rollout.sequences import (
   EpisodeSequence,
@@ -214,7 +214,7 @@ class Agents:
     chats = {
       b: self._conversation(episodes[b], ended[b], results[b]) for b in own
     }
-    return conversations.scored_sequences(
+    return conversation.scored_sequences(
       batch,
       chats,
       ended,

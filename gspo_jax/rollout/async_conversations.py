@@ -21,9 +21,9 @@ from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
 from gspo_jax.data.tokenizers.base import Turn, as_messages
 from gspo_jax.endpoint.transcript import Transcript
 from gspo_jax.record.progress import Progress
-from gspo_jax.rollout import conversations
+from gspo_jax.rollout import conversation
 from gspo_jax.rollout.batch import ScoredSamples
-from gspo_jax.rollout.conversations import Conversation
+from gspo_jax.rollout.conversation import Conversation
 from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.sequences import (
   EpisodeSequence,
@@ -102,7 +102,7 @@ class AsyncConversations:
         return not going
 
       engine.run(all_ended)
-    return conversations.scored_sequences(
+    return conversation.scored_sequences(
       batch,
       chats,
       {row: chat.sequences for row, chat in chats.items()},
@@ -117,7 +117,7 @@ class AsyncConversations:
 
   def _begin(self, batch, chats, G, key) -> None:
     config = self.prompt_config
-    begun = conversations.begin(self.pool, batch, chats, G, key)
+    begun = conversation.begin(self.pool, batch, chats, G, key)
     for row, reply in begun.items():
       chat, said, p = chats[row], reply.step.messages, row // G
       chat.transcript = Transcript(config.tokenizer)
@@ -125,10 +125,10 @@ class AsyncConversations:
         first = config.messages_of(batch.problems[p])
         chat.prompt = batch.ids(p)
         if said:
-          first = conversations.first_messages(config, said)
+          first = conversation.first_messages(config, said)
           chat.prompt = config.tokenizer.chat(as_messages(first), config.tools)
       except Exception as error:
-        chat.failure = chat.failure or conversations.reason(error)
+        chat.failure = chat.failure or conversation.reason(error)
       else:
         chat.messages = as_messages(first)
 
@@ -139,7 +139,7 @@ class AsyncConversations:
     try:
       ids = self._context(chat)
     except Exception as error:  # messages that the template refuses
-      chat.failure = conversations.reason(error)
+      chat.failure = conversation.reason(error)
       return False
     last = chat.sequences[-1] if chat.sequences else None
     if last and ids[: len(last.ids)] != last.ids:
