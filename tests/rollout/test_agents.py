@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import types
 
 import jax
 import numpy as np
@@ -283,6 +284,27 @@ def test_of_two_calls_at_once_one_goes_on_and_one_is_a_branch(pool):
       [[0, 1, 0, 3], [0, 2]],
     )
     assert len(second[0]) > second[1].index(max(second[1])) > 4
+
+
+def test_a_call_goes_on_with_the_longest_sequence_that_is_free():
+  limits = SequenceLimits(turns=9, sequences=2, width=8, longest=64)
+  episode = agents.Episode(None, tokenizers.load("bytes"), limits)
+
+  def answer(generation, *tokens):
+    generation.add([*tokens], [0.0] * len(tokens), "stop")
+    completion = types.SimpleNamespace(messages=[])
+    episode.ended(types.SimpleNamespace(generation=generation, call=completion))
+
+  begun = [engine.Generation(prompt, 9) for prompt in ([1], [1])]
+  later = [engine.Generation(ids, 9) for ids in ([1, 2, 3, 4], [1, 2, 3, 5])]
+  for calls_at_once, tokens in ((begun, [(2,), (2, 3)]), (later, [(6,), (7,)])):
+    for generation in calls_at_once:
+      episode.started(generation)
+    for generation, ids in zip(calls_at_once, tokens, strict=True):
+      answer(generation, *ids)
+  short, longer = episode.end()
+  assert (short.ids, short.turns) == ([1, 2, 3, 5, 7], [1, 0, 0, 4])
+  assert (longer.ids, longer.turns) == ([1, 2, 3, 4, 6], [2, 2, 0, 3])
 
 
 def test_an_episode_keeps_its_limits(pool):
