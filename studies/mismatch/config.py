@@ -24,6 +24,8 @@ METHODS = {
   "grpo+mis": ("grpo", "none", "mis_token:cap=2,floor=0.5"),
   "cispo": ("cispo", "none", "none"),
   "dppo_tv": ("dppo_tv", "none", "none"),
+  "gspo+wide": ("gspo:clip_low=0.05,clip_high=0.05", "none", "none"),
+  "grpo+dual": ("grpo:dual_clip=3", "none", "none"),
 }
 
 

@@ -10,7 +10,15 @@ COLOURS = {
   "cispo": "#009E73",
   "dppo_tv": "#CC79A7",
 }
-STYLES = {"": "-", "r2": "--", "r3": ":", "tis": "-.", "mis": (0, (1, 3))}
+STYLES = {
+  "": "-",
+  "r2": "--",
+  "r3": ":",
+  "tis": "-.",
+  "mis": (0, (1, 3)),
+  "wide": "--",
+  "dual": "--",
+}
 
 
 def draw(record: dict, path: Path) -> None:
