@@ -14,11 +14,11 @@ the old ones) and error:
   of its best five, or a number ceases to be finite.
 - it is more or less accurate than GRPO with recomputed log-probs, at the same
   error, by the paired t test of the final pass@1 (Holm over the other arms).
-Two arms were added when three seeds had collapsed with the sampler's log-probs at
-`int:5`, as remedies there: GSPO with a clip range of .05, 2.7 times the gap of a
-sequence, and GRPO with a dual clip of 3, as verl has it. Changed after seed 0:
-`int:3`, with which all its twelve arms had collapsed, is of that seed alone, and
-so is described and not tested.
+Two arms were added when three seeds had collapsed with the sampler's log-probs
+at `int:5`, as remedies there: GSPO with a clip range of .05, 2.7 times the gap
+of a sequence, and GRPO with a dual clip of 3, as verl has it. Changed after
+seed 0: `int:3`, with which all its twelve arms had collapsed, is of that seed
+alone, and so is described and not tested.
 The size of an error is described, not tested: nats a token, the gap of a
 sequence over GSPO's lower clip range, and the share of routers, one a layer and
 token, whose experts differ between sampler and trainer, of the last policy of
