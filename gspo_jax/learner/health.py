@@ -12,6 +12,9 @@ _MAX_UNMOVED_STD = 1e-6
 # A clip range that differs by this factor from the method's default is meant
 # for another kind of ratio.
 _FAR = 40
+# Nats a token between sampler and trainer. With the sampler's log-probs as old
+# ones GSPO and GRPO collapsed at .02 (studies/mismatch).
+_MAX_GAP = 0.01
 _UNCLIPPED_ITERATIONS = 10  # before the warning that nothing was clipped
 
 
@@ -133,10 +136,24 @@ class HealthChecks:
         "does not tell responses apart",
       )
     self._check_clipping(metrics)
+    # An earlier policy's samples also differ by the updates since then.
+    if not self._off_policy:
+      self._check_gap(metrics)
+
+  def _check_gap(self, metrics: Mapping[str, float]) -> None:
+    """Warns if sampler and trainer differ by much."""
+    of_token = metrics.get("mismatch/token_abs_mean", 0.0)
     gap = metrics.get("mismatch/sequence_abs_mean", 0.0)
     clip_low = self._numbers.get("clip_low", math.inf)
-    # An earlier policy's samples also differ by the updates since then.
-    if gap > clip_low and not self._off_policy:
+    if self._objective.has_sampler_logps and of_token > _MAX_GAP:
+      self._warn(
+        "gap",
+        f"sampler and trainer differ by {of_token:.2g} nats a token "
+        f"(mismatch/token_abs_mean), more than {_MAX_GAP:g}: with "
+        "objective.old_logps='sampler' most methods collapse at such a gap; "
+        "set --config.objective.old_logps=recompute",
+      )
+    elif gap > clip_low:
       self._warn(
         "gap",
         f"sampler and trainer differ by {gap:.1e} a sequence "

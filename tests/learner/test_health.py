@@ -77,6 +77,19 @@ def test_a_gap_inside_the_clip_range_is_no_fault(capsys):
   assert capsys.readouterr().out == ""
 
 
+def test_a_gap_that_collapses_runs_with_the_samplers_log_probs(capsys):
+  metrics = HEALTHY | {"mismatch/token_abs_mean": 0.023}
+  checks("grpo")(metrics)
+  checks("grpo", old_logps="sampler")(
+    HEALTHY | {"mismatch/token_abs_mean": 0.005}
+  )
+  assert capsys.readouterr().out == ""
+  checks("grpo", old_logps="sampler")(metrics)
+  line = capsys.readouterr().out
+  assert "differ by 0.023 nats a token (mismatch/token_abs_mean)" in line
+  assert "--config.objective.old_logps=recompute" in line
+
+
 def test_an_iteration_without_mixed_groups_has_no_signal(capsys):
   check, equal = checks(), HEALTHY | {"reward/mixed_groups": 0.0}
   for _ in range(2):
