@@ -169,19 +169,18 @@ def test_a_response_is_learned_behind_what_the_policy_read(pool):
   scored = converse(pool, "a", "bc", sequences=3, rewrites=True)
   rows = [*sequences_of(scored)]
   assert len(rows) == 2 * G * 3
-  for row, (prompt, tokens, logps, turns) in enumerate(rows):
-    read = turns == 0
-    ids = np.concatenate([prompt, tokens])
-    forced = token_logprobs(
-      weights(),
-      CFG,
-      ids[None],
-      np.arange(len(ids))[None],
-      np.ones((1, len(ids)), bool),
-      response_length=len(tokens),
-    )
-    np.testing.assert_allclose(logps[~read], forced.logps[0][~read], atol=1e-4)
-    assert {*turns[~read].tolist()} == {row % 3 + 1}
+  ids = [np.concatenate(row[:2]) for row in rows]
+  tokens_BT = np.stack([np.pad(x, (0, S + R - len(x))) for x in ids])
+  columns = np.broadcast_to(np.arange(S + R), tokens_BT.shape)
+  mask = columns < np.array([*map(len, ids)])[:, None]
+  forced = jax.jit(token_logprobs, static_argnames=("cfg", "response_length"))(
+    *(weights(), CFG, tokens_BT, columns, mask), response_length=S + R - 1
+  ).logps
+  for row, (prompt, _, logps, turns) in enumerate(rows):
+    expected = forced[row, len(prompt) - 1 :][: len(turns)]
+    sampled = turns > 0
+    np.testing.assert_allclose(logps[sampled], expected[sampled], atol=1e-4)
+    assert {*turns[sampled].tolist()} == {row % 3 + 1}
   # The context of a later response has the earlier ones as the template does.
   decode = Template(True).decode
   for row in range(0, len(rows), 3):
