@@ -164,13 +164,14 @@ class Config:
       if self.rollout.uses_engine:
         self._check_engine()
     else:
-      alone, several = (
-        "without rollout.environment",
-        self.rollout.max_sequences > 1,
-      )
+      without = "without rollout.environment"
       self._refuse(
-        ("rollout.max_sequences", several, f"1 {alone}"),
-        ("rollout.mode", self.rollout.mode == "async", f"'sync' {alone}"),
+        (
+          "rollout.max_sequences",
+          self.rollout.max_sequences > 1,
+          f"1 {without}",
+        ),
+        ("rollout.mode", self.rollout.mode == "async", f"'sync' {without}"),
       )
     if self.objective.credit == "turn":
       self._check_turns()

@@ -43,23 +43,27 @@ from gspo_jax.workers.pool import Started
 
 
 @dataclasses.dataclass
-class _Conversation(Conversation):
+class _Going(Conversation):
+  """A conversation and where it is.
+
+  `transcript`, `messages` and `rendered` are of one that may have several
+  sequences.
+  """
+
   prompt: Sequence[int] = ()  # ids before the first response
-  said: Sequence[Turn] = ()  # by the environment, after the newest response
-  response: str = ""  # the newest one
-  # Where there may be several sequences: all so far, for the chat template.
   transcript: Transcript | None = None
-  messages: list[dict] = dataclasses.field(default_factory=list)
-  rendered: str = ""  # the newest prompt, as the template writes it
+  messages: list[dict] = dataclasses.field(default_factory=list)  # all so far
+  rendered: str = ""  # the newest prompt, as the chat template writes it
   sequences: list[EpisodeSequence] = dataclasses.field(default_factory=list)
   generation: Generation | None = None  # the response that is sampled
+  response: str = ""  # the newest one
   asked: Started | None = None  # the environment's answer
   finish: int = TRUNCATED
 
 
 @dataclasses.dataclass(frozen=True)
 class AsyncConversations:
-  """Called as `Conversations`."""
+  """Plays conversations; called as `Conversations`."""
 
   pool: EnvironmentPool
   limits: SequenceLimits
@@ -79,19 +83,19 @@ class AsyncConversations:
     """G conversations about each of P problems.
 
     The random key of a token depends on when its request comes: the same run
-    may sample other responses.
+    may sample other responses. Nothing is sampled where `reset` has failed.
     """
     G = generate.config.group_size
     own = local_episodes(len(batch) * G, self.batch_sharding)
-    chats = {row: _Conversation() for row in own}
+    chats = {row: _Going() for row in own}
     start = time.monotonic()
-    self._begin(batch, chats, G, key)
+    batch = self._begin(batch, chats, G, key)
     waited = time.monotonic() - start  # for environments
     with (
       Engine(generate, params, key) as engine,
       Progress(label, len(chats), "conversations") as progress,
     ):
-      going = [chat for chat in chats.values() if self._call(chat, engine)]
+      going = [chat for chat in chats.values() if self._start(chat, engine)]
       progress.advance(len(chats) - len(going))
 
       def all_ended() -> bool:
@@ -115,32 +119,32 @@ class AsyncConversations:
       environment_seconds=waited + engine.idle_seconds,
     )
 
-  def _begin(self, batch, chats, G, key) -> None:
+  def _begin(self, batch, chats, G, key) -> PromptBatch:
     config = self.prompt_config
-    begun = conversation.begin(self.pool, batch, chats, G, key)
+    batch, begun = conversation.begin(self.pool, config, batch, chats, G, key)
     for row, reply in begun.items():
       chat, said, p = chats[row], reply.step.messages, row // G
-      chat.transcript = Transcript(config.tokenizer)
-      try:
+      chat.prompt = batch.ids(p)
+      if self.limits.sequences > 1 and not chat.failure:
         first = config.messages_of(batch.problems[p])
-        chat.prompt = batch.ids(p)
         if said:
           first = conversation.first_messages(config, said)
-          chat.prompt = config.tokenizer.chat(as_messages(first), config.tools)
-      except Exception as error:
-        chat.failure = chat.failure or conversation.reason(error)
-      else:
+        chat.transcript = Transcript(config.tokenizer)
         chat.messages = as_messages(first)
+    return batch
 
-  def _call(self, chat: _Conversation, engine: Engine) -> bool:
-    """Asks the policy; False if the conversation has ended, or has no room."""
-    if chat.failure or len(chat.rewards) >= self.limits.turns:
+  def _start(self, chat: _Going, engine: Engine) -> bool:
+    """Asks the policy for the first response; False if it cannot."""
+    if chat.failure:
       return False
     try:
-      ids = self._context(chat)
+      return self._call(chat, self._context(chat), engine)
     except Exception as error:  # messages that the template refuses
       chat.failure = conversation.reason(error)
       return False
+
+  def _call(self, chat: _Going, ids: list[int], engine: Engine) -> bool:
+    """Asks the policy for a response behind `ids`; False without room."""
     last = chat.sequences[-1] if chat.sequences else None
     if last and ids[: len(last.ids)] != last.ids:
       last = None
@@ -150,42 +154,47 @@ class AsyncConversations:
     room = min(room, engine.most_new_tokens(len(ids)))
     if room < 1:
       return False
+    made = Generation(ids, room)
+    chat.generation = engine.submit(made, goes_on=bool(chat.sequences))
     if not last:
       chat.sequences.append(EpisodeSequence(ids))
-    chat.generation = engine.submit(Generation(ids, room))
     return True
 
-  def _context(self, chat: _Conversation) -> list[int]:
-    """The ids before the next response."""
+  def _context(self, chat: _Going, said: Sequence[Turn] = ()) -> list[int]:
+    """The ids before the next response, behind what the environment said."""
     config = self.prompt_config
     if self.limits.sequences > 1:
+      chat.messages += as_messages(said)
       ids, chat.rendered = chat.transcript.prompt(chat.messages, config.tools)
       return ids
     if not chat.sequences:
       return [*chat.prompt]
     before = chat.sequences[-1].ids
     stopped = before[-1] in config.tokenizer.stop_ids
-    return [*before, *config.tokenizer.turn(chat.said, stopped=stopped)]
+    return [*before, *config.tokenizer.turn(said, stopped=stopped)]
 
-  def _advance(self, chat: _Conversation, engine: Engine) -> bool:
+  def _advance(self, chat: _Going, engine: Engine) -> bool:
     """Goes on where a response or an answer is there; False at the end."""
     if chat.generation and chat.generation.finish:
       self._ask(chat, engine)
     if not (chat.asked and chat.asked.done.done()):
       return True
     (reply,) = self.pool.replies(chat.asked)
-    chat.asked = None
+    chat.asked, step, ids = None, reply.step, None
+    has_turns = len(chat.rewards) + 1 < self.limits.turns
+    if not step.done and chat.finish == STOPPED and has_turns:
+      try:
+        ids = self._context(chat, step.messages)
+      except Exception as error:  # messages that the template refuses
+        failure = conversation.reason(error)
+        reply = reply._replace(step=step._replace(done=True), failure=failure)
     chat.add(chat.response, reply)
     if reply.step.done:
       return False
-    if chat.finish == TRUNCATED:
-      return False
     chat.finish = TRUNCATED  # unless it goes on to its end
-    chat.said = reply.step.messages
-    chat.messages += as_messages(chat.said)
-    return self._call(chat, engine)
+    return ids is not None and self._call(chat, ids, engine)
 
-  def _ask(self, chat: _Conversation, engine: Engine) -> None:
+  def _ask(self, chat: _Going, engine: Engine) -> None:
     """Records a response, and asks the environment."""
     made, chat.generation = chat.generation, None
     sequence = chat.sequences[-1]

@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import numpy as np
 
 from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
-from gspo_jax.data.tokenizers.base import Turn
+from gspo_jax.data.tokenizers.base import Turn, as_messages
 from gspo_jax.rewards.pool import PendingRewards, Rewards
 from gspo_jax.rewards.reward import Response
 from gspo_jax.rollout import scoring
@@ -52,12 +52,17 @@ class Conversation:
 
 def begin(
   pool: EnvironmentPool,
+  prompt_config: PromptConfig,
   batch: PromptBatch,
   chats: Mapping[int, Conversation],
   group_size: int,
   key: jax.Array,
-) -> dict[int, Reply]:
-  """Begins this host's conversations, by row; returns what `reset` said."""
+) -> tuple[PromptBatch, dict[int, Reply]]:
+  """Begins this host's conversations, by row; call it on every process.
+
+  Returns the batch with the prompts that environments have written, and what
+  `reset` said, by row.
+  """
   # 2**32 - 1 is never a row number, so no response has this key.
   k_seed = jax.random.fold_in(key, np.uint32(2**32 - 1))
   seeds = np.asarray(jax.random.bits(k_seed, (len(batch),), np.uint32)).tolist()
@@ -70,7 +75,72 @@ def begin(
   )
   for chat, reply in zip(chats.values(), begun, strict=True):
     chat.state, chat.failure = reply.state, reply.failure
-  return dict(zip(chats, begun, strict=True))
+  replies = dict(zip(chats, begun, strict=True))
+  batch = _with_prompts(prompt_config, batch, chats, group_size, replies)
+  return batch, replies
+
+
+def _with_prompts(
+  cfg: PromptConfig,
+  batch: PromptBatch,
+  chats: Mapping[int, Conversation],
+  group_size: int,
+  replies: Mapping[int, Reply],
+) -> PromptBatch:
+  """The batch with the prompts of `reset`; a wrong one fails its group."""
+  prompts = {}  # of this host, where an environment has one
+  for row, reply in replies.items():
+    if not reply.failure:
+      prompts.setdefault(row // group_size, set()).add(reply.step.messages)
+  local = {}
+  for p, choices in prompts.items():
+    try:
+      ids = prompt_ids(cfg, choices)
+    except Exception as error:  # no process may raise alone
+      why = reason(error)
+      for row, chat in chats.items():
+        if row // group_size == p:
+          chat.failure = chat.failure or why
+    else:
+      if ids:
+        local[p] = ids
+  if not multihost.any_process(bool(local)):
+    return batch
+  tokens, lengths = batch.tokens.copy(), batch.lengths.copy()
+  width = tokens.shape[1]
+  sent = np.zeros((len(batch), 1 + width), np.int32)
+  for p, ids in local.items():
+    sent[p, 0], sent[p, width - len(ids) + 1 :] = len(ids), ids
+  everywhere = multihost.sum_of_all(sent)
+  new = everywhere[:, 0] > 0
+  lengths[new] = everywhere[new, 0]
+  pad = np.arange(width) < width - lengths[:, None]
+  ids = np.where(pad, cfg.tokenizer.pad_id, everywhere[:, 1:])
+  tokens[new] = ids[new]
+  return dataclasses.replace(batch, tokens=tokens, lengths=lengths)
+
+
+def prompt_ids(cfg: PromptConfig, choices: Collection) -> list[int]:
+  """The ids of a group's prompt; [] for the data's prompt.
+
+  UserError if the environments gave several prompts, or none that fits.
+  """
+  if len(choices) > 1:
+    raise UserError(
+      "the environment began with several prompts for one problem: "
+      "expected reset(problem, seed) to depend on these two alone"
+    )
+  (messages,) = choices
+  if not messages:
+    return []
+  first = as_messages(first_messages(cfg, messages))
+  ids = cfg.tokenizer.chat(first, cfg.tools)
+  if len(ids) > cfg.width:
+    raise UserError(
+      f"the environment's prompt {messages[-1][1][:40]!r} has {len(ids)} "
+      f"tokens, more than data.max_prompt_length={cfg.width}"
+    )
+  return ids
 
 
 def first_messages(cfg: PromptConfig, messages: Sequence[Turn]) -> list[Turn]:

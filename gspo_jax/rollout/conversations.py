@@ -18,7 +18,6 @@ import numpy as np
 
 from gspo_jax import model
 from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
-from gspo_jax.data.tokenizers.base import as_messages
 from gspo_jax.record.progress import Progress
 from gspo_jax.rewards.pool import PendingRewards, Rewards
 from gspo_jax.rollout import conversation, scoring
@@ -26,7 +25,6 @@ from gspo_jax.rollout.batch import ScoredSamples, prompts_on_device
 from gspo_jax.rollout.conversation import Conversation, gather_rows
 from gspo_jax.rollout.environment_pool import EnvironmentPool, Reply
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous import ContinuousSampler, PrefixCache
 from gspo_jax.sampler.samples import (
   STOPPED,
@@ -68,7 +66,9 @@ class Conversations:
     chats = {row: Conversation() for row in multihost.local_rows(like)}
     start = time.monotonic()
     with Progress(f"{label}, the environment's prompts"):
-      batch = self._begin(batch, chats, G, key)
+      batch, _ = conversation.begin(
+        self.pool, self.prompt_config, batch, chats, G, key
+      )
     waited = time.monotonic() - start  # for environments
     key = sharding.key_beside(self.batch_sharding, key)
     prompts = prompts_on_device(batch, self.batch_sharding)
@@ -167,63 +167,6 @@ class Conversations:
         for name, values in state["conversation"].items()
       },
     )
-
-  def _begin(self, batch, chats, G: int, key) -> PromptBatch:
-    """Begins this host's conversations; returns the batch with new prompts."""
-    prompts = {}  # of this host, where an environment has one
-    begun = conversation.begin(self.pool, batch, chats, G, key)
-    for row, reply in begun.items():
-      if not reply.failure:
-        prompts.setdefault(row // G, set()).add(reply.step.messages)
-    local = {}
-    for p, choices in prompts.items():
-      try:
-        ids = self._prompt(choices)
-      except Exception as error:  # no process may raise alone
-        why = conversation.reason(error)
-        for row in chats:
-          if row // G == p:
-            chats[row].failure = chats[row].failure or why
-      else:
-        if ids:
-          local[p] = ids
-    if not multihost.any_process(bool(local)):
-      return batch
-    tokens, lengths = batch.tokens.copy(), batch.lengths.copy()
-    width = tokens.shape[1]
-    sent = np.zeros((len(batch), 1 + width), np.int32)
-    for p, ids in local.items():
-      sent[p, 0], sent[p, width - len(ids) + 1 :] = len(ids), ids
-    everywhere = multihost.sum_of_all(sent)
-    new = everywhere[:, 0] > 0
-    lengths[new] = everywhere[new, 0]
-    pad = np.arange(width) < width - lengths[:, None]
-    ids = np.where(pad, self.prompt_config.tokenizer.pad_id, everywhere[:, 1:])
-    tokens[new] = ids[new]
-    return dataclasses.replace(batch, tokens=tokens, lengths=lengths)
-
-  def _prompt(self, choices) -> list[int]:
-    """The ids of a group's prompt; [] for the data's prompt.
-
-    UserError if the environments gave several prompts, or none that fits.
-    """
-    cfg = self.prompt_config
-    if len(choices) > 1:
-      raise UserError(
-        "the environment began with several prompts for one problem: "
-        "expected reset(problem, seed) to depend on these two alone"
-      )
-    (messages,) = choices
-    if not messages:
-      return []
-    first = as_messages(conversation.first_messages(cfg, messages))
-    ids = cfg.tokenizer.chat(first, cfg.tools)
-    if len(ids) > cfg.width:
-      raise UserError(
-        f"the environment's prompt {messages[-1][1][:40]!r} has {len(ids)} "
-        f"tokens, more than data.max_prompt_length={cfg.width}"
-      )
-    return ids
 
 
 def _gather_ids(

@@ -162,12 +162,21 @@ class Engine:
     empty = np.zeros(0, np.int32)
     n = sampler.batching.slots // sampler.chunk.shards
     self._rows = [_Row(empty) for _ in range(n * len(sampler.chunk.own))]
-    self._changed = threading.Condition()  # guards the next three
+    self._changed = threading.Condition()  # guards the next four
     self._waiting: collections.deque[Generation] = collections.deque()
+    # Requests that go on with earlier ones, whose rows may be taken; first.
+    self._going_on: collections.deque[Generation] = collections.deque()
     self._closed = self._woken = False
     self._steps = 0
+    self._follow = False  # some requests followed in the step after the last
     self.slot_steps = 0  # as of Samples
     self.idle_seconds = 0.0  # that `run` waited for requests
+
+  @property
+  def _may_follow(self) -> bool:
+    """Not in two steps running, for both would be of one token."""
+    shares_pages = not has_states(self._sampler.chunk.cfg)
+    return shares_pages and not self._follow
 
   @property
   def context(self) -> int:
@@ -178,8 +187,14 @@ class Engine:
     left = self.context - prompt_length
     return min(self._sampler.config.max_new_tokens, left)
 
-  def submit(self, generation: Generation) -> Generation:
-    """Asks for a response; UserError unless prompt and response have room."""
+  def submit(
+    self, generation: Generation, *, goes_on: bool = False
+  ) -> Generation:
+    """Asks for a response; UserError unless prompt and response have room.
+
+    One that `goes_on` with an earlier request comes before those that begin:
+    their rows would else take what is kept of its prompt.
+    """
     size = len(generation.prompt)
     vocabulary = self._sampler.chunk.cfg.vocab_size
     if not size or not all(0 <= i < vocabulary for i in generation.prompt):
@@ -196,7 +211,7 @@ class Engine:
     with self._changed:
       if self._closed:
         raise UserError("the engine is closed")
-      self._waiting.append(generation)
+      (self._going_on if goes_on else self._waiting).append(generation)
       self._changed.notify_all()
     return generation
 
@@ -216,7 +231,7 @@ class Engine:
       if not self.step():
         start = time.monotonic()
         with self._changed:
-          if not (self._waiting or self._woken):
+          if not (self._going_on or self._waiting or self._woken):
             self._changed.wait(_SECONDS if alone else _SECONDS_TOGETHER)
           self._woken = False
         self.idle_seconds += time.monotonic() - start
@@ -232,7 +247,9 @@ class Engine:
       for i, row in enumerate(self._rows)
       if row.generation
     }
-    if not multihost.any_process(bool(rows)):
+    facts = np.array([bool(rows), follow], np.int32)
+    any_rows, self._follow = (multihost.sum_of_all(facts) > 0).tolist()
+    if not any_rows:
       return False
     width, count = chunk.sizes.max_prompt_length, self._sampler.batching.slots
     tokens = np.full((count, width), pad, np.int32)
@@ -241,7 +258,7 @@ class Engine:
       tokens[i, width - len(row.tokens) :] = row.tokens
       lengths[i] = len(row.tokens)
       made = row.generation
-      stop_at[i] = 1 if follow else made.max_new_tokens - len(made.tokens)
+      stop_at[i] = 1 if self._follow else made.max_new_tokens - len(made.tokens)
     samples = chunk(
       self._params,
       Prompts(tokens, lengths),
@@ -265,7 +282,9 @@ class Engine:
     """Ends all requests, and frees the pages."""
     with self._changed:
       self._closed = True
-      waiting, self._waiting = [*self._waiting], collections.deque()
+      waiting = [*self._going_on, *self._waiting]
+      self._going_on.clear()
+      self._waiting.clear()
     running = [row.generation for row in self._rows if row.generation]
     for generation in (*running, *waiting):
       generation.add([], [], ABORT)
@@ -303,11 +322,12 @@ class Engine:
         row.generation = None
     free = [i for i, row in enumerate(self._rows) if not row.generation]
     new, follow = [], []
-    while free:
+    while len(follow) < len(free):
       with self._changed:
-        if not self._waiting:
+        queue = self._going_on or self._waiting
+        if not queue:
           break
-        generation = self._waiting.popleft()
+        generation = queue.popleft()
       if generation.cancelled:
         generation.add([], [], ABORT)
         continue
@@ -320,7 +340,7 @@ class Engine:
       new.append(i)
       self._rows[i] = _Row(prompt, generation)
     with self._changed:
-      self._waiting.extendleft(reversed(follow))
+      self._going_on.extendleft(reversed(follow))
     return bool(follow)
 
   def _place(
@@ -329,7 +349,7 @@ class Engine:
     """A free row, the most of whose prompt need not be prefilled.
 
     What a row loses counts, too: the next request may begin with it. None if a
-    `new` row, which this step prefills, will have more of the prompt.
+    `new` row, which this step prefills, will have most of the prompt.
     """
     sizes = self._sampler.sizes
     n, page = sizes.slots, sizes.page_size
@@ -357,13 +377,13 @@ class Engine:
     source, count = i, same[i]
     if 2 * count < shared[i // n]:
       source, count = best[i // n], shared[i // n]
-    shares = not has_states(self._sampler.chunk.cfg)
     same_as_new = (
       _common(self._rows[j].tokens, prompt[:-1])
       for j in new
-      if shares and j // n == i // n
+      if j // n == i // n
     )
-    if max(same_as_new, default=0) // page * page > count:
+    gain = max(same_as_new, default=0) // page * page - count
+    if self._may_follow and gain > len(prompt) // 2:
       return None
     kept[i // n].pop(i % n, None)
     pages = held[source].pages[: -(-count // page)]

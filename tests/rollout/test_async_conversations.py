@@ -25,18 +25,23 @@ MODULE = """
 import pathlib
 import time
 
+ENDED = pathlib.Path(__file__).with_name("ended")
+
 class Asks:
   def reset(self, problem, seed):
     self.count, self.text = 0, problem.text
     if self.text == "bad": raise ValueError("no game")
+    if self.text == "waits": ENDED.unlink(missing_ok=True)
+    if self.text == "writes": return [("user", "hey")]
+    if self.text == "long": return [("user", "hey" * 30)]
+    if self.text == "two": return [("user", str(time.perf_counter_ns()))]
   def step(self, response):
     self.count += 1
     if self.text == "fails": raise ValueError("broken")
     if self.text == "waits":
-      while not pathlib.Path(__file__).with_name("ended").exists():
-        time.sleep(0.01)
-    if self.text == "ends" and self.count == 3:
-      pathlib.Path(__file__).with_name("ended").touch()
+      while not ENDED.exists(): time.sleep(0.01)
+    if self.text == "ends" and self.count == 3: ENDED.touch()
+    if (self.text, self.count) == ("odd", 2): return [("user", "odd")], False, 1
     return [("user", f"and {self.count}?")], self.count == 3, 0.5
 """
 CFG = model.variant("tiny", vocab_size=258, dtype="float32")
@@ -63,6 +68,8 @@ class Template(type(tokenizers.load("bytes"))):
 
   def turn(self, messages, *, stopped):
     text = "".join(f"[{content}]" for _, content in messages)
+    if text == "[odd]":
+      raise TypeError("no text")
     return self.encode("]" + text + "[")
 
 
@@ -71,7 +78,7 @@ def pool(tmp_path_factory):
   folder = tmp_path_factory.mktemp("user")
   (folder / "asking_game.py").write_text(MODULE)
   sys.path.insert(0, str(folder))
-  with EnvironmentPool("asking_game.Asks", workers=4, seconds=5) as pool:
+  with EnvironmentPool("asking_game.Asks", workers=4, seconds=60) as pool:
     yield pool
   sys.path.remove(str(folder))
 
@@ -142,21 +149,32 @@ def sequences_of(scored):
                                          samples.turns))  # fmt: skip
 
 
-def test_one_sequence_is_what_turns_together_give(pool):
-  names, chosen = ("a", "fails", "bcd"), {"temperature": 0.0}
+@pytest.mark.parametrize("turns", [2, 4])
+def test_one_sequence_is_what_turns_together_give(pool, turns):
+  names = "a", "fails", "bcd", "writes", "odd", "long", "two"
   one, other = (
-    converse(pool, *names, mode=mode, **chosen) for mode in ("async", "sync")
+    converse(pool, *names, mode=mode, turns=turns, temperature=0.0)
+    for mode in ("async", "sync")
   )
   a, b = (jax.device_get(x.samples) for x in (one, other))
+  # Nothing is sampled where the environment could not begin.
+  began = np.repeat(np.arange(len(names)) < len(names) - 2, G)
   for name in ("tokens", "lengths", "finish", "turns"):
-    np.testing.assert_array_equal(getattr(a, name), getattr(b, name), name)
-  np.testing.assert_allclose(a.logps, b.logps, atol=1e-4)
-  assert one.responses == other.responses
-  assert a.turns.max() == 3
-  for mine, its in zip(
-    one.rewards.result(), other.rewards.result(), strict=True
-  ):
-    np.testing.assert_equal(mine, its)
+    found, expected = (getattr(x, name)[began] for x in (a, b))
+    np.testing.assert_array_equal(found, expected, name)
+  assert not a.lengths[~began].any()
+  np.testing.assert_allclose(a.logps[began], b.logps[began], atol=1e-4)
+  assert a.turns.max() == min(turns, 3)
+  assert (TRUNCATED in a.finish[began]) == (turns == 2)
+  np.testing.assert_array_equal(one.prompts.tokens, other.prompts.tokens)
+  for row in np.flatnonzero(began):
+    assert one.responses[row] == other.responses[row]
+  for name, value in other.conversation.items():
+    found = one.conversation[name][began]
+    np.testing.assert_array_equal(found, value[began], name)
+  mine, its = (x.rewards.result() for x in (one, other))
+  for name in ("total", "failed", "reasons"):
+    np.testing.assert_array_equal(getattr(mine, name), getattr(its, name), name)
 
 
 def test_no_conversation_waits_for_the_environment_of_another(pool):

@@ -13,6 +13,7 @@ import pytest
 from gspo_jax import model
 from gspo_jax.data import prompt_batch, tokenizers
 from gspo_jax.data.problem import Problem
+from gspo_jax.rollout import conversation
 from gspo_jax.rollout.conversations import Conversations
 from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.runtime import sharding
@@ -347,9 +348,8 @@ def test_a_prompt_that_is_too_long_costs_its_group(pool):
 def test_a_prompt_of_the_environment_tells_of_tools():
   """As the prompts of the data do: without a chat template both are refused."""
   cfg = prompt_batch.PromptConfig(BYTES, S, tools=[{"type": "function"}])
-  sample = Conversations(None, 4, cfg, None, None)
   with pytest.raises(UserError, match="tools and tool calls need"):
-    sample._prompt({(("user", "!"),)})
+    conversation.prompt_ids(cfg, {(("user", "!"),)})
   with pytest.raises(UserError, match="tools and tool calls need"):
     cfg.tokens_of(Problem("!", "", ""))
 

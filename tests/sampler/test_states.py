@@ -54,9 +54,9 @@ def sampler(slots=3, num_pages=0):
   )
 
 
-def spied(spy):
+def spied(spy, **keys):
   """The sampler, which gives each prefill's arguments to `spy`."""
-  generate = sampler()
+  generate = sampler(**keys)
 
   def prefill(params, state, *rest):
     spy(*rest)
@@ -103,11 +103,16 @@ def test_a_state_from_a_row_gives_the_same_bits(length):
   assert together.lengths[G:].min() > 1
 
 
-def test_a_pause_that_adds_no_token_keeps_the_states():
-  """It is prefilled again if another response has had its slot."""
+@pytest.mark.parametrize("num_pages", [0, 8])
+def test_a_pause_that_adds_no_token_keeps_the_states(num_pages):
+  """It is prefilled again if another response has had its slot.
+
+  Or where pages run out, here those of one long response.
+  """
   lengths, whole = [], sampler()(weights(CFG), prompts(5, S), KEY)
+  spy = lambda tokens, counts, *rest: lengths.append(counts.tolist())
   generate = functools.partial(
-    spied(lambda tokens, counts, *rest: lengths.append(counts.tolist())),
+    spied(spy, num_pages=num_pages),
     weights(CFG),
     prompts(5, S),
     KEY,
@@ -132,6 +137,8 @@ def test_a_pause_that_adds_no_token_keeps_the_states():
     )
   np.testing.assert_allclose(apart.logps, whole.logps, atol=2e-5)
   assert (apart.lengths > (6, 0, 0, 3, 2, 6)).all()
+  if num_pages:
+    return
   # The prompts; nothing; the prompt of response 3.
   assert prefilled[:3] == [4 + S - 1, 0, S - 1]
   # That took the slot of response 0. The last ones lose theirs by and by.

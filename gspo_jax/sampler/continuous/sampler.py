@@ -86,8 +86,8 @@ class PrefixCache:
   The next call prefills only the new tokens of the responses that it continues,
   and does not prepare weights. All calls have the same weights, prompts and
   key. This object keeps the weights of `decode_params` and all pages in device
-  memory; what does not fit is prefilled again. A model with states computes the
-  tokens again of a response that has new tokens, or has lost its slot.
+  memory; what does not fit is prefilled again. A model with states computes all
+  tokens of a response again if it has new ones or has lost its slot.
   """
 
   state: DecodeState | None = None

@@ -346,17 +346,18 @@ class Scheduler:
     count = int(self._num_cached_M[slot] + self._num_generated_M[slot])
     pages = self._table[slot, : -(-count // self._sizes.page_size)].tolist()
     self._readers[pages] += 1
-    return CachedTokens(pages, count, slot)
+    return CachedTokens(pages, count, slot if self._has_states else -1)
 
   def _start(self, slot, response, admission):
     prefix, page_size = int(self._prefix_B[response]), self._sizes.page_size
     cached = int(self._num_cached_Q[prefix])
     stored, num_stored, with_state = self._cached(prefix)
     has_state = with_state == slot and num_stored == cached
-    self._forget_state(slot)
+    if self._has_states:
+      self._forget_state(slot)
     stored = stored + self._pop_pages(-(-cached // page_size) - len(stored))
     self._prefix_pages[prefix] = CachedTokens(stored, cached)
-    if not (self._has_states and has_state):
+    if not has_state:
       self._prefill(slot, prefix, stored, num_stored, admission)
     count = self._pages_after_segment(cached, 0, self._max_tokens_B[response])
     pages = stored[: cached // page_size]
