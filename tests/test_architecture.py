@@ -5,8 +5,10 @@ setup.cfg draws the arrows, import-linter holds them.
 
 import ast
 import functools
+import importlib
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -167,6 +169,32 @@ def test_configs_know_nothing_of_the_program(path):
   assert external(path) <= {"ml_collections", "gspo_jax"}
   own = {m for m, _ in imported(path) if m.startswith("gspo_jax")}
   assert own <= {"gspo_jax.configs"}
+
+
+# What a release may move or rename, and the module that hides it.
+UNSTABLE = {
+  "jax._src": "runtime.multihost",
+  "jax.experimental.pallas.ops.gpu": "model.paged_attention",
+  "jax.experimental.pallas.ops.tpu": "model.attention",
+  "jax.experimental.pallas.tpu": "model.paged_kernel",
+  "jax.experimental.pallas.triton": "model.gpu",
+  "orbax": "record.checkpoint",
+  "tokamax": "model.gpu",
+}
+
+
+@pytest.mark.parametrize(("library", "module"), UNSTABLE.items())
+def test_one_module_imports_unstable_names_and_they_exist(library, module):
+  found = {
+    (name, *names)
+    for name, path in MODULES.items()
+    for names in imported(path)
+    if f"{'.'.join(names)}.".startswith(f"{library}.")
+  }
+  assert {name for name, *_ in found} == {f"gspo_jax.{module}"}
+  for _, source, symbol in found:
+    here = importlib.import_module(source)
+    assert not symbol or hasattr(here, symbol) or find_spec(f"{source}.{symbol}")
 
 
 def test_only_two_modules_read_a_config_dict():

@@ -44,6 +44,7 @@ __all__ = [
   "cache",
   "experts",
   "forward",
+  "gpu",
   "hf",
   "hidden_states",
   "init",

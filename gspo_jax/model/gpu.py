@@ -7,6 +7,7 @@ Dimension key: B rows, T tokens, N query heads, K key-value heads, H head width,
 V width of a value head, A sorted rows, e groups, D and F widths.
 """
 
+import contextlib
 import functools
 import logging
 
@@ -158,3 +159,17 @@ def _prepare():
   logging.getLogger("absl").addFilter(
     lambda record: "Autotuning cache miss" not in str(record.msg)
   )
+
+
+@contextlib.contextmanager
+def for_absent(device: jax.Device):
+  """Kernels for GPUs ask the default device what it can do."""
+  if device.platform != "gpu":
+    yield
+    return
+  try:
+    import tokamax
+  except ImportError as error:
+    raise missing_package(error, "plan-gpu", "a plan for GPUs") from error
+  with jax.default_device(device), tokamax.config.cross_compile(True):
+    yield

@@ -41,6 +41,9 @@ _DUMPS = {"tpu": "*after_codegen.txt", "cuda": "*gpu_after_optimizations.txt"}
 # With a GPU at hand XLA tries which Triton kernels beat cuBLAS. Without
 # one it takes arbitrary ones, and fails for some shapes.
 _OPTIONS = {"tpu": {}, "cuda": {"xla_gpu_enable_triton_gemm": False}}
+# From 0.11 on, jaxlib writes an element of a tuple as `%tuple#1`.
+_NEW = jax.__version_info__ >= (0, 11)
+_INSTRUCTIONS = {"xla_dump_compact_gte": False} if _NEW else {}
 # The package of each compiler, and the extra that installs it.
 _PACKAGES = {
   "tpu": ("libtpu", "plan"),
@@ -117,7 +120,7 @@ def compile_one(lowered: jax.stages.Lowered, platform: str = "tpu") -> Compiled:
   with tempfile.TemporaryDirectory() as folder:
     # `as_text` crashes on many modules; the compiler's dump is complete.
     options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-    options |= _OPTIONS[platform]
+    options |= _OPTIONS[platform] | _INSTRUCTIONS
     try:
       compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:

@@ -1,16 +1,15 @@
 """The functions of a run, lowered with the shapes of its config."""
 
-import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 
 from gspo_jax.learner.packing import Packing
+from gspo_jax.model import gpu
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.errors import missing_package
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.samples import Prompts
 
@@ -28,7 +27,7 @@ def functions(
   slots, `decode_params` prepares weights, and `prefill` takes the longest
   prompts. With `fewer_slots` there are also the segments `generate SLOTS`.
   """
-  with for_absent(program.mesh.devices.flat[0]):
+  with gpu.for_absent(program.mesh.devices.flat[0]):
     return _functions(config, program, fewer_slots)
 
 
@@ -122,20 +121,6 @@ def sampler_weights(program: Program):
 def longest(config, sampler: ContinuousSampler) -> int:
   """The length T of the longest prefill: a prompt or a resumed response."""
   return sampler.buckets(continues=config.rollout.continues)[-1]
-
-
-@contextlib.contextmanager
-def for_absent(device: jax.Device):
-  """Kernels for GPUs ask the default device what it can do."""
-  if device.platform != "gpu":
-    yield
-    return
-  try:
-    import tokamax
-  except ImportError as error:
-    raise missing_package(error, "plan-gpu", "a plan for GPUs") from error
-  with jax.default_device(device), tokamax.config.cross_compile(True):
-    yield
 
 
 def _with_batch_sharding(mesh, tree):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 
 import pytest
 import transformers
@@ -299,7 +300,9 @@ def test_arguments_are_a_mapping_or_json(family, name):
     "glm45",
     "qwen3_coder",
   )
-  deep = ['{"x": %s}' % ("[" * n + "]" * n) for n in (700, 10**5)]
+  # From Python 3.12 on, 700 levels are no recursion of Python's own.
+  depths = (700, 10**5) if sys.version_info < (3, 12) else (10**5,)
+  deep = ['{"x": %s}' % ("[" * n + "]" * n) for n in depths]
   for wrong in ("{x", "[1]", "null", 5, None, *deep):
     call["function"]["arguments"] = wrong
     reason = "not as deep" if wrong in deep else "a mapping, or one as JSON"

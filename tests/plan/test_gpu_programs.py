@@ -13,6 +13,7 @@ import pytest
 
 from gspo_jax.configs import common
 from gspo_jax.model import attention, grouped_matmul
+from gspo_jax.model.gpu import for_absent
 from gspo_jax.plan import chips, lower, roofline
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.program.config import parse
@@ -106,7 +107,7 @@ def test_lengths_that_are_no_multiple_of_a_tile(gpu):
 
   queries, keys = numbers(2, 176, 4, 64), numbers(2, 176, 2, 64)
   operands = numbers(70, 128), numbers(5, 128, 64), ints(5)
-  with jax.set_mesh(mesh), lower.for_absent(device):
+  with jax.set_mesh(mesh), for_absent(device):
     for function, args in (
       (attend, (queries, keys, ints(2, 176))),
       (multiply, operands),

@@ -211,9 +211,11 @@ def _operands(config, columns):
 
 def kept_names(config):
   """The values that an update stores for its backward pass; None: all."""
-  policies = [o.params.get("policy") for o in step_traced(config)]
-  kept = [p.saveable_names for p in policies if p is not None]
-  return set.union(*map(set, kept)) if kept else None
+  traced = step_traced(config)
+  policies = [o.params["policy"] for o in traced if o.params.get("policy")]
+  named = [o for o in traced if o.primitive.name == "name"]
+  saves = lambda o: any(p(o.primitive, **o.params) for p in policies)
+  return {o.params["name"] for o in named if saves(o)} if policies else None
 
 
 def numbers(*shape, seed=0, scale=0.3):
