@@ -44,8 +44,8 @@ from ml_collections import ConfigDict
 
 from benchmarks import gpu_kernels, ratio_one, record
 from gspo_jax import model
-from gspo_jax.configs import common, tiny_cpu
 from gspo_jax.configs import gpu as config_for_gpu
+from gspo_jax.configs import tiny_cpu
 from gspo_jax.losses import gspo_loss
 from gspo_jax.model.hf import config as hf_config
 from gspo_jax.plan import chips, lower_bounds
@@ -59,17 +59,25 @@ _MORE, _NO_GPU = 75, 2  # exit codes
 _LONGEST = 240.0  # seconds of a row
 _START = 30.0  # seconds until a process has its weights: assumed
 _ITERATIONS = 3
-_LORA = {"model.lora.rank": 16}
-# `configs/gpu.py` of a variant, and changes of its keys.
+# `configs/gpu.py` of a variant, changes of its keys, a tiny model for --quick.
 _ITERATION = {
-  "qwen3-0.6b": ("qwen3-0.6b", {}),
-  "olmoe-1b-7b": ("olmoe-1b-7b", {}),
-  "olmoe-1b-7b R3": ("olmoe-1b-7b", {"objective.replay": "r3"}),
+  "qwen3-0.6b": ("qwen3-0.6b", {}, "tiny"),
+  "olmoe-1b-7b": ("olmoe-1b-7b", {}, "tiny"),
+  "olmoe-1b-7b R3": ("olmoe-1b-7b", {"objective.replay": "r3"}, "tiny"),
   "MLA": (
     "qwen3-0.6b",
-    {"model.variant": "moonlight-16b-a3b", "model.num_layers": 4} | _LORA,
+    {
+      "model.variant": "moonlight-16b-a3b",
+      "model.num_layers": 4,
+      "model.lora.rank": 16,
+    },
+    "tiny-moonlight",
   ),
-  "DeltaNet": ("qwen3-0.6b", {"model.variant": "qwen3.5-0.8b"}),
+  "DeltaNet": (
+    "qwen3-0.6b",
+    {"model.variant": "qwen3.5-0.8b"},
+    "tiny-qwen3.5-dense",
+  ),
 }
 _FAMILIES = [name for name in model.VARIANTS if name.startswith("tiny-")]
 
@@ -120,14 +128,13 @@ def _size(quick: bool) -> dict[str, int]:
 
 def iteration_config(name: str, quick: bool) -> ConfigDict:
   """Three iterations at learning rate 0 with random weights."""
-  variant, changes = _ITERATION[name]
+  variant, changes, tiny = _ITERATION[name]
   size = _size(quick)
   responses = size["P"] * size["G"]
   c = config_for_gpu.get_config(f"variant={variant},memory=80")
   c.update_from_flattened_dict(changes)
   if quick:
-    c.model = common.get_config().model
-    c.model.variant = "tiny"
+    c.model.variant = tiny
   c.data.prompts, c.data.max_prompt_length = size["P"], 32
   c.rollout.group_size, c.sampler.max_new_tokens = size["G"], size["R"]
   c.continuous_batching.slots = responses
@@ -323,7 +330,7 @@ def _measure_all(every: dict[str, Row], args) -> int:
     found[name] = got or {"failed": f"took over {_LONGEST:.0f} s"}
     print(name, found[name], flush=True)
     if args.out:
-      record.write("gpu", {"rows": found}, args.out)
+      record.write("gpu", {"jax": jax.__version__, "rows": found}, args.out)
   print(json.dumps({"rows": found}))
   return 0
 
@@ -341,6 +348,8 @@ def main() -> int:
     record.finish("gpu", {"rows": planned}, args.out)
     return 0
   every = rows(args.quick)
+  if args.out:
+    args.out.parent.mkdir(parents=True, exist_ok=True)
   if args.row:
     print(json.dumps(_row(every[args.row], args.quick)))
     return 0
