@@ -9,7 +9,7 @@ that fails says why. A call starts rows as long as they should end within
 kernel        kernels beside float32 oracles (benchmarks/gpu_kernels.py)
 ratio         the ratio of a policy that has not moved, in bfloat16, as in
               benchmarks/ratio_one.py: dense, with experts, with R3
-iteration     the third of three iterations of GSPO with random weights, P
+iteration     the second of two iterations of GSPO with random weights, P
               prompts, G responses of R tokens to each. The gap: the mean
               |log-ratio| of sampler to trainer over a response, in lower clip
               ranges of GSPO. Tokens a second, and the share of the card's peak
@@ -58,7 +58,7 @@ _PLAN = record.ROOT / "benchmarks" / "gpu_plan.json"
 _MORE, _NO_GPU = 75, 2  # exit codes
 _LONGEST = 240.0  # seconds of a row
 _START = 30.0  # seconds until a process has its weights: assumed
-_ITERATIONS = 3
+_ITERATIONS = 2
 # `configs/gpu.py` of a variant, changes of its keys, a tiny model for --quick.
 _ITERATION = {
   "qwen3-0.6b": ("qwen3-0.6b", {}, "tiny"),
@@ -123,11 +123,11 @@ def ratio(experts: bool, replay: str) -> dict:
 
 
 def _size(quick: bool) -> dict[str, int]:
-  return {"P": 4, "G": 2, "R": 16} if quick else {"P": 32, "G": 8, "R": 1024}
+  return {"P": 4, "G": 2, "R": 16} if quick else {"P": 32, "G": 8, "R": 512}
 
 
 def iteration_config(name: str, quick: bool) -> ConfigDict:
-  """Three iterations at learning rate 0 with random weights."""
+  """Two iterations at learning rate 0 with random weights."""
   variant, changes, tiny = _ITERATION[name]
   size = _size(quick)
   responses = size["P"] * size["G"]

@@ -194,7 +194,9 @@ def test_one_module_imports_unstable_names_and_they_exist(library, module):
   assert {name for name, *_ in found} == {f"gspo_jax.{module}"}
   for _, source, symbol in found:
     here = importlib.import_module(source)
-    assert not symbol or hasattr(here, symbol) or find_spec(f"{source}.{symbol}")
+    assert (
+      not symbol or hasattr(here, symbol) or find_spec(f"{source}.{symbol}")
+    )
 
 
 def test_only_two_modules_read_a_config_dict():

@@ -1,55 +1,42 @@
 """The default tests with the newest JAX, in an environment of their own.
 
 Python 3.11 has no JAX after 0.10. A newer Python beside it gets the newest
-releases that setup.cfg admits, once in a call of pytest.
+releases that setup.cfg admits, once in each call of pytest.
 """
 
 import fcntl
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from pythons import environment
 from repository import ROOT
 from slow_tests import CACHE
 
 pytestmark = pytest.mark.slow
 
-VERSIONS = "3.13", "3.12"
 TESTS = ROOT / "tests"
 PARTS = sorted(
   {p.relative_to(TESTS).parts[0] for p in TESTS.rglob("test_*.py")}
 )
 
 
-def newer_python() -> str | None:
-  """The newest of `VERSIONS` that starts, from the PATH or pyenv."""
-  for version in VERSIONS:
-    managed = Path.home().glob(f".pyenv/versions/{version}.*/bin/python3")
-    for path in shutil.which(f"python{version}"), *managed:
-      if path and subprocess.run([path, "-c", "import venv"]).returncode == 0:
-        return str(path)
-  return None
-
-
 @pytest.fixture(scope="session")
 def python(testrun_uid) -> Path:
   """That of the environment, which the workers of a call share."""
-  newer = newer_python()
-  if newer is None:
-    pytest.skip(f"needs a Python of {' or '.join(VERSIONS)}")
   folder = CACHE / "gspo_jax" / "newest_jax"
   folder.mkdir(parents=True, exist_ok=True)
-  environment, made_by = folder / "venv", folder / "made_by"
+  made_by = folder / "made_by"
   with open(folder / "lock", "w") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
-    if not made_by.exists() or made_by.read_text() != testrun_uid:
-      subprocess.run([newer, "-m", "venv", "--clear", environment], check=True)
-      install = "-m", "pip", "install", "--quiet", "-e", f"{ROOT}[test]"
-      subprocess.run([environment / "bin/python", *install], check=True)
-      made_by.write_text(testrun_uid)
-  return environment / "bin" / "python"
+    if made_by.exists() and made_by.read_text() == testrun_uid:
+      return folder / "venv" / "bin" / "python"
+    python = environment(("3.13", "3.12"), folder / "venv")
+    install = "-m", "pip", "install", "--quiet", "-e", f"{ROOT}[test]"
+    subprocess.run([python, *install], check=True)
+    made_by.write_text(testrun_uid)
+  return python
 
 
 @pytest.mark.parametrize("part", [p for p in PARTS if p != Path(__file__).name])

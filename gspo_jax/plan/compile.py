@@ -41,15 +41,15 @@ _DUMPS = {"tpu": "*after_codegen.txt", "cuda": "*gpu_after_optimizations.txt"}
 # With a GPU at hand XLA tries which Triton kernels beat cuBLAS. Without
 # one it takes arbitrary ones, and fails for some shapes.
 _OPTIONS = {"tpu": {}, "cuda": {"xla_gpu_enable_triton_gemm": False}}
-# From 0.11 on, jaxlib writes an element of a tuple as `%tuple#1`.
-_NEW = jax.__version_info__ >= (0, 11)
-_INSTRUCTIONS = {"xla_dump_compact_gte": False} if _NEW else {}
+# An element of a tuple is an instruction: jaxlib 0.11 would write `%tuple#1`.
+_ELEMENTS = {}
+if jax.__version_info__ >= (0, 11):
+  _ELEMENTS = {"xla_dump_compact_gte": False}
 # The package of each compiler, and the extra that installs it.
 _PACKAGES = {
   "tpu": ("libtpu", "plan"),
   "cuda": ("jax-cuda12-plugin", "plan-gpu"),
 }
-_DUMPING = {"tpu": "0.0.51", "cuda": "0.10.2"}  # versions that do
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ def compile_one(lowered: jax.stages.Lowered, platform: str = "tpu") -> Compiled:
   with tempfile.TemporaryDirectory() as folder:
     # `as_text` crashes on many modules; the compiler's dump is complete.
     options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-    options |= _OPTIONS[platform] | _INSTRUCTIONS
+    options |= _OPTIONS[platform] | _ELEMENTS
     try:
       compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
@@ -147,11 +147,11 @@ def compile_one(lowered: jax.stages.Lowered, platform: str = "tpu") -> Compiled:
 def _text(folder, platform: str = "tpu") -> str:
   text = _largest(folder, _DUMPS[platform])
   if not text:
-    package, _ = _PACKAGES[platform]
+    package, extra = _PACKAGES[platform]
     version = importlib.metadata.version(package)
     raise UserError(
       f"{package} {version} does not dump {_DUMPS[platform]}, from which a "
-      f"plan is read; expected {_DUMPING[platform]}"
+      f"plan is read: {install(extra)}"
     )
   return text
 
