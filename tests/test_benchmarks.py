@@ -15,7 +15,7 @@ import pytest
 from repository import ROOT
 from scipy import stats
 
-from benchmarks import lengths, peers, seeds, smollm2, turns
+from benchmarks import gpu, lengths, peers, seeds, smollm2, turns
 from gspo_jax import model
 from gspo_jax.data import tokenizers
 
@@ -373,3 +373,41 @@ def test_docs_results_shows_every_recorded_problem_as_the_command_does():
   ]
   assert len(rows) == len(found["samples"]) == 8
   assert [row for row in rows if row not in page] == []
+
+
+def test_rows_of_a_gpu_are_saved_and_kept(tmp_path, monkeypatch):
+  """A call ends where no time is left; the next one goes on."""
+  out, tried = tmp_path / "gpu.json", []
+  results = {"a": {"x": 1}, "b": {"failed": "why"}, "c": None, "d": {"x": 4}}
+
+  def measure(name, quick, seconds):
+    tried.append(name)
+    return results[name]
+
+  monkeypatch.setattr(gpu, "_measure", measure)
+  rows = {name: gpu.Row(None, 60.0) for name in "abcd"}
+  call = lambda minutes: gpu._measure_all(
+    rows, SimpleNamespace(out=out, minutes=minutes, quick=False)
+  )
+  found = lambda: json.loads(out.read_text())["rows"]
+  assert call(0.9) == 75
+  assert tried == []
+  assert call(2) == 75  # c was ended by the end of the call
+  assert found() == {"a": {"x": 1}, "b": {"failed": "why"}}
+  assert call(9) == 0
+  assert tried == [*"abc", *"cd"]
+  assert found() | {"c": 0} == results | {"c": 0}
+  assert "240 s" in found()["c"]["failed"]
+
+
+def test_the_rows_of_a_gpu_take_at_most_25_minutes():
+  seconds = [row.seconds for row in gpu.rows(quick=False).values()]
+  assert max(seconds) <= gpu._LONGEST == 240
+  assert sum(seconds) <= 25 * 60
+
+
+@pytest.mark.slow
+def test_gpu():
+  rows = quick("gpu")["rows"]
+  assert len(rows) == len(gpu.rows(quick=True))
+  assert not [row for row in rows.values() if "failed" in row]

@@ -81,9 +81,7 @@ def attend(q_BTNH, k_BTKH, v_BTKV, first_BT, scale: float):
 @jax.custom_vjp
 def grouped_matmul(x_AD, weights_eDF, sizes_e):
   """`grouped_matmul.matmul`; products of float32 numbers are TensorFloat-32."""
-  _prepare()
-  import tokamax
-
+  tokamax = _prepare()
   # Mosaic's copies take whole lines of 128 bytes, so no adapters of rank 8, and
   # eight rows at a time.
   whole = all(n % 64 == 0 for n in weights_eDF.shape[1:]) and len(x_AD) % 8 == 0
@@ -147,11 +145,12 @@ def _weight_gradient(x_AD, dy_AF, sizes_e):
 
 
 @functools.cache
-def _prepare():
+def _prepare(extra: str = "gpu", user: str = "a GPU"):
+  """The module tokamax; without it a UserError that `user` needs `extra`."""
   try:
-    import tokamax  # noqa: F401
+    import tokamax
   except ImportError as error:
-    raise missing_package(error, "gpu", "a GPU") from error
+    raise missing_package(error, extra, user) from error
   # tokamax parses the command line, but that of a notebook has no flags.
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
@@ -159,17 +158,15 @@ def _prepare():
   logging.getLogger("absl").addFilter(
     lambda record: "Autotuning cache miss" not in str(record.msg)
   )
+  return tokamax
 
 
 @contextlib.contextmanager
 def for_absent(device: jax.Device):
-  """Kernels for GPUs ask the default device what it can do."""
+  """Traces kernels for `device`: they ask the default one what it can do."""
   if device.platform != "gpu":
     yield
     return
-  try:
-    import tokamax
-  except ImportError as error:
-    raise missing_package(error, "plan-gpu", "a plan for GPUs") from error
+  tokamax = _prepare("plan-gpu", "a plan for GPUs")
   with jax.default_device(device), tokamax.config.cross_compile(True):
     yield

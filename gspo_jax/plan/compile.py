@@ -41,10 +41,6 @@ _DUMPS = {"tpu": "*after_codegen.txt", "cuda": "*gpu_after_optimizations.txt"}
 # With a GPU at hand XLA tries which Triton kernels beat cuBLAS. Without
 # one it takes arbitrary ones, and fails for some shapes.
 _OPTIONS = {"tpu": {}, "cuda": {"xla_gpu_enable_triton_gemm": False}}
-# An element of a tuple is an instruction: jaxlib 0.11 would write `%tuple#1`.
-_ELEMENTS = {}
-if jax.__version_info__ >= (0, 11):
-  _ELEMENTS = {"xla_dump_compact_gte": False}
 # The package of each compiler, and the extra that installs it.
 _PACKAGES = {
   "tpu": ("libtpu", "plan"),
@@ -120,7 +116,9 @@ def compile_one(lowered: jax.stages.Lowered, platform: str = "tpu") -> Compiled:
   with tempfile.TemporaryDirectory() as folder:
     # `as_text` crashes on many modules; the compiler's dump is complete.
     options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-    options |= _OPTIONS[platform] | _ELEMENTS
+    options |= _OPTIONS[platform]
+    if jax.__version_info__ >= (0, 11):
+      options["xla_dump_compact_gte"] = False  # %tuple#1, not an instruction
     try:
       compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:

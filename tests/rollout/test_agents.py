@@ -344,7 +344,9 @@ def test_no_episode_is_played_twice_where_an_agent_ends_its_process(pool):
   assert "ended or blocked" in " ".join(scored.rewards.result().reasons)
   for first, second in episodes:
     assert second is None
-    assert first is None or calls(first) in ([0, 1], [0, 1, 0, 2, 0, 3])
+    # The end of its process may come before any of its calls.
+    got = calls(first) if first else []
+    assert got == [0, 1, 0, 2, 0, 3][: len(got)]
   play(pool, "one")  # the next rollout is as good
 
 
