@@ -30,7 +30,9 @@ def write(name: str, record: dict, out: Path) -> None:
     "machine": f"{len(os.sched_getaffinity(0))} x {platform.machine()}",
     "commit": commit(),
   }
-  out.write_text(json.dumps(made | record, indent=1) + "\n")
+  part = out.with_name(f"{out.name}.part")  # no call ends with half of it
+  part.write_text(json.dumps(made | record, indent=1) + "\n")
+  part.replace(out)
 
 
 def commit(root: Path = ROOT) -> str:

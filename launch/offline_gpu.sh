@@ -5,7 +5,9 @@
 #   launch/offline_gpu.sh [FOLDER]      .whl by default
 #
 # They are what gspo_jax needs beside JAX for CUDA from 0.11.1 on, flax, optax,
-# orbax-checkpoint, sentencepiece and transformers, on Linux, x86-64, Python 3.12.
+# orbax-checkpoint, sentencepiece and transformers, on Linux x86-64 with Python
+# 3.12. What the profiler xprof asks for beyond fire and gviz-api is left out:
+# tokamax imports xprof, and uses none of it here.
 set -euo pipefail
 
 packages=(

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,7 +16,15 @@ import pytest
 from repository import ROOT
 from scipy import stats
 
-from benchmarks import gpu, lengths, peers, seeds, smollm2, turns
+from benchmarks import (
+  gpu,
+  gpu_kernels,
+  lengths,
+  peers,
+  seeds,
+  smollm2,
+  turns,
+)
 from gspo_jax import model
 from gspo_jax.data import tokenizers
 
@@ -35,9 +44,9 @@ def test_imports(name):
   importlib.import_module(f"benchmarks.{name}")
 
 
-def quick(name):
+def quick(name, *arguments):
   """The JSON record that a benchmark prints last."""
-  command = [sys.executable, "-m", f"benchmarks.{name}", "--quick"]
+  command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", *arguments]
   out = subprocess.check_output(command, cwd=ROOT, text=True)
   return json.loads(out.splitlines()[-1])
 
@@ -384,11 +393,11 @@ def test_rows_of_a_gpu_are_saved_and_kept(tmp_path, monkeypatch):
     tried.append(name)
     return results[name]
 
+  def call(minutes, quick=False):
+    args = SimpleNamespace(out=out, minutes=minutes, quick=quick)
+    return gpu._measure_all({x: gpu.Row(60.0, None) for x in "abcd"}, args)
+
   monkeypatch.setattr(gpu, "_measure", measure)
-  rows = {name: gpu.Row(None, 60.0) for name in "abcd"}
-  call = lambda minutes: gpu._measure_all(
-    rows, SimpleNamespace(out=out, minutes=minutes, quick=False)
-  )
   found = lambda: json.loads(out.read_text())["rows"]
   assert call(0.9) == 75
   assert tried == []
@@ -398,6 +407,32 @@ def test_rows_of_a_gpu_are_saved_and_kept(tmp_path, monkeypatch):
   assert tried == [*"abc", *"cd"]
   assert found() | {"c": 0} == results | {"c": 0}
   assert "240 s" in found()["c"]["failed"]
+  with pytest.raises(SystemExit, match="with and without --quick"):
+    call(9, quick=True)
+
+
+@pytest.mark.parametrize(
+  ("does", "found"),
+  [
+    ("echo noise; echo '{\"x\": 1}'", {"x": 1}),
+    ("echo it ran out of memory >&2; exit 3", {"failed": ".* 3: .*ran out"}),
+    ("exit 0", {"failed": "exit code 0"}),
+    ("exec sleep 60", None),
+  ],
+)
+def test_a_row_of_a_gpu_says_why_it_failed(does, found, tmp_path, monkeypatch):
+  fake = tmp_path / "python"
+  fake.write_text(f"#!/bin/sh\n{does}\n")
+  fake.chmod(0o755)
+  monkeypatch.setattr(sys, "executable", str(fake))
+  got = gpu._measure("a", False, seconds=1)
+  if found and "failed" in found:
+    assert re.match(found["failed"], got["failed"])
+  else:
+    assert got == found
+  fake.write_text(f"#!/bin/sh\nexit {gpu._NO_GPU}\n")
+  with pytest.raises(SystemExit):
+    gpu._measure("a", False, seconds=5)
 
 
 def test_the_rows_of_a_gpu_take_at_most_25_minutes():
@@ -406,8 +441,32 @@ def test_the_rows_of_a_gpu_take_at_most_25_minutes():
   assert sum(seconds) <= 25 * 60
 
 
+@pytest.mark.parametrize("wrong", [1.1, math.nan])
+def test_a_kernel_with_a_wrong_gradient_fails(wrong):
+  @jax.custom_vjp
+  def kernel(x):
+    return x * x
+
+  kernel.defvjp(lambda x: (x * x, x), lambda x, dy: (2 * x * dy * wrong,))
+  x = jax.numpy.arange(1, 9, dtype="bfloat16")
+  call = lambda form: gpu_kernels.compare(
+    {"kernel": form}, lambda x: x * x, [x], x, ("y", "dx")
+  )
+  assert call(lambda x: x * x)["kernel"]["error of dx"] < 0.01
+  with pytest.raises(ValueError, match="an error above"):
+    call(kernel)
+
+
+def test_the_flops_of_a_gpus_rows_are_two_a_parameter_and_token_or_more():
+  cfg = model.variant("qwen3-0.6b")
+  flops = gpu.model_flops(cfg, {"P": 2, "G": 3, "R": 100})
+  weights = sum(math.prod(x.shape) for x in jax.tree.leaves(model.shapes(cfg)))
+  assert flops["generate"] == pytest.approx(2 * weights * 600, rel=0.1)
+  assert flops["update"] == pytest.approx(3 * 2 * weights * 600, rel=0.2)
+
+
 @pytest.mark.slow
 def test_gpu():
-  rows = quick("gpu")["rows"]
+  rows = quick("gpu", "--minutes=60")["rows"]
   assert len(rows) == len(gpu.rows(quick=True))
   assert not [row for row in rows.values() if "failed" in row]

@@ -228,7 +228,7 @@ def test_takes_a_step_in_an_image_of_colab(
   said = "".join(streams(ran, "stdout"))
   print(f"\n{version} {image} {imports}\n{said}")
   assert "Runs on a CPU" in said
-  assert "jax 0.1" in said
+  assert re.search(r"^jax 0\.1\d\.", said, re.MULTILINE)
   assert "jax-cuda12-plugin" not in said  # there is no GPU
 
 

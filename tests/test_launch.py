@@ -269,6 +269,29 @@ def test_an_image_has_the_versions_that_setup_cfg_asks_for(file, extra, beside):
       assert requirement.specifier.contains(version), line
 
 
+def test_the_wheels_for_a_gpu_are_what_setup_cfg_asks_for():
+  """Of what comes with JAX on the machine it names nothing else."""
+  script = (LAUNCH / "offline_gpu.sh").read_text()
+  setup = configparser.ConfigParser()
+  setup.read(ROOT / "setup.cfg")
+  extras = setup["options.extras_require"]
+  asked = setup["options"]["install_requires"] + extras["gpu"] + extras["hf"]
+  there = "jax", "flax", "optax", "orbax-checkpoint", "numpy", "absl-py"
+  there += (
+    "sentencepiece",
+    "transformers",
+    "safetensors",
+    "tokenizers",
+    "jinja2",
+  )
+  for line in asked.split():
+    requirement = Requirement(line)
+    if requirement.name not in (*there, "gspo_jax"):
+      pin = re.search(rf"\b{requirement.name}(?:==([\d.]+))?[\s']", script)
+      assert pin, line
+      assert not pin[1] or requirement.specifier.contains(pin[1]), line
+
+
 # The table and the sizes.
 
 

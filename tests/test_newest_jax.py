@@ -16,10 +16,7 @@ from slow_tests import CACHE
 
 pytestmark = pytest.mark.slow
 
-TESTS = ROOT / "tests"
-PARTS = sorted(
-  {p.relative_to(TESTS).parts[0] for p in TESTS.rglob("test_*.py")}
-)
+FILES = sorted(p for p in (ROOT / "tests").rglob("test_*.py"))
 
 
 @pytest.fixture(scope="session")
@@ -39,16 +36,20 @@ def python(testrun_uid) -> Path:
   return python
 
 
-@pytest.mark.parametrize("part", [p for p in PARTS if p != Path(__file__).name])
-def test_part(part, python):
+@pytest.mark.parametrize(
+  "file",
+  [p.relative_to(ROOT) for p in FILES if p.name != Path(__file__).name],
+  ids=str,
+)
+def test_file(file, python):
   done = subprocess.run(
-    [python, "-m", "pytest", "-n", "0", TESTS / part],
+    [python, "-m", "pytest", "-n", "0", file],
     cwd=ROOT,
     env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST")},
     capture_output=True,
     text=True,
   )
-  nothing = 5  # all tests of the part are slow
+  nothing = 5  # all tests of the file are slow
   assert done.returncode in (0, nothing), (
     done.stdout[-5000:] + done.stderr[-2000:]
   )

@@ -117,8 +117,8 @@ def compile_one(lowered: jax.stages.Lowered, platform: str = "tpu") -> Compiled:
     # `as_text` crashes on many modules; the compiler's dump is complete.
     options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
     options |= _OPTIONS[platform]
-    if jax.__version_info__ >= (0, 11):
-      options["xla_dump_compact_gte"] = False  # %tuple#1, not an instruction
+    if jax.__version_info__ >= (0, 11):  # else operands such as %tuple#1
+      options["xla_dump_compact_gte"] = False
     try:
       compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
@@ -149,7 +149,7 @@ def _text(folder, platform: str = "tpu") -> str:
     version = importlib.metadata.version(package)
     raise UserError(
       f"{package} {version} does not dump {_DUMPS[platform]}, from which a "
-      f"plan is read: {install(extra)}"
+      f"plan is read; one that does: {install(extra)}"
     )
   return text
 
