@@ -305,7 +305,7 @@ def plan_row(name: str) -> dict:
       for part in ("generate", "score", "update")
     },
     "GiB": max(x["memory"]["needed"] for x in functions.values()) / 2**30,
-    "compiling on two cores, s": compiling,
+    "compiling, s": compiling,
     "row, s": seconds,
     "compiled by": f"jax {report['jax']}, {report['compiled_by']}",
   }
