@@ -26,7 +26,7 @@ def name(i: Instruction) -> str | None:
   if target(i) not in _KERNELS:
     return None
   return (
-    i.find(r'op_name="[^"]*tokamax:.*?"__type\\":\\"[\w.]*?(\w+)\\"')
+    i.find(r'tokamax:.*?"__type\\":\\"[\w.]*?(\w+)\\"')
     # JAX appends the sizes of its blocks to the name.
     or i.find(r'\bname = "(paged_attention|\w+)')
     or i.name
