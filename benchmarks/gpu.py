@@ -2,10 +2,10 @@
 
   python -m benchmarks.gpu --out=gpu.json [--minutes=8.5] [--quick]
 
-Each row is measured once, in a process of its own, and saved at once; one that
-fails says why. A call starts rows that should end within --minutes. It exits
-with 75 if rows are left: the same command goes on. Delete a row of the file to
-measure it again.
+A separate process measures each row once, and the row is saved at once. A row
+that fails says why. A call starts rows that should end within --minutes. It
+exits with 75 if rows are left: the same command goes on. Delete a row of the
+file to measure it again.
 
 packages      the versions of what runs
 kernel        kernels beside float32 oracles (benchmarks/gpu_kernels.py)

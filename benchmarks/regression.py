@@ -2,11 +2,12 @@
 
   python -m benchmarks.regression --against=COMMIT [--rounds=3] [--cases=A,B]
 
-Both commits take turns on one core, each case in a process of its own, in the
-environment that calls this. They are reached by names that stay: `generate`,
-`train_and_evaluate` and `python -m gspo_jax.main`. A number is the median of
-the rounds; a ratio, this checkout's over the other's, that of the pairs. Above
-1 this checkout is slower.
+Both commits take turns on one core, in the environment that calls this. A
+separate process measures each case, through names that stay: `generate`,
+`train_and_evaluate` and `python -m gspo_jax.main`. Seconds are medians of the
+rounds. A round divides the seconds of this checkout by the seconds of the
+commit; the ratio is the median of these quotients. Above 1 this checkout is
+slower.
 
 generate    the public function: 64 responses of 64 tokens to prompts of 32
 iteration   the same sizes in a run; its phases

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Wheels for a machine that has a GPU but no network: docs/gpu.md, "Without a
-# network".
+# Wheels for a machine that has a GPU but no network: docs/gpu.md, "The first
+# half hour".
 #
 #   launch/offline_gpu.sh [FOLDER]      .whl by default
 #

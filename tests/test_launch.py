@@ -270,7 +270,7 @@ def test_an_image_has_the_versions_that_setup_cfg_asks_for(file, extra, beside):
 
 
 def test_the_wheels_for_a_gpu_are_what_setup_cfg_asks_for():
-  """Of what comes with JAX on the machine it names nothing else."""
+  """Except for `there`, the packages that the machine has beside JAX."""
   script = re.sub("#.*", "", (LAUNCH / "offline_gpu.sh").read_text())
   setup = configparser.ConfigParser()
   setup.read(ROOT / "setup.cfg")

@@ -16,7 +16,7 @@ from slow_tests import CACHE
 
 pytestmark = pytest.mark.slow
 
-FILES = sorted(p for p in (ROOT / "tests").rglob("test_*.py"))
+FILES = sorted((ROOT / "tests").rglob("test_*.py"))
 
 
 @pytest.fixture(scope="session")
