@@ -462,7 +462,7 @@ def test_the_flops_of_a_gpus_rows_are_two_a_parameter_and_token_or_more():
   flops = gpu.model_flops(cfg, {"P": 2, "G": 3, "R": 100})
   weights = sum(math.prod(x.shape) for x in jax.tree.leaves(model.shapes(cfg)))
   assert flops["generate"] == pytest.approx(2 * weights * 600, rel=0.1)
-  assert flops["update"] == pytest.approx(3 * 2 * weights * 600, rel=0.2)
+  assert flops["update"] == pytest.approx(3 * 2 * weights * 600, rel=0.15)
 
 
 @pytest.mark.slow
