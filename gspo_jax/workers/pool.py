@@ -52,7 +52,7 @@ class Pool:
     memory: GiB that calls may add to a worker process; enforced on Linux.
     concurrency: calls of `async` tasks that a worker makes at once.
     repeats: make calls again that ran beside one that ended their process or
-      blocked it. Else they fail, too.
+      blocked it, or that ran in a worker that was lost. Else they fail, too.
   """
 
   def __init__(

@@ -1,10 +1,11 @@
 """A worker process as the pool sees it: started, sent requests, replaced."""
 
-import itertools
 import json
+import logging
 import os
 import pickle
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -107,32 +108,41 @@ class Process:
     return facts
 
   def run(self, calls: Sequence[Call]) -> Iterator[tuple[int, Result]]:
-    """Makes calls; yields (number, result) as each ends."""
-    left, size = dict(enumerate(calls)), None
+    """Makes calls; yields (number, result) as each ends.
+
+    After the loss of the worker, a new one goes on with the calls that had not
+    begun. The others fail, or with `repeats` are made again, one by one.
+    """
+    left, suspects = dict(enumerate(calls)), []
     while left:
-      chunk = dict(itertools.islice(left.items(), size))
+      was_dead = self._process.poll() is not None  # so no call is at fault
+      chunk = {i: left[i] for i in suspects[:1]} or left.copy()
       for i, result in self._request(chunk):
         del left[i]
         yield i, result
-      lost = chunk.keys() & left.keys()
+      is_alone, lost = bool(suspects), [i for i in chunk if i in left]
+      suspects = [i for i in suspects if i in left]
       # What a call wrote beyond its line would be read as the next results.
       if not (lost or self._unread):
         continue
-      # A call without a result may have ended the worker, or none did: from
-      # now on it gets one call at a time.
-      if lost and size == 1:
-        (i,) = lost
-        del left[i]
-        yield i, Result(None, "the worker process ended")
-      size = 1
       try:
-        self._restart()
+        reason = self._restart()
       except errors.UserError as e:
         if self._closed:
           raise futures.CancelledError from e
         for i in left:
           yield i, Result(None, str(e))
         return
+      if was_dead:
+        continue
+      began = lost[: self._setup.concurrency]
+      if self._setup.repeats and not is_alone:
+        suspects = began
+        continue
+      for i in began:
+        del left[i]
+        yield i, Result(None, reason)
+      suspects = [i for i in suspects if i in left]
 
   def close(self) -> None:
     """Closes the worker's stdin, which ends it; after 2 seconds SIGKILL."""
@@ -145,9 +155,18 @@ class Process:
       self._process.kill()
       self._process.wait()
 
-  def _restart(self) -> None:
+  def _restart(self) -> str:
+    """Starts a new worker; why the old one was lost, as far as is known."""
+    self._process.poll()
+    status = self._process.returncode
     self._process.kill()
     self._process.wait()
+    reason = "the worker process hung, or a call wrote to its results"
+    if status is not None:
+      reason = f"the worker process ended with status {status}"
+    if status == -signal.SIGKILL:
+      reason = "the worker process ended by SIGKILL; perhaps memory ran out"
+    logging.warning("%s: %s; a new one goes on", self._setup.name, reason)
     self._process.stdout.close()
     with self._lock:
       if self._closed:
@@ -158,6 +177,7 @@ class Process:
       except OSError as e:
         raise errors.UserError(f"no worker process could start: {e}") from e
     self.wait_ready()
+    return reason
 
   def _request(self, calls: dict[int, Call]) -> Iterator[tuple[int, Result]]:
     """Yields results as they come; not all if the worker is lost.

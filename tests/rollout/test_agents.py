@@ -47,6 +47,9 @@ def play(problem, *, base_url, api_key, model):
   if name == "exits":
     chat(("user", "a"))
     os._exit(1)
+  if name == "kills":  # its worker
+    chat(("user", "a"))
+    os.kill(os.getppid(), 9)
   if name == "turns":
     messages = [("user", "a")]
     for text in "bcd":
@@ -338,10 +341,16 @@ def test_an_agent_at_fault_costs_its_episode_alone(pool):
   play(pool, "one")  # the next rollout is as good
 
 
-def test_no_episode_is_played_twice_where_an_agent_ends_its_process(pool):
-  scored, episodes = play(pool, "exits", "turns")
+@pytest.mark.parametrize(
+  ("name", "words"),
+  [("exits", "ended or blocked"), ("kills", "ended by SIGKILL")],
+)
+def test_no_episode_is_played_twice_where_an_agent_ends_its_process(
+  pool, name, words
+):
+  scored, episodes = play(pool, name, "turns")
   assert scored.rewards.result().failed[0].all()
-  assert "ended or blocked" in " ".join(scored.rewards.result().reasons)
+  assert words in " ".join(scored.rewards.result().reasons)
   for first, second in episodes:
     assert second is None
     # The end of its process may come before any of its calls.
