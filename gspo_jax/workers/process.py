@@ -1,5 +1,6 @@
 """A worker process as the pool sees it: started, sent requests, replaced."""
 
+import contextlib
 import json
 import logging
 import os
@@ -157,7 +158,8 @@ class Process:
 
   def _restart(self) -> str:
     """Starts a new worker; why the old one was lost, as far as is known."""
-    self._process.poll()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+      self._process.wait(1)  # it may be about to end
     status = self._process.returncode
     self._process.kill()
     self._process.wait()
