@@ -116,13 +116,14 @@ class Process:
     """
     left, suspects = dict(enumerate(calls)), []
     while left:
+      suspects = [i for i in suspects if i in left]
+      is_alone = bool(suspects)
       was_dead = self._process.poll() is not None  # so no call is at fault
       chunk = {i: left[i] for i in suspects[:1]} or left.copy()
       for i, result in self._request(chunk):
         del left[i]
         yield i, result
-      is_alone, lost = bool(suspects), [i for i in chunk if i in left]
-      suspects = [i for i in suspects if i in left]
+      lost = [i for i in chunk if i in left]
       # What a call wrote beyond its line would be read as the next results.
       if not (lost or self._unread):
         continue
@@ -143,7 +144,6 @@ class Process:
       for i in began:
         del left[i]
         yield i, Result(None, reason)
-      suspects = [i for i in suspects if i in left]
 
   def close(self) -> None:
     """Closes the worker's stdin, which ends it; after 2 seconds SIGKILL."""
