@@ -75,20 +75,22 @@ def _serve() -> int:
 def _answer(sampler, tokenizer, params, seed: int, key: str) -> None:
   """Answers requests until a signal ends the command."""
   try:
-    from gspo_jax.endpoint.app import Client, Endpoint
+    from gspo_jax.endpoint.app import Endpoint
+    from gspo_jax.endpoint.client import Client
     from gspo_jax.endpoint.server import Server
   except ImportError as error:
     raise missing_package(error, "serve", "gspo_jax.serve") from error
   import jax
 
   from gspo_jax.runtime.preemption import Preemption
-  from gspo_jax.sampler.engine import Engine
+  from gspo_jax.sampler.continuous.engine import Engine
 
   endpoint = Endpoint(tokenizer, sampler.config)
+  rows = sampler.jitted.empty_samples(sampler.batching.slots)
   with (
     Preemption() as preemption,
     Server(endpoint.app, _HOST.value, _PORT.value) as server,
-    Engine(sampler, params, jax.random.key(seed)) as engine,
+    Engine(sampler, params, jax.random.key(seed), rows) as engine,
     contextlib.suppress(KeyboardInterrupt),
   ):
     new = endpoint.admit(Client(engine, tokenizer), key)

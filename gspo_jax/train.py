@@ -242,13 +242,16 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   # Rollout: G responses to each prompt. Scoring begins in the background.
   batch = run.source(state.policy, step)
   scored = batch.samples
-  prompts = prompts_on_device(scored.trained_prompts, batch_sharding)
+  prompts = scored.samples.prompts
+  if prompts is None:
+    prompts = prompts_on_device(scored.prompts, batch_sharding)
   clock.append(time.monotonic())
 
   # Old log-probs, those of reference and teachers, and values, during the
   # scoring.
-  lengths = multihost.to_host(scored.samples.lengths)
-  prompt_lengths = scored.trained_prompts.lengths
+  lengths, prompt_lengths = multihost.to_host(
+    (scored.samples.lengths, prompts.lengths)
+  )
   packing = learner.pack(prompt_lengths, lengths, key)
   train_batch = learner.make_train_batch(prompts, scored.samples, packing)
   old_metrics = {}

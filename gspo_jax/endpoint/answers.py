@@ -15,7 +15,7 @@ from typing import Any
 from gspo_jax.data import tool_calls
 from gspo_jax.data.tokenizers.base import UNKNOWN, Tokenizer
 from gspo_jax.endpoint.requests import Call, is_text
-from gspo_jax.sampler.engine import STOP, Generation
+from gspo_jax.sampler.continuous.engine import STOP, Generation
 from gspo_jax.sampler.stop_strings import StopStrings, response_text
 
 

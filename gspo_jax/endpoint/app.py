@@ -21,10 +21,10 @@ from starlette.routing import Route
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.endpoint import requests
 from gspo_jax.endpoint.answers import Answer
+from gspo_jax.endpoint.client import Client
 from gspo_jax.endpoint.requests import ApiError, Call
-from gspo_jax.endpoint.transcript import Transcript
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.engine import ABORT, Engine, Generation
+from gspo_jax.sampler.continuous.engine import ABORT
 from gspo_jax.sampler.samples import SamplerConfig
 
 T = TypeVar("T")
@@ -34,28 +34,6 @@ _MAX_BODY, _MORE_BODY = 1 << 20, 64
 _MOST_OPEN = 64  # requests of one client at once
 _SECONDS = 60.0  # to receive a request, and to make token ids of it
 _LOOK = 1.0  # seconds after which a handler looks whether its client has left
-
-
-class Client:
-  """Somebody with a key: an engine, and what it has answered."""
-
-  def __init__(self, engine: Engine, tokenizer: Tokenizer):
-    self.engine, self.transcript = engine, Transcript(tokenizer)
-    self.open = 0  # requests
-    self.encodes = asyncio.Lock()  # one request at a time
-
-  def room(self, prompt: list[int]) -> int:
-    """Tokens of an answer at most; a subclass raises ApiError to refuse it."""
-    return self.engine.most_new_tokens(len(prompt))
-
-  def started(self, generation: Generation) -> None:
-    """Its request was sent to the engine."""
-
-  def ended(self, answer: Answer) -> None:
-    """Its request has a whole answer."""
-
-  def gave_up(self, generation: Generation) -> None:
-    """Its request ended without a whole answer."""
 
 
 class Endpoint:
@@ -167,27 +145,13 @@ class Endpoint:
       prompt, text = await _in_time(
         asyncio.to_thread(self._prompt, client, call)
       )
-    room = client.room(prompt)
-    if room < 1:
-      raise ApiError(
-        f"the prompt has {len(prompt)} tokens, which leaves no room for an "
-        f"answer: expected fewer, of {len(prompt) + room} for both",
-        param="messages" if call.messages else "prompt",
-        code="context_length_exceeded",
-      )
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
     def notify():
       with contextlib.suppress(RuntimeError):  # the server has ended
         loop.call_soon_threadsafe(changed.set)
 
-    most = min(room, call.max_tokens or room)
-    generation = Generation(prompt, most, notify)
-    try:
-      client.engine.submit(generation)
-    except UserError as error:
-      raise ApiError(str(error)) from error
-    client.started(generation)
+    generation = client.sample(call, prompt, notify)
     stop = self._config.stop
     answer = Answer(call, generation, self._tokenizer, stop, MODEL, text)
     return answer, changed

@@ -46,17 +46,9 @@ def _functions(config, program, fewer_slots):
     continues=config.rollout.continues,
     **subsets,
   )
-  # An episode may be several sequences, and each sequence has a prompt.
-  samples = jax.tree.map(
-    lambda x: (
-      shape((config.rollout.max_sequences * x.shape[0], *x.shape[1:]), x.dtype)
-      if x.ndim
-      else x
-    ),
-    program.sampler.empty_samples.lower().out_info,
-  )
+  samples = program.sampler.empty_samples.lower().out_info
   B = P * program.learner.group_size
-  trained_prompts = prompts(B if config.rollout.uses_engine else P)
+  trained_prompts = samples.prompts or prompts(P)
   ints = lambda size: shape((size,), jnp.int32)
   rows_of_batch = ints(B)
   packing = Packing(

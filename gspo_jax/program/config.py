@@ -161,17 +161,13 @@ class Config:
     )
     if self.rollout.environment:
       self._check_environment()
-      if self.rollout.uses_engine:
-        self._check_engine()
     else:
-      without = "without rollout.environment"
       self._refuse(
         (
           "rollout.max_sequences",
           self.rollout.max_sequences > 1,
-          f"1 {without}",
+          "1 without rollout.environment",
         ),
-        ("rollout.mode", self.rollout.mode == "async", f"'sync' {without}"),
       )
     if self.objective.credit == "turn":
       self._check_turns()
@@ -273,37 +269,6 @@ class Config:
         "0, for a conversation ends in the iteration in which it begins",
       ),
       because="rollout.environment",
-    )
-
-  def _check_engine(self):
-    agents, because = self.rollout.plays_agents, "rollout.mode"
-    if agents:
-      because = "rollout.environment"
-    elif self.rollout.max_sequences > 1:
-      because = "rollout.max_sequences"
-    self._refuse(
-      ("rollout.max_staleness", self.rollout.max_staleness, "0"),
-      (
-        "objective.replay",
-        self.objective.replay == "r3",
-        "'none' or 'r2', for the experts of calls are not recorded",
-      ),
-      (
-        "sampler.kept_ids",
-        self.sampler.keeps_ids,
-        "0 with top_k, top_p or min_p, for the ids of calls are not recorded",
-      ),
-      (
-        "continuous_batching.speculation",
-        self.continuous_batching.speculation,
-        "0, for calls do not speculate",
-      ),
-      (
-        "objective.credit",
-        agents and self.objective.credit == "turn",
-        "'response', for an agent gives one reward at its end",
-      ),
-      because=because,
     )
 
   def _check_turns(self):

@@ -28,13 +28,12 @@ from gspo_jax.rewards.config import RewardConfig
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rewards.reward import EXAMPLE
 from gspo_jax.rollout import environment, reward_model
-from gspo_jax.rollout.async_conversations import AsyncConversations
 from gspo_jax.rollout.config import RolloutConfig
 from gspo_jax.rollout.conversations import Conversations
 from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.reward_model import RewardModel
 from gspo_jax.rollout.sequences import SequenceLimits
-from gspo_jax.runtime import multihost, sharding
+from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError, missing_package
 from gspo_jax.workers import sandbox_files
 
@@ -86,11 +85,8 @@ class Experiment:
     of_program = {
       "pool": self.reward_pool,
       "prompt_config": self.program.prompt_config,
-      "batch_sharding": sharding.batch_sharding(self.program.sampler.mesh),
+      "stop": self.program.sampler.stop,
     }
-    stop = self.program.sampler.stop
-    if not rollout.uses_engine:
-      return Conversations(**of_program, max_turns=rollout.max_turns, stop=stop)
     limits = SequenceLimits(
       turns=rollout.max_turns,
       sequences=rollout.max_sequences,
@@ -101,7 +97,7 @@ class Experiment:
       from gspo_jax.rollout.agents import Agents
 
       return Agents(**of_program, limits=limits)
-    return AsyncConversations(**of_program, limits=limits, stop=stop)
+    return Conversations(**of_program, limits=limits)
 
 
 def teacher_of(c: DistillationConfig, problem: Problem) -> int:

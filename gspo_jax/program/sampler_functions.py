@@ -17,10 +17,10 @@ from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.sharding import mesh_jit
 from gspo_jax.sampler import continuous, samples, static
-from gspo_jax.sampler.engine import EngineSampler, build_engine_sampler
+from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.functions import SamplerFunctions, SeparateDevices
 from gspo_jax.sampler.many_prompts import equal_batches
-from gspo_jax.sampler.samples import samples_sharding
+from gspo_jax.sampler.samples import Prompts, samples_sharding
 
 # Slots of a shard to serve a policy, where continuous_batching.slots is 0.
 _SLOTS = 16
@@ -61,20 +61,11 @@ def sampler_functions(
   def sampler(sampling, batching):
     meshes = {"mesh": mesh, "sampler_mesh": sampler_mesh}
     params_sharding = abstract.shardings(params)
-    if config.rollout.uses_engine:
-      return build_engine_sampler(
-        cfg,
-        sampling,
-        batching=batching,
-        context=width + sampling.max_new_tokens,
-        params_sharding=params_sharding,
-        **meshes,
-      )
     if not batching.slots:
       return static.build_static_sampler(
         cfg, sampling, params_sharding=params_sharding, **meshes
       )
-    return continuous.build_continuous_sampler(
+    built = continuous.build_continuous_sampler(
       cfg,
       sampling,
       batching=batching,
@@ -82,19 +73,24 @@ def sampler_functions(
       params_sharding=params_sharding,
       **meshes,
     )
+    if turns:
+      built.require_own_rows()
+    return built
 
   def eval_sampler(sampling):
-    if config.rollout.uses_engine and sampling.temperature:
-      return dataclasses.replace(generate, config=sampling)
     responses = eval_prompts * sampling.group_size
     return sampler(sampling, batching.with_slots_for(responses))
 
   def empty_samples():
-    empty = samples.empty_samples(prompts, width, cfg, sampling)
+    rows = prompts * config.rollout.max_sequences
+    empty = samples.empty_samples(rows, width, cfg, sampling)
     if not turns:
       return empty
-    none = jnp.zeros(empty.tokens.shape, jnp.int16)
-    return dataclasses.replace(empty, turns=none)
+    B, R = empty.tokens.shape
+    none = Prompts(jnp.zeros((B, width), jnp.int32), jnp.ones(B, jnp.int32))
+    return dataclasses.replace(
+      empty, turns=jnp.zeros((B, R), jnp.int16), prompts=none
+    )
 
   take_groups = lambda: mesh_jit(
     functools.partial(samples.take_groups, cfg=cfg, sampler=sampling),
@@ -138,22 +134,30 @@ def engine_sampler(
   tokenizer: Tokenizer,
   policy: model.Params,
   mesh: jax.sharding.Mesh,
-) -> EngineSampler:
-  """Opens engines that serve a policy, whatever the config's rollouts are."""
+) -> ContinuousSampler:
+  """What engines need that serve a policy, whatever the config's rollouts are."""
   sampler_mesh = _sampler_mesh(config, mesh, policy, ())
   shards = sharding.batch_shards(sampler_mesh)
   batching = config.continuous_batching
   if not batching.slots:
     batching = dataclasses.replace(batching, slots=_SLOTS * shards)
-  return build_engine_sampler(
-    cfg,
+  sampling = dataclasses.replace(
     settings.sampler_config(config, tokenizer),
+    group_size=1,
+    record_routing=False,
+    kept_ids=0,
+  )
+  sampler = continuous.build_continuous_sampler(
+    cfg,
+    sampling,
     batching=batching,
-    context=config.data.max_prompt_length + config.sampler.max_new_tokens,
+    max_prompt_length=config.data.max_prompt_length,
     params_sharding=abstract.shardings(policy),
     mesh=mesh,
     sampler_mesh=sampler_mesh,
   )
+  sampler.require_own_rows()
+  return sampler
 
 
 def shards_of_rows(

@@ -3,13 +3,12 @@
 Other wings take: `source.make_source`; `off_policy.OffPolicy`; `context` and
 `batch` (input and output of sources); `scoring`; `metrics.rollout_metrics`;
 `config.RolloutConfig`; `partial.PartialRollouts`, for a plan; `environment` and
-`environment_pool`; `conversations`, `async_conversations` and `agents`;
-`sequences`; `reward_model`. `environments` has the built-in ones.
+`environment_pool`; `conversations` and `agents`; `sequences`; `reward_model`.
+`environments` has the built-in ones.
 """
 
 __all__ = [
   "agents",
-  "async_conversations",
   "batch",
   "config",
   "context",

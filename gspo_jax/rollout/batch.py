@@ -19,7 +19,7 @@ class ScoredSamples(NamedTuple):
   A response may be K = `rollout.max_sequences` rows of the samples.
   """
 
-  prompts: PromptBatch  # an environment may have written the prompts
+  prompts: PromptBatch  # of the data; an environment may write others
   samples: Samples  # [P * G * K] of all hosts, on the devices
   # This host's responses, by row; the text of a conversation has all its turns.
   responses: Mapping[int, Response]
@@ -29,15 +29,6 @@ class ScoredSamples(NamedTuple):
   # without an environment.
   conversation: Mapping[str, np.ndarray] = {}
   environment_seconds: float = 0.0  # devices waited so long for environments
-  # The prompt of each of the P * G * K rows, whole on every host; None: that of
-  # its problem.
-  sequence_prompts: Prompts | None = None
-
-  @property
-  def trained_prompts(self) -> Prompts:
-    """Prompts of the samples' rows, [P] or [P * G * K], whole on every host."""
-    whole = Prompts(self.prompts.tokens, self.prompts.lengths)
-    return self.sequence_prompts or whole
 
 
 class RolloutCost(NamedTuple):
@@ -62,7 +53,7 @@ class RolloutBatch(NamedTuple):
 
 
 def prompts_on_device(
-  batch: PromptBatch | Prompts, batch_sharding: jax.sharding.Sharding
+  batch: PromptBatch, batch_sharding: jax.sharding.Sharding
 ) -> Prompts:
   prompts = Prompts(batch.tokens, batch.lengths)
   return multihost.to_global(prompts, batch_sharding)

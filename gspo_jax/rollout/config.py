@@ -7,7 +7,6 @@ from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.key import (
   AT_LEAST_1,
   ZERO_OR_MORE,
-  Choice,
   Range,
   check,
   key,
@@ -53,14 +52,6 @@ class RolloutConfig:
     "responses of a conversation at most",
     Range("1 to 32767", lambda x: 1 <= x < 2**15),
   )
-  mode: str = key(
-    "sync",
-    "how conversations with an environment proceed. sync: all take a turn "
-    "together, and wait for the longest response. async: each takes its next "
-    "turn as soon as the environment has answered; two runs may sample other "
-    "responses. Agents, and conversations of several sequences, are async.",
-    Choice(("sync", "async")),
-  )
   max_sequences: int = key(
     1,
     "sequences of an episode at most. Each has one importance ratio, and the "
@@ -77,12 +68,6 @@ class RolloutConfig:
   def plays_agents(self) -> bool:
     """Whether agents call the policy over HTTP; see `agents`."""
     return self.environment.startswith(PREFIX)
-
-  @property
-  def uses_engine(self) -> bool:
-    """Whether each response is a request of its own to an engine."""
-    is_async = self.mode == "async" or self.max_sequences > 1
-    return self.plays_agents or is_async
 
   @property
   def continues(self) -> bool:

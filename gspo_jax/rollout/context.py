@@ -10,8 +10,8 @@ from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rollout import scoring
 from gspo_jax.rollout.batch import ScoredSamples
-from gspo_jax.rollout.conversations import Conversations
 from gspo_jax.rollout.environment_pool import EnvironmentPool
+from gspo_jax.rollout.player import Player
 from gspo_jax.sampler.functions import Sampler
 from gspo_jax.sampler.samples import Samples
 from gspo_jax.sampler.stop_strings import StopStrings
@@ -40,7 +40,7 @@ class RolloutContext(NamedTuple):
   group_size: int  # G
   stop: StopStrings | None  # of the sampler
   max_failed: float  # `reward.max_failed`
-  conversations: Conversations | None = None  # None: no environment
+  conversations: Player | None = None  # None: no environment
 
   def start_scoring(
     self, batch: PromptBatch, samples: Samples

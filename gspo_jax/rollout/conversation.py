@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import jax
 import numpy as np
 
+from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
 from gspo_jax.data.tokenizers.base import Turn, as_messages
 from gspo_jax.rewards.pool import PendingRewards, Rewards
@@ -14,7 +15,7 @@ from gspo_jax.rewards.reward import Response
 from gspo_jax.rollout import scoring
 from gspo_jax.rollout.batch import ScoredSamples
 from gspo_jax.rollout.environment_pool import EnvironmentPool, Reply
-from gspo_jax.rollout.sequences import EpisodeSequence, SequenceLimits, arrange
+from gspo_jax.rollout.sequences import EpisodeSequence, SequenceLimits
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import Samples
@@ -37,6 +38,7 @@ class Conversation:
   tool_calls: int = 0
   tool_errors: int = 0
   failure: str = ""  # why a call failed; "" if none did
+  prompt: Sequence[int] = ()  # ids before the first response
 
   def add(self, response: str, reply: Reply) -> None:
     step = reply.step
@@ -57,67 +59,33 @@ def begin(
   chats: Mapping[int, Conversation],
   group_size: int,
   key: jax.Array,
-) -> tuple[PromptBatch, dict[int, Reply]]:
-  """Begins this host's conversations, by row; call it on every process.
+) -> dict[int, Sequence[Turn]]:
+  """Begins this host's conversations, by episode.
 
-  Returns the batch with the prompts that environments have written, and what
-  `reset` said, by row.
+  Returns the messages of the prompts that environments gave; () for the data's
+  prompt. A wrong prompt fails its group.
   """
   # 2**32 - 1 is never a row number, so no response has this key.
   k_seed = jax.random.fold_in(key, np.uint32(2**32 - 1))
   seeds = np.asarray(jax.random.bits(k_seed, (len(batch),), np.uint32)).tolist()
-  steps = batch.steps.tolist()
-  begun = pool.begin(
-    [
-      (batch.problems[p], steps[p], seeds[p])
-      for p in (row // group_size for row in chats)
-    ]
-  )
-  for chat, reply in zip(chats.values(), begun, strict=True):
+  steps, groups = batch.steps.tolist(), [b // group_size for b in chats]
+  begun = pool.begin([(batch.problems[p], steps[p], seeds[p]) for p in groups])
+  prompts: dict[int, set] = {}  # of a group
+  for p, chat, reply in zip(groups, chats.values(), begun, strict=True):
     chat.state, chat.failure = reply.state, reply.failure
-  replies = dict(zip(chats, begun, strict=True))
-  batch = _with_prompts(prompt_config, batch, chats, group_size, replies)
-  return batch, replies
-
-
-def _with_prompts(
-  cfg: PromptConfig,
-  batch: PromptBatch,
-  chats: Mapping[int, Conversation],
-  group_size: int,
-  replies: Mapping[int, Reply],
-) -> PromptBatch:
-  """The batch with the prompts of `reset`; a wrong one fails its group."""
-  prompts = {}  # of this host, where an environment has one
-  for row, reply in replies.items():
     if not reply.failure:
-      prompts.setdefault(row // group_size, set()).add(reply.step.messages)
-  local = {}
+      prompts.setdefault(p, set()).add(reply.step.messages)
+  said = {b: reply.step.messages for b, reply in zip(chats, begun, strict=True)}
   for p, choices in prompts.items():
     try:
-      ids = prompt_ids(cfg, choices)
+      ids = prompt_ids(prompt_config, choices) or batch.ids(p)
+      why = ""
     except Exception as error:  # no process may raise alone
-      why = reason(error)
-      for row, chat in chats.items():
-        if row // group_size == p:
-          chat.failure = chat.failure or why
-    else:
-      if ids:
-        local[p] = ids
-  if not multihost.any_process(bool(local)):
-    return batch
-  tokens, lengths = batch.tokens.copy(), batch.lengths.copy()
-  width = tokens.shape[1]
-  sent = np.zeros((len(batch), 1 + width), np.int32)
-  for p, ids in local.items():
-    sent[p, 0], sent[p, width - len(ids) + 1 :] = len(ids), ids
-  everywhere = multihost.sum_of_all(sent)
-  new = everywhere[:, 0] > 0
-  lengths[new] = everywhere[new, 0]
-  pad = np.arange(width) < width - lengths[:, None]
-  ids = np.where(pad, cfg.tokenizer.pad_id, everywhere[:, 1:])
-  tokens[new] = ids[new]
-  return dataclasses.replace(batch, tokens=tokens, lengths=lengths)
+      ids, why = [], reason(error)
+    for b, chat in chats.items():
+      if b // group_size == p:
+        chat.failure, chat.prompt = chat.failure or why, ids
+  return said
 
 
 def prompt_ids(cfg: PromptConfig, choices: Collection) -> list[int]:
@@ -163,17 +131,15 @@ def scored(
   batch: PromptBatch,
   samples: Samples,
   chats: Mapping[int, Conversation],
-  num_tokens: Mapping[int, int],
+  sequences: Mapping[int, Sequence[EpisodeSequence]],
+  limits: SequenceLimits,
   *,
   group_size: int,
-  max_turns: int,
-  limit: int,
-  **fields,
+  environment_seconds: float,
 ) -> ScoredSamples:
   """The samples with the rewards of all hosts; call it on every process.
 
-  `chats` and their `num_tokens` are this host's, by row; `limit` is the most
-  that they can have. `fields` are others of `ScoredSamples`.
+  `chats` and their `sequences` are this host's, by episode.
   """
   B, P = len(batch) * group_size, len(batch)
   gather = lambda value: gather_rows(
@@ -191,17 +157,20 @@ def scored(
     total, {REWARD: total}, failed.reshape(total.shape), reasons
   )
   responses = {
-    row: Response("", chat.text, "", num_tokens[row], limit).to(
-      batch.problems[row // group_size]
+    b: response(
+      chat.text,
+      sum(len(sequence.tokens) for sequence in sequences[b]),
+      limits,
+      batch.problems[b // group_size],
     )
-    for row, chat in chats.items()
+    for b, chat in chats.items()
   }
   turns = gather(lambda chat: len(chat.rewards))
-  rewards_BN = np.zeros((B, max_turns), np.float32)
+  rewards_BN = np.zeros((B, limits.turns), np.float32)
   for row, chat in chats.items():
     rewards_BN[row, : len(chat.rewards)] = chat.rewards
   rewards_BN = multihost.sum_of_all(rewards_BN)
-  rewards_BN[np.arange(max_turns) >= turns[:, None]] = np.nan
+  rewards_BN[np.arange(limits.turns) >= turns[:, None]] = np.nan
   return ScoredSamples(
     prompts=batch,
     samples=samples,
@@ -213,44 +182,14 @@ def scored(
       "tool_errors": gather(lambda chat: chat.tool_errors),
       "rewards": lowest(rewards_BN),
     },
-    **fields,
-  )
-
-
-def scored_sequences(
-  batch: PromptBatch,
-  chats: Mapping[int, Conversation],
-  episodes: Mapping[int, Sequence[EpisodeSequence]],
-  finish: Mapping[int, int],
-  limits: SequenceLimits,
-  *,
-  slot_steps: int,
-  pad_id: int,
-  batch_sharding: jax.sharding.Sharding,
-  group_size: int,
-  environment_seconds: float,
-) -> ScoredSamples:
-  """As `scored`, of episodes that are sequences; see `sequences.arrange`."""
-  prompts, samples = arrange(
-    episodes,
-    finish,
-    len(batch) * group_size,
-    limits,
-    slot_steps=slot_steps,
-    pad_id=pad_id,
-    batch_sharding=batch_sharding,
-  )
-  return scored(
-    batch,
-    samples,
-    chats,
-    {row: sum(len(s.tokens) for s in own) for row, own in episodes.items()},
-    group_size=group_size,
-    max_turns=limits.turns,
-    limit=limits.longest,
     environment_seconds=environment_seconds,
-    sequence_prompts=prompts,
   )
+
+
+def response(
+  text: str, num_tokens: int, limits: SequenceLimits, problem: Problem
+) -> Response:
+  return Response("", text, "", num_tokens, limits.longest).to(problem)
 
 
 def gather_rows(B: int, values: Mapping[int, float]) -> np.ndarray:

@@ -23,7 +23,7 @@ from gspo_jax.rollout.batch import (
   sampled_tokens,
 )
 from gspo_jax.rollout.scoring import wait_scored
-from gspo_jax.sampler.samples import Prompts, Samples
+from gspo_jax.sampler.samples import Samples
 
 
 def sample_until_mixed(
@@ -109,17 +109,4 @@ def _merge(
       for name, values in kept.conversation.items()
     },
     environment_seconds=kept.environment_seconds + new.environment_seconds,
-    sequence_prompts=_merge_prompts(kept, new, index),
   )
-
-
-def _merge_prompts(kept, new, index) -> Prompts | None:
-  if kept.sequence_prompts is None:
-    return None
-  groups = lambda x: x.reshape(len(index), -1, *x.shape[1:])
-
-  def pick(a, b):
-    picked = np.concatenate([groups(a), groups(b)])[index]
-    return picked.reshape(a.shape)
-
-  return jax.tree.map(pick, kept.sequence_prompts, new.sequence_prompts)

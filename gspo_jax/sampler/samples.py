@@ -190,6 +190,8 @@ class Samples:
     drafts: how often a response drafted tokens, and drafted tokens that were
       accepted, both [] int32, in the last call of the sampler; None without
       speculation.
+    prompts: of each of the B rows, where an episode has several; None: G rows
+      have the prompt of their problem.
   """
 
   tokens: jax.Array
@@ -201,6 +203,7 @@ class Samples:
   kept_ids: jax.Array | None = None
   turns: jax.Array | None = None
   drafts: tuple[jax.Array, jax.Array] | None = None
+  prompts: Prompts | None = None
 
   @property
   def num_sampled(self) -> jax.Array:
@@ -259,7 +262,7 @@ def finished_responses(samples: Samples) -> dict[int, FinishedResponse]:
 def samples_sharding(
   sampler: SamplerConfig, mesh: jax.sharding.Mesh, *, turns: bool = False
 ) -> Samples:
-  """The sharding of each field; only conversations have `turns`."""
+  """The sharding of each field; `turns`: and of those that episodes have."""
   batch = batch_sharding(mesh)
   return Samples(
     *[batch] * 4,
@@ -268,27 +271,7 @@ def samples_sharding(
     kept_ids=batch if sampler.keeps_ids else None,
     turns=batch if turns else None,
     drafts=(replicated(mesh),) * 2 if sampler.speculation else None,
-  )
-
-
-def append_tokens(
-  samples: Samples, tokens: jax.Array, counts: jax.Array, finish: jax.Array
-) -> Samples:
-  """Appends an environment's tokens to responses of samples without `turns`.
-
-  Row b gets the first `counts[b]` of its tokens [B, n] and has room for them;
-  `finish` [B] is the result's.
-  """
-  place = jnp.arange(samples.tokens.shape[1]) - samples.lengths[:, None]
-  appended = jnp.take_along_axis(
-    tokens, jnp.clip(place, 0, tokens.shape[1] - 1), axis=1
-  )
-  is_new = (place >= 0) & (place < counts[:, None])
-  return dataclasses.replace(
-    samples,
-    tokens=jnp.where(is_new, appended, samples.tokens),
-    lengths=samples.lengths + counts,
-    finish=finish,
+    prompts=Prompts(batch, batch) if turns else None,
   )
 
 

@@ -106,7 +106,7 @@ class CountingSampler:
   def share(self, facts):
     return facts
 
-  def begin(self, samples, state):
+  def begin(self, samples):
     B = self._slots
     zeros, inactive = np.zeros(B, np.int32), np.zeros(B, bool)
     pages = SimpleNamespace(active=inactive)
@@ -156,6 +156,7 @@ class CountingSampler:
       num_tokens=num_tokens,
       active=active,
       response=response,
+      stop_at=self._stop_at[response],
       num_cached=(self._prefixes + num_tokens).astype(int),
       num_sampled=sampled.sum(),
       drafts=None,

@@ -1,7 +1,8 @@
 """Continuous batching: a finished response's slot gets the next response.
 
-`sampler` is the host's loop, `scheduler` assigns slots and pages, `jit`
-compiles the functions of `paged_decode`, `config` has the sizes.
+`engine` is the host's loop, `sampler` its call for a batch, `scheduler` assigns
+slots and pages, `programs` and `jit` compile the functions of `paged_decode`,
+`config` has the sizes.
 
 Dimension letters, in addition to docs/architecture.md: B = P * G
 responses, M slots, m of them that a segment computes, W pages of a slot, Q
@@ -10,8 +11,7 @@ prefixes of one prefill or call, T tokens of a prefix, C its pages.
 
 from gspo_jax.sampler.continuous.sampler import (
   ContinuousSampler,
-  PrefixCache,
   build_continuous_sampler,
 )
 
-__all__ = ["ContinuousSampler", "PrefixCache", "build_continuous_sampler"]
+__all__ = ["ContinuousSampler", "build_continuous_sampler"]

@@ -19,7 +19,6 @@ from gspo_jax.sampler.continuous.paged_decode import DecodeState, SegmentResults
 from gspo_jax.sampler.decode_params import decode_params, decode_params_sharding
 from gspo_jax.sampler.samples import (
   SamplerConfig,
-  append_tokens,
   empty_samples,
   samples_sharding,
 )
@@ -30,7 +29,7 @@ class JittedSampler:
   """The jitted functions of a `ContinuousSampler`; see `jit_sampler`.
 
   All arguments are positional; `begin`, `prefill`, `write_prefix_routing`,
-  `decode`, the moves and `append_tokens` donate states and samples.
+  `decode`, the moves and `finish_episodes` donate states and samples.
   """
 
   decode_params: MeshJit
@@ -43,9 +42,9 @@ class JittedSampler:
   move_pages: MeshJit
   move_slots: MeshJit
   move_rows: MeshJit
-  read_tokens: MeshJit
+  read_rows: MeshJit
   finalize: MeshJit
-  append_tokens: MeshJit
+  finish_episodes: MeshJit
 
 
 def jit_sampler(
@@ -64,6 +63,7 @@ def jit_sampler(
   shards = sharding.batch_shards(sampler_mesh)
   decode_samples = samples_sharding(sampler, sampler_mesh)
   train_samples = samples_sharding(sampler, mesh)
+  episodes = samples_sharding(sampler, mesh, turns=True)
   record_routing = sampler.record_routing and cfg.num_experts > 0
 
   jit = functools.partial(sharding.mesh_jit, mesh=sampler_mesh)
@@ -71,17 +71,16 @@ def jit_sampler(
   def unstacked_decode_params(params):
     return model.unstack_layers(decode_params(params, cfg), cfg)
 
-  def begin(samples, state):
-    """Moves samples to the decoding mesh; creates the state if it is None."""
-    if state is None:
-      state = paged_decode.empty(
-        cfg,
-        shards=shards,
-        num_slots=sizes.slots * shards,
-        num_pages=sizes.num_pages * shards,
-        page_size=sizes.page_size,
-        pages_per_slot=sizes.pages_per_slot,
-      )
+  def begin(samples):
+    """An empty state, and the samples on the decoding mesh."""
+    state = paged_decode.empty(
+      cfg,
+      shards=shards,
+      num_slots=sizes.slots * shards,
+      num_pages=sizes.num_pages * shards,
+      page_size=sizes.page_size,
+      pages_per_slot=sizes.pages_per_slot,
+    )
     # The steps of one call are counted.
     zeros = jax.tree.map(jnp.zeros_like, (samples.slot_steps, samples.drafts))
     return state, dataclasses.replace(
@@ -146,19 +145,17 @@ def jit_sampler(
         computed.num_tokens,
         computed.pages.active,
         computed.response,
+        computed.stop_at,
         computed.pages.lengths,
         state.num_tokens,
       ],
       axis=1,
     )
-    num_tokens, active, response, num_cached, before = sharding.constrain(
-      slots
-    ).T
+    num_tokens, active, *others, before = sharding.constrain(slots).T
     results = SegmentResults(
-      num_tokens=num_tokens,
-      active=active.astype(bool),
-      response=response,
-      num_cached=num_cached,
+      num_tokens,
+      active.astype(bool),
+      *others,
       num_sampled=(num_tokens - before).sum(),
       drafts=samples.drafts,
     )
@@ -175,6 +172,11 @@ def jit_sampler(
       logps=jnp.where(real, samples.logps, 0),
     )
 
+  def finish_episodes(samples, rows):
+    """Samples with `rows`, which the host knows: fields of `Samples`."""
+    logps = jnp.where(rows["turns"] > 0, samples.logps, 0)
+    return dataclasses.replace(samples, logps=logps, **rows)
+
   return JittedSampler(
     decode_params=jit(
       unstacked_decode_params,
@@ -190,9 +192,9 @@ def jit_sampler(
     share=jit(lambda x: x, out_shardings=sharding.replicated(sampler_mesh)),
     begin=jit(
       begin,
-      in_shardings=(train_samples, None),
+      in_shardings=(train_samples,),
       out_shardings=(state, decode_samples),
-      donate_argnums=(0, 1),
+      donate_argnums=0,
     ),
     prefill=jit(
       prefill,
@@ -222,9 +224,9 @@ def jit_sampler(
     move_rows=jit(
       paged_decode.move_rows, donate_argnums=0, out_shardings=decode_samples
     ),
-    read_tokens=jit(paged_decode.read_tokens, out_shardings=batch),
+    read_rows=jit(paged_decode.read_rows, out_shardings=batch),
     finalize=jit(finalize, out_shardings=train_samples),
-    append_tokens=jit(
-      append_tokens, donate_argnums=0, out_shardings=train_samples
+    finish_episodes=jit(
+      finish_episodes, donate_argnums=0, out_shardings=episodes
     ),
   )

@@ -39,7 +39,7 @@ class DecodeState:
   """State of the decode slots; the arrays after `pages` are [M] int32."""
 
   pages: paged_cache.Pages  # of the tokens already fed
-  response: jax.Array  # which of the B responses the slot decodes
+  response: jax.Array  # its number: random keys are made from it
   row: jax.Array  # of the samples, where its tokens are written
   last_token: jax.Array  # the newest one, not fed yet
   num_tokens: jax.Array  # of the response so far
@@ -63,8 +63,9 @@ class SegmentPlan:
   # of an inactive slot is dropped.
   active: jax.Array
   new: jax.Array  # [M] bool, active slots that start a response
-  response: jax.Array  # which of the B responses
-  num_tokens: jax.Array  # that the response already has
+  response: jax.Array  # its number, for random keys
+  row: jax.Array  # of the samples, where its tokens are written
+  num_tokens: jax.Array  # that the row already has
   stop_at: jax.Array  # tokens at which it leaves the slot
   stop_state: jax.Array  # of `StopStrings` after the tokens that it has
   num_cached: jax.Array  # tokens of its prefix that are in the pages
@@ -81,7 +82,8 @@ class SegmentResults(NamedTuple):
 
   num_tokens: jax.Array  # [M], of the response in each slot
   active: jax.Array  # [M] bool, whether it goes on
-  response: jax.Array  # [M], which one it is
+  response: jax.Array  # [M], its number
+  stop_at: jax.Array  # [M], tokens at which it leaves the slot
   num_cached: jax.Array  # [M], tokens in the pages of each slot
   num_sampled: jax.Array  # [] tokens, in all slots together
   drafts: tuple[jax.Array, jax.Array] | None  # `Samples.drafts` so far
@@ -231,7 +233,7 @@ def apply_plan(
   return DecodeState(
     pages=pages,
     response=select(plan.response, state.response),
-    row=select(plan.response, state.row),
+    row=select(plan.row, state.row),
     last_token=select(plan.last_token, state.last_token),
     num_tokens=select(plan.num_tokens, state.num_tokens),
     stop_at=select(plan.stop_at, state.stop_at),
@@ -379,14 +381,17 @@ def scatter_slots(
   return _with_shared(write(*arrays, slots), subset)
 
 
-def read_tokens(samples: Samples, rows: jax.Array) -> jax.Array:
-  """Tokens [Q, R] of the rows [Q], on their devices; -1 reads any row."""
+def read_rows(samples: Samples, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Tokens and log-probs [Q, R] of the rows [Q], on their devices.
 
-  def local(tokens, row_Q):
-    return tokens[row_Q % len(tokens)]
+  -1 reads any row.
+  """
+
+  def local(arrays, row_Q):
+    return jax.tree.map(lambda x: x[row_Q % len(x)], arrays)
 
   read = sharding.shard_map(local, (_BATCH,) * 2, _BATCH)
-  return read(samples.tokens, rows)
+  return read((samples.tokens, samples.logps), rows)
 
 
 def move_pages(state: DecodeState, moves: Moves) -> DecodeState:

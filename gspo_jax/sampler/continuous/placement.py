@@ -39,20 +39,16 @@ class Migration(NamedTuple):
 
 
 class Placement:
-  """Moves the responses of one call between its shards."""
+  """Moves the responses of one call between its shards.
+
+  `own` are this host's shards; each shard has `rows` of the samples.
+  """
 
   def __init__(
-    self,
-    sizes: ShardSizes,
-    shards: int,
-    own: Sequence[int],
-    num_tokens: np.ndarray,
-    stop_at: np.ndarray,
+    self, sizes: ShardSizes, shards: int, own: Sequence[int], rows: int
   ):
-    """`own` are this host's shards, `num_tokens` [B] tokens before the call,
-    `stop_at` [B] those at which a response leaves its slot."""
     self._sizes, self._shards, self._own = sizes, shards, list(own)
-    self._num_tokens_B, self._stop_at_B = num_tokens, stop_at
+    self._rows = rows
     self.swaps: list[Moves] = []
     self._segments = 0  # since the last migration
     self._stuck_at = 0  # running responses when no move was of use
@@ -99,25 +95,21 @@ class Placement:
     self._segments = 0
     sizes, D, page_size = self._sizes, self._shards, self._sizes.page_size
     own = dict(zip(self._own, schedulers, strict=True))
-    b, n = len(self._num_tokens_B) // D, max(1, sizes.slots // 8)
+    b, n = self._rows, max(1, sizes.slots // 8)
     slots, rows = _MoveList(D, n, sizes.slots), _MoveList(D, n, b)
     slot_rows, pages = np.zeros((D, n), np.int32), []
     for giver, slot, taker in self._choices(room_D, visitors_D, n):
       cached = int(self._cached_DM[giver, slot])
       num_pages, at = -(-cached // page_size), giver * sizes.slots + slot
-      number = self._results.response[at]
-      before = self._num_tokens_B[number]
-      generated = int(self._results.num_tokens[at] - before)
+      of_slot = ("response", "num_tokens", "stop_at")
+      values = {name: int(getattr(self._results, name)[at]) for name in of_slot}
       row = new_row = new_slot = 0  # on another host
       old_pages = new_pages = [0] * num_pages
       if giver in own:
         row, old_pages = own[giver].remove(slot, num_pages)
       if taker in own:
         new_slot, new_row, new_pages = own[taker].insert(
-          num_pages,
-          num_cached=cached - generated,
-          num_generated=generated,
-          max_tokens=int(self._stop_at_B[number] - before),
+          num_pages, num_cached=cached, **values
         )
       place = slots.add(giver, slot, taker, new_slot)
       slot_rows[taker, place] = taker * b + new_row
@@ -144,8 +136,7 @@ class Placement:
     sizes, cached_DM = self._sizes, self._cached_DM.copy()
     load_D, running_D = cached_DM.sum(1), (cached_DM > 0).sum(1)
     # A response needs a slot, and the row of one that does not run.
-    b = len(self._num_tokens_B) // self._shards
-    idle_D = min(sizes.slots, b) - running_D
+    idle_D = min(sizes.slots, self._rows) - running_D
     # All visitors, and one more response, fit if they grow to their longest.
     most = (sizes.num_pages - 1) // sizes.pages_per_slot - 1
     takes_D = np.minimum(np.minimum(idle_D, n), most - visitors_D)

@@ -7,67 +7,94 @@ Dimension letters as in `continuous/__init__`.
 
 A round is `admit`, `allocate_pages`, a segment on the devices, `apply_results`.
 While `can_look_ahead`, a round may begin before the last one's results are
-applied. The slots of a prefix share its full pages; each gets a copy of its
-partial last page. A prefix stays in the pool until all its responses have
-finished. When pages run out, tokens that no slot reads are evicted (and later
-prefilled again), then the newest responses are preempted.
+applied. Requests may be submitted at any time. The slots of a prefix share its
+full pages; each gets a copy of its partial last page. A prefix stays in the
+pool until all its responses have finished. When pages run out, tokens that no
+slot reads are evicted (and later prefilled again), then the newest responses
+are preempted.
 
-A scheduler with `cached` keeps the tokens of finished responses in the pool,
-and cached tokens of responses that it does not generate; its `kept` is the
-`cached` of the next scheduler. What was kept first is evicted first.
+A scheduler that `keeps` tokens leaves those of finished responses in the pool;
+what was kept first is evicted first. A prefix that begins with all kept tokens
+of a response takes over their pages. Another one shares the full pages of the
+tokens that begin it, kept or of a running response.
 
 A model may also have states, which are no pages. A prefill gives its state to
 the slots that start in the same round. If more responses wait, it also stores
 the state in a row, from which they start later. The queue is in order, so one
 prefix at a time has a row; of two rows it takes the one that no slot reads in
-this round. Without a row, a prefix is prefilled again. A response that goes on
-where the last call left it finds its state in its slot, if no other response
-has had the slot.
+this round. Without a row, a prefix is prefilled again. Kept tokens have no
+state, so with such a model a scheduler keeps none.
 """
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous.config import PROMPT_ROWS, ShardSizes
-from gspo_jax.sampler.samples import UNFINISHED
 
 
-class CachedTokens(NamedTuple):
-  """The first tokens of a sequence, in the pool, and their pages."""
+@dataclasses.dataclass(eq=False)
+class Request:
+  """A response to sample, behind given tokens."""
 
-  pages: list[int]
-  num_tokens: int
-  slot: int = -1  # that has the state after these tokens; -1: none has
+  tokens: np.ndarray  # [T] int32, its prefix
+  row: int  # of the shard's samples, which gets the response
+  stop_at: int  # the row's tokens at which the response leaves its slot
+  response: int  # its number, from which its random keys are made
+  num_tokens: int = 0  # that the row already has, the last ones of `tokens`
+  # First tokens of the prefix whose experts the row already has.
+  num_recorded: int = 0
+  stop_state: int = 0  # of `StopStrings` after `tokens`
+  goes_on: bool = False  # with an earlier request: it starts before new ones
+  owner: Any = None  # what the caller of `submit` wants to find again
+  # Of the scheduler. Without a prefix it came from another shard.
+  prefix: "Prefix | None" = None
+  age: int = -1
+  kept: "Prefix | None" = None  # its tokens in the pool, after its end
+
+
+@dataclasses.dataclass(eq=False)
+class Prefix:
+  """First tokens of a sequence, and their pages in the pool."""
+
+  tokens: np.ndarray | None  # None: kept, and not known to the host so far
+  age: int
+  requests: list[Request] = dataclasses.field(default_factory=list)
+  pages: list[int] = dataclasses.field(default_factory=list)
+  num_stored: int = 0  # tokens in the pages
+
+  @property
+  def num_cached(self) -> int:
+    """Tokens to store: the first decode step feeds the last one."""
+    return len(self.tokens) - 1
 
 
 @dataclasses.dataclass
 class Prefill:
   """A prefix to store first: all its tokens but the last."""
 
-  prefix: int
+  prefix: Prefix
   pages: list[int]  # of these tokens; `num_pages` for one not to be written
   # Tokens that the pages hold, and that need not be computed. Other slots may
   # read full pages of these: do not write them.
   num_cached: int
   slots: list[int]  # that start from it in this round
   row: int = PROMPT_ROWS  # for the state; PROMPT_ROWS: it is not stored
+  stage: int = 0  # 1: it reads pages that prefills of stage 0 write
 
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-  """Responses that got a slot: prefill, then copy pages, then allocate pages.
+  """Requests that got a slot: prefill, then copy pages, then allocate pages.
 
   The arrays after `new` are [M] int32.
   """
 
   prefill: list[Prefill]
-  new: np.ndarray  # [M] bool, slots that got a response
-  response: np.ndarray  # its number; 0 where no response is new
+  new: np.ndarray  # [M] bool, slots that got a request
   num_cached: np.ndarray  # tokens of its prefix that the pages hold, or 0
   copy_source: np.ndarray  # the page to copy; `num_pages` for none
   copy_target: np.ndarray  # the page to copy it to; `num_pages` for none
@@ -83,82 +110,60 @@ class SegmentPages:
 
 
 class Scheduler:
-  """Assigns one shard's slots and pages; its first response is number 0."""
+  """Assigns the slots and pages of one shard.
+
+  Args:
+    sizes: of the shard.
+    rows: of the shard's samples.
+    has_states: of the model.
+    keeps: whether later requests may go on with finished responses.
+    group_size: if experts are recorded, most rows that a prefill writes them
+      to; then a prefix begins with stored tokens only where its row has their
+      experts. 0: they are not recorded.
+  """
 
   def __init__(
     self,
     sizes: ShardSizes,
-    prefix_lengths: Sequence[int],
-    prefix_index: Sequence[int],
-    max_tokens: Sequence[int],
-    cached: Mapping[int, CachedTokens] | None = None,
+    rows: int,
     *,
     has_states: bool = False,
+    keeps: bool = False,
+    group_size: int = 0,
   ):
-    """Queues all responses in order; UserError if a prefix is empty.
-
-    Args:
-      sizes: of the shard.
-      prefix_lengths: [Q], tokens of each prefix.
-      prefix_index: [B], the prefix of each response; sorted.
-      max_tokens: [B], most tokens to generate for each; 0 to leave it out. With
-        its prefix they are at most `max_prompt_length + max_new_tokens`.
-      cached: by response, the first tokens of its prefix that are in the pool:
-        `kept` of the last scheduler. No other response has this prefix, and all
-        other pages are free. Of a response that is left out, its tokens, which
-        stay there. None: keep nothing.
-      has_states: of the model.
-    """
-    self._sizes = sizes
-    lengths_Q = np.asarray(prefix_lengths, np.int64)
-    self._prefix_B = np.asarray(prefix_index, np.int64)
-    self._max_tokens_B = np.asarray(max_tokens, np.int64)
-    if empty := np.flatnonzero(lengths_Q < 1).tolist():
-      raise UserError(
-        f"prefix {empty[0]}: it has no tokens, expected at least 1"
-      )
+    self._sizes, self._num_rows = sizes, rows
+    self._has_states, self._keeps = has_states, keeps
+    self._group_size = group_size
     M = sizes.slots
-    self._num_cached_Q = lengths_Q - 1
-    requested = np.flatnonzero(self._max_tokens_B)
-    self._num_unfinished_Q = np.bincount(
-      self._prefix_B[requested], minlength=len(lengths_Q)
-    )
-    # Every waiting response has a greater number than every active one, so the
-    # greatest active one is the newest.
-    self._queue = collections.deque(requested.tolist())
-    self._has_states = has_states
+    # Preempted requests and those that go on, then new ones.
+    self._first: collections.deque[Request] = collections.deque()
+    self._queue: collections.deque[Request] = collections.deque()
+    self._age = 0  # of the newest request or prefix
+    self._prefixes: dict[int, Prefix] = {}  # by age, with requests
+    self._same: dict[tuple, Prefix] = {}  # the last one of these tokens
+    self._kept: dict[int, Prefix] = {}  # by age
+    self._stages: dict[Prefix, int] = {}  # of the newest admission
     self._row, self._prefix_of_row = 0, None
     self._unknown_segments = 0  # planned, without results so far
-    # The tokens in the pool of each response that has finished or is left out;
-    # None if they are not kept.
-    self.kept = None
-    if cached is not None:
-      left_out = self._max_tokens_B == 0
-      self.kept = {b: x for b, x in cached.items() if left_out[b]}
-    self._prefix_pages = {  # prefix -> its CachedTokens in the pool
-      int(self._prefix_B[response]): tokens
-      for response, tokens in (cached or {}).items()
-      if self._max_tokens_B[response]
-    }
     self._readers = np.zeros(sizes.num_pages, np.int64)
-    for tokens in (*self._prefix_pages.values(), *(self.kept or {}).values()):
-      np.add.at(self._readers, tokens.pages, 1)
-    self._free_pages = np.flatnonzero(self._readers == 0).tolist()
-    self._response_M = np.full(M, -1)
-    # [B] bool, running responses of other shards, in the rows of finished ones.
-    self._is_visitor = np.zeros(len(self._prefix_B), bool)
-    self._num_cached_M = np.zeros(M, np.int64)
-    self._num_generated_M = np.zeros(M, np.int64)
+    self._free_pages = list(range(sizes.num_pages))
+    self._slots: list[Request | None] = [None] * M
+    self._active_M = np.zeros(M, bool)  # with a request
+    # Of the response in each slot: its tokens, at how many it leaves, and how
+    # many more the pages hold.
+    self._num_tokens_M, self._stop_at_M, self._before_M = np.zeros(
+      (3, M), np.int64
+    )
     self._num_pages_M = np.zeros(M, np.int64)  # shared pages included
     self._table = np.zeros((M, sizes.pages_per_slot), np.int32)
 
   @property
   def num_waiting(self) -> int:
-    return len(self._queue)
+    return len(self._first) + len(self._queue)
 
   @property
   def num_active(self) -> int:
-    return int((self._response_M >= 0).sum())
+    return int(self._active_M.sum())
 
   @property
   def num_free_pages(self) -> int:
@@ -169,9 +174,14 @@ class Scheduler:
     return not self.num_waiting and not self.num_active
 
   @property
-  def response(self) -> np.ndarray:
-    """[M] the response in each slot; -1 for none."""
-    return self._response_M.copy()
+  def slots(self) -> list[Request | None]:
+    """[M] the request in each slot."""
+    return [*self._slots]
+
+  @property
+  def kept(self) -> list[Prefix]:
+    """Tokens of finished responses, the oldest first."""
+    return [*self._kept.values()]
 
   @property
   def num_spare_pages(self) -> int:
@@ -181,7 +191,7 @@ class Scheduler:
   @property
   def num_visitors(self) -> int:
     """Running responses of other shards, which are never preempted."""
-    return int(self._is_visitor.sum())
+    return sum(bool(r) and not r.prefix for r in self._slots)
 
   @property
   def can_look_ahead(self) -> bool:
@@ -190,51 +200,118 @@ class Scheduler:
     Not while responses wait: slots that just became idle would stay empty for a
     segment. Not if pages might run out: responses would be preempted too early.
     """
-    return not self._queue and self.num_spare_pages >= 0
+    return not self.num_waiting and self.num_spare_pages >= 0
 
   @property
   def may_go_on(self) -> bool:
     """Whether a response can have tokens left after all planned segments."""
-    active = self._response_M >= 0
     planned = self._unknown_segments * self._sizes.segment_steps
-    most_M = self._most_tokens()
-    return bool((active & (self._num_generated_M + planned < most_M)).any())
+    left = self._num_tokens_M + planned < self._stop_at_M
+    return bool((self._active_M & left).any())
+
+  def submit(self, request: Request) -> None:
+    """Queues a request; UserError if its prefix is empty.
+
+    With its prefix it has at most `max_prompt_length + max_new_tokens` tokens.
+    """
+    if not len(request.tokens):
+      raise UserError("a prefix has no tokens: expected at least 1")
+    self._age += 1
+    request.age = self._age
+    same = self._key(request)
+    prefix = self._same.get(same)
+    if prefix is None or not self._may_share(prefix):
+      prefix = self._same[same] = Prefix(request.tokens, self._age)
+      self._prefixes[self._age] = prefix
+    prefix.requests.append(request)
+    request.prefix = prefix
+    (self._first if request.goes_on else self._queue).append(request)
+
+  def _key(self, request):
+    # Experts of equal tokens may belong into other columns.
+    return request.num_tokens, request.num_recorded, request.tokens.tobytes()
+
+  def _may_share(self, prefix):
+    if not self._group_size:
+      return True
+    return not prefix.pages and len(prefix.requests) < self._group_size
+
+  def cancel(self, request: Request) -> None:
+    """Ends a request; the results of all segments have been applied."""
+    if request in self._slots:
+      self._release_slot(self._slots.index(request))
+    else:
+      (self._first if request in self._first else self._queue).remove(request)
+    self._finish(request)
 
   def admit(self) -> Admission:
-    """Gives idle slots to waiting responses, as far as pages go.
+    """Gives idle slots to waiting requests, as far as pages go.
 
-    A response is admitted if the pool has room for its first segment and for
-    the next segment of all active responses; so this round does not preempt it.
+    A request is admitted if the pool has room for its first segment and for the
+    next segment of all active responses; so this round does not preempt it.
     Tokens of finished and later responses are evicted to make room.
     """
     M, n = self._sizes.slots, self._sizes.num_pages
     full = lambda value: np.full(M, value, np.int32)
     new = np.zeros(M, bool)
-    admission = Admission(
-      [], new, full(0), full(0), full(n), full(n), full(PROMPT_ROWS)
-    )
-    idle = np.flatnonzero(self._response_M < 0).tolist()
-    while idle and self._queue and self._make_room(self._queue[0]):
-      response = self._queue.popleft()
-      slot = self._choose_slot(idle, self._prefix_B[response])
-      idle.remove(slot)
-      self._start(slot, response, admission)
-    if self._has_states and self._queue and admission.prefill:
+    admission = Admission([], new, full(0), full(n), full(n), full(PROMPT_ROWS))
+    idle = np.flatnonzero(~self._active_M).tolist()
+    self._stages = {}
+    while idle and self.num_waiting:
+      queue = self._first or self._queue
+      self._reuse(queue[0])
+      if not self._make_room(queue[0]):
+        break
+      request = queue.popleft()
+      self._start(idle.pop(0), request, admission)
+    if self._has_states and self.num_waiting and admission.prefill:
       last = admission.prefill[-1]
-      if self._prefix_B[self._queue[0]] == last.prefix:
+      if (self._first or self._queue)[0].prefix is last.prefix:
         self._row, self._prefix_of_row = 1 - self._row, last.prefix
         last.row = self._row
     return admission
 
-  def _choose_slot(self, idle: list[int], prefix) -> int:
-    """The slot that has the prefix's state, else one that has none."""
-    if not self._has_states:
-      return idle[0]
-    if (own := self._cached(prefix).slot) in idle:
-      return own
-    kept = *self._prefix_pages.values(), *(self.kept or {}).values()
-    taken = {tokens.slot for tokens in kept}
-    return next((slot for slot in idle if slot not in taken), idle[0])
+  def _stored(self) -> list[Prefix]:
+    stored = (*self._kept.values(), *self._prefixes.values())
+    return [prefix for prefix in stored if prefix.pages]
+
+  def num_known(self, tokens: np.ndarray) -> int:
+    """How many of the first tokens are stored."""
+    known = (
+      _common(prefix.tokens[: prefix.num_stored], tokens)
+      for prefix in self._stored()
+      if prefix.tokens is not None
+    )
+    return max(known, default=0)
+
+  def _reuse(self, request: Request) -> None:
+    """Lets a prefix begin with the pages of stored tokens that begin it."""
+    prefix = request.prefix
+    if prefix.pages or not self._keeps:
+      return
+    limit = prefix.num_cached
+    if self._group_size:
+      limit = min(limit, request.num_recorded)
+    page_size, best, most = self._sizes.page_size, None, 0
+    for other in self._stored():
+      if other.tokens is None or self._stages.get(other):
+        continue
+      count = _common(other.tokens[: other.num_stored], prefix.tokens[:limit])
+      if other.requests or count < other.num_stored:
+        count = count // page_size * page_size
+      if count > most:
+        best, most = other, count
+    if not best:
+      return
+    if not best.requests and most == best.num_stored:
+      del self._kept[best.age]
+      prefix.pages, prefix.num_stored = best.pages, most
+      return
+    prefix.pages = best.pages[: most // page_size]
+    prefix.num_stored = most
+    self._readers[prefix.pages] += 1
+    if best in self._stages:
+      self._stages[prefix] = 1
 
   def allocate_pages(self) -> SegmentPages:
     """Gives each slot the pages that the next segment can fill.
@@ -245,13 +322,12 @@ class Scheduler:
     queue. The oldest response is never preempted.
     """
     while (missing_M := self._missing_pages()).sum() > self.num_free_pages:
-      is_visitor_M = self._is_visitor[self._response_M]
-      newest_M = np.where(is_visitor_M, -1, self._response_M)
-      slot, response = int(newest_M.argmax()), int(newest_M.max())
-      prefix = self._prefix_B[response] if response >= 0 else -1
-      if not self._evict(after=prefix):
-        assert response >= 0  # `Placement` leaves room for all visitors
-        self._queue.appendleft(response)
+      ages = [r.age if r and r.prefix else -1 for r in self._slots]
+      slot = int(np.argmax(ages))
+      request = self._slots[slot] if ages[slot] >= 0 else None
+      if not self._evict(request and request.prefix):
+        assert request  # `Placement` leaves room for all visitors
+        self._first.appendleft(request)
         self._release_slot(slot)
     column_W = np.arange(self._sizes.pages_per_slot)
     num_pages_M = self._num_pages_M + missing_M
@@ -260,161 +336,155 @@ class Scheduler:
     self._table[allocated_MW] = self._pop_pages(int(missing_M.sum()))
     self._num_pages_M = num_pages_M
     self._unknown_segments += 1
-    return SegmentPages(self._table.copy(), self._response_M >= 0)
+    return SegmentPages(self._table.copy(), self._active_M.copy())
 
   def apply_results(
-    self, num_generated: np.ndarray, active: np.ndarray
-  ) -> list[int]:
-    """Applies the oldest segment without results; returns finished responses.
+    self, num_tokens: np.ndarray, active: np.ndarray
+  ) -> list[tuple[Request, int]]:
+    """Applies the oldest segment without results.
 
-    `num_generated` [M] counts a response's tokens after its prefix; `active`
-    [M] is false where a response has finished.
+    `num_tokens` [M] counts the tokens of each row; `active` [M] is false where
+    a response has left its slot. Returns these, and their tokens.
     """
     self._unknown_segments -= 1
-    self._num_generated_M[:] = num_generated
-    slots = np.flatnonzero((self._response_M >= 0) & ~np.asarray(active))
-    responses = self._response_M[slots].tolist()
-    for slot, response in zip(slots.tolist(), responses, strict=True):
-      if self.kept is not None:
-        self.kept[response] = self._keep(slot)
+    self._num_tokens_M[:] = num_tokens
+    slots = np.flatnonzero(self._active_M & ~np.asarray(active)).tolist()
+    ended = [(self._slots[slot], int(num_tokens[slot])) for slot in slots]
+    for slot, (request, _) in zip(slots, ended, strict=True):
+      if self._keeps:
+        self._keep(slot, request)
       self._release_slot(slot)
-      self._finish(response)
-    return responses
+      self._finish(request)
+    return ended
 
-  def _finish(self, response):
+  def _finish(self, request):
     """Releases the pages of its prefix with the last response to it."""
-    if self._is_visitor[response]:
-      self._is_visitor[response] = False
+    prefix = request.prefix
+    if not prefix:
       return
-    prefix = self._prefix_B[response]
-    self._num_unfinished_Q[prefix] -= 1
-    if not self._num_unfinished_Q[prefix]:
-      self._release_pages(self._prefix_pages.pop(prefix).pages)
+    prefix.requests.remove(request)
+    if not prefix.requests:
+      self._release_pages(prefix.pages)
+      del self._prefixes[prefix.age]
+      if self._same.get(same := self._key(request)) is prefix:
+        del self._same[same]
+
+  def _keep(self, slot, request):
+    """Keeps a finished response's tokens but the last, which was not fed."""
+    count = int(self._before_M[slot] + self._num_tokens_M[slot])
+    pages = self._table[slot, : -(-count // self._sizes.page_size)].tolist()
+    self._readers[pages] += 1
+    self._age += 1
+    request.kept = Prefix(None, self._age, [], pages, count)
+    self._kept[self._age] = request.kept
 
   def remove(self, slot: int, num_pages: int) -> tuple[int, list[int]]:
     """Takes a response out of a slot; its row, and its first pages.
 
     The results of all segments have been applied.
     """
-    row, pages = int(self._response_M[slot]), self._table[slot, :num_pages]
-    pages = pages.tolist()
+    request, pages = self._slots[slot], self._table[slot, :num_pages].tolist()
     self._release_slot(slot)
-    self._finish(row)
-    return row, pages
+    self._finish(request)
+    return request.row, pages
 
   def insert(
-    self, num_pages: int, num_cached: int, num_generated: int, max_tokens: int
+    self,
+    num_pages: int,
+    *,
+    response: int,
+    num_cached: int,
+    num_tokens: int,
+    stop_at: int,
   ) -> tuple[int, int, list[int]]:
     """Gives a response of another shard a slot, a finished one's row, and pages
     for its tokens.
 
     It cannot start again on this shard, so it is never preempted.
     """
-    slot = int(self._response_M.argmin())
-    is_idle_B = np.ones(len(self._prefix_B), bool)
-    is_idle_B[self._response_M[self._response_M >= 0]] = False
-    row = int(is_idle_B.argmax())
+    slot = int(self._active_M.argmin())
+    taken = {request.row for request in self._slots if request}
+    row = next(row for row in range(self._num_rows) if row not in taken)
     pages = self._pop_pages(num_pages)
-    self._is_visitor[row], self._max_tokens_B[row] = True, max_tokens
-    self._response_M[slot], self._num_cached_M[slot] = row, num_cached
-    self._num_generated_M[slot] = num_generated
-    self._num_pages_M[slot] = num_pages
-    self._table[slot, :num_pages] = pages
+    request = Request(np.zeros(0), row, stop_at, response, num_tokens)
+    self._set_slot(slot, request, pages, num_cached)
     return slot, row, pages
 
-  def _make_room(self, response):
+  def _make_room(self, request):
     """Evicts until a response's first segment fits; False if it cannot fit.
 
     It fits whenever no slot is active: then only this response's prefix stays.
     """
-    prefix, page_size = self._prefix_B[response], self._sizes.page_size
-    cached = self._num_cached_Q[prefix]
-    pages = self._pages_after_segment(cached, 0, self._max_tokens_B[response])
+    prefix, page_size = request.prefix, self._sizes.page_size
+    cached, before = prefix.num_cached, request.num_tokens
+    pages = self._pages_after_segment(cached - before, before, request.stop_at)
     needed = pages - cached // page_size + -(-cached // page_size)
-    needed -= len(self._cached(prefix).pages)
+    needed -= len(prefix.pages)
     needed += int(self._missing_pages().sum())
     while needed > self.num_free_pages:
-      if not self._evict(after=prefix):
+      if not self._evict(prefix):
         return False
     return True
 
-  def _cached(self, prefix) -> CachedTokens:
-    return self._prefix_pages.get(prefix, CachedTokens([], 0))
-
-  def _keep(self, slot) -> CachedTokens:
-    """Keeps a finished response's tokens but the last, which was not fed."""
-    count = int(self._num_cached_M[slot] + self._num_generated_M[slot])
-    pages = self._table[slot, : -(-count // self._sizes.page_size)].tolist()
-    self._readers[pages] += 1
-    return CachedTokens(pages, count, slot if self._has_states else -1)
-
-  def _start(self, slot, response, admission):
-    prefix, page_size = int(self._prefix_B[response]), self._sizes.page_size
-    cached = int(self._num_cached_Q[prefix])
-    stored, num_stored, with_state = self._cached(prefix)
-    has_state = with_state == slot and num_stored == cached
-    if self._has_states:
-      self._forget_state(slot)
-    stored = stored + self._pop_pages(-(-cached // page_size) - len(stored))
-    self._prefix_pages[prefix] = CachedTokens(stored, cached)
-    if not has_state:
-      self._prefill(slot, prefix, stored, num_stored, admission)
-    count = self._pages_after_segment(cached, 0, self._max_tokens_B[response])
-    pages = stored[: cached // page_size]
+  def _start(self, slot, request, admission):
+    prefix, page_size = request.prefix, self._sizes.page_size
+    cached, num_stored = prefix.num_cached, prefix.num_stored
+    missing = -(-cached // page_size) - len(prefix.pages)
+    prefix.pages = prefix.pages + self._pop_pages(missing)
+    prefix.num_stored = cached
+    self._prefill(slot, prefix, num_stored, admission)
+    number = request.num_tokens
+    count = self._pages_after_segment(cached - number, number, request.stop_at)
+    pages = prefix.pages[: cached // page_size]
     self._readers[pages] += 1
     pages = pages + self._pop_pages(count - len(pages))
     if cached % page_size:
-      admission.copy_source[slot] = stored[-1]
+      admission.copy_source[slot] = prefix.pages[-1]
       admission.copy_target[slot] = pages[cached // page_size]
     admission.new[slot] = True
-    admission.response[slot] = response
     admission.num_cached[slot] = cached
-    self._response_M[slot], self._num_cached_M[slot] = response, cached
-    self._num_generated_M[slot], self._num_pages_M[slot] = 0, len(pages)
+    self._set_slot(slot, request, pages, cached)
+
+  def _set_slot(self, slot, request, pages, num_cached):
+    self._slots[slot], self._active_M[slot] = request, True
+    self._num_tokens_M[slot] = request.num_tokens
+    self._stop_at_M[slot] = request.stop_at
+    self._before_M[slot] = num_cached - request.num_tokens
+    self._num_pages_M[slot] = len(pages)
     self._table[slot, : len(pages)] = pages
 
-  def _forget_state(self, slot):
-    for kept in (self._prefix_pages, self.kept or {}):
-      for i, tokens in kept.items():
-        if tokens.slot == slot:
-          kept[i] = tokens._replace(slot=-1)
-
-  def _prefill(self, slot, prefix, pages, num_stored, admission):
+  def _prefill(self, slot, prefix, num_stored, admission):
     """Prefills the prefix of a slot unless all that it needs is stored."""
     prefill = admission.prefill
-    if prefill and prefill[-1].prefix == prefix:
+    if prefill and prefill[-1].prefix is prefix:
       prefill[-1].slots.append(slot)
       return
-    has_state = not self._has_states or prefix == self._prefix_of_row
-    if has_state and num_stored == self._num_cached_Q[prefix]:
+    has_state = not self._has_states or prefix is self._prefix_of_row
+    if has_state and num_stored == prefix.num_cached:
       admission.prompt_row[slot] = self._row
       return
+    pages = prefix.pages
     if self._has_states:
       # All tokens are computed, for the state; full pages are not written.
       full = num_stored // self._sizes.page_size
       pages = [self._sizes.num_pages] * full + pages[full:]
       num_stored = 0
-    prefill.append(Prefill(prefix, pages, num_stored, [slot]))
+    stage = self._stages.setdefault(prefix, 0)
+    prefill.append(Prefill(prefix, pages, num_stored, [slot], stage=stage))
 
-  def _pages_after_segment(self, num_cached, num_generated, max_tokens):
+  def _pages_after_segment(self, before, num_tokens, stop_at):
     new = self._sizes.segment_tokens(self.num_active)
     new *= self._unknown_segments + 1
-    tokens = num_cached + np.minimum(num_generated + new, max_tokens)
+    tokens = before + np.minimum(num_tokens + new, stop_at)
     return -(-tokens // self._sizes.page_size)
 
   def _missing_pages(self):
     pages_M = self._pages_after_segment(
-      self._num_cached_M, self._num_generated_M, self._most_tokens()
+      self._before_M, self._num_tokens_M, self._stop_at_M
     )
     # After early ends of segments a slot may have more than it needs.
     missing_M = np.maximum(pages_M - self._num_pages_M, 0)
-    return np.where(self._response_M >= 0, missing_M, 0)
-
-  def _most_tokens(self):
-    """[M] most tokens to generate; any value without a response."""
-    if not self._max_tokens_B.size:
-      return np.zeros_like(self._response_M)
-    return self._max_tokens_B[self._response_M]
+    return np.where(self._active_M, missing_M, 0)
 
   def _pop_pages(self, count):
     cut = len(self._free_pages) - count
@@ -428,85 +498,44 @@ class Scheduler:
     self._readers[pages] -= 1
     self._free_pages += [p for p in pages if not self._readers[p]]
 
-  def _evict(self, *, after) -> bool:
+  def _evict(self, stays: Prefix | None) -> bool:
     """Evicts tokens that no slot reads; False if there are none.
 
-    Prefixes up to `after` stay.
+    The oldest kept ones first; then the newest prefix, of those that begin
+    after the one that `stays`, or that no slot continues.
     """
-    if self.kept:
-      tokens = self.kept.pop(next(iter(self.kept)))
-    elif self._prefix_pages and (last := max(self._prefix_pages)) > after:
-      tokens = self._prefix_pages.pop(last)
+    if self._kept:
+      evicted = self._kept.pop(next(iter(self._kept)))
     else:
-      return False
-    self._release_pages(tokens.pages)
+      running = {request.prefix for request in self._slots if request}
+      age = stays.age if stays else -1
+      evicted = next(
+        (
+          prefix
+          for prefix in reversed(self._prefixes.values())
+          if prefix.pages
+          and prefix is not stays
+          and (prefix.age > age or prefix not in running)
+        ),
+        None,
+      )
+      if not evicted:
+        return False
+    self._release_pages(evicted.pages)
+    evicted.pages, evicted.num_stored = [], 0
     return True
 
   def _release_slot(self, slot):
     self._release_pages(self._table[slot, : self._num_pages_M[slot]].tolist())
     self._table[slot] = 0
-    self._num_pages_M[slot], self._response_M[slot] = 0, -1
+    self._num_pages_M[slot] = 0
+    self._slots[slot], self._active_M[slot] = None, False
 
 
-class Requests(NamedTuple):
-  prefixes: Sequence[np.ndarray]  # Q of int32, their tokens without padding
-  prefix_index: np.ndarray  # [B] int, what each response continues; sorted
-  num_tokens: np.ndarray  # [B] int32, of the response, in its prefix
-  # [B] int32, tokens at which the response stops or pauses; `num_tokens` for
-  # one that is not to be generated
-  stop_at: np.ndarray
-  # [B] int, the newest of `num_tokens`, appended since the call that sampled
-  # the others
-  num_appended: np.ndarray
-
-  def unrecorded(self, prefix: int) -> tuple[np.ndarray, int]:
-    """Which responses continue a prefix, and its first token without experts.
-
-    An earlier call has fed, and so recorded, the prompt and all tokens that it
-    left but the newest one. It has fed nothing of a response that it left
-    without a token.
-    """
-    begin, end = np.searchsorted(self.prefix_index, [prefix, prefix + 1])
-    responses = np.arange(begin, end)
-    responses = responses[self.stop_at[begin:end] > self.num_tokens[begin:end]]
-    num_tokens = self.num_tokens[responses[0]]
-    num_left = num_tokens - self.num_appended[responses[0]]
-    prompt_length = len(self.prefixes[prefix]) - num_tokens
-    return responses, prompt_length + num_left - 1 if num_left else 0
-
-
-def pending_requests(
-  prompts: np.ndarray,
-  prompt_lengths: np.ndarray,
-  lengths: np.ndarray,
-  finish: np.ndarray,
-  stop_at: np.ndarray,
-  num_appended: np.ndarray,
-  tokens: Sequence[np.ndarray | None],
-) -> Requests:
-  """The unfinished responses of samples, with the prefix of each.
-
-  Neighbours with the same prompt and no token share one prefix, the prompt. Any
-  other response has a separate prefix: its prompt, stored again, and its
-  tokens.
-
-  `prompts` [P, S] are padded on the left; `tokens` are [R] for each of B
-  responses, None if none has any; `finish` [B] is as in Samples; a response
-  pauses at `stop_at` [B] tokens; `num_appended` [B] is as in Requests.
-  """
-  group_size = len(lengths) // max(len(prompts), 1)
-  pending = (finish == UNFINISHED) & (lengths < stop_at)
-  prefixes, prefix_index, shared_prompt = [], [], None
-  for response, length in enumerate(lengths.tolist()):
-    p = response // group_size
-    if pending[response] and (length or shared_prompt != p):
-      prompt = prompts[p, prompts.shape[1] - prompt_lengths[p] :]
-      if length:
-        prompt = np.concatenate([prompt, tokens[response][:length]])
-      prefixes.append(prompt)
-      shared_prompt = None if length else p
-    prefix_index.append(max(len(prefixes) - 1, 0))
-  stop_at = np.where(pending, stop_at, lengths).astype(np.int32)
-  return Requests(
-    prefixes, np.array(prefix_index, int), lengths, stop_at, num_appended
-  )
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+  """How many first tokens are the same."""
+  n = min(len(a), len(b))
+  if not n or a[0] != b[0]:
+    return 0
+  different = np.flatnonzero(a[:n] != b[:n])
+  return int(different[0]) if different.size else n

@@ -1,0 +1,55 @@
+"""Somebody who calls the policy: an engine, and what it has answered."""
+
+import asyncio
+from collections.abc import Callable
+
+from gspo_jax.data.tokenizers.base import Tokenizer
+from gspo_jax.endpoint.answers import Answer
+from gspo_jax.endpoint.requests import ApiError, Call
+from gspo_jax.endpoint.transcript import Transcript
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.sampler.continuous.engine import Engine, Generation
+
+
+class Client:
+  def __init__(self, engine: Engine, tokenizer: Tokenizer):
+    self.engine, self.transcript = engine, Transcript(tokenizer)
+    self.open = 0  # requests
+    self.encodes = asyncio.Lock()  # one request at a time
+
+  def room(self, prompt: list[int]) -> int:
+    """Tokens of an answer at most; a subclass raises ApiError to refuse it."""
+    return self.engine.most_new_tokens(len(prompt))
+
+  def sample(
+    self,
+    call: Call,
+    prompt: list[int],
+    notify: Callable[[], None] = lambda: None,
+  ) -> Generation:
+    """Asks the policy for an answer; ApiError if that is refused."""
+    room = self.room(prompt)
+    if room < 1:
+      raise ApiError(
+        f"the prompt has {len(prompt)} tokens, which leaves no room for an "
+        f"answer: expected fewer, of {len(prompt) + room} for both",
+        param="messages" if call.messages else "prompt",
+        code="context_length_exceeded",
+      )
+    most = min(room, call.max_tokens or room)
+    generation = Generation(prompt, most, notify, streams=call.stream)
+    self.started(generation)
+    try:
+      return self.engine.submit(generation)
+    except UserError as error:
+      self.gave_up(generation)
+      raise ApiError(str(error)) from error
+
+  def started(self, generation: Generation) -> None:
+    """Its request is sent to the engine; a subclass sets the row."""
+
+  def ended(self, answer: Answer) -> None:
+    """Its request has a whole answer."""
+
+  def gave_up(self, generation: Generation) -> None:
+    """Its request ended without a whole answer."""

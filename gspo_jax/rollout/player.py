@@ -1,0 +1,147 @@
+"""What plays the episodes of a batch: environments or agents."""
+
+import contextlib
+import dataclasses
+from collections.abc import Generator, Mapping
+
+import jax
+import numpy as np
+
+from gspo_jax import model
+from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
+from gspo_jax.record.progress import Progress
+from gspo_jax.rewards.pool import PendingRewards, Rewards
+from gspo_jax.rollout import conversation
+from gspo_jax.rollout.batch import ScoredSamples
+from gspo_jax.rollout.conversation import Conversation
+from gspo_jax.rollout.episode import Episode
+from gspo_jax.rollout.sequences import SequenceLimits, episode_samples
+from gspo_jax.runtime import multihost, sharding
+from gspo_jax.sampler.continuous import ContinuousSampler
+from gspo_jax.sampler.continuous.engine import Engine
+from gspo_jax.sampler.samples import Samples
+from gspo_jax.sampler.stop_strings import StopStrings
+from gspo_jax.workers.pool import Pool
+
+Play = Generator[None, None, Mapping[int, Conversation]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Player:
+  pool: Pool
+  limits: SequenceLimits
+  prompt_config: PromptConfig  # how messages become tokens
+  stop: StopStrings | None  # of the sampler
+
+  episode = Episode  # the class of an episode
+
+  def play(
+    self,
+    batch: PromptBatch,
+    episodes: Mapping[int, Episode],
+    engine: Engine,
+    key: jax.Array,
+    progress: Progress,
+  ) -> Play:
+    """Plays this host's episodes, by number; yields while some go on."""
+    raise NotImplementedError
+
+  def __call__(
+    self,
+    generate: ContinuousSampler,
+    params: model.Params,
+    batch: PromptBatch,
+    key: jax.Array,
+    *,
+    label: str,
+  ) -> ScoredSamples:
+    """G episodes about each of P problems; call it on every process.
+
+    The key of a token is made of `key`, its episode, its sequence and its
+    number: the same calls in any order give the same samples.
+    """
+    limits, config = self.limits, self.prompt_config
+    size = len(batch) * generate.config.group_size
+    own = generate.own_rows(size)
+    prompts = len(batch) * limits.sequences
+    with (
+      Engine(
+        generate,
+        params,
+        sharding.key_beside(generate.batch_sharding, key),
+        generate.jitted.empty_samples(prompts),
+      ) as engine,
+      Progress(label, len(own), "episodes") as progress,
+    ):
+      episodes = {
+        b: self.episode(engine, config.tokenizer, limits, b, size) for b in own
+      }
+      play, chats = self.play(batch, episodes, engine, key, progress), None
+
+      def ended() -> bool:
+        nonlocal chats
+        if chats is None:
+          try:
+            next(play)
+          except StopIteration as end:
+            chats = end.value
+        return chats is not None
+
+      with contextlib.closing(play):
+        engine.run(ended)
+      sequences = {b: episode.end() for b, episode in episodes.items()}
+      finish = {b: episode.finish for b, episode in episodes.items()}
+      pad_id = config.tokenizer.pad_id
+      samples = episode_samples(engine, sequences, finish, limits, pad_id)
+    return conversation.scored(
+      batch,
+      samples,
+      chats,
+      sequences,
+      limits,
+      group_size=generate.config.group_size,
+      environment_seconds=engine.idle_seconds,
+    )
+
+  def state(self, scored: ScoredSamples) -> dict:
+    """JSON for a checkpoint: fields that samples and data do not have."""
+    rewards = scored.rewards.result()
+    return {
+      "rewards": rewards.total.tolist(),
+      "failed": rewards.failed.tolist(),
+      "conversation": {
+        name: x.tolist() for name, x in scored.conversation.items()
+      },
+    }
+
+  def restore(
+    self, batch: PromptBatch, samples: Samples, state: dict
+  ) -> ScoredSamples:
+    """The scored samples of `state`."""
+    total = np.array(state["rewards"], np.float32)
+    by_name, failed = {conversation.REWARD: total}, np.array(state["failed"])
+    texts, counts = {}, {}
+    lengths = multihost.local_rows(samples.lengths)
+    decode = self.prompt_config.tokenizer.decode
+    for row, tokens in multihost.local_rows(samples.tokens).items():
+      b, n = row // self.limits.sequences, int(lengths[row])
+      if n:
+        texts.setdefault(b, []).append(decode(tokens[:n].tolist()))
+        counts[b] = counts.get(b, 0) + n
+    problem = lambda b: batch.problems[b // total.shape[1]]
+    limits = self.limits
+    return ScoredSamples(
+      batch,
+      samples,
+      {
+        b: conversation.response(
+          "\n\n".join(parts), counts[b], limits, problem(b)
+        )
+        for b, parts in texts.items()
+      },
+      PendingRewards.computed(Rewards(total, by_name, failed)),
+      {
+        name: np.array(values, np.float32)
+        for name, values in state["conversation"].items()
+      },
+    )

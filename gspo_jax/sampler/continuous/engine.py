@@ -1,0 +1,689 @@
+"""An engine: the host's loop of continuous batching.
+
+Requests come at any time, from any thread. The host assigns slots and pages
+(`scheduler`), and the devices decode a segment of a few dozen steps
+(`paged_decode`). Each request owns a row of samples on the devices: log-probs,
+kept ids and experts stay there. While no response waits for a slot, an engine
+that keeps no tokens starts the next segment before it reads the results of the
+last one, so the devices need not wait.
+
+A host plans only the shards of its own devices. All hosts must run the same
+programs, which follow from a few numbers of every shard (`_Facts`). Before each
+segment the devices send these numbers to all hosts. A host takes new requests
+right before that, and never while the results of a segment are unread.
+
+Dimension letters as in `continuous/__init__`.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from gspo_jax import model
+from gspo_jax.model.cache import has_states
+from gspo_jax.record.progress import Progress
+from gspo_jax.runtime import multihost
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.sampler.continuous import speculation
+from gspo_jax.sampler.continuous.config import PROMPT_ROWS
+from gspo_jax.sampler.continuous.paged_decode import SegmentPlan
+from gspo_jax.sampler.continuous.placement import Placement
+from gspo_jax.sampler.continuous.programs import Programs
+from gspo_jax.sampler.continuous.scheduler import (
+  Admission,
+  Request,
+  Scheduler,
+)
+from gspo_jax.sampler.samples import FinishedResponse, OnFinished, Samples
+
+_IDLE = 8  # a segment ends when 1 of 8 slots is idle and responses wait
+_NOWHERE = 2**31 - 1  # a column behind the last one
+# After which `run` looks again without being woken, also for other processes.
+_SECONDS, _SECONDS_TOGETHER = 1.0, 0.02
+
+# Values of `Generation.finish`, as in OpenAI's API.
+STOP, LENGTH, ABORT = "stop", "length", "abort"
+
+
+class Generation:
+  """A request and what was sampled for it.
+
+  Only the engine's thread changes it. `tokens` have the stop token; `logps` are
+  their log-probs as in `Samples`. Another thread reads `progress` first, once:
+  so many of both, and why the request ended, "" until then.
+  """
+
+  def __init__(
+    self,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    notify: Callable[[], None] = lambda: None,
+    *,
+    streams: bool = False,
+  ):
+    """`notify` is called in the engine's thread after each change.
+
+    With `streams` also while the response is sampled, else at its end.
+    """
+    self.prompt, self.max_new_tokens = list(prompt), max_new_tokens
+    self.streams = streams
+    self.row: int | None = None  # of the samples; None: any free one
+    # As of `Request`; the engine chooses them with the row.
+    self.response = self.num_tokens = self.num_recorded = 0
+    self.tokens: list[int] = []
+    self.logps: list[float] = []
+    self.progress = 0, ""
+    self.cancelled = False  # set it to give up the rest
+    self._notify = notify
+
+  @property
+  def finish(self) -> str:
+    return self.progress[1]
+
+  def add(self, tokens: list[int], logps: list[float], finish: str) -> None:
+    self.logps += logps
+    self.tokens += tokens
+    self.progress = len(self.tokens), finish
+    self._notify()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+  """What all hosts know of each shard after it has planned; [shards] ints."""
+
+  waiting: np.ndarray  # responses
+  active: np.ndarray  # slots
+  new: np.ndarray  # of these, new ones
+  streams: np.ndarray  # and of these, the ones that are read as they grow
+  looks_ahead: np.ndarray  # 1: `Scheduler.can_look_ahead`
+  goes_on: np.ndarray  # 1: `Scheduler.may_go_on`
+  room: np.ndarray  # `Scheduler.num_spare_pages`
+  visitors: np.ndarray  # `Scheduler.num_visitors`
+  open: np.ndarray  # 1: its host expects more requests
+  # By bucket and stage: prefixes to prefill, and those without a cached token.
+  prefixes: dict[tuple[int, int], np.ndarray]
+  uncached: dict[tuple[int, int], np.ndarray]
+
+
+class Engine:
+  """Samples responses with one set of weights; a context manager.
+
+  Any thread may `submit`; one thread calls `run`. All processes call `run`
+  together.
+  """
+
+  def __init__(
+    self,
+    programs: Programs,
+    params: model.Params,
+    key: jax.Array,
+    samples: Samples,
+    *,
+    keeps: bool = True,
+  ):
+    """`samples` get the responses, and are donated.
+
+    Without `keeps` no request goes on with a finished response.
+    """
+    self._programs, self._key, self._keeps = programs, key, keeps
+    rows = len(samples.lengths) // programs.shards
+    self._state, self._samples = programs.jitted.begin(samples)
+    self._params = programs.jitted.decode_params(params)
+    states = has_states(programs.cfg)
+    self.schedulers = [
+      Scheduler(
+        programs.sizes,
+        rows,
+        has_states=states,
+        keeps=keeps and not states,
+        group_size=programs.config.group_size if programs.records else 0,
+      )
+      for _ in programs.own
+    ]
+    self._rows = rows  # of a shard
+    self._placement = Placement(
+      programs.sizes, programs.shards, programs.own, rows
+    )
+    # Kept tokens stay with their shard. A prefill that is repeated because
+    # pages ran out writes the routing of a group's rows.
+    self._may_migrate = not keeps and (
+      not programs.records or programs.sizes.holds_all_slots
+    )
+    self._speculates = True  # where few slots are computed
+    # Active slots of each shard, as far as results are known, and those that
+    # stream.
+    self._active = self._streams = np.zeros(programs.shards, int)
+    self._results = self._shared = None  # of the last segment; None: read
+    self._reads: list[tuple] = []  # of rows, not reported so far
+    self._open: dict[Request, Scheduler] = {}  # the requests of generations
+    self._on_finished: OnFinished | None = None
+    self._progress: Progress | None = None
+    self._changed = threading.Condition()  # guards the next three
+    self._inbox: collections.deque[Generation] = collections.deque()
+    self._closed = self._woken = False
+    self._count = 0  # of requests without a row
+    self.idle_seconds = 0.0  # that `run` waited for requests
+
+  @property
+  def group_size(self) -> int:
+    return self._programs.config.group_size
+
+  @property
+  def context(self) -> int:
+    """Most tokens of a prompt and its response."""
+    sizes = self._programs.sizes
+    return sizes.max_prompt_length + sizes.max_new_tokens
+
+  def most_new_tokens(self, prompt_length: int) -> int:
+    """Room for a response; below 1 if the prompt is too long."""
+    left = self.context - prompt_length
+    return min(self._programs.sizes.max_new_tokens, left)
+
+  def submit(self, generation: Generation) -> Generation:
+    """Asks for a response; UserError unless prompt and response have room."""
+    size = len(generation.prompt)
+    vocabulary = self._programs.cfg.vocab_size
+    if not size or not all(0 <= i < vocabulary for i in generation.prompt):
+      raise UserError(
+        f"a prompt of {size} tokens: expected at least one, and ids from 0 to "
+        f"{vocabulary - 1}"
+      )
+    most = self.most_new_tokens(size)
+    if not 1 <= generation.max_new_tokens <= most:
+      raise UserError(
+        f"{generation.max_new_tokens} new tokens after a prompt of {size}: "
+        f"expected 1 to {most}"
+      )
+    with self._changed:
+      if self._closed:
+        raise UserError("the engine is closed")
+      self._inbox.append(generation)
+      self._changed.notify_all()
+    return generation
+
+  def wake(self) -> None:
+    """Makes `run` look at its condition."""
+    with self._changed:
+      self._woken = True
+      self._changed.notify_all()
+
+  def run(
+    self,
+    until: Callable[[], bool] = lambda: True,
+    *,
+    on_finished: OnFinished | None = None,
+    progress: Progress | None = None,
+  ) -> None:
+    """Samples until no request is left, and the condition holds everywhere.
+
+    `on_finished` gets the responses of requests that no Generation owns, those
+    of an earlier segment while a later one decodes; `progress` counts what
+    finishes or pauses.
+    """
+    self._on_finished, self._progress = on_finished, progress
+    while self._step(until):
+      pass
+
+  def close(self) -> None:
+    """Ends all requests."""
+    with self._changed:
+      self._closed = True
+      waiting = [*self._inbox]
+      self._inbox.clear()
+    for generation in (*(r.owner for r in self._open), *waiting):
+      generation.add([], [], ABORT)
+    self._open = {}
+    self._state = self._samples = self._params = None  # frees their memory
+
+  def __enter__(self) -> "Engine":
+    return self
+
+  def __exit__(self, *_) -> None:
+    self.close()
+
+  def finalize(self) -> Samples:
+    """The samples, on the training mesh, each response in its first row."""
+    programs, samples = self._programs, self._samples
+    for rows in reversed(self._placement.swaps):
+      samples = programs.jitted.move_rows(samples, programs.to_devices(rows))
+    return programs.jitted.finalize(samples)
+
+  def finish_episodes(self, **rows) -> Samples:
+    """The samples, on the training mesh, with these fields of own rows."""
+    programs = self._programs
+    return programs.jitted.finish_episodes(
+      self._samples, programs.to_devices(rows)
+    )
+
+  def _step(self, until) -> bool:
+    """Decodes a segment, or waits; False when no host has or expects more."""
+    programs, jitted = self._programs, self._programs.jitted
+    migrates = False
+    if self._results:
+      facts = self._facts()
+      look_ahead = facts.looks_ahead.all() and facts.goes_on.any()
+      migrates = self._may_migrate and not facts.waiting.any()
+      migrates = migrates and self._placement.is_uneven()
+      if migrates or not look_ahead:
+        self._read_results()
+    is_open = True
+    if not self._results:
+      if self._keeps:
+        self._report()
+      is_open = not until()
+      self._take_requests()
+    if migrates:
+      self._migrate()
+    admissions = [scheduler.admit() for scheduler in self.schedulers]
+    queues = [self._prefill_queue(admission) for admission in admissions]
+    plan = self._segment_plan(admissions)
+    self._share(queues, plan, is_open)
+    any_new = any_waiting = False
+    if not self._results:  # else nothing waited, so nothing starts
+      facts = self._facts()
+      self._active, self._streams = facts.active, facts.streams
+      if not facts.active.any():
+        return self._pause(facts.open.any())
+      any_new, any_waiting = facts.new.any(), facts.waiting.any()
+      for arrays in self._prefill_batches(queues, facts):
+        self._prefill(*arrays)
+    slots, drafts = None, 0
+    most = self._active.max() * programs.shards
+    count = min(n for n in programs.compute_sizes if n >= most)
+    if not any_new and count < programs.batching.slots:
+      slots = self._active_subset(plan, count // programs.shards)
+      # Where preempted responses wait, pages may hold single tokens only.
+      if self._speculates and not any_waiting:
+        drafts = programs.drafts(count)
+    plan_and_slots = programs.to_devices((plan, slots))
+    unread = self._results
+    self._state, self._samples, results = jitted.decode(
+      self._params,
+      self._state,
+      self._samples,
+      *plan_and_slots,
+      self._min_active(any_waiting),
+      self._key,
+      drafts,
+    )
+    # The devices decode this segment while the host handles the last one's
+    # responses.
+    self._report()
+    if unread:
+      self._read_results()
+    self._results = results
+    return True
+
+  def _pause(self, is_open: bool) -> bool:
+    """Reports what is left, and waits for requests."""
+    nothing = np.zeros(self._programs.sizes.slots, int)
+    for scheduler in self.schedulers:  # of the segment that is not decoded
+      scheduler.apply_results(nothing, nothing)
+    self._report()
+    if not is_open:
+      return False
+    alone = jax.process_count() == 1
+    with self.idle(), self._changed:
+      if not (self._inbox or self._woken):
+        self._changed.wait(_SECONDS if alone else _SECONDS_TOGETHER)
+      self._woken = False
+    return True
+
+  @contextlib.contextmanager
+  def idle(self):
+    """Counts the seconds in which the devices have nothing to sample."""
+    start = time.monotonic()
+    yield
+    self.idle_seconds += time.monotonic() - start
+
+  def _take_requests(self) -> None:
+    """Ends cancelled requests, and gives new ones to schedulers."""
+    for request, scheduler in [*self._open.items()]:
+      if request.owner.cancelled:
+        scheduler.cancel(request)
+        self._end(request, [], [], ABORT)
+    with self._changed:
+      new = [*self._inbox]
+      self._inbox.clear()
+    left = []
+    for generation in new:
+      if generation.cancelled:
+        generation.add([], [], ABORT)
+      elif generation.row is None and not self._choose_row(generation):
+        left.append(generation)
+      else:
+        shard, row = divmod(generation.row, self._rows)
+        request = Request(
+          np.array(generation.prompt, np.int32),
+          row,
+          generation.num_tokens + generation.max_new_tokens,
+          generation.response,
+          generation.num_tokens,
+          generation.num_recorded,
+          goes_on=generation.num_tokens > 0,
+          owner=generation,
+        )
+        scheduler = self.schedulers[self._programs.own.index(shard)]
+        scheduler.submit(request)
+        self._open[request] = scheduler
+    with self._changed:
+      self._inbox.extendleft(reversed(left))
+
+  def _choose_row(self, generation: Generation) -> bool:
+    """A row that no request has, on the shard that knows most of the prompt."""
+    prompt = np.array(generation.prompt, np.int32)
+    taken = {request.owner.row for request in self._open}
+    free = [
+      next((row for row in range(n, n + self._rows) if row not in taken), None)
+      for n in (shard * self._rows for shard in self._programs.own)
+    ]
+    known = [
+      (scheduler.num_known(prompt), -scheduler.num_active)
+      for scheduler in self.schedulers
+    ]
+    places = [
+      (*value, row)
+      for value, row in zip(known, free, strict=True)
+      if row is not None
+    ]
+    if not places:
+      return False
+    generation.row = max(places)[-1]
+    longest = self._programs.sizes.max_prompt_length
+    generation.num_tokens = max(len(prompt) - longest, 0)
+    # No two requests have the same number, nor two hosts.
+    self._count += 1
+    generation.response = self._count * jax.process_count()
+    generation.response += jax.process_index()
+    return True
+
+  def _share(self, queues, plan: SegmentPlan | None, is_open: bool) -> None:
+    """Sends this host's part of the `_Facts` to all: [shards, ...] int32."""
+    new = np.zeros(len(self.schedulers), int)
+    if plan is not None:
+      new = plan.new.reshape(len(new), -1).sum(1)
+    rows = []
+    for scheduler, queue, count in zip(
+      self.schedulers, queues, new, strict=True
+    ):
+      running = [request for request in scheduler.slots if request]
+      row = [scheduler.num_waiting, scheduler.num_active, count]
+      row += [sum(bool(r.owner) and r.owner.streams for r in running)]
+      row += [scheduler.can_look_ahead and not self._keeps]
+      row += [scheduler.may_go_on]
+      row += [scheduler.num_spare_pages, scheduler.num_visitors, is_open]
+      for place in self._prefill_places():
+        prefills = [prefill for prefill, *_ in queue.get(place, ())]
+        row += [len(prefills), sum(not p.num_cached for p in prefills)]
+      rows.append(row)
+    rows = self._programs.to_devices(np.array(rows, np.int32))
+    self._shared = self._programs.jitted.share(rows)
+
+  def _facts(self) -> _Facts:
+    """The facts of all shards; waits for them."""
+    columns = np.asarray(self._shared.addressable_data(0)).T
+    places = self._prefill_places()
+    return _Facts(
+      *columns[:9],
+      prefixes=dict(zip(places, columns[9::2], strict=True)),
+      uncached=dict(zip(places, columns[10::2], strict=True)),
+    )
+
+  def _prefill_places(self) -> list[tuple[int, int]]:
+    """(stage, bucket), in the order of the prefills."""
+    stages = (0, 1) if self._keeps else (0,)
+    return [(stage, T) for stage in stages for T in self._programs.buckets()]
+
+  def _prefill_queue(self, admission: Admission) -> dict[tuple, list]:
+    """A shard's prefills by place: (prefill, tokens, rows, columns).
+
+    The experts of the tokens are recorded in these rows of the shard's samples,
+    and in these columns; beyond the last one they are not recorded.
+    """
+    queue = {place: [] for place in self._prefill_places()}
+    S, buckets = self._programs.sizes.max_prompt_length, self._programs.buckets
+    for prefill in admission.prefill:
+      tokens = prefill.prefix.tokens[:-1]
+      T = next(T for T in buckets() if len(tokens) <= T)
+      first = prefill.prefix.requests[0]
+      rows = [request.row for request in prefill.prefix.requests]
+      number = np.arange(len(tokens))
+      prompt_length = len(tokens) + 1 - first.num_tokens
+      columns = S - prompt_length + number
+      columns = np.where(number < first.num_recorded, _NOWHERE, columns)
+      rows = rows if first.num_recorded < len(tokens) else []
+      queue[prefill.stage, T].append((prefill, tokens, rows, columns))
+    for rows in queue.values():
+      # The row with the fewest cached tokens decides what a batch computes.
+      rows.sort(key=lambda row: row[0].num_cached)
+    return queue
+
+  def _prefill_batches(
+    self, queues: list[dict[tuple, list]], facts: _Facts
+  ) -> Iterator[tuple]:
+    """The prefills of all shards' admissions, in few different shapes.
+
+    Each shard has equally many rows. Padding has the length 0. The arrays are
+    of own shards; `num_cached` is None if no shard's row has a cached token.
+    """
+    programs, sizes = self._programs, self._programs.sizes
+    for (stage, T), lengths in facts.prefixes.items():
+      begin, end = 0, lengths.max()
+      while begin < end:
+        # Padding costs as much as a prefix, so a few are prefilled one by one.
+        count = programs.prefill_batch(T)
+        count = count if end - begin > count // 2 else 1
+        Q, C = len(queues) * count, T // sizes.page_size
+        tokens_QT = np.zeros((Q, T), np.int32)
+        pages_QC = np.full((Q, C), sizes.num_pages, np.int32)  # nowhere
+        lengths_Q, num_cached_Q = np.zeros((2, Q), np.int32)
+        rows_QG = np.full((Q, programs.config.group_size), -1, np.int32)
+        columns_QT = np.full((Q, T), _NOWHERE, np.int32)
+        # Sources of `paged_decode.store_states`; a row more is for no row.
+        slots, rows = (
+          np.full((len(queues), n), count, np.int32)
+          for n in (sizes.slots, PROMPT_ROWS + 1)
+        )
+        for shard, queue in enumerate(queues):
+          batch = queue[stage, T][begin : begin + count]
+          for i, (prefill, tokens, of_samples, columns) in enumerate(batch):
+            row = shard * count + i
+            tokens_QT[row, : len(tokens)] = tokens
+            lengths_Q[row] = len(tokens)
+            pages_QC[row, : len(prefill.pages)] = prefill.pages
+            num_cached_Q[row] = prefill.num_cached
+            if programs.records:
+              rows_QG[row, : len(of_samples)] = of_samples
+            columns_QT[row, : len(columns)] = columns
+            slots[shard, prefill.slots], rows[shard, prefill.row] = i, i
+        last = np.minimum(begin + count, lengths)
+        cached = last > np.maximum(begin, facts.uncached[stage, T])
+        sources = slots.ravel(), rows[:, :PROMPT_ROWS].ravel()
+        prefixes = tokens_QT, lengths_Q, pages_QC
+        num_cached = num_cached_Q if cached.any() else None
+        yield prefixes, num_cached, sources, (rows_QG, columns_QT)
+        begin += count
+
+  def _prefill(self, prefixes, num_cached, sources, routing) -> None:
+    programs = self._programs
+    sources = sources if has_states(programs.cfg) else None
+    (tokens, lengths, pages), num_cached, sources = programs.to_devices(
+      (prefixes, num_cached, sources)
+    )
+    self._state, experts = programs.jitted.prefill(
+      self._params, self._state, tokens, lengths, pages, num_cached, sources
+    )
+    if experts is not None:
+      self._samples = programs.jitted.write_prefix_routing(
+        self._samples, experts, *programs.to_devices(routing)
+      )
+
+  def _segment_plan(self, admissions: list[Admission]) -> SegmentPlan:
+    """Allocates the next segment's pages; returns its plan for own shards."""
+    segments = [scheduler.allocate_pages() for scheduler in self.schedulers]
+    join = lambda parts, name: np.concatenate([getattr(p, name) for p in parts])
+    active = join(segments, "active")
+    new = join(admissions, "new") & active  # some were preempted at once
+    names = ("response", "num_tokens", "stop_at", "stop_state")
+    fields = np.zeros((len(names) + 2, len(active)), np.int32)
+    slots = [slot for s in self.schedulers for slot in s.slots]
+    for i in np.flatnonzero(new):
+      shard = self._programs.own[i // self._programs.sizes.slots]
+      fields[:, i] = [
+        shard * self._rows + slots[i].row,
+        slots[i].tokens[-1],
+        *(getattr(slots[i], name) for name in names),
+      ]
+    row, last_token, *others = fields
+    return SegmentPlan(
+      table=join(segments, "table"),
+      active=active,
+      new=new,
+      row=row,
+      last_token=last_token,
+      num_cached=join(admissions, "num_cached"),
+      copy_source=join(admissions, "copy_source"),
+      copy_target=join(admissions, "copy_target"),
+      prompt_row=(
+        join(admissions, "prompt_row") if has_states(self._programs.cfg) else ()
+      ),
+      **dict(zip(names, others, strict=True)),
+    )
+
+  def _min_active(self, any_waiting) -> np.int32:
+    count = self._active.sum()
+    if any_waiting or self._keeps:
+      return np.int32(count - max(1, count // _IDLE))
+    # A smaller program continues as soon as it has enough slots.
+    smaller = (n for n in self._programs.compute_sizes if n < count)
+    return np.int32(max(smaller, default=0))
+
+  def _active_subset(self, plan: SegmentPlan, count: int) -> np.ndarray:
+    """`count` slots of each shard to compute; all active ones.
+
+    Most responses finish long before the longest one, so few slots may be
+    active at the end. A new slot needs all, to copy its prefix's partial page.
+    """
+    slots, own = self._programs.sizes.slots, np.array(self._programs.own)
+    active = plan.active.reshape(-1, slots)
+    active_first = np.argsort(~active, axis=1, kind="stable")
+    subset = active_first[:, :count] + slots * own[:, None]
+    return subset.ravel().astype(np.int32)
+
+  def _migrate(self) -> None:
+    """Moves running responses from the fullest shards to the emptiest."""
+    programs, jitted = self._programs, self._programs.jitted
+    self._share([{}] * len(self.schedulers), None, True)
+    facts = self._facts()
+    migration = self._placement.migrate(
+      self.schedulers, facts.room, facts.visitors
+    )
+    if not migration:
+      return
+    pages, *slots, rows = programs.to_devices(migration)
+    for moves in pages:
+      self._state = jitted.move_pages(self._state, moves)
+    self._state = jitted.move_slots(self._state, *slots)
+    self._samples = jitted.move_rows(self._samples, rows)
+
+  def _read_results(self) -> None:
+    """Reads the results of the last segment, and starts to read its rows."""
+    results, self._results = jax.device_get(self._results), None
+    if results.drafts:
+      self._speculates &= speculation.pays(*map(int, results.drafts))
+    programs = self._programs
+    by_shard = [np.split(x, programs.shards) for x in results[:2]]
+    read = []  # (request, its tokens, whether it has left) of each own shard
+    for shard, scheduler in zip(programs.own, self.schedulers, strict=True):
+      num_tokens, active = (x[shard] for x in by_shard)
+      ended = scheduler.apply_results(num_tokens, active)
+      read.append([(*pair, True) for pair in ended])
+      for request, count in zip(scheduler.slots, num_tokens, strict=True):
+        if request and request.owner and request.owner.streams:
+          read[-1].append((request, int(count), False))
+    self._placement.update(results)
+    before = self._active
+    self._active = results.active.reshape(programs.shards, -1).sum(1)
+    counts = before - self._active  # of responses that left, on all hosts
+    if self._progress:
+      self._advance(int(counts.sum()), int(results.num_sampled))
+    if self._keeps or self._on_finished:
+      self._read_rows(read, (counts + self._streams).max(initial=0))
+
+  def _advance(self, count: int, tokens: int) -> None:
+    self._progress.advance(count, tokens=tokens)
+    if self._programs.shards > 1:
+      shard, words = self._placement.slowest()
+      devices = self._programs.mesh.devices.reshape(self._programs.shards, -1)
+      host = f"shard {shard} of process {devices[shard, 0].process_index}"
+      self._progress.note = f"; fullest: {host}, {words}"
+
+  def _read_rows(self, read: list[list[tuple]], most: int) -> None:
+    """Starts to read rows; `most` of a shard, on any host."""
+    programs = self._programs
+    count = max(1, programs.sizes.slots // _IDLE)  # of a shard
+    for begin in range(0, most, count):
+      rows = np.full((len(read), count), -1, np.int32)
+      entries = {}  # by the place in the result
+      for i, (shard, left) in enumerate(zip(programs.own, read, strict=True)):
+        for j, entry in enumerate(left[begin : begin + count]):
+          rows[i, j] = entry[0].row
+          entries[shard * count + j] = entry
+      arrays = programs.jitted.read_rows(
+        self._samples, programs.to_devices(rows.ravel())
+      )
+      self._reads.append((entries, *arrays))
+
+  def _report(self) -> None:
+    """Hands out the rows that were read."""
+    reads, self._reads = self._reads, []
+    responses, config = {}, self._programs.config
+    for entries, *arrays in reads:
+      tokens = multihost.local_rows(arrays[0]) if entries else {}
+      owned = any(request.owner for request, *_ in entries.values())
+      logps = multihost.local_rows(arrays[1]) if owned else {}
+      for i in tokens.keys() & entries.keys():
+        request, length, left = entries[i]
+        if request.owner:
+          self._extend(request, tokens[i], logps[i], length, left)
+          continue
+        stopped = bool(tokens[i][length - 1] in config.stop_ids)
+        if config.stop and length >= config.min_new_tokens:
+          stopped |= config.stop.ended(tokens[i][:length])
+        if stopped or length == config.max_new_tokens:
+          responses[request.response] = FinishedResponse(
+            tokens[i], length, stopped
+          )
+    if responses:
+      self._on_finished(responses)
+
+  def _extend(self, request: Request, tokens, logps, length, left) -> None:
+    """Gives a Generation its new tokens."""
+    generation, config = request.owner, self._programs.config
+    if generation.finish:  # it was cancelled
+      return
+    first = generation.num_tokens
+    new = tokens[first:length].tolist()
+    finish = ""
+    if left:
+      stopped = new[-1] in config.stop_ids
+      stopped = stopped or bool(config.stop and config.stop.ended(new))
+      finish = STOP if stopped else LENGTH
+      if kept := request.kept:
+        kept.tokens = np.append(request.tokens, np.int32(new))
+    begin = len(generation.tokens)
+    new_logps = logps[first + begin : length].tolist()
+    if left:
+      self._end(request, new[begin:], new_logps, finish)
+    else:
+      generation.add(new[begin:], new_logps, "")
+
+  def _end(self, request: Request, tokens, logps, finish: str) -> None:
+    del self._open[request]
+    request.owner.add(tokens, logps, finish)

@@ -1,0 +1,196 @@
+"""What an engine compiles: its jitted functions, and the shapes of their calls.
+
+Dimension letters as in `continuous/__init__`. A shard is a part of the devices;
+no two shards share rows. "Own" shards are those of this host.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+from gspo_jax import model
+from gspo_jax.model.cache import has_states
+from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.sharding import MeshJit
+from gspo_jax.sampler.continuous.config import (
+  PROMPT_ROWS,
+  ContinuousBatchingConfig,
+  ShardSizes,
+)
+from gspo_jax.sampler.continuous.jit import JittedSampler
+from gspo_jax.sampler.continuous.paged_decode import SegmentPlan
+from gspo_jax.sampler.decode_params import decode_params_sharding
+from gspo_jax.sampler.samples import Prompts, SamplerConfig
+
+# A step computes at least so many rows of a shard: a TPU tile has 8.
+_FEWEST_ROWS = 8
+_MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+  cfg: model.ModelConfig
+  config: SamplerConfig
+  batching: ContinuousBatchingConfig
+  sizes: ShardSizes
+  shards: int
+  batch_sharding: jax.sharding.Sharding
+  jitted: JittedSampler
+
+  @functools.cached_property
+  def own(self) -> list[int]:
+    """The shards on this host's devices; two hosts may have the same."""
+    parts = self.batch_sharding.addressable_devices_indices_map((self.shards,))
+    shards = range(self.shards)
+    return sorted(
+      {shard for (part,) in parts.values() for shard in shards[part]}
+    )
+
+  @property
+  def mesh(self) -> jax.sharding.Mesh:
+    return self.batch_sharding.mesh
+
+  @property
+  def records(self) -> bool:
+    """Whether samples have the experts of tokens."""
+    return self.config.record_routing and self.cfg.num_experts > 0
+
+  def buckets(self, *, continues: bool = True) -> tuple[int, ...]:
+    longest = self.sizes.max_prompt_length
+    if continues:
+      longest += self.sizes.max_new_tokens
+    return self.batching.buckets(longest)
+
+  def prefill_batch(self, T: int) -> int:
+    """Prefixes of T tokens in a shard's prefill; a size of 1 also compiles.
+
+    Their temporary cache takes at most an eighth of the memory of all pages.
+    """
+    tokens = self.sizes.num_pages * self.sizes.page_size
+    return max(1, min(_MAX_PREFILL_BATCH, tokens // (8 * T)))
+
+  @property
+  def compute_sizes(self) -> tuple[int, ...]:
+    """Numbers of slots that a segment can compute: all, a half, and so on."""
+    slots, sizes = self.sizes.slots, [self.batching.slots]
+    while (slots := slots // 2) * (1 + self.sizes.drafts) >= _FEWEST_ROWS:
+      sizes.append(slots * self.shards)
+    return tuple(sizes)
+
+  def drafts(self, count: int) -> int:
+    """Tokens that each slot drafts in a step where `count` are computed."""
+    return self.sizes.drafts_of(count // self.shards)
+
+  def require_own_rows(self) -> None:
+    """UserError if processes share rows: a request is of one process."""
+    places = self.batch_sharding.devices_indices_map((self.shards,))
+    owners = {
+      (part.start, device.process_index) for device, (part,) in places.items()
+    }
+    if len(owners) > len({start for start, _ in owners}):
+      raise UserError(
+        "sampler_mesh: several processes have the same rows; expected expert x "
+        "tensor within one process, for an engine's requests are of one"
+      )
+
+  def own_rows(self, size: int) -> list[int]:
+    """The rows of this host, of so many."""
+    n = size // self.shards
+    return [shard * n + i for shard in self.own for i in range(n)]
+
+  def to_devices(self, tree):
+    """Global arrays from the rows of this host's own shards, joined."""
+
+    def put(x):
+      n = len(x) // len(self.own)
+
+      def part(index):
+        begin, end, _ = index[0].indices(n * self.shards)
+        at = self.own.index(begin // n) * n
+        return x[at : at + end - begin]
+
+      return jax.make_array_from_callback(
+        (n * self.shards, *x.shape[1:]), self.batch_sharding, part
+      )
+
+    return jax.tree.map(put, tree)
+
+  def lower(
+    self,
+    params: model.Params,
+    prompts: Prompts,
+    key: jax.Array,
+    *,
+    continues: bool = False,
+    subsets: bool = False,
+  ) -> dict[str, jax.stages.Lowered]:
+    """Lowers a prefill of the longest prompts, and a segment; see `Sampler`.
+
+    With `subsets`, also the segments of fewer slots, as "generate SLOTS".
+    """
+    shape, jitted = jax.ShapeDtypeStruct, self.jitted
+    whole = lambda *dims: shape(dims, np.int32, sharding=self.batch_sharding)
+    decode_params = jitted.decode_params.lower(params)
+    params = jax.tree.map(
+      lambda x, place: shape(x.shape, x.dtype, sharding=place),
+      decode_params.out_info,
+      decode_params_sharding(self.cfg, self.mesh),
+    )
+    empty = jitted.empty_samples.lower(len(prompts.lengths)).out_info
+    state, samples = jitted.begin.lower(empty).out_info
+    slots = dict.fromkeys(SegmentPlan.__dataclass_fields__, state.num_tokens)
+    slots |= {"table": state.pages.table}
+    slots |= {"active": state.pages.active, "new": state.pages.active}
+    sources = whole(self.batching.slots), whole(PROMPT_ROWS * self.shards)
+    if not has_states(self.cfg):
+      slots["prompt_row"], sources = (), None
+    T = self.buckets(continues=continues)[-1]
+    Q, C = self.prefill_batch(T) * self.shards, T // self.sizes.page_size
+    decode = lambda compute_slots, drafts: jitted.decode.lower(
+      params,
+      state,
+      samples,
+      SegmentPlan(**slots),
+      compute_slots,
+      shape((), np.int32),
+      key,
+      drafts,
+    )
+    lowered = {
+      "decode_params": decode_params,
+      "prefill": jitted.prefill.lower(
+        params, state, whole(Q, T), whole(Q), whole(Q, C), None, sources
+      ),
+      "generate": decode(None, 0),
+    }
+    for m in self.compute_sizes[1:] if subsets else ():
+      lowered[f"generate {m}"] = decode(whole(m), self.drafts(m))
+    return lowered
+
+  def compilations(self) -> dict[str, tuple[MeshJit, int]]:
+    once = (
+      *("decode_params", "begin", "read_rows", "finalize", "finish_episodes"),
+      *("move_pages", "move_slots", "move_rows"),
+    )
+    prefills, sizes = 4 * len(self.buckets()), self.compute_sizes
+    limits = dict.fromkeys(once, 1) | {
+      # Few slots with drafts, and without if they do not pay.
+      "decode": len(sizes) + sum(self.drafts(n) > 0 for n in sizes),
+      "prefill": prefills,
+      "write_prefix_routing": prefills,
+    }
+    return {
+      name: (getattr(self.jitted, name), limit)
+      for name, limit in limits.items()
+    }
+
+  def describe(self, *, continues: bool) -> str:
+    slots = " or ".join(map(str, self.compute_sizes))
+    buckets = ", ".join(map(str, self.buckets(continues=continues)))
+    return (
+      f"continuous batching: {slots} slots, "
+      f"{self.sizes.num_pages * self.shards} pages of {self.sizes.page_size} "
+      f"tokens; prefills of up to {buckets} tokens"
+    )
