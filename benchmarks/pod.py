@@ -99,7 +99,7 @@ class Host(ContinuousSampler):
 
   own: Sequence[int] = ()
 
-  def _to_devices(self, tree):
+  def to_devices(self, tree):
     return tree
 
 

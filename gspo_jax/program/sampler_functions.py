@@ -135,7 +135,7 @@ def engine_sampler(
   policy: model.Params,
   mesh: jax.sharding.Mesh,
 ) -> ContinuousSampler:
-  """What engines need that serve a policy, whatever the config's rollouts are."""
+  """Programs of engines that serve a policy, whatever the rollouts are."""
   sampler_mesh = _sampler_mesh(config, mesh, policy, ())
   shards = sharding.batch_shards(sampler_mesh)
   batching = config.continuous_batching

@@ -66,16 +66,6 @@ class StopStrings:
     entry = self.table[self.state(ids[:-1]), self._column(ids[-1])]
     return bool(entry >= len(self.table))
 
-  def first_end(self, before: Sequence[int], ids: Sequence[int]) -> int | None:
-    """How many of `ids`, which follow others, there are when a string ends."""
-    state = self.state(before)
-    for count, i in enumerate(ids, 1):
-      entry = int(self.table[state, self._column(i)])
-      if entry >= len(self.table):
-        return count
-      state = entry % len(self.table)
-    return None
-
   def behind(self, ids: Sequence[int]) -> str:
     """The text after the stop string that ended the response."""
     last = self.token_bytes[self._column(ids[-1])]

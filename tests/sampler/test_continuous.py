@@ -20,8 +20,7 @@ from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import continuous, stop_strings
 from gspo_jax.sampler.continuous import config as continuous_config
-from gspo_jax.sampler.continuous import placement
-from gspo_jax.sampler.continuous import sampler as continuous_sampler
+from gspo_jax.sampler.continuous import placement, programs
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Prompts, SamplerConfig
 
@@ -191,10 +190,7 @@ def test_another_call_another_key_and_other_weights():
   assert generate.jitted.decode.jitted._cache_size() == 1  # 8 slots
   allowed = generate.compilations()
   assert {name for name, (_, most) in allowed.items() if most == 1} == {
-    "decode_params",
-    "read_tokens",
-    "finalize",
-    "append_tokens",
+    *("decode_params", "begin", "read_rows", "finalize", "finish_episodes"),
     *("decode", "move_pages", "move_slots", "move_rows"),
   }
   for name, (function, most) in allowed.items():
@@ -215,7 +211,7 @@ def test_a_subset_of_the_slots_is_computed_for_the_last_responses(
   make, monkeypatch
 ):
   """Of each shard's 8 or 4 a half or quarter that holds all, and none new."""
-  monkeypatch.setattr(continuous_sampler, "_FEWEST_ROWS", 2)
+  monkeypatch.setattr(programs, "_FEWEST_ROWS", 2)
   generate, segments, steps_of_segments = make(), [], []
   slots, shards = generate.batching.slots, generate.shards
 
@@ -378,7 +374,7 @@ def test_a_plan_replays_the_same_steps(make):
 @pytest.mark.parametrize("own", [[0], [1, 3], [2, 3]])
 def test_a_host_plans_its_own_shards_as_one_host_plans_all(own, monkeypatch):
   """From the facts and results of all: the same programs, with its rows."""
-  monkeypatch.setattr(continuous_sampler, "_FEWEST_ROWS", 1)
+  monkeypatch.setattr(programs, "_FEWEST_ROWS", 1)
   lengths = np.random.default_rng(0).integers(4, R // 2, B)
   lengths[: B // 4], lengths[-3:] = 1, R
   batching = dataclasses.replace(SMALL, slots=16, segment_steps=2)
@@ -464,17 +460,15 @@ def fed_before(lengths):
 
 @pytest.mark.parametrize("make", [few_pages, eight_devices])
 def test_a_token_keeps_the_experts_of_the_first_call_that_fed_it(make):
-  """Whatever weights prefill it again; an environment's tokens, too.
+  """Whatever weights prefill it again.
 
   The weights change with every call. The first one begins no response to some
-  prompts, and one of each group of others. The second one continues behind
-  tokens of no policy.
+  prompts, and one of each group of others.
   """
   generate, rng = make(), np.random.default_rng(0)
   prompt, g = np.arange(B) // G, np.arange(B) % G
-  samples, fed, none = None, np.zeros((B, S + R), bool), np.zeros(B, np.int32)
+  samples, fed, seen = None, np.zeros((B, S + R), bool), []
   expected = np.zeros((B, S + R, CFG.num_layers, 2))
-  appended, seen = none, []
   first = np.where(prompt % 2, rng.integers(1, 9, B), np.where(g == 1, 6, 0))
   first = np.where(prompt % 4, first, 0)
   for seed, stop_at in enumerate((first, first + 5, np.full(B, R))):
@@ -484,7 +478,6 @@ def test_a_token_keeps_the_experts_of_the_first_call_that_fed_it(make):
       jax.random.key(KEY),
       resume_from=samples,
       stop_at=stop_at,
-      num_appended=appended,
     )
     found = jax.device_get(samples)
     whole = replayed(found, seed, replay=False).experts.transpose(1, 2, 0, 3)
@@ -493,10 +486,6 @@ def test_a_token_keeps_the_experts_of_the_first_call_that_fed_it(make):
     seen.append(whole)
     experts = found.experts.swapaxes(1, 2)
     np.testing.assert_array_equal(np.sort(experts[fed]), np.sort(expected[fed]))
-    goes_on = (found.finish == UNFINISHED) & (found.lengths > 0) & (g != 2)
-    appended = np.where(goes_on & (seed == 0), 3, none)
-    tokens = rng.integers(6, 32, (B, 3)).astype(np.int32)
-    samples = generate.append_tokens(samples, tokens, appended, found.finish)
   assert (found.finish != UNFINISHED).all()
   # The last weights, or those before, choose others for the same tokens.
   for whole in seen[1:]:
@@ -568,105 +557,6 @@ def test_a_stop_string_ends_a_response_in_both_samplers():
   assert early > 5
 
 
-@pytest.mark.parametrize("make", [one_device, eight_devices])
-def test_log_probs_behind_appended_tokens_are_teacher_forced_ones(make):
-  """Conversations of three turns, with tokens of no policy between them.
-
-  The pages have room for the earlier tokens of some responses, not of all. The
-  weights are cast and moved once.
-  """
-  prefills, casts = [], []
-
-  def prefill(params, state, tokens, lengths, pages, num_cached, *rest):
-    counts = np.zeros_like(lengths) if num_cached is None else num_cached
-    rows = np.asarray(lengths) > 0
-    prefills.extend(zip(np.asarray(lengths)[rows], counts[rows], strict=True))
-    return generate.jitted.prefill(
-      params, state, tokens, lengths, pages, num_cached, *rest
-    )
-
-  def decode_params(params):
-    casts.append(params)
-    return generate.jitted.decode_params(params)
-
-  generate, column = make(), np.arange(R)
-  converse = functools.partial(
-    spied(generate, prefill=prefill, decode_params=decode_params),
-    weights(),
-    prompts(),
-    jax.random.key(KEY),
-    prefix_cache=continuous.PrefixCache(),
-  )
-  samples = converse()
-  tokens = np.tile(np.arange(6, 6 + R, dtype=np.int32) % 32, (B, 1))
-  given = np.zeros((B, R), bool)
-  for _ in range(2):
-    first = jax.device_get(samples)
-    before = first.lengths
-    count = np.where((first.finish == STOPPED) & (before <= R - 4), 3, 0)
-    assert 2 < np.count_nonzero(count) < B
-    finish = np.where(count, UNFINISHED, first.finish).astype(np.int8)
-    joined = generate.append_tokens(
-      samples, tokens, count.astype(np.int32), finish
-    )
-    prefills.clear()
-    samples = converse(resume_from=joined, num_appended=count)
-    found = jax.device_get(samples)
-    new = (column >= before[:, None]) & (column < (before + count)[:, None])
-    given |= new
-    given_tokens = np.take_along_axis(
-      tokens, (column - before[:, None]) % R, axis=1
-    )
-    np.testing.assert_array_equal(found.tokens[new], given_tokens[new])
-    earlier = column < before[:, None]
-    np.testing.assert_array_equal(found.tokens[earlier], first.tokens[earlier])
-    same = count == 0
-    np.testing.assert_array_equal(found.lengths[same], before[same])
-    assert (found.lengths > before + count)[~same].all()
-    left = [length - count for length, count in prefills]
-    assert len(left) == np.count_nonzero(count)
-    assert left.count(3)  # the given tokens alone
-  assert len(casts) == 1
-  routes = static().experts if found.experts is None else found.experts
-  scored = replayed(dataclasses.replace(found, experts=routes), replay=False)
-  written = (column < found.lengths[:, None]) & ~given
-  np.testing.assert_allclose(
-    found.logps[written], scored.logps[written], atol=2e-5
-  )
-  assert not found.logps[given].any()
-  if found.experts is not None:
-    fed = fed_before(found.lengths)
-    sets = lambda x, *axes: np.sort(x.transpose(*axes)[fed])
-    np.testing.assert_array_equal(
-      sets(found.experts, 0, 2, 1, 3), sets(scored.experts, 1, 2, 0, 3)
-    )
-
-
-def test_a_stop_string_is_found_within_one_turn():
-  """Not where it begins in a message of the environment."""
-  _, generate = stopping()
-  first = run(generate)
-  ends_in_h = np.full((B, R), 6 + ord("h") - ord("a"), np.int32)
-  room = first.lengths < R - 4
-  finish = np.where(room, UNFINISHED, first.finish).astype(np.int8)
-  counts = room.astype(np.int32)
-  start = first.lengths + counts
-
-  def resumed(**options):
-    joined = generate.append_tokens(
-      jax.device_put(first), ends_in_h, counts, finish
-    )
-    return run(generate, resume_from=joined, **options)
-
-  one, other = resumed(), resumed(num_appended=counts)
-  column = np.minimum(start, R - 1)[:, None]
-  new = np.take_along_axis(one.tokens, column, axis=1)[:, 0]
-  completes = room & np.isin(new, [6 + ord(x) - ord("a") for x in "acegik"])
-  assert completes.any()
-  assert (one.lengths[completes] == start[completes] + 1).all()
-  assert (other.lengths[completes] > start[completes] + 1).all()
-
-
 def test_finished_responses_and_earlier_tokens_stay_as_they_are():
   stop_at = np.where(np.arange(B) % 2, R, 5)
   first = one_device()(
@@ -702,10 +592,10 @@ def test_responses_are_reported_while_the_next_segment_decodes():
     assert not reported & responses.keys()
     reported.update(responses)
 
-  functions = {name: spy(name) for name in ("decode", "read_tokens")}
+  functions = {name: spy(name) for name in ("decode", "read_rows")}
   run(spied(generate, **functions), on_finished=on_finished)
   assert reported == {*range(B)}
-  assert events.count("read_tokens") >= events.count("report") > 2
+  assert events.count("read_rows") >= events.count("report") > 2
   reports = np.flatnonzero(np.array(events) == "report").tolist()
   for i in reports[:-1]:
     assert events[i - 1] == "decode"

@@ -133,7 +133,7 @@ class Engine:
     """
     self._programs, self._key, self._keeps = programs, key, keeps
     rows = len(samples.lengths) // programs.shards
-    self._state, self._samples = programs.jitted.begin(samples)
+    self._state, self.samples = programs.jitted.begin(samples)
     self._params = programs.jitted.decode_params(params)
     states = has_states(programs.cfg)
     self.schedulers = [
@@ -239,7 +239,7 @@ class Engine:
     for generation in (*(r.owner for r in self._open), *waiting):
       generation.add([], [], ABORT)
     self._open = {}
-    self._state = self._samples = self._params = None  # frees their memory
+    self._state = self.samples = self._params = None  # frees their memory
 
   def __enter__(self) -> "Engine":
     return self
@@ -249,7 +249,7 @@ class Engine:
 
   def finalize(self) -> Samples:
     """The samples, on the training mesh, each response in its first row."""
-    programs, samples = self._programs, self._samples
+    programs, samples = self._programs, self.samples
     for rows in reversed(self._placement.swaps):
       samples = programs.jitted.move_rows(samples, programs.to_devices(rows))
     return programs.jitted.finalize(samples)
@@ -258,7 +258,7 @@ class Engine:
     """The samples, on the training mesh, with these fields of own rows."""
     programs = self._programs
     return programs.jitted.finish_episodes(
-      self._samples, programs.to_devices(rows)
+      self.samples, programs.to_devices(rows)
     )
 
   def _step(self, until) -> bool:
@@ -303,10 +303,10 @@ class Engine:
         drafts = programs.drafts(count)
     plan_and_slots = programs.to_devices((plan, slots))
     unread = self._results
-    self._state, self._samples, results = jitted.decode(
+    self._state, self.samples, results = jitted.decode(
       self._params,
       self._state,
-      self._samples,
+      self.samples,
       *plan_and_slots,
       self._min_active(any_waiting),
       self._key,
@@ -520,8 +520,8 @@ class Engine:
       self._params, self._state, tokens, lengths, pages, num_cached, sources
     )
     if experts is not None:
-      self._samples = programs.jitted.write_prefix_routing(
-        self._samples, experts, *programs.to_devices(routing)
+      self.samples = programs.jitted.write_prefix_routing(
+        self.samples, experts, *programs.to_devices(routing)
       )
 
   def _segment_plan(self, admissions: list[Admission]) -> SegmentPlan:
@@ -590,7 +590,7 @@ class Engine:
     for moves in pages:
       self._state = jitted.move_pages(self._state, moves)
     self._state = jitted.move_slots(self._state, *slots)
-    self._samples = jitted.move_rows(self._samples, rows)
+    self.samples = jitted.move_rows(self.samples, rows)
 
   def _read_results(self) -> None:
     """Reads the results of the last segment, and starts to read its rows."""
@@ -636,7 +636,7 @@ class Engine:
           rows[i, j] = entry[0].row
           entries[shard * count + j] = entry
       arrays = programs.jitted.read_rows(
-        self._samples, programs.to_devices(rows.ravel())
+        self.samples, programs.to_devices(rows.ravel())
       )
       self._reads.append((entries, *arrays))
 

@@ -71,10 +71,10 @@ class ContinuousSampler(Programs):
     R = self.sizes.max_new_tokens
     stop_at = np.full(len(so_far), R) if stop_at is None else stop_at
     stop_at = np.where(finish == UNFINISHED, np.minimum(stop_at, R), 0)
+    engine = Engine(self, params, key, samples, keeps=False)
     sampled = {}
     if so_far.any():
-      sampled = multihost.addressable_rows(samples.tokens)
-    engine = Engine(self, params, key, samples, keeps=False)
+      sampled = multihost.addressable_rows(engine.samples.tokens)
     n = len(so_far) // self.shards
     for shard, scheduler in zip(self.own, engine.schedulers, strict=True):
       rows = range(shard * n, shard * n + n)
