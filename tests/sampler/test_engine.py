@@ -11,20 +11,21 @@ import pytest
 
 from gspo_jax import model
 from gspo_jax.data import tokenizers
+from gspo_jax.learner import train_batch
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler import continuous, engine, stop_strings
+from gspo_jax.sampler import continuous, stop_strings
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
-from gspo_jax.sampler.engine import Engine, Generation
-from gspo_jax.sampler.samples import Prompts, SamplerConfig
+from gspo_jax.sampler.continuous.engine import Engine, Generation
+from gspo_jax.sampler.samples import STOPPED, Prompts, SamplerConfig
 
 CFG = model.variant("tiny", vocab_size=32, dtype="float32")
 GREEDY = SamplerConfig(1, 24, stop_ids=(3, 5), temperature=0, pad_id=7)
 SMALL = ContinuousBatchingConfig(
   slots=4, page_size=4, segment_steps=3, prefill_chunk=8
 )
-CONTEXT = 40
+S, CONTEXT = 16, 40  # a prompt has 17 tokens
 PROMPTS = [[*range(6, 6 + n)] for n in (1, 4, 9, 13, 2, 17, 8, 5)]
 
 
@@ -42,17 +43,16 @@ def places(devices):
 
 
 @functools.cache
-def built(config=GREEDY, devices=1):
-  """Chunks of 5 tokens, so that each response takes several."""
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(engine, "CHUNK", 5)
-    return engine.build_engine_sampler(
-      CFG, config, batching=SMALL, context=CONTEXT, **places(devices)
-    )
+def built(config=GREEDY, devices=1, batching=SMALL):
+  return continuous.build_continuous_sampler(
+    CFG, config, batching=batching, max_prompt_length=S, **places(devices)
+  )
 
 
 def opened(config=GREEDY, devices=1, key=1):
-  return Engine(built(config, devices), weights(), jax.random.key(key))
+  generate = built(config, devices)
+  rows = generate.jitted.empty_samples(SMALL.slots)
+  return Engine(generate, weights(), jax.random.key(key), rows)
 
 
 @functools.cache
@@ -78,6 +78,11 @@ def ask(open_engine, prompt, count=None):
   return open_engine.submit(Generation(prompt, count or most))
 
 
+def step(open_engine):
+  """Decodes a segment."""
+  open_engine._step(lambda: False)
+
+
 def run(open_engine, *generations):
   open_engine.run(lambda: all(g.finish for g in generations))
 
@@ -98,23 +103,22 @@ def test_a_request_that_arrives_while_others_decode_changes_none():
     made = []
     for prompt in PROMPTS:
       made.append(ask(e, prompt))
-      e.step()
+      step(e)
     run(e, *made)
   assert [g.tokens for g in made] == [tokens for tokens, _ in expected()]
 
 
-def prefilled(e, monkeypatch):
-  """Counts the tokens that the engine prefills from now on."""
-  count, queues = [0], type(e._sampler.chunk)._prefill_queues
+def prefilled(monkeypatch):
+  """Counts the tokens that engines prefill from now on."""
+  count, queue = [0], Engine._prefill_queue
 
   def counted(self, *args):
-    made = queues(self, *args)
-    for prefills in made:
-      for prefill, tokens, *_ in itertools.chain(*prefills.values()):
-        count[0] += len(tokens) - prefill.num_cached
+    made = queue(self, *args)
+    for prefill, tokens, *_ in itertools.chain(*made.values()):
+      count[0] += len(tokens) - prefill.num_cached
     return made
 
-  monkeypatch.setattr(type(e._sampler.chunk), "_prefill_queues", counted)
+  monkeypatch.setattr(Engine, "_prefill_queue", counted)
   return count
 
 
@@ -127,7 +131,7 @@ def test_the_next_call_of_an_agent_prefills_only_what_is_new(
     run(e, first)
     # Other requests come and go between the calls.
     run(e, *(ask(e, prompt, 3) for prompt in PROMPTS[:3]))
-    count = prefilled(e, monkeypatch)
+    count = prefilled(monkeypatch)
     prompt = [*first.prompt, *first.tokens, 9, 10]
     second = ask(e, prompt)
     run(e, second)
@@ -143,7 +147,7 @@ def test_a_prompt_that_parts_from_a_row_reuses_what_they_share(monkeypatch):
   with opened() as e:
     run(e, *(ask(e, prompt, 2) for prompt in ([9], [8], [11])))
     run(e, ask(e, PROMPTS[5], 6))
-    count = prefilled(e, monkeypatch)
+    count = prefilled(monkeypatch)
     prompt = [*PROMPTS[5][:14], 9, 10]
     branch = ask(e, prompt)
     run(e, branch)
@@ -158,7 +162,7 @@ def test_a_prompt_that_parts_from_a_row_reuses_what_they_share(monkeypatch):
 def test_a_group_prefills_its_prompt_once(devices, monkeypatch):
   prompt = PROMPTS[5]
   with opened(devices=devices) as e:
-    count = prefilled(e, monkeypatch)
+    count = prefilled(monkeypatch)
     made = [
       ask(e, prompt),
       ask(e, PROMPTS[0]),
@@ -172,7 +176,7 @@ def test_a_group_prefills_its_prompt_once(devices, monkeypatch):
 def test_a_cancelled_request_ends_and_the_others_go_on():
   with opened() as e:
     made = [ask(e, prompt) for prompt in PROMPTS]
-    e.step()
+    step(e)
     longest = max(made[:4], key=lambda g: not g.finish)
     longest.cancelled = made[7].cancelled = True
     sampled = len(longest.tokens)
@@ -184,20 +188,21 @@ def test_a_cancelled_request_ends_and_the_others_go_on():
     assert g.finish == "abort" or g.tokens == tokens
 
 
-def test_a_thread_is_told_of_each_chunk_and_of_the_end():
+def test_a_thread_is_told_of_each_segment_and_of_the_end():
   seen = []
   with opened() as e:
-    g = Generation(PROMPTS[3], 12, lambda: seen.append(g.progress))
+    told = lambda: seen.append(g.progress)
+    g = Generation(PROMPTS[3], 12, told, streams=True)
     thread = threading.Timer(0.1, lambda: e.submit(g))
     thread.start()
     e.run(lambda: bool(g.finish))
     thread.join()
     waiting = ask(e, [9])
-  assert seen == [(5, ""), (10, ""), (12, "length")]
+  assert seen == [(3, ""), (6, ""), (9, ""), (12, "length")]
   assert waiting.finish == "abort"  # the engine was closed
 
 
-def test_a_stop_string_is_found_across_chunks():
+def test_a_stop_string_is_found_across_segments():
   prompt, (tokens, _) = PROMPTS[3], expected()[3]
   words = [chr(97 + i) for i in range(32)]  # a letter a token
 
@@ -212,7 +217,7 @@ def test_a_stop_string_is_found_across_chunks():
     GREEDY, stop=stop_strings.build((string,), Letters())
   )
   text = "".join(words[i] for i in tokens)
-  assert text.index(string) == 3  # it ends in the second chunk of 5
+  assert text.index(string) == 3  # it ends in the third segment of 3
   with opened(config) as e:
     g = ask(e, prompt)
     run(e, g)
@@ -242,11 +247,6 @@ def test_sampled_logps_are_those_of_a_forward_pass():
     np.testing.assert_allclose(g.logps, logps, atol=1e-4)
 
 
-def test_least_lengths_are_refused():
-  with pytest.raises(UserError, match="min_new_tokens=6"):
-    built(dataclasses.replace(GREEDY, min_new_tokens=6))
-
-
 @pytest.mark.parametrize(
   ("prompt", "count", "words"),
   [
@@ -269,7 +269,7 @@ def test_a_row_that_parts_within_a_shared_page_leaves_the_page_alone():
   with opened() as e:
     run(e, ask(e, first, 1))
     made = [ask(e, prompt) for prompt in (shares, PROMPTS[0], PROMPTS[4])]
-    e.step()
+    step(e)
     made.append(ask(e, parts))  # only the row of `first` is free
     run(e, *made)
   with opened() as e:
@@ -277,3 +277,108 @@ def test_a_row_that_parts_within_a_shared_page_leaves_the_page_alone():
     run(e, alone)
   assert made[0].tokens == alone.tokens
   np.testing.assert_allclose(made[0].logps, alone.logps, atol=1e-4)
+
+
+# Episodes of several turns: sequences that own rows.
+
+K, TURNS = 2, 3
+ROUTED = SamplerConfig(
+  2, 24, stop_ids=(3, 5, 11), temperature=0.9, top_k=9, record_routing=True
+)
+FEW = dataclasses.replace(SMALL, num_pages=14)
+DRAFTS = dataclasses.replace(SMALL, slots=16, speculation=2)
+
+
+def play(config, batching, devices=1, *, order=0, episodes=4):
+  """Each episode has a sequence of three turns, and one of a single turn.
+
+  `order`: a seed of the order in which requests come, between segments.
+  """
+  config = dataclasses.replace(config, speculation=batching.speculation)
+  generate, rng = built(config, devices, batching), np.random.default_rng(order)
+  samples = generate.jitted.empty_samples(episodes * K // config.group_size)
+  ids = {row: [*PROMPTS[row % 8]] for row in range(episodes * K)}
+  first = {row: min(len(x), S) for row, x in ids.items()}
+  sampled = {row: [0] * (len(x) - first[row]) for row, x in ids.items()}
+  left = {row: TURNS if row % K == 0 else 1 for row in ids}
+  running, fed = {}, dict.fromkeys(ids, 0)
+  with Engine(generate, weights(), jax.random.key(3), samples) as e:
+
+    def advance():
+      for row, g in [*running.items()]:
+        if g.finish:
+          del running[row]
+          left[row] -= g.finish == "stop" or left[row]
+          ids[row] += g.tokens
+          sampled[row] += [1] * len(g.tokens)
+          fed[row] = len(ids[row]) - 1
+          if left[row]:
+            ids[row] += [20 + row, 21]
+            sampled[row] += [0, 0]
+      ready = [row for row in ids if left[row] and row not in running]
+      for row in rng.permutation(ready)[: rng.integers(0, 9)].tolist():
+        number = len(ids[row]) - first[row]
+        if number >= config.max_new_tokens:
+          left[row] = 0
+          continue
+        g = Generation(ids[row], config.max_new_tokens - number)
+        g.row, g.response = row, row // K + row % K * episodes
+        g.num_tokens, g.num_recorded = number, fed[row]
+        running[row] = e.submit(g)
+      return not any(left.values())
+
+    e.run(advance)
+    rows = [*ids]
+    R = config.max_new_tokens
+    pad = lambda values: np.array([[*x, *[0] * R][:R] for x in values])
+    samples = e.finish_episodes(
+      tokens=pad([ids[r][first[r] :] for r in rows]).astype(np.int32),
+      turns=pad([sampled[r] for r in rows]).astype(np.int16),
+      lengths=np.array([len(sampled[r]) for r in rows], np.int32),
+      finish=np.full(len(rows), STOPPED, np.int8),
+      prompts=Prompts(
+        np.array([[*[0] * S, *ids[r][: first[r]]][-S:] for r in rows]),
+        np.array([first[r] for r in rows], np.int32),
+      ),
+    )
+  return jax.device_get(samples)
+
+
+@pytest.mark.parametrize(
+  ("batching", "devices"),
+  [(SMALL, 1), (FEW, 1), (DRAFTS, 1), (SMALL, 2)],
+  ids=["pages", "few pages", "drafts", "devices"],
+)
+def test_episodes_have_the_log_probs_and_experts_of_a_forward_pass(
+  batching, devices
+):
+  """Behind what they read, whatever the order in which their requests come."""
+  s = play(ROUTED, batching, devices)
+  sampled = s.turns > 0
+  assert sampled.any(1).all()
+  assert (~sampled[:, 1:] & sampled[:, :1] & (s.tokens[:, 1:] > 0)).any()
+  batch = train_batch.unpacked(s.prompts, s.tokens, s.lengths)
+  batch = dataclasses.replace(batch, kept_ids=s.kept_ids)
+  column = np.arange(S + ROUTED.max_new_tokens)
+  fed = column >= S - s.prompts.lengths[:, None]
+  fed &= column < (S + s.lengths - 1)[:, None]
+  for replay in (False, True):
+    logps = jax.jit(
+      functools.partial(
+        train_batch.response_logps,
+        cfg=CFG,
+        temperature=ROUTED.temperature,
+        replay=replay,
+      )
+    )
+    routes = s.experts.swapaxes(0, 1)
+    out = jax.device_get(logps(weights(), batch=batch, routes=routes))
+    np.testing.assert_allclose(s.logps[sampled], out.logps[sampled], atol=2e-5)
+    if not replay:
+      experts = out.experts.transpose(1, 2, 0, 3)
+      found = np.sort(s.experts.swapaxes(1, 2)[fed])
+      np.testing.assert_array_equal(found, np.sort(experts[fed]))
+  other = play(ROUTED, SMALL, order=1)
+  np.testing.assert_array_equal(other.tokens, s.tokens)
+  np.testing.assert_array_equal(other.turns, s.turns)
+  np.testing.assert_allclose(other.logps, s.logps, atol=2e-5)

@@ -9,7 +9,7 @@ from gspo_jax.sampler.continuous import placement
 from gspo_jax.sampler.continuous.config import ShardSizes
 from gspo_jax.sampler.continuous.paged_decode import SegmentResults
 from gspo_jax.sampler.continuous.placement import Placement
-from gspo_jax.sampler.continuous.scheduler import Scheduler
+from gspo_jax.sampler.continuous.scheduler import Request, Scheduler
 
 
 @pytest.mark.parametrize("axes", [(), ("data",), ("data", "expert")])
@@ -44,7 +44,7 @@ def test_slices_go_where_they_are_sent(axes):
 
 def test_the_slowest_shard_is_the_one_that_the_others_waited_for():
   """Its running responses have 30 + 8 tokens where the means are 18 + 6."""
-  placement = Placement(None, 2, [0, 1], np.zeros(4), np.ones(4))
+  placement = Placement(None, 2, [0, 1], rows=2)
   for active, cached in (
     ([True] * 4, [1, 5, 10, 20]),
     ([True, True, False, True], [3, 5, 99, 4]),
@@ -54,6 +54,7 @@ def test_the_slowest_shard_is_the_one_that_the_others_waited_for():
         num_tokens=np.zeros(4),
         active=np.array(active),
         response=np.arange(4),
+        stop_at=np.ones(4),
         num_cached=np.array(cached),
         num_sampled=0,
         drafts=None,
@@ -74,6 +75,7 @@ def results(cached_DM, num_tokens_DM, rows):
     num_tokens=num_tokens_DM.ravel(),
     active=(cached_DM > 0).ravel(),
     response=response_DM.ravel(),
+    stop_at=np.full(D * M, 990),
     num_cached=cached_DM.ravel(),
     num_sampled=0,
     drafts=None,
@@ -87,9 +89,7 @@ def test_loads_become_even():
   rng = np.random.default_rng(0)
   cached = rng.lognormal(5, 1, (D, M)).clip(1, 900).astype(int)
   cached[rng.random((D, M)) < 0.5] = 0
-  even = placement.Placement(
-    sizes, D, [], np.zeros(D * M, int), np.full(D * M, 990)
-  )
+  even = placement.Placement(sizes, D, [], rows=M)
   for _ in range(8):
     even.update(results(cached, cached, M))
   assert even.is_uneven()
@@ -124,7 +124,7 @@ def test_a_shard_takes_no_more_responses_than_it_has_rows():
   sizes = ShardSizes(8, 1000, 16, 8, max_new_tokens=90, max_prompt_length=11)
   cached = np.zeros((2, 8), int)
   cached[0, :4], cached[1, :3] = 80, 5
-  two = placement.Placement(sizes, 2, [], np.zeros(8, int), np.full(8, 90))
+  two = placement.Placement(sizes, 2, [], rows=4)
   two.update(results(cached, cached, 4))
   far = np.full(2, 99)
   assert len(two._choices(far, np.zeros(2, int), 8)) == 1
@@ -133,15 +133,20 @@ def test_a_shard_takes_no_more_responses_than_it_has_rows():
 def test_a_response_moves_with_its_pages():
   """A shard without it is as before; its new one never preempts it."""
   sizes = ShardSizes(2, 7, 2, 2, max_new_tokens=8, max_prompt_length=4)
-  one, two = (Scheduler(sizes, [4], [0, 0], [8, 2]) for _ in range(2))
+  one, two = Scheduler(sizes, 2), Scheduler(sizes, 2)
   for shard in (one, two):
+    for row, stop_at in enumerate((8, 2)):
+      shard.submit(Request(np.arange(4), row, stop_at, row))
     shard.admit()
     shard.allocate_pages()
-    assert shard.apply_results(np.array([2, 2]), np.array([True, False])) == [1]
+    ended = shard.apply_results(np.array([2, 2]), np.array([True, False]))
+    assert [(request.row, n) for request, n in ended] == [(1, 2)]
   free = two.num_free_pages
   row, pages = one.remove(0, 3)
   assert (row, len(pages), one.num_free_pages, one.done) == (0, 3, 7, True)
-  slot, row, new = two.insert(3, num_cached=3, num_generated=2, max_tokens=8)
+  slot, row, new = two.insert(
+    3, response=5, num_cached=5, num_tokens=2, stop_at=8
+  )
   assert (slot, row, len(new)) == (1, 1, 3)
   assert two.num_free_pages == free - 3
   assert (two.num_visitors, two.num_active) == (1, 2)

@@ -379,19 +379,14 @@ class Engine:
     """A row that no request has, on the shard that knows most of the prompt."""
     prompt = np.array(generation.prompt, np.int32)
     taken = {request.owner.row for request in self._open}
-    free = [
-      next((row for row in range(n, n + self._rows) if row not in taken), None)
-      for n in (shard * self._rows for shard in self._programs.own)
-    ]
-    known = [
-      (scheduler.num_known(prompt), -scheduler.num_active)
-      for scheduler in self.schedulers
-    ]
-    places = [
-      (*value, row)
-      for value, row in zip(known, free, strict=True)
-      if row is not None
-    ]
+    places = []
+    for shard, scheduler in zip(
+      self._programs.own, self.schedulers, strict=True
+    ):
+      first = shard * self._rows
+      free = {*range(first, first + self._rows)} - taken
+      if free:
+        places.append((scheduler.num_known(prompt), len(free), min(free)))
     if not places:
       return False
     generation.row = max(places)[-1]
