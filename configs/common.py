@@ -170,7 +170,6 @@ def get_config() -> ConfigDict:
   # together, and wait for the longest response. async: each takes its next turn
   # as soon as the environment has answered; two runs may sample other
   # responses. Agents, and conversations of several sequences, are async.
-  c.rollout.mode = "sync"
   # Sequences of an episode at most. Each has one importance ratio, and the
   # advantage of the episode. More than 1: a response whose context does not
   # begin with an earlier sequence begins a new one, as where a chat template

@@ -40,10 +40,11 @@ class Client:
     generation = Generation(prompt, most, notify, streams=call.stream)
     self.started(generation)
     try:
-      return self.engine.submit(generation)
+      self.engine.submit(generation)
     except UserError as error:
       self.gave_up(generation)
       raise ApiError(str(error)) from error
+    return generation
 
   def started(self, generation: Generation) -> None:
     """Its request is sent to the engine; a subclass sets the row."""

@@ -122,11 +122,12 @@ class Player:
     by_name, failed = {conversation.REWARD: total}, np.array(state["failed"])
     texts, counts = {}, {}
     lengths = multihost.local_rows(samples.lengths)
-    decode = self.prompt_config.tokenizer.decode
+    tokenizer = self.prompt_config.tokenizer
     for row, tokens in multihost.local_rows(samples.tokens).items():
       b, n = row // self.limits.sequences, int(lengths[row])
       if n:
-        texts.setdefault(b, []).append(decode(tokens[:n].tolist()))
+        ids = [i for i in tokens[:n].tolist() if i not in tokenizer.stop_ids]
+        texts.setdefault(b, []).append(tokenizer.decode(ids))
         counts[b] = counts.get(b, 0) + n
     problem = lambda b: batch.problems[b // total.shape[1]]
     limits = self.limits

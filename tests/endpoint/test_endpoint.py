@@ -12,7 +12,7 @@ from scripted import CONTEXT, Scripted, make_tokenizer
 from gspo_jax.endpoint import transcript
 from gspo_jax.endpoint.answers import Answer
 from gspo_jax.endpoint.requests import Call
-from gspo_jax.sampler.engine import ABORT, LENGTH, STOP, Generation
+from gspo_jax.sampler.continuous.engine import ABORT, LENGTH, STOP, Generation
 from gspo_jax.sampler.samples import SamplerConfig
 
 openai = pytest.importorskip("openai")

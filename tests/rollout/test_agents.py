@@ -16,7 +16,7 @@ from gspo_jax.rollout import agent
 from gspo_jax.rollout.sequences import SequenceLimits
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler import engine
+from gspo_jax.sampler.continuous import build_continuous_sampler, engine
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import SamplerConfig
 
@@ -159,13 +159,13 @@ def policy():
   mesh = sharding.make_mesh(jax.devices()[:1])
   params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), CFG)
   shapes = jax.eval_shape(lambda: params)
-  sampler = engine.build_engine_sampler(
+  sampler = build_continuous_sampler(
     CFG,
     CONFIG,
     batching=ContinuousBatchingConfig(
       slots=8, page_size=4, segment_steps=4, prefill_chunk=40
     ),
-    context=S + R,
+    max_prompt_length=S,
     params_sharding=model.shardings(shapes, mesh),
     mesh=mesh,
     sampler_mesh=mesh,
@@ -180,7 +180,8 @@ def pool(tmp_path_factory):
   sys.path.insert(0, str(folder))
   spec = "openai:an_agent.play"
   # Compiles before an agent's seconds count.
-  with engine.Engine(*policy(), jax.random.key(0)) as e:
+  rows = policy()[0].jitted.empty_samples(4)
+  with engine.Engine(*policy(), jax.random.key(0), rows) as e:
     made = [e.submit(engine.Generation([65] * n, 9)) for n in (1, 9)]
     e.run(lambda: all(g.finish for g in made))
   with agents.AgentPool(spec, BYTES, CONFIG, workers=1, seconds=60) as pool:
@@ -194,7 +195,7 @@ def play(pool, *names, key=0):
     pool,
     LIMITS,
     prompt_batch.PromptConfig(BYTES, S),
-    sharding.batch_sharding(sharding.make_mesh(jax.devices()[:1])),
+    None,
   )
   batch = prompt_batch.PromptBatch(
     [Problem(name, "", "") for name in names],
@@ -204,7 +205,8 @@ def play(pool, *names, key=0):
     np.zeros(len(names), np.int32),
   )
   scored = sample(*policy(), batch, jax.random.key(key), label="test")
-  s, prompts = jax.device_get(scored.samples), scored.sequence_prompts
+  s = jax.device_get(scored.samples)
+  prompts = s.prompts
   rows = []
   for row, n in enumerate(s.lengths):
     prompt = prompts.tokens[row, S - prompts.lengths[row] :].tolist()
@@ -291,7 +293,7 @@ def test_of_two_calls_at_once_one_goes_on_and_one_is_a_branch(pool):
 
 def test_a_call_goes_on_with_the_longest_sequence_that_is_free():
   limits = SequenceLimits(turns=9, sequences=2, width=8, longest=64)
-  episode = agents.Episode(None, tokenizers.load("bytes"), limits)
+  episode = agents.AgentEpisode(None, BYTES, limits, number=5, size=7)
 
   def answer(generation, *tokens):
     generation.add([*tokens], [0.0] * len(tokens), "stop")
@@ -305,6 +307,9 @@ def test_a_call_goes_on_with_the_longest_sequence_that_is_free():
       episode.started(generation)
     for generation, ids in zip(calls_at_once, tokens, strict=True):
       answer(generation, *ids)
+  assert [g.row for g in (*begun, *later)] == [10, 11, 11, 10]
+  assert [g.response for g in begun] == [5, 5 + 7]  # the numbers of its keys
+  assert [(g.num_tokens, g.num_recorded) for g in later] == [(3, 2), (3, 1)]
   short, longer = episode.end()
   assert (short.ids, short.turns) == ([1, 2, 3, 5, 7], [1, 0, 0, 4])
   assert (longer.ids, longer.turns) == ([1, 2, 3, 4, 6], [2, 2, 0, 3])

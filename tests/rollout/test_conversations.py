@@ -1,31 +1,30 @@
 """Conversations: who wrote which token of a row, and what ends one."""
 
-import dataclasses
+import collections
+import contextlib
 import json
 import re
 import sys
+import time
+from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import model
 from gspo_jax.data import prompt_batch, tokenizers
 from gspo_jax.data.problem import Problem
-from gspo_jax.rollout import conversation
+from gspo_jax.rollout import conversation, player
 from gspo_jax.rollout.conversations import Conversations
 from gspo_jax.rollout.environment_pool import EnvironmentPool
+from gspo_jax.rollout.sequences import SequenceLimits
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import (
   STOPPED,
   TRUNCATED,
-  UNFINISHED,
-  FinishedResponse,
   SamplerConfig,
-  append_tokens,
-  empty_samples,
+  Samples,
 )
 
 MODULE = """
@@ -48,7 +47,6 @@ class Script:
 BYTES = tokenizers.load("bytes")
 G, R, S, STOP = 2, 24, 6, BYTES.stop_ids[0]
 SAMPLING = SamplerConfig(G, R, stop_ids=BYTES.stop_ids, pad_id=BYTES.pad_id)
-DENSE = model.variant("qwen3-0.6b")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,59 +80,44 @@ class Strict(type(BYTES)):
 
 
 class Scripted:
-  """A sampler that gives each row its responses, one a turn."""
+  """An engine that gives each episode its responses, one a turn."""
 
-  config = SAMPLING
-  batch_sharding = sharding.batch_sharding(
-    sharding.make_mesh(jax.devices()[:1])
-  )
+  group_size, idle_seconds, idle = G, 0.0, contextlib.nullcontext
 
   def __init__(self, responses):
-    self.responses, self.calls, self.lengths = responses, [], 0
+    self.responses, self.waiting = responses, []
+    self.calls, self.prompts = collections.Counter(), {}  # by row
 
-  def __call__(
-    self,
-    params,
-    prompts,
-    key,
-    *,
-    resume_from=None,
-    num_appended,
-    prefix_cache,
-    on_finished,
-    progress=None,
-  ):
-    B = len(prompts.tokens) * G
-    samples = resume_from or empty_samples(B // G, S, DENSE, SAMPLING)
-    samples = jax.tree.map(np.array, jax.device_get(samples))
-    new = samples.lengths - self.lengths
-    np.testing.assert_array_equal(num_appended, new)
-    self.calls.append(np.flatnonzero(samples.finish == UNFINISHED).tolist())
-    self.prompts = [BYTES.decode(row[-n:]) for row, n in
-                    zip(np.asarray(prompts.tokens), prompts.lengths,
-                        strict=True)]  # fmt: skip
-    for row in self.calls[-1]:
-      text = self.responses[row].pop(0)
-      ids = [*BYTES.encode(text), STOP]
-      at, room = samples.lengths[row], R - samples.lengths[row]
-      assert room > 0
-      samples.tokens[row, at : at + len(ids)] = ids[:room]
-      samples.logps[row, at : at + len(ids)] = -1.0
-      samples.lengths[row] = at + min(len(ids), room)
-      samples.finish[row] = STOPPED if len(ids) <= room else TRUNCATED
-      progress.advance(1)
-    finished = lambda row: FinishedResponse(
-      samples.tokens[row].copy(),
-      int(samples.lengths[row]),
-      bool(samples.finish[row] == STOPPED),
-    )
-    for rows in (self.calls[-1][1::2], self.calls[-1][::2]):  # in no order
-      on_finished({row: finished(row) for row in rows})
-    count, self.lengths = np.int32(len(self.calls[-1])), samples.lengths
-    return jax.device_put(dataclasses.replace(samples, slot_steps=count))
+  def __enter__(self):
+    return self
 
-  def append_tokens(self, samples, *arrays):
-    return append_tokens(samples, *map(jnp.asarray, arrays))
+  def __exit__(self, *_):
+    pass
+
+  def most_new_tokens(self, prompt_length):
+    return min(R, S + R - prompt_length)
+
+  def submit(self, generation):
+    self.waiting.append(generation)
+
+  def wake(self):
+    pass
+
+  def run(self, until):
+    while not until():
+      together, self.waiting = self.waiting, []
+      for g in together:
+        self.calls[g.row] += 1
+        self.prompts.setdefault(g.row, BYTES.decode(g.prompt))
+        ids = [*BYTES.encode(self.responses[g.row].pop(0)), STOP]
+        room = g.max_new_tokens
+        finish = "stop" if len(ids) <= room else "length"
+        g.add(ids[:room], [-1.0] * len(ids[:room]), finish)
+      time.sleep(0 if together else 0.002)
+
+  def finish_episodes(self, turns, **rows):
+    logps = -1.0 * (turns > 0)
+    return Samples(logps=logps, turns=turns, slot_steps=0, **rows)
 
 
 def prompts_of(names):
@@ -156,12 +139,20 @@ def converse(pool, names, responses, max_turns=4, key=0, tokenizer=BYTES):
   """The conversations about these problems, and the sampler."""
   config = prompt_batch.PromptConfig(tokenizer, S)
   batch = prompts_of(names)
-  mesh = sharding.make_mesh(jax.devices()[:1])
-  sample = Conversations(
-    pool, max_turns, config, sharding.batch_sharding(mesh), None
-  )
   policy = Scripted([list(x) for x in responses])
-  return sample(policy, None, batch, jax.random.key(key), label="test"), policy
+  generate = SimpleNamespace(
+    config=SAMPLING,
+    own_rows=range,
+    batch_sharding=sharding.batch_sharding(
+      sharding.make_mesh(jax.devices()[:1])
+    ),
+    jitted=SimpleNamespace(empty_samples=lambda prompts: None),
+  )
+  play = Conversations(pool, SequenceLimits(max_turns, 1, S, R), config, None)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(player, "Engine", lambda *args: policy)
+    done = play(generate, None, batch, jax.random.key(key), label="test")
+  return done, policy
 
 
 def test_a_row_has_the_tokens_of_all_turns_in_order(pool):
@@ -177,8 +168,7 @@ def test_a_row_has_the_tokens_of_all_turns_in_order(pool):
   assert samples.turns[1].tolist() == [1] * 4 + [0] * (R - 4)
   assert samples.finish.tolist() == [STOPPED, STOPPED]
   np.testing.assert_array_equal(samples.logps != 0, samples.turns > 0)
-  assert policy.calls == [[0, 1], [0]]
-  assert int(samples.slot_steps) == 3
+  assert policy.calls == {0: 2, 1: 1}
   assert done.responses[0].text == "one\n[user] <one>\nend"
   rewards = done.rewards.result()
   assert rewards.total.tolist() == [[1.0 + 2.0, 1.0]]
@@ -190,32 +180,22 @@ def test_a_row_has_the_tokens_of_all_turns_in_order(pool):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_an_environment_is_asked_before_all_have_responded(
+def test_an_async_environment_is_asked_about_several_at_once(
   pool, monkeypatch, is_async
 ):
-  """At each report of the sampler; if it is async about all at once."""
-  events, step, sample = [], pool.step, Scripted.__call__
+  events, step = [], pool.step
 
   def spy(calls):
-    if calls:
-      events.append([text for _, text in calls])
+    events.append([text for _, text in calls])
     return step(calls)
-
-  def sampled(*args, **kwargs):
-    samples = sample(*args, **kwargs)
-    events.append("sampled")
-    return samples
 
   assert not pool.is_async
   monkeypatch.setattr(pool, "is_async", is_async)
   monkeypatch.setattr(pool, "step", spy)
-  monkeypatch.setattr(Scripted, "__call__", sampled)
   converse(pool, ["ab"], [["one", "end"], ["two", "end"]])
-  assert events == (
-    ["sampled", ["two", "one"], "sampled", ["end", "end"]]
-    if is_async
-    else [["two"], ["one"], "sampled", ["end"], ["end"], "sampled"]
-  )
+  together = [["one", "two"], ["end", "end"]]
+  alone = [[text] for turn in together for text in turn]
+  assert events == (together if is_async else alone)
 
 
 def test_a_message_that_nobody_reads_is_no_failure(pool):
@@ -235,7 +215,7 @@ def test_max_turns_cuts_a_conversation_that_keeps_its_reward(pool):
     [["a", "err", "x"], ["end"], ["b", "end"], ["c", "fail"]],
     max_turns=2,
   )
-  assert len(policy.calls) == 2
+  assert max(policy.calls.values()) == 2
   assert done.rewards.result().total.tolist() == [[3.0, 1.0], [3.0, 0.0]]
   assert done.conversation["tool_errors"].tolist() == [1, 0, 0, 0]
   samples = jax.device_get(done.samples)
@@ -269,7 +249,7 @@ def test_a_failure_ends_its_conversation_alone(pool):
   np.testing.assert_array_equal(done.conversation["rewards"][0, :2], [0, 0])
   (reason,) = rewards.reasons
   assert "ValueError: broken tool" in reason
-  assert policy.calls == [[0, 1, 2, 3], [0, 1]]
+  assert policy.calls == {0: 2, 1: 2, 2: 1, 3: 1}
 
 
 @pytest.mark.parametrize(
@@ -311,7 +291,7 @@ def test_messages_that_a_tokenizer_refuses_cost_their_conversation(pool):
   failed = [[False, True], [True, False], [True, True]]
   assert rewards.failed.tolist() == failed
   assert (rewards.total[rewards.failed] == 0).all()
-  assert policy.calls == [[*range(6)], [0, 2]]
+  assert policy.calls == {0: 2, 1: 1, 2: 2, 3: 1}  # none of the last group
   pair, odd, begin = rewards.reasons
   assert "environment: TypeError: ord() expected" in begin
   assert pair == "roles must alternate"
@@ -322,14 +302,14 @@ def test_an_environment_may_write_the_prompt(pool):
   done, policy = converse(
     pool, ["prompt", "ab"], [["end"], ["end"], ["end"], ["end"]]
   )
-  assert policy.prompts == ["!!!", "ab"]
-  assert done.prompts.lengths.tolist() == [3, 2]
-  assert done.prompts.tokens[0, -3:].tolist() == BYTES.encode("!!!")
+  assert [policy.prompts[b] for b in range(4)] == ["!!!", "!!!", "ab", "ab"]
+  assert done.samples.prompts.lengths.tolist() == [3, 3, 2, 2]
+  assert done.samples.prompts.tokens[0, -3:].tolist() == BYTES.encode("!!!")
 
 
 def test_the_seed_is_of_the_key_and_the_problem(pool):
   prompts = [
-    converse(pool, ["seed"] * 4, [["end"]] * 8, key=key)[1].prompts
+    [*converse(pool, ["seed"] * 4, [["end"]] * 8, key=key)[1].prompts.values()]
     for key in (0, 0, 1)
   ]
   assert prompts[0] == prompts[1] != prompts[2]
@@ -355,20 +335,17 @@ def test_a_prompt_of_the_environment_tells_of_tools():
 
 
 def test_a_checkpoint_has_what_samples_do_not(pool):
-  """The prompts of the environments, rewards, and those of the turns."""
+  """Rewards, and those of the turns."""
   done, _ = converse(pool, ["prompt", "ab"], [["x", "end"], ["end"]] * 2)
-  sample = Conversations(
-    None, 4, prompt_batch.PromptConfig(BYTES, S), None, None
-  )
-  state = json.loads(json.dumps(sample.state(done)))
-  batch = prompts_of(["prompt", "ab"])
-  restored = sample.restore(batch, done.samples, state)
-  for name in ("tokens", "lengths"):
-    after, expected, before = (
-      getattr(x, name) for x in (restored.prompts, done.prompts, batch)
-    )
-    np.testing.assert_array_equal(after, expected)
-    assert (after != before).any()
+  limits = SequenceLimits(4, 1, S, R)
+  play = Conversations(None, limits, prompt_batch.PromptConfig(BYTES, S), None)
+  state = json.loads(json.dumps(play.state(done)))
+  batch, samples = prompts_of(["prompt", "ab"]), jax.device_put(done.samples)
+  restored = play.restore(batch, samples, state)
+  for row, response in done.responses.items():
+    found = restored.responses[row]
+    assert found._replace(text="") == response._replace(text="")
+    assert found.text.replace("\n\n<x>", "\n[user] <x>\n") == response.text
   rewards, expected = restored.rewards.result(), done.rewards.result()
   np.testing.assert_array_equal(rewards.total, expected.total)
   np.testing.assert_array_equal(rewards.first, expected.first)

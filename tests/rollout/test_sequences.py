@@ -1,5 +1,7 @@
 """Sequences of episodes: what a row of the update has of each."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from gspo_jax.losses.advantages import group_relative_advantages
 from gspo_jax.rollout import sequences
 from gspo_jax.rollout.sequences import EpisodeSequence, SequenceLimits
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.sampler.samples import STOPPED, TRUNCATED
+from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Samples
 
 G, K, S, R = 2, 3, 5, 9
 FINISH = np.array([STOPPED, STOPPED, TRUNCATED, STOPPED], np.int8)
@@ -26,12 +28,11 @@ def random_episodes(seed=0) -> dict[int, list[EpisodeSequence]]:
   episodes = {}
   for b, count in enumerate((1, 3, 0, 2)):
     episodes[b] = []
-    for _ in range(count):
-      sequence = EpisodeSequence(some(rng.integers(1, S + 3)))
+    for k in range(count):
+      sequence = EpisodeSequence(some(rng.integers(1, S + 3)), k)
       for turn in (1, 2):
-        sequence.read(some(rng.integers(0, 2)))
-        new = some(rng.integers(1, 3))
-        sequence.add(new, [-float(i) for i in new], turn)
+        sequence.add(some(rng.integers(0, 2)))
+        sequence.add(some(rng.integers(1, 3)), turn)
       episodes[b].append(sequence)
   return episodes
 
@@ -42,15 +43,20 @@ def batch_sharding():
 
 
 def arranged(episodes, batch_sharding):
-  return sequences.arrange(
+  """The prompts and the samples; a token's log-prob is its negative."""
+
+  def finish_episodes(turns, tokens, **rows):
+    logps = np.where(turns > 0, -tokens, 0).astype(np.float32)
+    return Samples(tokens, logps, turns=turns, slot_steps=0, **rows)
+
+  samples = sequences.episode_samples(
+    SimpleNamespace(finish_episodes=finish_episodes),
     episodes,
     dict(enumerate(FINISH.tolist())),
-    len(FINISH),
     SequenceLimits(4, K, S, R),
-    slot_steps=0,
     pad_id=0,
-    batch_sharding=batch_sharding,
   )
+  return samples.prompts, samples
 
 
 def test_a_row_has_the_tokens_of_its_sequence(batch_sharding):
@@ -70,10 +76,6 @@ def test_a_row_has_the_tokens_of_its_sequence(batch_sharding):
       sampled = samples.turns[row] > 0
       turns = [t for t in own[k].turns if t]
       assert samples.turns[row][sampled].tolist() == turns
-      # Each sampled token has its own log-prob.
-      at = samples.tokens[row][sampled]
-      np.testing.assert_array_equal(samples.logps[row][sampled], -at)
-      assert not samples.logps[row][~sampled].any()
 
 
 def test_a_prompt_beyond_its_columns_takes_room_of_the_response():
@@ -81,7 +83,7 @@ def test_a_prompt_beyond_its_columns_takes_room_of_the_response():
   assert limits.room([1] * (S - 1)) == R
   assert limits.room([1] * (S + 2)) == R - 2
   sequence = EpisodeSequence([1] * (S + 2))
-  sequence.add([1] * 3, [0.0] * 3, 1)
+  sequence.add([1] * 3, 1)
   assert limits.room([*sequence.ids, 1], sequence) == R - 2 - 4
 
 

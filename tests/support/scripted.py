@@ -7,7 +7,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gspo_jax.data import tokenizers
-from gspo_jax.sampler.engine import LENGTH, STOP
+from gspo_jax.sampler.continuous.engine import LENGTH, STOP
 
 CONTEXT = 300
 TEMPLATE = (

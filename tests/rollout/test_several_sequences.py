@@ -11,12 +11,10 @@ from gspo_jax import model
 from gspo_jax.data import prompt_batch, tokenizers
 from gspo_jax.data.problem import Problem
 from gspo_jax.logprobs import token_logprobs
-from gspo_jax.rollout.async_conversations import AsyncConversations
 from gspo_jax.rollout.conversations import Conversations
 from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.sequences import SequenceLimits
 from gspo_jax.runtime import sharding
-from gspo_jax.sampler import engine
 from gspo_jax.sampler.continuous import build_continuous_sampler
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, SamplerConfig
@@ -89,29 +87,20 @@ def weights():
 
 
 @functools.cache
-def sampler(mesh, is_async=True, temperature=1.0):
+def sampler(mesh):
   shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), CFG))
-  sampling = SamplerConfig(
-    *(G, R), stop_ids=STOP_IDS, pad_id=256, temperature=temperature
-  )
-  build = functools.partial(
-    engine.build_engine_sampler, CFG, sampling, context=S + R
-  )
-  if not is_async:
-    build = functools.partial(
-      build_continuous_sampler, CFG, sampling, max_prompt_length=S
-    )
-  return build(
+  return build_continuous_sampler(
+    CFG,
+    SamplerConfig(G, R, stop_ids=STOP_IDS, pad_id=256),
     batching=ContinuousBatchingConfig(slots=4, page_size=4, prefill_chunk=16),
+    max_prompt_length=S,
     params_sharding=model.shardings(shapes, mesh),
     mesh=mesh,
     sampler_mesh=mesh,
   )
 
 
-def converse(
-  pool, *names, mode="async", sequences=1, rewrites=False, turns=4, **sampling
-):
+def converse(pool, *names, sequences=1, rewrites=False, turns=4):
   tokenizer = Template(rewrites)
   ids = [tokenizer.encode(f"[{name}][") for name in names]
   tokens = np.zeros((len(names), S), np.int32)
@@ -126,55 +115,23 @@ def converse(
     np.zeros(len(names), np.int32),
   )
   mesh = sharding.make_mesh(jax.devices()[:1])
-  of_run = {
-    "prompt_config": prompt_batch.PromptConfig(tokenizer, S),
-    "batch_sharding": sharding.batch_sharding(mesh),
-    "stop": None,
-  }
+  config = prompt_batch.PromptConfig(tokenizer, S)
   limits = SequenceLimits(turns, sequences, S, R)
-  play = AsyncConversations(pool, limits, **of_run)
-  if mode == "sync":
-    play = Conversations(pool, turns, **of_run)
-  generate = sampler(mesh, mode == "async", **sampling)
+  play = Conversations(pool, limits, config, None)
   with jax.set_mesh(mesh):
-    return play(generate, weights(), batch, jax.random.key(1), label="test")
+    return play(
+      sampler(mesh), weights(), batch, jax.random.key(1), label="test"
+    )
 
 
 def sequences_of(scored):
   """By row: the prompt, the tokens behind it, their log-probs and turns."""
-  prompts, samples = scored.sequence_prompts, jax.device_get(scored.samples)
+  samples = jax.device_get(scored.samples)
+  prompts = samples.prompts
   for row, n in enumerate(samples.lengths):
     prompt = prompts.tokens[row, S - prompts.lengths[row] :]
     yield prompt, *(x[row, :n] for x in (samples.tokens, samples.logps,
                                          samples.turns))  # fmt: skip
-
-
-@pytest.mark.parametrize("turns", [2, 4])
-def test_one_sequence_is_what_turns_together_give(pool, turns):
-  names = "a", "fails", "bcd", "writes", "odd", "long", "two"
-  one, other = (
-    converse(pool, *names, mode=mode, turns=turns, temperature=0.0)
-    for mode in ("async", "sync")
-  )
-  a, b = (jax.device_get(x.samples) for x in (one, other))
-  # Nothing is sampled where the environment could not begin.
-  began = np.repeat(np.arange(len(names)) < len(names) - 2, G)
-  for name in ("tokens", "lengths", "finish", "turns"):
-    found, expected = (getattr(x, name)[began] for x in (a, b))
-    np.testing.assert_array_equal(found, expected, name)
-  assert not a.lengths[~began].any()
-  np.testing.assert_allclose(a.logps[began], b.logps[began], atol=1e-4)
-  assert a.turns.max() == min(turns, 3)
-  assert (TRUNCATED in a.finish[began]) == (turns == 2)
-  np.testing.assert_array_equal(one.prompts.tokens, other.prompts.tokens)
-  for row in np.flatnonzero(began):
-    assert one.responses[row] == other.responses[row]
-  for name, value in other.conversation.items():
-    found = one.conversation[name][began]
-    np.testing.assert_array_equal(found, value[began], name)
-  mine, its = (x.rewards.result() for x in (one, other))
-  for name in ("total", "failed", "reasons"):
-    np.testing.assert_array_equal(getattr(mine, name), getattr(its, name), name)
 
 
 def test_no_conversation_waits_for_the_environment_of_another(pool):
