@@ -166,10 +166,6 @@ def get_config() -> ConfigDict:
   # length of the whole conversation.
   c.rollout.environment = ""
   c.rollout.max_turns = 8  # responses of a conversation at most [1 to 32767]
-  # How conversations with an environment proceed. sync: all take a turn
-  # together, and wait for the longest response. async: each takes its next turn
-  # as soon as the environment has answered; two runs may sample other
-  # responses. Agents, and conversations of several sequences, are async.
   # Sequences of an episode at most. Each has one importance ratio, and the
   # advantage of the episode. More than 1: a response whose context does not
   # begin with an earlier sequence begins a new one, as where a chat template

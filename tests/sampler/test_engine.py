@@ -8,6 +8,8 @@ import threading
 import jax
 import numpy as np
 import pytest
+import random_model
+from families import FAMILIES
 
 from gspo_jax import model
 from gspo_jax.data import tokenizers
@@ -30,22 +32,24 @@ PROMPTS = [[*range(6, 6 + n)] for n in (1, 4, 9, 13, 2, 17, 8, 5)]
 
 
 @functools.cache
-def weights():
+def weights(cfg=CFG):
+  if cfg != CFG:
+    return random_model.weights(cfg)
   return jax.jit(model.init, static_argnums=1)(jax.random.key(0), CFG)
 
 
-def places(devices):
+def places(devices, cfg=CFG):
   axes = {"data": 2} if devices > 1 else {}
   mesh = sharding.make_mesh(jax.devices()[:devices], **axes)
-  shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), CFG))
+  shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
   shardings = model.shardings(shapes, mesh)
   return {"params_sharding": shardings, "mesh": mesh, "sampler_mesh": mesh}
 
 
 @functools.cache
-def built(config=GREEDY, devices=1, batching=SMALL):
+def built(config=GREEDY, devices=1, batching=SMALL, cfg=CFG):
   return continuous.build_continuous_sampler(
-    CFG, config, batching=batching, max_prompt_length=S, **places(devices)
+    cfg, config, batching=batching, max_prompt_length=S, **places(devices, cfg)
   )
 
 
@@ -289,20 +293,21 @@ FEW = dataclasses.replace(SMALL, num_pages=14)
 DRAFTS = dataclasses.replace(SMALL, slots=16, speculation=2)
 
 
-def play(config, batching, devices=1, *, order=0, episodes=4):
+def play(config, batching, devices=1, cfg=CFG, *, order=0, episodes=4):
   """Each episode has a sequence of three turns, and one of a single turn.
 
   `order`: a seed of the order in which requests come, between segments.
   """
   config = dataclasses.replace(config, speculation=batching.speculation)
-  generate, rng = built(config, devices, batching), np.random.default_rng(order)
+  generate = built(config, devices, batching, cfg)
+  rng = np.random.default_rng(order)
   samples = generate.jitted.empty_samples(episodes * K // config.group_size)
   ids = {row: [*PROMPTS[row % 8]] for row in range(episodes * K)}
   first = {row: min(len(x), S) for row, x in ids.items()}
   sampled = {row: [0] * (len(x) - first[row]) for row, x in ids.items()}
   left = {row: TURNS if row % K == 0 else 1 for row in ids}
   running, fed = {}, dict.fromkeys(ids, 0)
-  with Engine(generate, weights(), jax.random.key(3), samples) as e:
+  with Engine(generate, weights(cfg), jax.random.key(3), samples) as e:
 
     def advance():
       for row, g in [*running.items()]:
@@ -312,15 +317,14 @@ def play(config, batching, devices=1, *, order=0, episodes=4):
           ids[row] += g.tokens
           sampled[row] += [1] * len(g.tokens)
           fed[row] = len(ids[row]) - 1
+          if len(sampled[row]) + 2 >= config.max_new_tokens:
+            left[row] = 0
           if left[row]:
             ids[row] += [20 + row, 21]
             sampled[row] += [0, 0]
       ready = [row for row in ids if left[row] and row not in running]
       for row in rng.permutation(ready)[: rng.integers(0, 9)].tolist():
         number = len(ids[row]) - first[row]
-        if number >= config.max_new_tokens:
-          left[row] = 0
-          continue
         g = Generation(ids[row], config.max_new_tokens - number)
         g.row, g.response = row, row // K + row % K * episodes
         g.num_tokens, g.num_recorded = number, fed[row]
@@ -345,15 +349,26 @@ def play(config, batching, devices=1, *, order=0, episodes=4):
 
 
 @pytest.mark.parametrize(
-  ("batching", "devices"),
-  [(SMALL, 1), (FEW, 1), (DRAFTS, 1), (SMALL, 2)],
-  ids=["pages", "few pages", "drafts", "devices"],
+  ("batching", "devices", "family"),
+  [
+    (SMALL, 1, ""),
+    (FEW, 1, ""),
+    (DRAFTS, 1, ""),
+    (SMALL, 2, ""),
+    (SMALL, 1, "deepseek-v3"),
+    (SMALL, 1, "qwen3.5"),
+  ],
+  ids=["pages", "few pages", "drafts", "devices", "latents", "states"],
 )
 def test_episodes_have_the_log_probs_and_experts_of_a_forward_pass(
-  batching, devices
+  batching, devices, family
 ):
   """Behind what they read, whatever the order in which their requests come."""
-  s = play(ROUTED, batching, devices)
+  cfg = CFG
+  if family:
+    small = {"vocab_size": 32, "num_layers": 2}
+    cfg = dataclasses.replace(FAMILIES[family], **small)
+  s = play(ROUTED, batching, devices, cfg)
   sampled = s.turns > 0
   assert sampled.any(1).all()
   assert (~sampled[:, 1:] & sampled[:, :1] & (s.tokens[:, 1:] > 0)).any()
@@ -366,19 +381,19 @@ def test_episodes_have_the_log_probs_and_experts_of_a_forward_pass(
     logps = jax.jit(
       functools.partial(
         train_batch.response_logps,
-        cfg=CFG,
+        cfg=cfg,
         temperature=ROUTED.temperature,
         replay=replay,
       )
     )
     routes = s.experts.swapaxes(0, 1)
-    out = jax.device_get(logps(weights(), batch=batch, routes=routes))
+    out = jax.device_get(logps(weights(cfg), batch=batch, routes=routes))
     np.testing.assert_allclose(s.logps[sampled], out.logps[sampled], atol=2e-5)
     if not replay:
       experts = out.experts.transpose(1, 2, 0, 3)
       found = np.sort(s.experts.swapaxes(1, 2)[fed])
       np.testing.assert_array_equal(found, np.sort(experts[fed]))
-  other = play(ROUTED, SMALL, order=1)
+  other = play(ROUTED, SMALL, 1, cfg, order=1)
   np.testing.assert_array_equal(other.tokens, s.tokens)
   np.testing.assert_array_equal(other.turns, s.turns)
   np.testing.assert_allclose(other.logps, s.logps, atol=2e-5)
