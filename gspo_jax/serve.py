@@ -83,14 +83,12 @@ def _answer(sampler, tokenizer, params, seed: int, key: str) -> None:
   import jax
 
   from gspo_jax.runtime.preemption import Preemption
-  from gspo_jax.sampler.continuous.engine import Engine
 
-  endpoint = Endpoint(tokenizer, sampler.config)
-  rows = sampler.jitted.empty_samples(sampler.batching.slots)
+  endpoint, rows = Endpoint(tokenizer, sampler.config), sampler.batching.slots
   with (
     Preemption() as preemption,
     Server(endpoint.app, _HOST.value, _PORT.value) as server,
-    Engine(sampler, params, jax.random.key(seed), rows) as engine,
+    sampler.open(params, jax.random.key(seed), rows) as engine,
     contextlib.suppress(KeyboardInterrupt),
   ):
     new = endpoint.admit(Client(engine, tokenizer), key)

@@ -16,7 +16,7 @@ from gspo_jax.rollout.batch import ScoredSamples
 from gspo_jax.rollout.conversation import Conversation
 from gspo_jax.rollout.episode import Episode
 from gspo_jax.rollout.sequences import SequenceLimits, episode_samples
-from gspo_jax.runtime import multihost, sharding
+from gspo_jax.runtime import multihost
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.continuous.engine import Engine
 from gspo_jax.sampler.samples import Samples
@@ -63,14 +63,8 @@ class Player:
     limits, config = self.limits, self.prompt_config
     size = len(batch) * generate.config.group_size
     own = generate.own_rows(size)
-    prompts = len(batch) * limits.sequences
     with (
-      Engine(
-        generate,
-        params,
-        sharding.key_beside(generate.batch_sharding, key),
-        generate.jitted.empty_samples(prompts),
-      ) as engine,
+      generate.open(params, key, size * limits.sequences) as engine,
       Progress(label, len(own), "episodes") as progress,
     ):
       episodes = {

@@ -160,24 +160,9 @@ AGENT = f"rollout.environment=openai:a.play reward.names=() {SLOTS}"
     ),
     (f"{GAME} {SLOTS} {LIMIT}", f"{LIMIT}: expected 0, for a conver"),
     (f"{AGENT} {LIMIT}", f"{LIMIT}: expected 0"),
-    (f"{AGENT} rollout.max_staleness=1", "staleness=1: expected 0.*openai:a"),
     (
       "rollout.max_sequences=2",
       "max_sequences=2: expected 1 without rollout.e",
-    ),
-    ("rollout.mode=async", "mode='async': expected 'sync' without rollout.e"),
-    (
-      f"{GAME} {SLOTS} rollout.mode=async rollout.max_staleness=1",
-      r"staleness=1: expected 0 \(rollout.mode='async'\)",
-    ),
-    (
-      f"{AGENT} objective.replay=r3",
-      "replay='r3': expected 'none' or 'r2', for the experts of calls",
-    ),
-    (f"{AGENT} sampler.top_k=4", "kept_ids=64: expected 0 with top_k"),
-    (
-      f"{AGENT} objective.credit=turn objective.name=gspo_token",
-      "credit='turn': expected 'response', for an agent",
     ),
     (
       "objective.credit=turn objective.name=gspo_token",

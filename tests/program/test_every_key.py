@@ -428,12 +428,6 @@ ROWS = (
     TALK | {"rollout.environment": "made_run.Endless"},
   ),
   Row(
-    "rollout.mode",
-    built.sampler_of_rollouts,
-    {"sync": "ContinuousSampler", "async": "EngineSampler"},
-    TALK | {"rollout.environment": "made_run.Endless"},
-  ),
-  Row(
     "rollout.max_sequences",
     built.sequences_of_a_prompt,
     {1: G, 3: 3 * G},

@@ -180,8 +180,8 @@ def pool(tmp_path_factory):
   sys.path.insert(0, str(folder))
   spec = "openai:an_agent.play"
   # Compiles before an agent's seconds count.
-  rows = policy()[0].jitted.empty_samples(4)
-  with engine.Engine(*policy(), jax.random.key(0), rows) as e:
+  sampler, params = policy()
+  with sampler.open(params, jax.random.key(0), 8) as e:
     made = [e.submit(engine.Generation([65] * n, 9)) for n in (1, 9)]
     e.run(lambda: all(g.finish for g in made))
   with agents.AgentPool(spec, BYTES, CONFIG, workers=1, seconds=60) as pool:

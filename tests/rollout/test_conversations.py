@@ -14,7 +14,7 @@ import pytest
 
 from gspo_jax.data import prompt_batch, tokenizers
 from gspo_jax.data.problem import Problem
-from gspo_jax.rollout import conversation, player
+from gspo_jax.rollout import conversation
 from gspo_jax.rollout.conversations import Conversations
 from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.sequences import SequenceLimits
@@ -143,15 +143,10 @@ def converse(pool, names, responses, max_turns=4, key=0, tokenizer=BYTES):
   generate = SimpleNamespace(
     config=SAMPLING,
     own_rows=range,
-    batch_sharding=sharding.batch_sharding(
-      sharding.make_mesh(jax.devices()[:1])
-    ),
-    jitted=SimpleNamespace(empty_samples=lambda prompts: None),
+    open=lambda params, key, rows: policy,
   )
   play = Conversations(pool, SequenceLimits(max_turns, 1, S, R), config, None)
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(player, "Engine", lambda *args: policy)
-    done = play(generate, None, batch, jax.random.key(key), label="test")
+  done = play(generate, None, batch, jax.random.key(key), label="test")
   return done, policy
 
 

@@ -55,8 +55,7 @@ def built(config=GREEDY, devices=1, batching=SMALL, cfg=CFG):
 
 def opened(config=GREEDY, devices=1, key=1):
   generate = built(config, devices)
-  rows = generate.jitted.empty_samples(SMALL.slots)
-  return Engine(generate, weights(), jax.random.key(key), rows)
+  return generate.open(weights(), jax.random.key(key), SMALL.slots)
 
 
 @functools.cache
@@ -301,13 +300,12 @@ def play(config, batching, devices=1, cfg=CFG, *, order=0, episodes=4):
   config = dataclasses.replace(config, speculation=batching.speculation)
   generate = built(config, devices, batching, cfg)
   rng = np.random.default_rng(order)
-  samples = generate.jitted.empty_samples(episodes * K // config.group_size)
   ids = {row: [*PROMPTS[row % 8]] for row in range(episodes * K)}
   first = {row: min(len(x), S) for row, x in ids.items()}
   sampled = {row: [0] * (len(x) - first[row]) for row, x in ids.items()}
   left = {row: TURNS if row % K == 0 else 1 for row in ids}
   running, fed = {}, dict.fromkeys(ids, 0)
-  with Engine(generate, weights(cfg), jax.random.key(3), samples) as e:
+  with generate.open(weights(cfg), jax.random.key(3), episodes * K) as e:
 
     def advance():
       for row, g in [*running.items()]:

@@ -15,10 +15,9 @@ from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import continuous, stop_strings
 from gspo_jax.sampler import samples as sampling
 from gspo_jax.sampler.continuous import config as continuous_config
-from gspo_jax.sampler.continuous import sampler as continuous_sampler
-from gspo_jax.sampler.continuous import speculation
+from gspo_jax.sampler.continuous import programs, speculation
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
-from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Prompts, SamplerConfig
+from gspo_jax.sampler.samples import UNFINISHED, Prompts, SamplerConfig
 
 P, S, G, R, J = 4, 9, 4, 24, 4
 B = P * G
@@ -229,26 +228,6 @@ def paused(generate):
   return samples
 
 
-def conversation(generate):
-  """Two turns, with tokens of no policy between them, and kept pages."""
-  converse = functools.partial(
-    generate,
-    weights(generate.cfg),
-    prompts(),
-    KEY,
-    prefix_cache=continuous.PrefixCache(),
-  )
-  first, count = converse(), 2
-  lengths, finish = jax.device_get((first.lengths, first.finish))
-  goes_on = (lengths + count < R) & (finish == STOPPED)
-  assert goes_on.any()
-  finish = np.where(goes_on, UNFINISHED, finish).astype(np.int8)
-  counts = np.where(goes_on, count, 0).astype(np.int32)
-  tokens = np.full((B, count), 7, np.int32)
-  joined = generate.append_tokens(first, tokens, counts, finish)
-  return jax.device_get(converse(resume_from=joined, num_appended=counts))
-
-
 STOP = stop_strings.build(("ba", "kk", "ge"), Letters())
 ROUTING = {"record_routing": True}
 CASES = {
@@ -257,12 +236,10 @@ CASES = {
   "greedy": ({"temperature": 0.0}, DENSE, {}, 1, run),
   "top-k, top-p": ({"top_k": 8, "top_p": 0.8}, DENSE, {}, 1, run),
   "pauses": (ROUTING, FAMILIES["glm-4.5"], {}, 1, paused),
-  "turns": (ROUTING, FAMILIES["glm-4.5"], {}, 1, conversation),
   "few pages": ({}, DENSE, {"num_pages": 15}, 1, run),
   "windows, sinks": (ROUTING, FAMILIES["gpt-oss"], {}, 1, run),
   "latents": (ROUTING, FAMILIES["deepseek-v3"], {}, 1, run),
   "devices": (ROUTING, FAMILIES["glm-4.5"], {"slots": 32}, 8, run),
-  "turns on devices": ({}, DENSE, {"slots": 32}, 8, conversation),
 }
 
 
@@ -271,7 +248,7 @@ CASES = {
 def test_speculation_holds_with(name, monkeypatch):
   changes, cfg, sizes, devices, how = CASES[name]
   monkeypatch.setattr(continuous_config, "_DRAFTING", 2)
-  monkeypatch.setattr(continuous_sampler, "_FEWEST_ROWS", 4)
+  monkeypatch.setattr(programs, "_FEWEST_ROWS", 4)
   config = dataclasses.replace(CONFIG, **changes)
   batching = dataclasses.replace(BATCHING, **sizes)
   expected = how(build(config, cfg, batching, devices))

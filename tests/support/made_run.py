@@ -9,6 +9,7 @@ import dataclasses
 import io
 import json
 import re
+import time
 import types
 from pathlib import Path
 from unittest import mock
@@ -29,7 +30,6 @@ from gspo_jax.sampler.samples import (
   UNFINISHED,
   FinishedResponse,
   Samples,
-  append_tokens,
 )
 from gspo_jax.workers import pool
 from gspo_jax.workers.pool import Result
@@ -177,13 +177,6 @@ def _recording(built, config, notes):
   def generate(name, group_size):
     def sample(params, prompts, key, *, stop_at=None, resume_from=None, **_):
       texts = problems(prompts)
-      if config.rollout.environment and resume_from is not None:
-        tokens = np.tile([*RESPONSE, tokenizer.stop_ids[0]], (len(texts), 1))
-        tokens = np.repeat(tokens, group_size, axis=0).astype(np.int32)
-        counts = np.full(len(tokens), 3, np.int32)
-        return append_tokens(
-          resume_from, tokens, counts, jnp.full(len(tokens), STOPPED, jnp.int8)
-        )
       note(name, texts, key)
       if stop_at is not None:
         note("stop_at", np.asarray(stop_at).tolist())
@@ -196,7 +189,13 @@ def _recording(built, config, notes):
   G = config.rollout.group_size
 
   def continuous(name, group_size):
+    def open_engine(params, key, count):
+      texts = []
+      note(name, texts, key)
+      return _Engine(tokenizer, rows, group_size, config, texts)
+
     return _Continuous(
+      open_engine,
       generate(name, group_size),
       lambda count: responses(count, group_size, 0),
       types.SimpleNamespace(
@@ -267,8 +266,9 @@ class _Continuous:
 
   shards = 1
 
-  def __init__(self, generate, fresh, config, batch_sharding):
-    self._generate, self.config = generate, config
+  def __init__(self, open_engine, generate, fresh, config, batch_sharding):
+    self.open, self._generate, self.config = open_engine, generate, config
+    self.own_rows = range
     self.batch_sharding = batch_sharding
     self.jitted = types.SimpleNamespace(empty_samples=fresh)
 
@@ -280,14 +280,58 @@ class _Continuous:
       on_finished({i: FinishedResponse(*pair, True) for i, pair in pairs})
     return samples
 
-  def append_tokens(self, samples, *arrays):
-    return append_tokens(samples, *map(jnp.asarray, arrays))
-
   def describe(self, *, continues):
     return ""
 
   def compilations(self):
     return {}
+
+
+class _Engine:
+  """Gives the same response in every turn."""
+
+  idle_seconds, idle = 0.0, contextlib.nullcontext
+
+  def __init__(self, tokenizer, rows, group_size, config, texts):
+    self._tokenizer, self._rows, self._texts = tokenizer, rows, texts
+    self.group_size, self._config = group_size, config
+    self._waiting, self._prompts = [], {}
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    pass
+
+  def most_new_tokens(self, prompt_length):
+    return self._config.sampler.max_new_tokens
+
+  def submit(self, generation):
+    self._waiting.append(generation)
+
+  def wake(self):
+    pass
+
+  def run(self, until):
+    while not until():
+      waiting, self._waiting = self._waiting, []
+      for g in waiting:
+        text = self._tokenizer.decode(g.prompt)
+        self._prompts.setdefault(g.row, text)
+        ids = [*RESPONSE, self._tokenizer.stop_ids[0]][: g.max_new_tokens]
+        g.add(ids, [0.0] * len(ids), "stop" if len(ids) == 3 else "length")
+      time.sleep(0 if waiting else 0.002)
+    texts = [text for _, text in sorted(self._prompts.items())]
+    self._texts += texts[:: self.group_size]
+
+  def finish_episodes(self, turns, **rows):
+    logps = np.zeros(turns.shape, np.float32)
+    rows = multihost.to_global(
+      rows | {"turns": turns, "logps": logps}, self._rows
+    )
+    steps = sharding.replicated(self._rows.mesh)
+    steps = multihost.to_global(np.int32(turns.size), steps)
+    return Samples(slot_steps=steps, **rows)
 
 
 def _number(value) -> Mean:

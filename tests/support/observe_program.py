@@ -144,10 +144,6 @@ def built(config):
   return build_program(parse(config), one_device())
 
 
-def sampler_of_rollouts(config) -> str:
-  return type(built(config).sampler.generate).__name__
-
-
 def sequences_of_a_prompt(config) -> int:
   return built(config).learner.group_size
 

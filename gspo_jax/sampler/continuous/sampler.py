@@ -28,6 +28,15 @@ from gspo_jax.sampler.stop_strings import StopStrings
 class ContinuousSampler(Programs):
   """A `Sampler` that can also continue responses."""
 
+  def open(self, params: model.Params, key: jax.Array, rows: int) -> Engine:
+    """An engine with so many empty rows, a multiple of G."""
+    return Engine(
+      self,
+      params,
+      sharding.key_beside(self.batch_sharding, key),
+      self.jitted.empty_samples(rows // self.config.group_size),
+    )
+
   def __call__(
     self,
     params: model.Params,
