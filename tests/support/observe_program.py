@@ -331,7 +331,7 @@ def pool(config):
   if not made.batching:
     return None
   with bigram.by_the_operation():
-    state, _ = made.jitted.begin(made.jitted.empty_samples(P), None)
+    state, _ = made.jitted.begin(made.jitted.empty_samples(P))
   return len(state.num_tokens), *state.pages.kv[0][0].shape[1:3]
 
 
