@@ -4,14 +4,17 @@
 
 Both commits take turns on one core, in the environment that calls this. A
 separate process measures each case, through names that stay: `generate`,
-`train_and_evaluate` and `python -m gspo_jax.main`. Seconds are medians of the
-rounds. A round divides the seconds of this checkout by the seconds of the
-commit; the ratio is the median of these quotients. Above 1 this checkout is
-slower.
+`train_and_evaluate` and `python -m gspo_jax.main`. A key that a commit's config
+lacks is left out there. Seconds are medians of the rounds. A round divides the
+seconds of this checkout by the seconds of the commit; the ratio is the median
+of these quotients. Above 1 this checkout is slower. --quick is one round of few
+calls and iterations.
 
 generate    the public function: 64 responses of 64 tokens to prompts of 32
 iteration   the same sizes in a run; its phases
 long tail   continuous batching: one of 30 tokens ends a response of at most 256
+async turns conversations of up to four turns that do not wait for each other;
+            the environment answers at once
 first call  `main` with an empty compilation cache until its second iteration
 
 Random weights of the embedded default's size, in float32.
@@ -19,7 +22,9 @@ Random weights of the embedded default's size, in float32.
 
 import argparse
 import collections
+import contextlib
 import json
+import operator
 import os
 import statistics
 import subprocess
@@ -48,17 +53,39 @@ _RUNS = {
     "sampler.stop": tuple("aehlprwz"),
     "continuous_batching.slots": 16,
   },
+  "async turns": _SIZES
+  | {
+    "sampler.max_new_tokens": 320,
+    "sampler.stop": tuple("aehlprwz"),
+    "continuous_batching.slots": 16,
+    "rollout.environment": "benchmarks.async_turns.Sleeps:mean=0.0",
+    "rollout.mode": "async",
+    "reward.names": (),
+    "reward.weights": (),
+    "reward.workers": 1,
+  },
 }
 _CASES = ("generate", *_RUNS, "first call")
 
 
-def run(changes: dict) -> dict[str, float]:
+def known(changes: dict, config) -> dict:
+  """The changes of keys that the config has."""
+  found = {}
+  for key, value in changes.items():
+    with contextlib.suppress(AttributeError):
+      operator.attrgetter(key)(config)
+      found[key] = value
+  return found
+
+
+def run(changes: dict, quick: bool) -> dict[str, float]:
   """Median seconds of the phases of an iteration, without the first three."""
   from gspo_jax.configs import tiny_cpu
   from gspo_jax.train import train_and_evaluate
 
   c = tiny_cpu.get_config()
-  c.update_from_flattened_dict(changes | {"num_steps": 12})
+  c.update_from_flattened_dict(known(changes, c))
+  c.num_steps = 6 if quick else 12
   with tempfile.TemporaryDirectory() as folder:
     train_and_evaluate(c, folder)
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
@@ -66,7 +93,7 @@ def run(changes: dict) -> dict[str, float]:
   return {k: statistics.median(row[k] for row in rows) for k in _PHASES}
 
 
-def generate() -> dict[str, float]:
+def generate(quick: bool) -> dict[str, float]:
   """Median seconds of a call, without the first."""
   import jax
   import numpy as np
@@ -84,7 +111,7 @@ def generate() -> dict[str, float]:
     )
   )
   took = []
-  for seed in range(8):
+  for seed in range(3 if quick else 8):
     start = time.monotonic()
     jax.block_until_ready(call(params, prompts, jax.random.key(seed)))
     took.append(time.monotonic() - start)
@@ -93,7 +120,9 @@ def generate() -> dict[str, float]:
 
 def first_call() -> dict[str, float]:
   """Seconds of a whole process of two iterations that compiles all."""
-  changes = _SIZES | {"num_steps": 2}
+  from gspo_jax.configs import tiny_cpu
+
+  changes = known(_SIZES, tiny_cpu.get_config()) | {"num_steps": 2}
   with tempfile.TemporaryDirectory() as folder:
     start = time.monotonic()
     subprocess.run(
@@ -109,10 +138,11 @@ def first_call() -> dict[str, float]:
     return {"seconds": time.monotonic() - start}
 
 
-def _measure(case: str, checkout: Path, core: int) -> dict[str, float]:
+def _measure(case: str, checkout: Path, quick: bool) -> dict[str, float]:
   """The case, by a process that imports gspo_jax from this checkout."""
+  core = max(os.sched_getaffinity(0))
   done = subprocess.run(
-    [sys.executable, __file__, f"--case={case}"],
+    [sys.executable, __file__, f"--case={case}", *["--quick"] * quick],
     env=os.environ
     | {"PYTHONPATH": str(checkout), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
     cwd=checkout,
@@ -124,14 +154,13 @@ def _measure(case: str, checkout: Path, core: int) -> dict[str, float]:
   return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(cases, before: Path, rounds: int) -> dict[str, dict]:
+def compare(cases, before: Path, rounds: int, quick: bool) -> dict[str, dict]:
   """What both take, and the ratio, by case and phase."""
-  core = max(os.sched_getaffinity(0))
   took = collections.defaultdict(list)
   for _ in range(rounds):
     for case in cases:
       now, old = (
-        _measure(case, checkout, core) for checkout in (record.ROOT, before)
+        _measure(case, checkout, quick) for checkout in (record.ROOT, before)
       )
       for phase, seconds in now.items():
         took[f"{case}, {phase}"].append((seconds, old[phase]))
@@ -151,12 +180,13 @@ def main() -> None:
   parser.add_argument("--against", help="a commit, tag or branch")
   parser.add_argument("--rounds", type=int, default=3)
   parser.add_argument("--cases", default=",".join(_CASES))
+  parser.add_argument("--quick", action="store_true")
   parser.add_argument("--out", type=Path)
   parser.add_argument("--case", help="measures this case, in this process")
   args = parser.parse_args()
   if args.case:
-    alone = {"generate": generate, "first call": first_call}
-    one = alone.get(args.case, lambda: run(_RUNS[args.case]))
+    alone = {"generate": lambda: generate(args.quick), "first call": first_call}
+    one = alone.get(args.case, lambda: run(_RUNS[args.case], args.quick))
     print(json.dumps(one()))
     return
   if not args.against:
@@ -166,7 +196,8 @@ def main() -> None:
     before = Path(folder) / "before"
     subprocess.run([*git, "add", "--detach", before, args.against], check=True)
     try:
-      found = compare(args.cases.split(","), before, args.rounds)
+      rounds = 1 if args.quick else args.rounds
+      found = compare(args.cases.split(","), before, rounds, args.quick)
     finally:
       subprocess.run([*git, "remove", "--force", before], check=True)
   for name, row in found.items():

@@ -21,6 +21,7 @@ from benchmarks import (
   gpu_kernels,
   lengths,
   peers,
+  regression,
   seeds,
   smollm2,
   turns,
@@ -135,6 +136,31 @@ def test_a_process_answers_each_turn_with_what_it_was(capsys):
   assert all(turn["seconds"] >= 0 for turn in found)
   with pytest.raises(EOFError):
     turns.answer(lines)
+
+
+def test_two_commits_take_turns_and_each_round_has_a_ratio(monkeypatch):
+  """Of three rounds: 4 / 2, 9 / 3 and 5 / 5 seconds."""
+  turns, seconds = [], iter([4, 2, 1, 1, 9, 3, 1, 1, 5, 5, 1, 1])
+
+  def measure(case, checkout, quick):
+    turns.append((case, checkout, quick))
+    return {"seconds": next(seconds)}
+
+  monkeypatch.setattr(regression, "_measure", measure)
+  found = regression.compare(["a", "b"], "before", rounds=3, quick=True)
+  order = [(case, of) for case in "ab" for of in (ROOT, "before")]
+  assert turns == [(*turn, True) for turn in order] * 3
+  assert found == {
+    "a, seconds": {"now": 5, "before": 3, "ratio": 2},
+    "b, seconds": {"now": 1, "before": 1, "ratio": 1},
+  }
+
+
+def test_keys_that_a_commit_lacks_are_left_out_there(debug_config):
+  del debug_config.eval.prompts
+  changes = {"eval.every": 0, "eval.prompts": 3, "gone.key": 1, "num_steps": 2}
+  found = regression.known(changes, debug_config)
+  assert found == {"eval.every": 0, "num_steps": 2}
 
 
 def test_losses_are_clipped_in_part():
