@@ -22,6 +22,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from metrics_of import metrics_of
 from metrics_page import undocumented
 from repository import ROOT, xla_flags
 
@@ -166,16 +167,6 @@ def finish(process, code=0):
   out = process.communicate(timeout=600)[0]
   assert process.returncode == code, out
   return out
-
-
-def metrics_of(workdir):
-  """The lines of metrics.jsonl, without what depends on the clock."""
-  lines = (workdir / "metrics.jsonl").read_text().splitlines()
-  timed = ("time/", "throughput/")
-  return [
-    {k: v for k, v in json.loads(line).items() if not k.startswith(timed)}
-    for line in lines
-  ]
 
 
 def final_state(build_once, workdir, **overrides):
