@@ -54,7 +54,7 @@ AGENTS = CONVERSATIONS | {
 }
 MODES = {
   "plain": {},
-  "evaluated": {"eval.every": 2, "checkpoint.every": 2},
+  "evaluated": {"eval.every": 2, "eval.prompts": 64},
   "ahead": {"rollout.max_staleness": 1},
   "partial": SLOTS | {"rollout.max_tokens_per_iteration": 6},
   "conversations": CONVERSATIONS,
@@ -114,13 +114,13 @@ class Trainer:
 
   def train(self, changes, workdir: Path, moments=None) -> list[Path]:
     """Trains. With `moments`, random numbers, it returns copies of the workdir
-    that it made between the first row of metrics and the end."""
+    that it made from the first checkpoint on."""
     print((changes, str(workdir)), file=self._process.stdin, flush=True)
-    rows, copies = workdir / "metrics.jsonl", []
+    saved, copies = workdir / "checkpoints", []
     while not workdir.with_suffix(".ended").exists():
       assert self._process.poll() is None, self._log.read_text()
       time.sleep(moments.uniform(0, 0.05) if moments else 0.02)
-      if moments and rows.exists() and rows.stat().st_size:
+      if moments and saved.exists() and any(saved.iterdir()):
         copies.append(workdir.with_name(f"killed_{len(copies)}"))
         self._copy(workdir, copies[-1])
     return copies
@@ -154,7 +154,7 @@ def written(workdir):
   ("mode", "states"),
   [
     ("plain", 2),
-    *(pytest.param(mode, 9, marks=pytest.mark.slow) for mode in MODES),
+    *(pytest.param(mode, 12, marks=pytest.mark.slow) for mode in MODES),
   ],
 )
 def test_a_copy_of_any_moment_goes_on_to_the_same_end(mode, states, tmp_path):
@@ -170,7 +170,9 @@ def test_a_copy_of_any_moment_goes_on_to_the_same_end(mode, states, tmp_path):
     for copy in copies:
       trainer.train(changes, copy)
   rows, files, saved = written(whole)
-  assert all(row["grad/norm"] for row in rows if row["step"])
+  trained = [row for row in rows if row["step"]]
+  assert [row["step"] for row in trained] == [*range(1, STEPS + 1)]
+  assert all(row["grad/norm"] for row in trained)
   for copy in copies:
     again = written(copy)
     assert [row["step"] for row in again[0]] == [row["step"] for row in rows]
