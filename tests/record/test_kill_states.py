@@ -20,7 +20,7 @@ from metrics_of import metrics_of
 from orbax.checkpoint import v1 as ocp
 from repository import ROOT, xla_flags
 
-from gspo_jax.record.checkpoint import Checkpoints
+from gspo_jax.record.checkpoint import CheckpointConfig, Checkpoints
 
 STEPS = 6
 SIZES = {
@@ -139,7 +139,9 @@ def written(workdir, exact):
   files = [workdir / "distributions.jsonl", *(workdir / "samples").iterdir()]
   folder = workdir / "checkpoints"
   with Checkpoints(folder) as checkpoints:
-    saved = {step: checkpoints._read(step) for step in checkpoints._steps()}
+    # A run killed at its end may leave an older one, whole or in part.
+    newest = checkpoints._steps()[-CheckpointConfig().keep :]
+    saved = {step: checkpoints._read(step) for step in newest}
   for step, metadata in saved.items():
     del metadata["user"]["unwritten"]  # a row with clocks
     state = ocp.load(folder / str(step), checkpointable_name="state")
