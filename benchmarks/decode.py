@@ -30,9 +30,8 @@ from gspo_jax.runtime import sharding
 from gspo_jax.sampler import continuous
 from gspo_jax.sampler.continuous import paged_decode
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
+from gspo_jax.sampler.continuous.engine import Engine, Generation
 from gspo_jax.sampler.samples import (
-  UNFINISHED,
-  Prompts,
   SamplerConfig,
   empty_samples,
 )
@@ -163,10 +162,7 @@ def conversations(
   """Seconds and prefilled tokens of all turns, as shares of those unkept."""
   group, new, given = 2, 16, 16
   generate = build(cfg, params, prompts, group, length, turns * (new + given))
-  batch = Prompts(
-    np.ones((prompts, length), np.int32), np.full(prompts, length, np.int32)
-  )
-  A, R = prompts * group, generate.config.max_new_tokens
+  A = prompts * group
   prefilled = {"kept": 0, "unkept": 0}
 
   def converse(name):
@@ -181,26 +177,19 @@ def conversations(
     spied = dataclasses.replace(generate, jitted=jitted)
 
     def call():
-      samples, prefilled[name] = None, 0
-      cache = continuous.PrefixCache() if name == "kept" else None
-      for turn in range(turns):
-        stop_at = np.full(A, turn * (new + given) + new)
-        samples = spied(
-          params,
-          batch,
-          jax.random.key(0),
-          resume_from=samples,
-          stop_at=stop_at,
-          prefix_cache=cache,
-        )
-        if turn + 1 < turns:
-          samples = spied.append_tokens(
-            samples,
-            np.ones((A, R), np.int32),
-            np.full(A, given, np.int32),
-            np.full(A, UNFINISHED, np.int8),
-          )
-      return samples.tokens
+      prefilled[name] = 0
+      samples, ids = jitted.empty_samples(prompts), [[1] * length] * A
+      keeps, key = name == "kept", jax.random.key(0)
+      with Engine(spied, params, key, samples, keeps=keeps) as engine:
+        for turn in range(turns):
+          made = [Generation(x, new) for x in ids]
+          for row, g in enumerate(made):
+            g.row = g.response = row
+            g.num_tokens = turn * (new + given)
+            engine.submit(g)
+          engine.run(lambda made=made: all(g.finish for g in made))
+          ids = [[*g.prompt, *g.tokens, *[1] * given] for g in made]
+        return engine.samples.tokens
 
     return call
 

@@ -64,7 +64,7 @@ MODES = {
   "distilled": {"objective.name": "gspo_token"},
 }
 # Two runs of these may sample other responses.
-NOT_REPRODUCIBLE = ("async", "agents")
+NOT_REPRODUCIBLE = ()
 
 # Trains in one workdir after another; equal configs share a program.
 CHILD = """
