@@ -1,4 +1,4 @@
-"""A decode step, shared prompts and conversations over a paged cache.
+"""A decode step and shared prompts over a paged cache.
 
   python -m benchmarks.decode [--quick] [--out=FILE.json]
 
@@ -10,10 +10,6 @@ alternate, and the least time of each counts.
 Then, groups of 16 responses to prompts of 512 tokens: the tokens prefilled and
 the pages of the prompts' full pages, as shares of both if each response had its
 own prompt.
-
-Last, conversations whose turns are of 16 sampled and 16 given tokens, behind
-prompts of 256: the seconds and the prefilled tokens of all turns if pages are
-kept between turns, as shares of those if each turn prefills its whole context.
 """
 
 import argparse
@@ -30,7 +26,6 @@ from gspo_jax.runtime import sharding
 from gspo_jax.sampler import continuous
 from gspo_jax.sampler.continuous import paged_decode
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
-from gspo_jax.sampler.continuous.engine import Engine, Generation
 from gspo_jax.sampler.samples import (
   SamplerConfig,
   empty_samples,
@@ -58,6 +53,7 @@ def segment(cfg, params, cached: np.ndarray, room: int, steps: int):
     active=np.ones(B, bool),
     new=np.ones(B, bool),
     response=np.arange(B, dtype=np.int32),
+    row=np.arange(B, dtype=np.int32),
     num_tokens=full(0),
     stop_at=full(steps),
     stop_state=full(0),
@@ -156,50 +152,6 @@ def shared(cfg, params, prompts: int, group: int, length: int) -> dict:
   }
 
 
-def conversations(
-  cfg, params, prompts: int, turns: int, length: int, repeats: int
-) -> dict:
-  """Seconds and prefilled tokens of all turns, as shares of those unkept."""
-  group, new, given = 2, 16, 16
-  generate = build(cfg, params, prompts, group, length, turns * (new + given))
-  A = prompts * group
-  prefilled = {"kept": 0, "unkept": 0}
-
-  def converse(name):
-    def prefill(params, state, tokens, counts, pages, cached, *rest):
-      found = 0 if cached is None else int(np.asarray(cached).sum())
-      prefilled[name] += int(np.asarray(counts).sum()) - found
-      return generate.jitted.prefill(
-        params, state, tokens, counts, pages, cached, *rest
-      )
-
-    jitted = dataclasses.replace(generate.jitted, prefill=prefill)
-    spied = dataclasses.replace(generate, jitted=jitted)
-
-    def call():
-      prefilled[name] = 0
-      samples, ids = jitted.empty_samples(prompts), [[1] * length] * A
-      keeps, key = name == "kept", jax.random.key(0)
-      with Engine(spied, params, key, samples, keeps=keeps) as engine:
-        for turn in range(turns):
-          made = [Generation(x, new) for x in ids]
-          for row, g in enumerate(made):
-            g.row = g.response = row
-            g.num_tokens = turn * (new + given)
-            engine.submit(g)
-          engine.run(lambda made=made: all(g.finish for g in made))
-          ids = [[*g.prompt, *g.tokens, *[1] * given] for g in made]
-        return engine.samples.tokens
-
-    return call
-
-  seconds = least_seconds({name: converse(name) for name in prefilled}, repeats)
-  return {
-    "seconds": seconds["kept"] / seconds["unkept"],
-    "prefilled": prefilled["kept"] / prefilled["unkept"],
-  }
-
-
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--quick", action="store_true", help="tiny sizes")
@@ -223,16 +175,10 @@ def main() -> None:
   print(f"shared by {group} responses | share of unshared")
   for name, share in shares.items():
     print(f"{name} | 1 / {1 / share:.4g}")
-  prompts, turns, length = (2, 3, 32) if args.quick else (16, 8, 256)
-  kept = conversations(cfg, params, prompts, turns, length, repeats)
-  print(f"conversations of {turns} turns, pages kept | share of unkept")
-  for name, share in kept.items():
-    print(f"{name} | {share:.3f}")
   results = {
     "seconds": seconds,
     "group": group,
     "shares": shares,
-    "conversations": kept,
   }
   record.finish("decode", results, args.out)
 

@@ -58,7 +58,6 @@ MODES = {
   "ahead": {"rollout.max_staleness": 1},
   "partial": SLOTS | {"rollout.max_tokens_per_iteration": 6},
   "conversations": CONVERSATIONS,
-  "async": CONVERSATIONS | {"rollout.mode": "async"},
   "agents": AGENTS,
   "lora": {"model.lora.rank": 2},
   "distilled": {"objective.name": "gspo_token"},

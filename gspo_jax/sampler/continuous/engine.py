@@ -42,7 +42,9 @@ from gspo_jax.sampler.continuous.scheduler import (
 )
 from gspo_jax.sampler.samples import FinishedResponse, OnFinished, Samples
 
-_IDLE = 8  # a segment ends when 1 of 8 slots is idle and responses wait
+# A segment ends when 1 of 8 slots is idle and responses wait; when 1 of 3 is idle
+# where requests come at any time, because a segment costs prefills, too.
+_IDLE, _IDLE_OPEN = 8, 3
 _NOWHERE = 2**31 - 1  # a column behind the last one
 # After which `run` looks again without being woken, also for other processes.
 _SECONDS, _SECONDS_TOGETHER = 1.0, 0.02
@@ -554,7 +556,8 @@ class Engine:
   def _min_active(self, any_waiting) -> np.int32:
     count = self._active.sum()
     if any_waiting or self._keeps:
-      return np.int32(count - max(1, count // _IDLE))
+      idle = _IDLE_OPEN if self._keeps else _IDLE
+      return np.int32(count - max(1, count // idle))
     # A smaller program continues as soon as it has enough slots.
     smaller = (n for n in self._programs.compute_sizes if n < count)
     return np.int32(max(smaller, default=0))
