@@ -305,6 +305,8 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
 
   # Metrics.
   metrics |= rollout_metrics(batch, config.rollout, step)
+  lost = np.int32([run.experiment.reward_pool.take_restarts()])
+  metrics["workers/restarts"] = float(multihost.sum_of_all(lost)[0])
   metrics |= time_metrics(clock, batch, int(scored.samples.num_sampled))
   metrics |= memory_metrics(jax.local_devices()[0])
   if "dynamic_sampling/tokens_discarded_share" in metrics:

@@ -68,7 +68,8 @@ class PendingCall(NamedTuple):
 
   def number(self) -> Number:
     results = self.started.results
-    value, failure = results[self.place] or self.started.wait()[self.place]
+    done = results[self.place] or self.started.wait()[self.place]
+    value, failure = done.value, done.failure
     return Number(None, failure) if failure else Number(*value[self.index])
 
   def failure(self) -> str:

@@ -107,6 +107,8 @@ class Agents(Player):
 
   def _conversation(self, episode: AgentEpisode, result) -> Conversation:
     """An episode for people; the reward belongs to its last call."""
+    if result.lost:
+      episode.lose()
     decode, sequences = self.prompt_config.tokenizer.decode, episode.end()
     failure = result.failure or ""
     # Checked again: an agent can write to the pipe of its worker's results.

@@ -70,7 +70,7 @@ class EnvironmentPool(Pool):
 
   def replies(self, started: Started) -> list[Reply]:
     replies = []
-    for value, failure in started.wait():
+    for value, failure, _ in started.wait():
       if failure:
         replies.append(Reply(failure=f"{self._name}: {failure}"))
         continue

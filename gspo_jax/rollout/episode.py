@@ -102,6 +102,11 @@ class Episode(Client):
       if not sequence.tokens:
         self._sequences.remove(sequence)
 
+  def lose(self) -> None:
+    """Drops what was sampled: nobody knows what came of it."""
+    with self._lock:
+      self._sequences = []
+
   def end(self) -> list[EpisodeSequence]:
     """Takes no more calls; the sequences with answers."""
     with self._lock:

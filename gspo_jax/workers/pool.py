@@ -79,6 +79,7 @@ class Pool:
     self._waiting: list[tuple[Started, int]] = []
     self._share = 1  # most waiting calls that a worker takes at once
     self._closed = False
+    self._restarts = 0  # told so far
     self._threads: list[threading.Thread] = []
     self._workers = [Process(setup) for _ in range(workers)]
     try:
@@ -109,6 +110,12 @@ class Pool:
       self._share = max(1, min(share, _CHUNK))
       self._changed.notify_all()
     return started
+
+  def take_restarts(self) -> int:
+    """How many workers were lost since the last call."""
+    before = self._restarts
+    self._restarts = sum(worker.restarts for worker in self._workers)
+    return self._restarts - before
 
   def close(self) -> None:
     """Ends the workers; waiting for pending calls raises CancelledError."""

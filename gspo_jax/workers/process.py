@@ -47,6 +47,7 @@ class Result(NamedTuple):
 
   value: Any
   failure: str | None
+  lost: bool = False  # it may have run in part, in a worker that is gone
 
 
 def children(pid: int) -> list[int]:
@@ -61,6 +62,7 @@ def children(pid: int) -> list[int]:
 class Process:
   def __init__(self, setup: Setup):
     self._setup, self._closed = setup, False
+    self.restarts = 0
     # Held while stdin is written to or closed, and while a process starts.
     self._lock = threading.RLock()
     self._start()
@@ -143,7 +145,7 @@ class Process:
         continue
       for i in began:
         del left[i]
-        yield i, Result(None, reason)
+        yield i, Result(None, reason, lost=True)
 
   def close(self) -> None:
     """Closes the worker's stdin, which ends it; after 2 seconds SIGKILL."""
@@ -169,6 +171,7 @@ class Process:
     if status == -signal.SIGKILL:
       reason = "the worker process ended by SIGKILL; perhaps memory ran out"
     logging.warning("%s: %s; a new one goes on", self._setup.name, reason)
+    self.restarts += 1
     self._process.stdout.close()
     with self._lock:
       if self._closed:

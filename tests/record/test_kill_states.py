@@ -62,8 +62,6 @@ MODES = {
   "lora": {"model.lora.rank": 2},
   "distilled": {"objective.name": "gspo_token"},
 }
-# Two runs of these may sample other responses.
-NOT_REPRODUCIBLE = ()
 
 # Trains in one workdir after another; equal configs share a program.
 CHILD = """
@@ -133,8 +131,8 @@ class Trainer:
     os.killpg(self._process.pid, signal.SIGCONT)
 
 
-def written(workdir, exact):
-  """What a run wrote, without clocks; if not `exact`, only steps and names."""
+def written(workdir):
+  """What a run wrote, without clocks."""
   files = [workdir / "distributions.jsonl", *(workdir / "samples").iterdir()]
   folder = workdir / "checkpoints"
   with Checkpoints(folder) as checkpoints:
@@ -148,8 +146,6 @@ def written(workdir, exact):
       np.asarray(x).tolist() for x in jax.tree.leaves(state)
     ]
   rows, files = metrics_of(workdir), {f.name: f.read_bytes() for f in files}
-  if not exact:
-    return [row["step"] for row in rows], [*files], [*saved]
   return rows, files, saved
 
 
@@ -176,8 +172,7 @@ def test_a_copy_of_any_moment_goes_on_to_the_same_end(mode, states, tmp_path):
   trained = [row for row in metrics_of(whole) if row["step"]]
   assert [row["step"] for row in trained] == [*range(1, STEPS + 1)]
   assert all(row["grad/norm"] for row in trained)
-  exact = mode not in NOT_REPRODUCIBLE
-  expected = written(whole, exact)
+  expected = written(whole)
   for copy in copies:
-    for found, of_whole in zip(written(copy, exact), expected, strict=True):
+    for found, of_whole in zip(written(copy), expected, strict=True):
       assert found == of_whole, copy

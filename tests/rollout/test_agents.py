@@ -353,7 +353,12 @@ def test_an_agent_at_fault_costs_its_episode_alone(pool):
 def test_no_episode_is_played_twice_where_an_agent_ends_its_process(
   pool, name, words
 ):
+  pool.take_restarts()
   scored, episodes = play(pool, name, "turns")
+  # Of an attempt that was lost with its worker nothing is learned.
+  lost = name == "kills"
+  assert pool.take_restarts() == lost
+  assert not (lost and episodes[0][0])
   assert scored.rewards.result().failed[0].all()
   assert words in " ".join(scored.rewards.result().reasons)
   for first, second in episodes:

@@ -129,6 +129,8 @@ class _Worker:
     pools.append(setup)
     self._tasks, self._facts = setup.load(setup.seconds)
 
+    self.restarts = 0
+
   def wait_ready(self):
     return self._facts
 
