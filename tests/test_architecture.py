@@ -219,3 +219,22 @@ def test_only_two_modules_read_a_config_dict():
     name for name, path in MODULES.items() if "ml_collections" in external(path)
   }
   assert readers == {"gspo_jax.program.command", "gspo_jax.program.config"}
+
+
+# Most lines of Python in the package: a change that needs more says so here.
+MOST_LINES = 43_400
+
+
+def test_the_package_does_not_grow_unseen():
+  lines = sum(len(p.read_text().splitlines()) for p in MODULES.values())
+  # Where much went, the number goes down as well.
+  assert MOST_LINES - 500 < lines <= MOST_LINES
+
+
+@pytest.mark.parametrize("wing", ["sampler", "rollout"])
+def test_no_function_is_longer_than_100_lines(wing):
+  for path in (PACKAGE / wing).rglob("*.py"):
+    for node in ast.walk(ast.parse(path.read_text())):
+      if isinstance(node, ast.FunctionDef):
+        length = node.end_lineno - node.lineno + 1
+        assert length <= 100, f"{path}: {node.name}"

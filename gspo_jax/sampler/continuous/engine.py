@@ -42,8 +42,8 @@ from gspo_jax.sampler.continuous.scheduler import (
 )
 from gspo_jax.sampler.samples import FinishedResponse, OnFinished, Samples
 
-# A segment ends when 1 of 8 slots is idle and responses wait; when 1 of 3 is idle
-# where requests come at any time, because a segment costs prefills, too.
+# A segment ends when 1 of 8 slots is idle and responses wait. Where requests
+# come at any time, 1 of 3 must be idle, because a segment costs prefills, too.
 _IDLE, _IDLE_OPEN = 8, 3
 _NOWHERE = 2**31 - 1  # a column behind the last one
 # After which `run` looks again without being woken, also for other processes.

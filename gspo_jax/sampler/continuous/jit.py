@@ -47,39 +47,29 @@ class JittedSampler:
   finish_episodes: MeshJit
 
 
-def jit_sampler(
-  cfg: model.ModelConfig,
-  sampler: SamplerConfig,
-  *,
-  prefill_chunk: int,
-  sizes: ShardSizes,
-  params_sharding,
-  mesh: jax.sharding.Mesh,
-  sampler_mesh: jax.sharding.Mesh,
-) -> JittedSampler:
-  batch = sharding.batch_sharding(sampler_mesh)
-  pages = paged_cache.shardings(cfg, sampler_mesh)
-  state = DecodeState(pages, *[batch] * 6, pages.states)
-  shards = sharding.batch_shards(sampler_mesh)
-  decode_samples = samples_sharding(sampler, sampler_mesh)
-  train_samples = samples_sharding(sampler, mesh)
-  episodes = samples_sharding(sampler, mesh, turns=True)
-  record_routing = sampler.record_routing and cfg.num_experts > 0
+@dataclasses.dataclass(frozen=True)
+class _Functions:
+  """What `jit_sampler` compiles."""
 
-  jit = functools.partial(sharding.mesh_jit, mesh=sampler_mesh)
+  cfg: model.ModelConfig
+  sampler: SamplerConfig
+  sizes: ShardSizes
+  shards: int
+  prefill_chunk: int
+  record_routing: bool
 
-  def unstacked_decode_params(params):
-    return model.unstack_layers(decode_params(params, cfg), cfg)
+  def unstacked_decode_params(self, params):
+    return model.unstack_layers(decode_params(params, self.cfg), self.cfg)
 
-  def begin(samples):
+  def begin(self, samples):
     """An empty state, and the samples on the decoding mesh."""
     state = paged_decode.empty(
-      cfg,
-      shards=shards,
-      num_slots=sizes.slots * shards,
-      num_pages=sizes.num_pages * shards,
-      page_size=sizes.page_size,
-      pages_per_slot=sizes.pages_per_slot,
+      self.cfg,
+      shards=self.shards,
+      num_slots=self.sizes.slots * self.shards,
+      num_pages=self.sizes.num_pages * self.shards,
+      page_size=self.sizes.page_size,
+      pages_per_slot=self.sizes.pages_per_slot,
     )
     # The steps of one call are counted.
     zeros = jax.tree.map(jnp.zeros_like, (samples.slot_steps, samples.drafts))
@@ -87,7 +77,7 @@ def jit_sampler(
       samples, slot_steps=zeros[0], drafts=zeros[1]
     )
 
-  def prefill(params, state, tokens, lengths, pages, num_cached, sources):
+  def prefill(self, params, state, tokens, lengths, pages, num_cached, sources):
     """Stores keys and values in `pages` [Q, C]; see `paged_decode.prefill`.
 
     If `num_cached` [Q] is given, the pages already hold that many first tokens;
@@ -96,18 +86,18 @@ def jit_sampler(
     """
     cached = None
     if num_cached is not None:
-      cached = paged_cache.load(state.pages, cfg, pages), num_cached
-      full = num_cached // sizes.page_size
-      nowhere = sizes.num_pages * shards
+      cached = paged_cache.load(state.pages, self.cfg, pages), num_cached
+      full = num_cached // self.sizes.page_size
+      nowhere = self.sizes.num_pages * self.shards
       column = jnp.arange(pages.shape[1])
       pages = jnp.where(column < full[:, None], nowhere, pages)
     cache, experts = paged_decode.prefill(
       params,
-      cfg,
+      self.cfg,
       tokens,
       lengths,
-      chunk=prefill_chunk,
-      record_routing=record_routing,
+      chunk=self.prefill_chunk,
+      record_routing=self.record_routing,
       cached=cached,
     )
     stored = paged_cache.store(state.pages, cache.kv, pages)
@@ -117,7 +107,7 @@ def jit_sampler(
     return state, experts
 
   def decode(
-    params, state, samples, plan, compute_slots, min_active, key, drafts
+    self, params, state, samples, plan, compute_slots, min_active, key, drafts
   ):
     """Decodes a segment of the slots `compute_slots` [m], or of all.
 
@@ -128,12 +118,12 @@ def jit_sampler(
     state = paged_decode.apply_plan(state, plan, start=everything)
     computed, samples = paged_decode.decode(
       params,
-      cfg,
+      self.cfg,
       state if everything else paged_decode.select_slots(state, compute_slots),
       samples,
       sharding.constrain(key),
-      sampler=sampler,
-      steps=sizes.segment_steps,
+      sampler=self.sampler,
+      steps=self.sizes.segment_steps,
       min_active=min_active,
       drafts=drafts,
     )
@@ -161,25 +151,46 @@ def jit_sampler(
     )
     return computed, samples, results
 
-  def finalize(samples):
+  def finalize(self, samples):
     """Moves samples to the training mesh; pads the end of each response."""
     # A response that was preempted may have left more tokens than it now has.
-    column = jnp.arange(sampler.max_new_tokens)
+    column = jnp.arange(self.sampler.max_new_tokens)
     real = column < samples.lengths[:, None]
     return dataclasses.replace(
       samples,
-      tokens=jnp.where(real, samples.tokens, sampler.pad_id),
+      tokens=jnp.where(real, samples.tokens, self.sampler.pad_id),
       logps=jnp.where(real, samples.logps, 0),
     )
 
-  def finish_episodes(samples, rows):
+  def finish_episodes(self, samples, rows):
     """Samples with `rows`, which the host knows: fields of `Samples`."""
     logps = jnp.where(rows["turns"] > 0, samples.logps, 0)
     return dataclasses.replace(samples, logps=logps, **rows)
 
+
+def jit_sampler(
+  cfg: model.ModelConfig,
+  sampler: SamplerConfig,
+  *,
+  prefill_chunk: int,
+  sizes: ShardSizes,
+  params_sharding,
+  mesh: jax.sharding.Mesh,
+  sampler_mesh: jax.sharding.Mesh,
+) -> JittedSampler:
+  batch = sharding.batch_sharding(sampler_mesh)
+  pages = paged_cache.shardings(cfg, sampler_mesh)
+  state = DecodeState(pages, *[batch] * 6, pages.states)
+  shards = sharding.batch_shards(sampler_mesh)
+  decode_samples = samples_sharding(sampler, sampler_mesh)
+  train_samples = samples_sharding(sampler, mesh)
+  episodes = samples_sharding(sampler, mesh, turns=True)
+  record_routing = sampler.record_routing and cfg.num_experts > 0
+  of = _Functions(cfg, sampler, sizes, shards, prefill_chunk, record_routing)
+  jit = functools.partial(sharding.mesh_jit, mesh=sampler_mesh)
   return JittedSampler(
     decode_params=jit(
-      unstacked_decode_params,
+      of.unstacked_decode_params,
       in_shardings=(params_sharding,),
       out_shardings=decode_params_sharding(cfg, sampler_mesh),
     ),
@@ -191,13 +202,13 @@ def jit_sampler(
     # Sends each host's facts of its shards to every device.
     share=jit(lambda x: x, out_shardings=sharding.replicated(sampler_mesh)),
     begin=jit(
-      begin,
+      of.begin,
       in_shardings=(train_samples,),
       out_shardings=(state, decode_samples),
       donate_argnums=0,
     ),
     prefill=jit(
-      prefill,
+      of.prefill,
       donate_argnums=1,
       out_shardings=(state, batch if record_routing else None),
       compiler_options=rounding.OPTIONS,
@@ -208,7 +219,7 @@ def jit_sampler(
       out_shardings=decode_samples,
     ),
     decode=jit(
-      decode,
+      of.decode,
       in_shardings=(None,) * 6 + (sharding.replicated(mesh),),
       out_shardings=(state, decode_samples, sharding.replicated(sampler_mesh)),
       static_argnums=7,
@@ -225,8 +236,8 @@ def jit_sampler(
       paged_decode.move_rows, donate_argnums=0, out_shardings=decode_samples
     ),
     read_rows=jit(paged_decode.read_rows, out_shardings=batch),
-    finalize=jit(finalize, out_shardings=train_samples),
+    finalize=jit(of.finalize, out_shardings=train_samples),
     finish_episodes=jit(
-      finish_episodes, donate_argnums=0, out_shardings=episodes
+      of.finish_episodes, donate_argnums=0, out_shardings=episodes
     ),
   )

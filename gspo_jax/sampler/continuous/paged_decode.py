@@ -268,13 +268,11 @@ def decode(
     drafts: J - 1, of each slot in a step; see `speculation`.
     cfg, sampler, steps, drafts: static.
   """
-  response_key = functools.partial(jax.random.fold_in, key)
-  J = 1 + drafts
-  place_J = jnp.arange(J)
+  place_J = jnp.arange(1 + drafts)
 
   def body(carry):
     step, state, samples = carry
-    pages, m = state.pages, state.num_tokens.size
+    pages = state.pages
     fed_mJ = state.last_token[:, None]
     if drafts:
       guesses = speculation.draft(
@@ -288,20 +286,8 @@ def decode(
     number_mJ = state.num_tokens[:, None] + place_J  # of the sampled tokens
     # Pages have room up to `stop_at` only.
     real_mJ = pages.active[:, None] & (number_mJ < state.stop_at[:, None])
-    out = model.hidden_states(
-      params,
-      cfg,
-      fed_mJ,
-      pages.lengths[:, None] + place_J,
-      real_mJ,
-      pages,
-    )
-    logits = next_token.logits(params, cfg, out.hidden.reshape(m * J, -1))
-    row_keys = jax.vmap(response_key)(jnp.repeat(state.response, J))
-    *sampled, kept_ids = next_token.sample_token(
-      logits, row_keys, number_mJ.reshape(-1), sampler
-    )
-    token_mJ, logp_mJ = (x.reshape(m, J) for x in sampled)
+    out, new = _feed(params, cfg, state, key, fed_mJ, real_mJ, sampler)
+    token_mJ = new["tokens"]
     taken_mJ, stop_state_mJ, stopped_mJ, done_mJ = speculation.accept(
       fed_mJ,
       token_mJ,
@@ -321,9 +307,6 @@ def decode(
       num_tokens == sampler.max_new_tokens, TRUNCATED, UNFINISHED
     )
     finish = jnp.where(last(stopped_mJ), STOPPED, finish)
-    new = {"tokens": token_mJ, "logps": logp_mJ}
-    if kept_ids is not None:
-      new["kept_ids"] = kept_ids.reshape(m, J, -1)
     if samples.experts is not None:
       new["experts"] = out.routing.experts.transpose(1, 2, 0, 3)  # [m, J, L, k]
     samples = _write_tokens(state, samples, taken_mJ, new, num_tokens, finish)
@@ -352,8 +335,33 @@ def decode(
   taken, state, samples = jax.lax.while_loop(
     proceed, body, (jnp.int32(0), state, samples)
   )
-  slot_steps = samples.slot_steps + taken * state.num_tokens.size * J
+  slot_steps = samples.slot_steps + taken * state.num_tokens.size * len(place_J)
   return state, dataclasses.replace(samples, slot_steps=slot_steps)
+
+
+def _feed(params, cfg, state, key, fed_mJ, real_mJ, sampler):
+  """Reads the tokens [m, J]; the model's output, and what is sampled behind."""
+  m, J = fed_mJ.shape
+  place_J = jnp.arange(J)
+  out = model.hidden_states(
+    params,
+    cfg,
+    fed_mJ,
+    state.pages.lengths[:, None] + place_J,
+    real_mJ,
+    state.pages,
+  )
+  logits = next_token.logits(params, cfg, out.hidden.reshape(m * J, -1))
+  response_key = functools.partial(jax.random.fold_in, key)
+  row_keys = jax.vmap(response_key)(jnp.repeat(state.response, J))
+  numbers = (state.num_tokens[:, None] + place_J).reshape(-1)
+  *sampled, kept_ids = next_token.sample_token(
+    logits, row_keys, numbers, sampler
+  )
+  new = dict(zip(("tokens", "logps"), sampled, strict=True))
+  if kept_ids is not None:
+    new["kept_ids"] = kept_ids
+  return out, {name: x.reshape(m, J, *x.shape[1:]) for name, x in new.items()}
 
 
 def select_slots(state: DecodeState, slots: jax.Array) -> DecodeState:
