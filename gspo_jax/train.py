@@ -242,16 +242,16 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   # Rollout: G responses to each prompt. Scoring begins in the background.
   batch = run.source(state.policy, step)
   scored = batch.samples
-  prompts = scored.samples.prompts
+  prompts, prompt_lengths = scored.samples.prompts, scored.prompts.lengths
   if prompts is None:
     prompts = prompts_on_device(scored.prompts, batch_sharding)
+  else:
+    prompt_lengths = multihost.to_host(prompts.lengths)
   clock.append(time.monotonic())
 
   # Old log-probs, those of reference and teachers, and values, during the
   # scoring.
-  lengths, prompt_lengths = multihost.to_host(
-    (scored.samples.lengths, prompts.lengths)
-  )
+  lengths = multihost.to_host(scored.samples.lengths)
   packing = learner.pack(prompt_lengths, lengths, key)
   train_batch = learner.make_train_batch(prompts, scored.samples, packing)
   old_metrics = {}

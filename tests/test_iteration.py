@@ -81,6 +81,7 @@ class FailingPool:
   """A reward pool that fails, from some response on."""
 
   takes_groups, model = False, None
+  take_restarts = staticmethod(lambda: 0)
 
   def __init__(self, first=0):
     self.first = first
@@ -129,6 +130,7 @@ class TwoRewards:
   """Two rewards of four responses; the second leaves one out."""
 
   takes_groups, model = False, None
+  take_restarts = staticmethod(lambda: 0)
   right = np.float32([1, 0, 0.5, 0.4])
   length = np.float32([0.1, 0.2, np.nan, 0.4])
 
@@ -318,6 +320,7 @@ class ScriptedPool:
   """Scores responses by `REWARDS`, and checks that their problem is theirs."""
 
   takes_groups, model = False, None
+  take_restarts = staticmethod(lambda: 0)
 
   def submit(self, responses, group_size=1):
     total = []

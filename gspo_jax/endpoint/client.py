@@ -37,7 +37,9 @@ class Client:
         code="context_length_exceeded",
       )
     most = min(room, call.max_tokens or room)
-    generation = Generation(prompt, most, notify, streams=call.stream)
+    generation = Generation(
+      prompt, most, notify, streams=call.stream, logprobs=call.logprobs
+    )
     self.started(generation)
     try:
       self.engine.submit(generation)

@@ -65,7 +65,7 @@ def sampler_functions(
       return static.build_static_sampler(
         cfg, sampling, params_sharding=params_sharding, **meshes
       )
-    built = continuous.build_continuous_sampler(
+    return continuous.build_continuous_sampler(
       cfg,
       sampling,
       batching=batching,
@@ -73,9 +73,6 @@ def sampler_functions(
       params_sharding=params_sharding,
       **meshes,
     )
-    if turns:
-      built.require_own_rows()
-    return built
 
   def eval_sampler(sampling):
     responses = eval_prompts * sampling.group_size
@@ -156,7 +153,11 @@ def engine_sampler(
     mesh=mesh,
     sampler_mesh=sampler_mesh,
   )
-  sampler.require_own_rows()
+  if sampler.shares_rows:
+    raise UserError(
+      "sampler_mesh: several processes have the same rows; expected expert x "
+      "tensor within one process, for a request is of one"
+    )
   return sampler
 
 

@@ -1,7 +1,7 @@
 """Agents: episodes in worker processes, which call the policy over HTTP."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptBatch
@@ -50,7 +50,11 @@ class AgentPool(Pool):
     # An episode that is played again would have calls of the first time.
     super().__init__(self.name, load, repeats=False, **limits)
 
-  def play(self, episodes: Sequence[tuple[Problem, int, str]]) -> Started:
+  def play(
+    self,
+    episodes: Sequence[tuple[Problem, int, str]],
+    notify: Callable[[], None],
+  ) -> Started:
     """Plays an episode about each (problem, step, key)."""
     url = self._server.url
     calls = []
@@ -60,7 +64,7 @@ class AgentPool(Pool):
       )
       keywords = {"base_url": url, "api_key": key, "model": MODEL}
       calls.append(Call(0, (tuple(question), keywords)))
-    return self.start(calls)
+    return self.start(calls, notify)
 
   def close(self) -> None:
     super().close()
@@ -84,14 +88,14 @@ class Agents(Player):
     keys = {b: endpoint.admit(episode) for b, episode in episodes.items()}
     try:
       started = self.pool.play(
-        [(batch.problems[b // G], steps[b // G], keys[b]) for b in episodes]
+        [(batch.problems[b // G], steps[b // G], keys[b]) for b in episodes],
+        engine.wake,
       )
-      started.done.add_done_callback(lambda _: engine.wake())
       playing = dict(enumerate(episodes))  # by their place in `started`
       while playing:
         yield
         for i, b in [*playing.items()]:
-          if started.results[i] is not None or started.done.done():
+          if started.has_ended(i):
             endpoint.dismiss(keys[b])
             episodes[b].end()
             del playing[i]
@@ -106,18 +110,17 @@ class Agents(Player):
     }
 
   def _conversation(self, episode: AgentEpisode, result) -> Conversation:
-    """An episode for people; the reward belongs to its last call."""
+    """What became of an episode; the reward belongs to its last call."""
     if result.lost:
       episode.lose()
-    decode, sequences = self.prompt_config.tokenizer.decode, episode.end()
     failure = result.failure or ""
     # Checked again: an agent can write to the pipe of its worker's results.
     if not (failure or agent.is_reward(result.value)):
       failure = "gave no reward"
     reward = 0.0 if failure else float(result.value)
-    failure = failure or ("" if sequences else "made no call with an answer")
+    if not episode.end():
+      failure = failure or "made no call with an answer"
     return Conversation(
-      text="\n\n".join(decode(sequence.tokens) for sequence in sequences),
       rewards=[*[0.0] * (episode.calls - 1), reward][: episode.calls],
       tool_calls=episode.tool_calls,
       failure=failure and f"{self.pool.name}: {failure}",

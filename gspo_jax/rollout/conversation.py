@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 import jax
 import numpy as np
 
-from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
 from gspo_jax.data.tokenizers.base import Turn, as_messages
 from gspo_jax.rewards.pool import PendingRewards, Rewards
@@ -15,7 +14,7 @@ from gspo_jax.rewards.reward import Response
 from gspo_jax.rollout import scoring
 from gspo_jax.rollout.batch import ScoredSamples
 from gspo_jax.rollout.environment_pool import EnvironmentPool, Reply
-from gspo_jax.rollout.sequences import EpisodeSequence, SequenceLimits
+from gspo_jax.rollout.sequences import SequenceLimits
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import Samples
@@ -33,23 +32,18 @@ def reason(error: Exception) -> str:
 @dataclasses.dataclass
 class Conversation:
   state: str = ""  # of its environment
-  text: str = ""  # all responses and messages so far, for people
   rewards: list[float] = dataclasses.field(default_factory=list)  # of turns
   tool_calls: int = 0
   tool_errors: int = 0
   failure: str = ""  # why a call failed; "" if none did
   prompt: Sequence[int] = ()  # ids before the first response
 
-  def add(self, response: str, reply: Reply) -> None:
+  def add(self, reply: Reply) -> None:
     step = reply.step
-    self.text += response
     self.rewards.append(step.reward)
     self.tool_calls += step.tool_calls
     self.tool_errors += step.tool_errors
     self.failure, self.state = reply.failure, reply.state
-    if not step.done:
-      said = [f"\n[{role}] {text}" for role, text, *_ in step.messages]
-      self.text += "".join(said) + "\n"
 
 
 def begin(
@@ -131,7 +125,7 @@ def scored(
   batch: PromptBatch,
   samples: Samples,
   chats: Mapping[int, Conversation],
-  sequences: Mapping[int, Sequence[EpisodeSequence]],
+  responses: Mapping[int, Response],
   limits: SequenceLimits,
   *,
   group_size: int,
@@ -139,7 +133,7 @@ def scored(
 ) -> ScoredSamples:
   """The samples with the rewards of all hosts; call it on every process.
 
-  `chats` and their `sequences` are this host's, by episode.
+  `chats` and their `responses`, for people, are this host's, by episode.
   """
   B, P = len(batch) * group_size, len(batch)
   gather = lambda value: gather_rows(
@@ -156,15 +150,6 @@ def scored(
   rewards = Rewards(
     total, {REWARD: total}, failed.reshape(total.shape), reasons
   )
-  responses = {
-    b: response(
-      chat.text,
-      sum(len(sequence.tokens) for sequence in sequences[b]),
-      limits,
-      batch.problems[b // group_size],
-    )
-    for b, chat in chats.items()
-  }
   turns = gather(lambda chat: len(chat.rewards))
   rewards_BN = np.zeros((B, limits.turns), np.float32)
   for row, chat in chats.items():
@@ -184,12 +169,6 @@ def scored(
     },
     environment_seconds=environment_seconds,
   )
-
-
-def response(
-  text: str, num_tokens: int, limits: SequenceLimits, problem: Problem
-) -> Response:
-  return Response("", text, "", num_tokens, limits.longest).to(problem)
 
 
 def gather_rows(B: int, values: Mapping[int, float]) -> np.ndarray:

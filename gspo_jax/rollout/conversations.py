@@ -87,16 +87,18 @@ class Conversations(Player):
     if chat.failure:
       return False
     try:
-      return self._call(chat, self._context(chat))
+      ids = self._context(chat)
     except Exception as error:  # messages that the template refuses
       chat.failure = conversation.reason(error)
       return False
+    return self._call(chat, ids)
 
   def _call(self, chat: _Going, ids: list[int]) -> bool:
     """Asks the policy for a response behind `ids`; False without room."""
     try:
       chat.generation = chat.episode.sample(Call(), ids)
     except ApiError:
+      chat.episode.finish = TRUNCATED  # it does not go on to its end
       return False
     return True
 
@@ -137,17 +139,16 @@ class Conversations(Player):
     size = len(chats) if self.pool.is_async else 1
     for begin in range(0, len(chats), max(size, 1)):
       some = chats[begin : begin + size]
-      started = self.pool.step([(chat.state, chat.response) for chat in some])
-      started.done.add_done_callback(lambda _: engine.wake())
+      calls = [(chat.state, chat.response) for chat in some]
+      started = self.pool.step(calls, engine.wake)
       for i, chat in enumerate(some):
         chat.asked = started, i
 
   def _advance(self, chat: _Going) -> bool:
     """Goes on where the environment has answered; False at the end."""
-    if not (chat.asked and chat.asked[0].done.done()):
+    if not (chat.asked and chat.asked[0].has_ended(chat.asked[1])):
       return True
-    started, i = chat.asked
-    reply, episode = self.pool.replies(started)[i], chat.episode
+    reply, episode = self.pool.reply(*chat.asked), chat.episode
     chat.asked, step, ids = None, reply.step, None
     if (
       not step.done
@@ -159,10 +160,10 @@ class Conversations(Player):
       except Exception as error:  # messages that the template refuses
         failure = conversation.reason(error)
         reply = reply._replace(step=step._replace(done=True), failure=failure)
-    chat.add(chat.response, reply)
+    chat.add(reply)
     if reply.step.done:
       return False
-    if ids is not None and self._call(chat, ids):
-      return True
-    episode.finish = TRUNCATED  # it does not go on to its end
-    return False
+    if ids is None:
+      episode.finish = TRUNCATED
+      return False
+    return self._call(chat, ids)

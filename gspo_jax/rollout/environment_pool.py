@@ -1,7 +1,7 @@
 """Worker processes that run environments."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gspo_jax.data.problem import Problem
@@ -65,16 +65,20 @@ class EnvironmentPool(Pool):
     ]
     return self.replies(self.start(calls))
 
-  def step(self, responses: Sequence[tuple[str, str]]) -> Started:
-    return self.start([Call(STEP, response) for response in responses])
+  def step(
+    self,
+    responses: Sequence[tuple[str, str]],
+    notify: Callable[[], None] = lambda: None,
+  ) -> Started:
+    return self.start([Call(STEP, response) for response in responses], notify)
 
   def replies(self, started: Started) -> list[Reply]:
-    replies = []
-    for value, failure, _ in started.wait():
-      if failure:
-        replies.append(Reply(failure=f"{self._name}: {failure}"))
-        continue
-      state, messages, *rest = value
-      step = Step(tuple(map(tuple, messages)), *rest)
-      replies.append(Reply(step, state))
-    return replies
+    return [self.reply(started, i) for i in range(len(started.calls))]
+
+  def reply(self, started: Started, place: int) -> Reply:
+    """The answer to one call; waits for all unless it has ended."""
+    result = started.results[place] or started.wait()[place]
+    if result.failure:
+      return Reply(failure=f"{self._name}: {result.failure}")
+    state, messages, *rest = result.value
+    return Reply(Step(tuple(map(tuple, messages)), *rest), state)

@@ -22,7 +22,8 @@ class Episode(Client):
 
   Sequence k of it has the row number * K + k of the samples. The random keys of
   its tokens are made of number + k * size: so those of the first sequence are
-  the keys of a response of one turn. Any thread may call it.
+  the keys of a response of one turn. One thread makes calls and ends them;
+  another one may `end` the episode.
   """
 
   def __init__(
@@ -83,6 +84,7 @@ class Episode(Client):
       generation.row = self._number * K + k
       generation.response = self._number + k * self._size
       generation.num_tokens = len(prompt) - columns
+      generation.goes_on = bool(sequence.tokens)
       if sequence.tokens:  # its last token was not fed to the policy
         generation.num_recorded = len(sequence.ids) - 1
 
@@ -99,7 +101,7 @@ class Episode(Client):
   def gave_up(self, generation: Generation) -> None:
     with self._lock:
       sequence, _ = self._open.pop(generation)
-      if not sequence.tokens:
+      if not sequence.tokens and sequence in self._sequences:
         self._sequences.remove(sequence)
 
   def lose(self) -> None:

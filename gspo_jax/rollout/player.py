@@ -11,6 +11,7 @@ from gspo_jax import model
 from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
 from gspo_jax.record.progress import Progress
 from gspo_jax.rewards.pool import PendingRewards, Rewards
+from gspo_jax.rewards.reward import Response
 from gspo_jax.rollout import conversation
 from gspo_jax.rollout.batch import ScoredSamples
 from gspo_jax.rollout.conversation import Conversation
@@ -62,7 +63,7 @@ class Player:
     """
     limits, config = self.limits, self.prompt_config
     size = len(batch) * generate.config.group_size
-    own = generate.own_rows(size)
+    own = generate.played_rows(size)
     with (
       generate.open(params, key, size * limits.sequences) as engine,
       Progress(label, len(own), "episodes") as progress,
@@ -85,17 +86,34 @@ class Player:
         engine.run(ended)
       sequences = {b: episode.end() for b, episode in episodes.items()}
       finish = {b: episode.finish for b, episode in episodes.items()}
-      pad_id = config.tokenizer.pad_id
-      samples = episode_samples(engine, sequences, finish, limits, pad_id)
+      samples = episode_samples(engine, sequences, finish, limits)
+    tokens = {b: [s.tokens for s in own] for b, own in sequences.items()}
     return conversation.scored(
       batch,
       samples,
       chats,
-      sequences,
+      self._responses(batch, tokens, size // len(batch)),
       limits,
       group_size=generate.config.group_size,
       environment_seconds=engine.idle_seconds,
     )
+
+  def _responses(
+    self, batch: PromptBatch, tokens: Mapping[int, list], group_size: int
+  ) -> dict[int, Response]:
+    """Each episode for people, from the tokens of its sequences."""
+    tokenizer, responses = self.prompt_config.tokenizer, {}
+    for b, parts in tokens.items():
+      ids = ([i for i in x if i not in tokenizer.stop_ids] for x in parts)
+      response = Response(
+        prompt="",
+        text="\n\n".join(map(tokenizer.decode, ids)),
+        reference="",
+        tokens=sum(map(len, parts)),
+        limit=self.limits.longest,
+      )
+      responses[b] = response.to(batch.problems[b // group_size])
+    return responses
 
   def state(self, scored: ScoredSamples) -> dict:
     """JSON for a checkpoint: fields that samples and data do not have."""
@@ -114,26 +132,15 @@ class Player:
     """The scored samples of `state`."""
     total = np.array(state["rewards"], np.float32)
     by_name, failed = {conversation.REWARD: total}, np.array(state["failed"])
-    texts, counts = {}, {}
-    lengths = multihost.local_rows(samples.lengths)
-    tokenizer = self.prompt_config.tokenizer
-    for row, tokens in multihost.local_rows(samples.tokens).items():
-      b, n = row // self.limits.sequences, int(lengths[row])
-      if n:
-        ids = [i for i in tokens[:n].tolist() if i not in tokenizer.stop_ids]
-        texts.setdefault(b, []).append(tokenizer.decode(ids))
-        counts[b] = counts.get(b, 0) + n
-    problem = lambda b: batch.problems[b // total.shape[1]]
-    limits = self.limits
+    tokens, lengths = {}, multihost.local_rows(samples.lengths)
+    for row, ids in multihost.local_rows(samples.tokens).items():
+      sequences = tokens.setdefault(row // self.limits.sequences, [])
+      if lengths[row]:
+        sequences.append(ids[: int(lengths[row])].tolist())
     return ScoredSamples(
       batch,
       samples,
-      {
-        b: conversation.response(
-          "\n\n".join(parts), counts[b], limits, problem(b)
-        )
-        for b, parts in texts.items()
-      },
+      self._responses(batch, tokens, total.shape[1]),
       PendingRewards.computed(Rewards(total, by_name, failed)),
       {
         name: np.array(values, np.float32)

@@ -62,7 +62,6 @@ def episode_samples(
   episodes: Mapping[int, Sequence[EpisodeSequence]],
   finish: Mapping[int, int],
   limits: SequenceLimits,
-  pad_id: int,
 ) -> Samples:
   """The samples of all hosts; call it on every process.
 
@@ -71,10 +70,9 @@ def episode_samples(
   """
   _, K, S, R = limits
   n = len(episodes) * K
-  prompts, tokens = (np.full((n, x), pad_id, np.int32) for x in (S, R))
+  prompts, tokens = (np.zeros((n, x), np.int32) for x in (S, R))
   turns = np.zeros((n, R), np.int16)
-  # An empty row has a prompt of one token, which no update reads.
-  prompt_lengths, lengths = np.ones(n, np.int32), np.zeros(n, np.int32)
+  prompt_lengths, lengths = np.zeros((2, n), np.int32)
   for i, (_, own) in enumerate(sorted(episodes.items())):
     for sequence in own:
       row, kept = i * K + sequence.number, sequence.prompt[:S]
@@ -86,6 +84,7 @@ def episode_samples(
       turns[row, len(more) : end] = sequence.turns
   of_episodes = np.array([finish[b] for b in sorted(episodes)], np.int8)
   return engine.finish_episodes(
+    [b * K + k for b in sorted(episodes) for k in range(K)],
     tokens=tokens,
     lengths=lengths,
     finish=np.repeat(of_episodes, K),

@@ -190,8 +190,8 @@ class Samples:
     drafts: how often a response drafted tokens, and drafted tokens that were
       accepted, both [] int32, in the last call of the sampler; None without
       speculation.
-    prompts: of each of the B rows, where an episode has several; None: G rows
-      have the prompt of their problem.
+    prompts: of each of the B rows, in episodes of environments and agents.
+      None: G rows have the prompt of their problem.
   """
 
   tokens: jax.Array

@@ -26,12 +26,18 @@ class Started:
   They share one future: with 20,000 responses a step, one each takes a second.
   """
 
-  def __init__(self, calls: Sequence[Call]):
-    self.calls = calls
+  def __init__(
+    self, calls: Sequence[Call], notify: Callable[[], None] = lambda: None
+  ):
+    self.calls, self.notify = calls, notify
     # In their order; None until the call has ended.
     self.results: list[Result | None] = [None] * len(calls)
     self.left = len(calls)
     self.done = futures.Future()  # set when all have ended
+    self.done.add_done_callback(lambda _: notify())
+
+  def has_ended(self, place: int) -> bool:
+    return self.results[place] is not None or self.done.done()
 
   def wait(self) -> list[Result]:
     self.done.result()
@@ -93,13 +99,15 @@ class Pool:
       self._threads.append(thread)
       thread.start()
 
-  def start(self, calls: Sequence[Call]) -> Started:
-    """Starts calls and returns at once.
+  def start(
+    self, calls: Sequence[Call], notify: Callable[[], None] = lambda: None
+  ) -> Started:
+    """Starts calls and returns at once; a thread calls `notify` at each end.
 
     Calls of `async` tasks run together only if they were started together, or
     waited while all workers were busy.
     """
-    started = Started(calls)
+    started = Started(calls, notify)
     if not calls:
       started.done.set_result(None)
     with self._changed:
@@ -147,6 +155,7 @@ class Pool:
             started.left -= 1
             if not started.left:
               started.done.set_result(None)
+          started.notify()
       except BaseException as e:
         with self._changed:
           for started, _ in taken:

@@ -129,17 +129,17 @@ class Process:
       # What a call wrote beyond its line would be read as the next results.
       if not (lost or self._unread):
         continue
+      began = lost[: 0 if was_dead else self._setup.concurrency]
       try:
         reason = self._restart()
       except errors.UserError as e:
         if self._closed:
           raise futures.CancelledError from e
         for i in left:
-          yield i, Result(None, str(e))
+          yield i, Result(None, str(e), lost=i in began)
         return
       if was_dead:
         continue
-      began = lost[: self._setup.concurrency]
       if self._setup.repeats and not is_alone:
         suspects = began
         continue

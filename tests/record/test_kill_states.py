@@ -58,6 +58,7 @@ MODES = {
   "ahead": {"rollout.max_staleness": 1},
   "partial": SLOTS | {"rollout.max_tokens_per_iteration": 6},
   "conversations": CONVERSATIONS,
+  "conversations ahead": CONVERSATIONS | {"rollout.max_staleness": 1},
   "agents": AGENTS,
   "lora": {"model.lora.rank": 2},
   "distilled": {"objective.name": "gspo_token"},

@@ -115,7 +115,7 @@ class Scripted:
         g.add(ids[:room], [-1.0] * len(ids[:room]), finish)
       time.sleep(0 if together else 0.002)
 
-  def finish_episodes(self, turns, **rows):
+  def finish_episodes(self, numbers, turns, **rows):
     logps = -1.0 * (turns > 0)
     return Samples(logps=logps, turns=turns, slot_steps=0, **rows)
 
@@ -142,7 +142,7 @@ def converse(pool, names, responses, max_turns=4, key=0, tokenizer=BYTES):
   policy = Scripted([list(x) for x in responses])
   generate = SimpleNamespace(
     config=SAMPLING,
-    own_rows=range,
+    played_rows=range,
     open=lambda params, key, rows: policy,
   )
   play = Conversations(pool, SequenceLimits(max_turns, 1, S, R), config, None)
@@ -164,7 +164,7 @@ def test_a_row_has_the_tokens_of_all_turns_in_order(pool):
   assert samples.finish.tolist() == [STOPPED, STOPPED]
   np.testing.assert_array_equal(samples.logps != 0, samples.turns > 0)
   assert policy.calls == {0: 2, 1: 1}
-  assert done.responses[0].text == "one\n[user] <one>\nend"
+  assert done.responses[0].text == "one\n\n<one>end"
   rewards = done.rewards.result()
   assert rewards.total.tolist() == [[1.0 + 2.0, 1.0]]
   nan = np.nan
@@ -180,9 +180,9 @@ def test_an_async_environment_is_asked_about_several_at_once(
 ):
   events, step = [], pool.step
 
-  def spy(calls):
+  def spy(calls, notify):
     events.append([text for _, text in calls])
-    return step(calls)
+    return step(calls, notify)
 
   assert not pool.is_async
   monkeypatch.setattr(pool, "is_async", is_async)
@@ -337,10 +337,7 @@ def test_a_checkpoint_has_what_samples_do_not(pool):
   state = json.loads(json.dumps(play.state(done)))
   batch, samples = prompts_of(["prompt", "ab"]), jax.device_put(done.samples)
   restored = play.restore(batch, samples, state)
-  for row, response in done.responses.items():
-    found = restored.responses[row]
-    assert found._replace(text="") == response._replace(text="")
-    assert found.text.replace("\n\n<x>", "\n[user] <x>\n") == response.text
+  assert restored.responses == done.responses
   rewards, expected = restored.rewards.result(), done.rewards.result()
   np.testing.assert_array_equal(rewards.total, expected.total)
   np.testing.assert_array_equal(rewards.first, expected.first)

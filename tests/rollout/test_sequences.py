@@ -14,7 +14,7 @@ from gspo_jax.losses.advantages import group_relative_advantages
 from gspo_jax.rollout import sequences
 from gspo_jax.rollout.sequences import EpisodeSequence, SequenceLimits
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Samples
+from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts, Samples
 
 G, K, S, R = 2, 3, 5, 9
 FINISH = np.array([STOPPED, STOPPED, TRUNCATED, STOPPED], np.int8)
@@ -45,7 +45,10 @@ def batch_sharding():
 def arranged(episodes, batch_sharding):
   """The prompts and the samples; a token's log-prob is its negative."""
 
-  def finish_episodes(turns, tokens, **rows):
+  def finish_episodes(numbers, turns, tokens, prompts, **rows):
+    assert numbers == [*range(len(FINISH) * K)]
+    prompts = Prompts(prompts.tokens, np.maximum(prompts.lengths, 1))
+    rows["prompts"] = prompts
     logps = np.where(turns > 0, -tokens, 0).astype(np.float32)
     return Samples(tokens, logps, turns=turns, slot_steps=0, **rows)
 
@@ -54,7 +57,6 @@ def arranged(episodes, batch_sharding):
     episodes,
     dict(enumerate(FINISH.tolist())),
     SequenceLimits(4, K, S, R),
-    pad_id=0,
   )
   return samples.prompts, samples
 

@@ -78,7 +78,8 @@ def expected():
 
 def ask(open_engine, prompt, count=None):
   most = open_engine.most_new_tokens(len(prompt))
-  return open_engine.submit(Generation(prompt, count or most))
+  made = Generation(prompt, count or most, logprobs=True)
+  return open_engine.submit(made)
 
 
 def step(open_engine):
@@ -334,6 +335,7 @@ def play(config, batching, devices=1, cfg=CFG, *, order=0, episodes=4):
     R = config.max_new_tokens
     pad = lambda values: np.array([[*x, *[0] * R][:R] for x in values])
     samples = e.finish_episodes(
+      rows,
       tokens=pad([ids[r][first[r] :] for r in rows]).astype(np.int32),
       turns=pad([sampled[r] for r in rows]).astype(np.int16),
       lengths=np.array([len(sampled[r]) for r in rows], np.int32),

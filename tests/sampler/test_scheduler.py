@@ -702,7 +702,7 @@ def test_a_request_reads_the_tokens_that_earlier_ones_left(pages):
   policy was fed. Prompts share the pages that begin alike, also in one round.
   """
   shared, again = np.zeros(2, int), 0
-  for seed in range(40):
+  for seed in (*range(40), 130, 240, 629, 634, 861):
     turns = Turns(np.random.default_rng(seed), pages=pages).run()
     assert not turns.left.any()
     again += turns.prefilled - turns.given

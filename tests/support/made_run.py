@@ -270,7 +270,7 @@ class _Continuous:
 
   def __init__(self, open_engine, generate, fresh, config, batch_sharding):
     self.open, self._generate, self.config = open_engine, generate, config
-    self.own_rows = range
+    self.played_rows = range
     self.batch_sharding = batch_sharding
     self.jitted = types.SimpleNamespace(empty_samples=fresh)
 
@@ -326,7 +326,7 @@ class _Engine:
     texts = [text for _, text in sorted(self._prompts.items())]
     self._texts += texts[:: self.group_size]
 
-  def finish_episodes(self, turns, **rows):
+  def finish_episodes(self, numbers, turns, **rows):
     logps = np.zeros(turns.shape, np.float32)
     rows = multihost.to_global(
       rows | {"turns": turns, "logps": logps}, self._rows

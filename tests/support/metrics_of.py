@@ -7,7 +7,11 @@ def metrics_of(workdir):
   """The lines of metrics.jsonl, without what depends on the clock."""
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   timed = ("time/", "throughput/")
-  return [
+  rows = [
     {k: v for k, v in json.loads(line).items() if not k.startswith(timed)}
     for line in lines
   ]
+  for row in rows:
+    if "conversation/turns" in row:  # so do the steps between two answers
+      del row["response/useful_steps"]
+  return rows

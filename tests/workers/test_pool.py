@@ -362,7 +362,7 @@ def test_a_restart_that_fails_fails_its_calls_and_ends_nothing(folder):
   with make_pool("once") as pool:
     (folder / "once.py.broken").write_text("")
     _, *lost = pool.start([Call(0, text) for text in ("", "x", "")]).wait()
-    assert lost == [Result(None, "broken")] * 2
+    assert lost == [Result(None, "broken", lost=True)] * 2
 
 
 def test_a_worker_that_cannot_start_again_fails_only_its_calls(monkeypatch):

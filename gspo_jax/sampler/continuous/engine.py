@@ -46,7 +46,8 @@ from gspo_jax.sampler.samples import FinishedResponse, OnFinished, Samples
 # come at any time, 1 of 3 must be idle, because a segment costs prefills, too.
 _IDLE, _IDLE_OPEN = 8, 3
 _NOWHERE = 2**31 - 1  # a column behind the last one
-# After which `run` looks again without being woken, also for other processes.
+# Seconds until an idle `run` looks at its condition; the second if processes
+# share the work.
 _SECONDS, _SECONDS_TOGETHER = 1.0, 0.02
 
 # Values of `Generation.finish`, as in OpenAI's API.
@@ -68,16 +69,19 @@ class Generation:
     notify: Callable[[], None] = lambda: None,
     *,
     streams: bool = False,
+    logprobs: bool = False,
   ):
     """`notify` is called in the engine's thread after each change.
 
-    With `streams` also while the response is sampled, else at its end.
+    With `streams` also while the response is sampled, else at its end. Without
+    `logprobs` they stay on the devices, and `logps` is empty.
     """
     self.prompt, self.max_new_tokens = list(prompt), max_new_tokens
-    self.streams = streams
+    self.streams, self.logprobs = streams, logprobs
     self.row: int | None = None  # of the samples; None: any free one
     # As of `Request`; the engine chooses them with the row.
     self.response = self.num_tokens = self.num_recorded = 0
+    self.goes_on = False
     self.tokens: list[int] = []
     self.logps: list[float] = []
     self.progress = 0, ""
@@ -222,11 +226,16 @@ class Engine:
     on_finished: OnFinished | None = None,
     progress: Progress | None = None,
   ) -> None:
-    """Samples until no request is left, and the condition holds everywhere.
+    """Samples until the condition holds everywhere.
 
-    `on_finished` gets the responses of requests that no Generation owns, those
-    of an earlier segment while a later one decodes; `progress` counts what
-    finishes or pauses.
+    Then `close` ends the requests that are left. An engine that keeps no tokens
+    first samples all of them.
+
+    Args:
+      until: may submit requests; called between segments.
+      on_finished: gets responses that no Generation owns, those of an earlier
+        segment while a later one decodes.
+      progress: counts what finishes or pauses.
     """
     self._on_finished, self._progress = on_finished, progress
     while self._step(until):
@@ -256,9 +265,22 @@ class Engine:
       samples = programs.jitted.move_rows(samples, programs.to_devices(rows))
     return programs.jitted.finalize(samples)
 
-  def finish_episodes(self, **rows) -> Samples:
-    """The samples, on the training mesh, with these fields of own rows."""
+  def finish_episodes(self, numbers: Sequence[int], **rows) -> Samples:
+    """The samples, on the training mesh, with these fields.
+
+    `rows` are of the rows `numbers`, all that this process answers for.
+    """
     programs = self._programs
+    if programs.shares_rows:
+      size = self._rows * programs.shards
+      own = programs.own_rows(size)
+
+      def of_all(x):
+        whole = np.zeros((size, *x.shape[1:]), x.dtype)
+        whole[numbers] = x
+        return multihost.sum_of_all(whole)[own]
+
+      rows = jax.tree.map(of_all, rows)
     return programs.jitted.finish_episodes(
       self.samples, programs.to_devices(rows)
     )
@@ -290,8 +312,9 @@ class Engine:
     if not self._results:  # else nothing waited, so nothing starts
       facts = self._facts()
       self._active, self._streams = facts.active, facts.streams
-      if not facts.active.any():
-        return self._pause(facts.open.any())
+      is_open = facts.open.any()
+      if not facts.active.any() or (self._keeps and not is_open):
+        return self._pause(is_open)
       any_new, any_waiting = facts.new.any(), facts.waiting.any()
       for arrays in self._prefill_batches(queues, facts):
         self._prefill(*arrays)
@@ -325,8 +348,9 @@ class Engine:
   def _pause(self, is_open: bool) -> bool:
     """Reports what is left, and waits for requests."""
     nothing = np.zeros(self._programs.sizes.slots, int)
-    for scheduler in self.schedulers:  # of the segment that is not decoded
-      scheduler.apply_results(nothing, nothing)
+    for scheduler in self.schedulers:
+      if not scheduler.num_active:  # the planned segment is not decoded
+        scheduler.apply_results(nothing, nothing)
     self._report()
     if not is_open:
       return False
@@ -346,21 +370,31 @@ class Engine:
 
   def _take_requests(self) -> None:
     """Ends cancelled requests, and gives new ones to schedulers."""
-    for request, scheduler in [*self._open.items()]:
-      if request.owner.cancelled:
-        scheduler.cancel(request)
-        self._end(request, [], [], ABORT)
     with self._changed:
-      new = [*self._inbox]
+      inbox = [*self._inbox]
       self._inbox.clear()
-    left = []
-    for generation in new:
+    # A row that is free because its request was cancelled may have a new one.
+    ended = [r.owner.row for r in self._open if r.owner.cancelled]
+    new = []
+    for generation in inbox:
       if generation.cancelled:
         generation.add([], [], ABORT)
-      elif generation.row is None and not self._choose_row(generation):
+      else:
+        new.append(generation)
+    if self._programs.shares_rows:
+      new, ended = self._exchange(new, ended)
+    for request, scheduler in [*self._open.items()]:
+      if request.owner.row in ended:
+        scheduler.cancel(request)
+        self._end(request, [], [], ABORT)
+    left = []
+    for generation in new:
+      if generation.row is None and not self._choose_row(generation):
         left.append(generation)
       else:
         shard, row = divmod(generation.row, self._rows)
+        if shard not in self._programs.own:
+          continue
         request = Request(
           np.array(generation.prompt, np.int32),
           row,
@@ -368,7 +402,7 @@ class Engine:
           generation.response,
           generation.num_tokens,
           generation.num_recorded,
-          goes_on=generation.num_tokens > 0,
+          goes_on=generation.goes_on,
           owner=generation,
         )
         scheduler = self.schedulers[self._programs.own.index(shard)]
@@ -376,6 +410,47 @@ class Engine:
         self._open[request] = scheduler
     with self._changed:
       self._inbox.extendleft(reversed(left))
+
+  def _exchange(
+    self, new: list[Generation], ended: list[int]
+  ) -> tuple[list[Generation], list[int]]:
+    """What all processes have, in one order: new requests, and ended rows.
+
+    Processes that share rows must plan them alike. A request of another process
+    has a Generation here, too, which nobody reads.
+    """
+    process, count = jax.process_index(), jax.process_count()
+    fields = "response", "num_tokens", "num_recorded", "goes_on", "streams"
+    lines = [[row] for row in ended]
+    for g in new:
+      values = [int(getattr(g, name)) for name in fields]
+      lines.append([g.row, g.max_new_tokens, *values, *g.prompt])
+    size = np.zeros((count, 1), np.int32)
+    size[process] = sum(map(len, lines)) + len(lines)
+    sizes = multihost.sum_of_all(size).ravel()
+    if not sizes.any():
+      return [], []
+    sent = np.zeros((count, sizes.max()), np.int32)
+    flat = [x for line in lines for x in (len(line), *line)]
+    sent[process, : len(flat)] = flat
+    mine, all_new, all_ended = iter(new), [], []
+    for sender, values in enumerate(multihost.sum_of_all(sent).tolist()):
+      at = 0
+      while at < sizes[sender]:
+        row, *line = values[at + 1 : at + 1 + values[at]]
+        at += 1 + values[at]
+        if not line:
+          all_ended.append(row)
+        elif sender == process:
+          all_new.append(next(mine))
+        else:
+          most, *line = line
+          g = Generation(line[len(fields) :], most)
+          g.row = row
+          for name, value in zip(fields, line, strict=False):
+            setattr(g, name, value)
+          all_new.append(g)
+    return all_new, all_ended
 
   def _choose_row(self, generation: Generation) -> bool:
     """A row that no request has, on the shard that knows most of the prompt."""
@@ -394,7 +469,7 @@ class Engine:
     generation.row = max(places)[-1]
     longest = self._programs.sizes.max_prompt_length
     generation.num_tokens = max(len(prompt) - longest, 0)
-    # No two requests have the same number, nor two hosts.
+    # A number that no other request has, on any host.
     self._count += 1
     generation.response = self._count * jax.process_count()
     generation.response += jax.process_index()
@@ -642,14 +717,18 @@ class Engine:
     """Hands out the rows that were read."""
     reads, self._reads = self._reads, []
     responses, config = {}, self._programs.config
+    rows_of = (
+      multihost.addressable_rows if self._keeps else multihost.local_rows
+    )
     for entries, *arrays in reads:
-      tokens = multihost.local_rows(arrays[0]) if entries else {}
-      owned = any(request.owner for request, *_ in entries.values())
-      logps = multihost.local_rows(arrays[1]) if owned else {}
+      tokens = rows_of(arrays[0]) if entries else {}
+      owners = [request.owner for request, *_ in entries.values()]
+      logprobs = any(owner and owner.logprobs for owner in owners)
+      logps = rows_of(arrays[1]) if logprobs else {}
       for i in tokens.keys() & entries.keys():
         request, length, left = entries[i]
         if request.owner:
-          self._extend(request, tokens[i], logps[i], length, left)
+          self._extend(request, tokens[i], logps.get(i, ()), length, left)
           continue
         stopped = bool(tokens[i][length - 1] in config.stop_ids)
         if config.stop and length >= config.min_new_tokens:
@@ -676,7 +755,9 @@ class Engine:
       if kept := request.kept:
         kept.tokens = np.append(request.tokens, np.int32(new))
     begin = len(generation.tokens)
-    new_logps = logps[first + begin : length].tolist()
+    new_logps = []
+    if generation.logprobs:
+      new_logps = logps[first + begin : length].tolist()
     if left:
       self._end(request, new[begin:], new_logps, finish)
     else:

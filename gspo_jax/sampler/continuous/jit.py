@@ -18,6 +18,7 @@ from gspo_jax.sampler.continuous.config import ShardSizes
 from gspo_jax.sampler.continuous.paged_decode import DecodeState, SegmentResults
 from gspo_jax.sampler.decode_params import decode_params, decode_params_sharding
 from gspo_jax.sampler.samples import (
+  Prompts,
   SamplerConfig,
   empty_samples,
   samples_sharding,
@@ -163,9 +164,20 @@ class _Functions:
     )
 
   def finish_episodes(self, samples, rows):
-    """Samples with `rows`, which the host knows: fields of `Samples`."""
-    logps = jnp.where(rows["turns"] > 0, samples.logps, 0)
-    return dataclasses.replace(samples, logps=logps, **rows)
+    """Samples with `rows`, which the host knows: fields of `Samples`.
+
+    An empty row gets a prompt of one token, which no update reads.
+    """
+    pad_id, prompts = self.sampler.pad_id, rows["prompts"]
+    prompts = Prompts(prompts.tokens, jnp.maximum(prompts.lengths, 1))
+    padded = jnp.where(prompts.mask, prompts.tokens, pad_id)
+    real = jnp.arange(self.sampler.max_new_tokens) < rows["lengths"][:, None]
+    known = {
+      "tokens": jnp.where(real, rows["tokens"], pad_id),
+      "logps": jnp.where(rows["turns"] > 0, samples.logps, 0),
+      "prompts": Prompts(padded, prompts.lengths),
+    }
+    return dataclasses.replace(samples, **(rows | known))
 
 
 def jit_sampler(

@@ -12,7 +12,7 @@ import numpy as np
 
 from gspo_jax import model
 from gspo_jax.model.cache import has_states
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime import multihost
 from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler.continuous.config import (
   PROMPT_ROWS,
@@ -83,22 +83,24 @@ class Programs:
     """Tokens that each slot drafts in a step where `count` are computed."""
     return self.sizes.drafts_of(count // self.shards)
 
-  def require_own_rows(self) -> None:
-    """UserError if processes share rows: a request is of one process."""
+  @functools.cached_property
+  def shares_rows(self) -> bool:
+    """Whether several processes have the same rows."""
     places = self.batch_sharding.devices_indices_map((self.shards,))
     owners = {
       (part.start, device.process_index) for device, (part,) in places.items()
     }
-    if len(owners) > len({start for start, _ in owners}):
-      raise UserError(
-        "sampler_mesh: several processes have the same rows; expected expert x "
-        "tensor within one process, for an engine's requests are of one"
-      )
+    return len(owners) > len({start for start, _ in owners})
 
   def own_rows(self, size: int) -> list[int]:
-    """The rows of this host, of so many."""
+    """The rows on this host's devices, of so many."""
     n = size // self.shards
     return [shard * n + i for shard in self.own for i in range(n)]
+
+  def played_rows(self, size: int) -> list[int]:
+    """The rows, of so many, that no other process answers for."""
+    like = multihost.to_global(np.zeros(size, np.int8), self.batch_sharding)
+    return [*multihost.local_rows(like)]
 
   def to_devices(self, tree):
     """Global arrays from the rows of this host's own shards, joined."""

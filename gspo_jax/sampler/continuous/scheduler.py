@@ -48,7 +48,7 @@ class Request:
   # First tokens of the prefix whose experts the row already has.
   num_recorded: int = 0
   stop_state: int = 0  # of `StopStrings` after `tokens`
-  goes_on: bool = False  # with an earlier request: it starts before new ones
+  goes_on: bool = False  # its episode has begun: it starts before new ones
   owner: Any = None  # what the caller of `submit` wants to find again
   # Of the scheduler. Without a prefix it came from another shard.
   prefix: "Prefix | None" = None
@@ -117,9 +117,9 @@ class Scheduler:
     rows: of the shard's samples.
     has_states: of the model.
     keeps: whether later requests may go on with finished responses.
-    group_size: if experts are recorded, most rows that a prefill writes them
-      to; then a prefix begins with stored tokens only where its row has their
-      experts. 0: they are not recorded.
+    group_size: most rows to which a prefill writes the experts of its tokens;
+      0: experts are not recorded. Where they are, a prefix may begin with
+      stored tokens only if its row has their experts.
   """
 
   def __init__(
@@ -142,7 +142,10 @@ class Scheduler:
     self._prefixes: dict[int, Prefix] = {}  # by age, with requests
     self._same: dict[tuple, Prefix] = {}  # the last one of these tokens
     self._kept: dict[int, Prefix] = {}  # by age
-    self._stages: dict[Prefix, int] = {}  # of the newest admission
+    # Of the newest admission: the stage of each prefill, and the prefixes that
+    # slots start from. Their pages are written and copied after it.
+    self._stages: dict[Prefix, int] = {}
+    self._started: set[Prefix] = set()
     self._row, self._prefix_of_row = 0, None
     self._unknown_segments = 0  # planned, without results so far
     self._readers = np.zeros(sizes.num_pages, np.int64)
@@ -256,7 +259,7 @@ class Scheduler:
     new = np.zeros(M, bool)
     admission = Admission([], new, full(0), full(n), full(n), full(PROMPT_ROWS))
     idle = np.flatnonzero(~self._active_M).tolist()
-    self._stages = {}
+    self._stages, self._started = {}, set()
     while idle and self.num_waiting:
       queue = self._first or self._queue
       self._reuse(queue[0])
@@ -296,6 +299,10 @@ class Scheduler:
     for other in self._stored():
       if other.tokens is None or self._stages.get(other):
         continue
+      if not (other.num_stored > most < limit):
+        continue
+      if other.tokens[most] != prefix.tokens[most]:
+        continue  # it has no more in common than the best so far
       count = _common(other.tokens[: other.num_stored], prefix.tokens[:limit])
       if other.requests or count < other.num_stored:
         count = count // page_size * page_size
@@ -421,9 +428,14 @@ class Scheduler:
     needed = pages - cached // page_size + -(-cached // page_size)
     needed -= len(prefix.pages)
     needed += int(self._missing_pages().sum())
-    while needed > self.num_free_pages:
-      if not self._evict(prefix):
+    if needed > self.num_free_pages:
+      readers = self._readers.copy()
+      for other in self._evictable(prefix):
+        readers[other.pages] -= 1
+      if needed > np.count_nonzero(readers == 0):
         return False
+    while needed > self.num_free_pages:
+      self._evict(prefix)
     return True
 
   def _start(self, slot, request, admission):
@@ -432,6 +444,7 @@ class Scheduler:
     missing = -(-cached // page_size) - len(prefix.pages)
     prefix.pages = prefix.pages + self._pop_pages(missing)
     prefix.num_stored = cached
+    self._started.add(prefix)
     self._prefill(slot, prefix, num_stored, admission)
     number = request.num_tokens
     count = self._pages_after_segment(cached - number, number, request.stop_at)
@@ -498,32 +511,34 @@ class Scheduler:
     self._readers[pages] -= 1
     self._free_pages += [p for p in pages if not self._readers[p]]
 
-  def _evict(self, stays: Prefix | None) -> bool:
-    """Evicts tokens that no slot reads; False if there are none.
+  def _evictable(self, stays: Prefix | None) -> list[Prefix]:
+    """Tokens that may be evicted, in this order.
 
-    The oldest kept ones first; then the newest prefix, of those that begin
+    The oldest kept ones first; then the newest prefixes, of those that begin
     after the one that `stays`, or that no slot continues.
     """
-    if self._kept:
-      evicted = self._kept.pop(next(iter(self._kept)))
-    else:
-      running = {request.prefix for request in self._slots if request}
-      age = stays.age if stays else -1
-      evicted = next(
-        (
-          prefix
-          for prefix in reversed(self._prefixes.values())
-          if prefix.pages
-          and prefix is not stays
-          and (prefix.age > age or prefix not in running)
-        ),
-        None,
-      )
-      if not evicted:
-        return False
-    self._release_pages(evicted.pages)
-    evicted.pages, evicted.num_stored = [], 0
-    return True
+    running = {request.prefix for request in self._slots if request}
+    age = stays.age if stays else -1
+    return [
+      *self._kept.values(),
+      *(
+        prefix
+        for prefix in reversed(self._prefixes.values())
+        if prefix.pages
+        and prefix is not stays
+        and prefix not in self._started
+        and (prefix.age > age or prefix not in running)
+      ),
+    ]
+
+  def _evict(self, stays: Prefix | None) -> bool:
+    """Evicts the first evictable tokens; False if there are none."""
+    for evicted in self._evictable(stays)[:1]:
+      self._kept.pop(evicted.age, None)
+      self._release_pages(evicted.pages)
+      evicted.pages, evicted.num_stored = [], 0
+      return True
+    return False
 
   def _release_slot(self, slot):
     self._release_pages(self._table[slot, : self._num_pages_M[slot]].tolist())
