@@ -12,6 +12,8 @@ def metrics_of(workdir):
     for line in lines
   ]
   for row in rows:
-    if "conversation/turns" in row:  # so do the steps between two answers
+    if "conversation/turns" in row:
+      # When a request comes decides the steps, and how its log-probs round.
       del row["response/useful_steps"]
+      del row["mismatch/token_abs_mean"], row["mismatch/sequence_abs_mean"]
   return rows

@@ -300,8 +300,7 @@ class Engine:
     if not self._results:
       if self._keeps:
         self._report()
-      is_open = not until()
-      self._take_requests()
+      is_open = self._take_requests(not until())
     if migrates:
       self._migrate()
     admissions = [scheduler.admit() for scheduler in self.schedulers]
@@ -368,8 +367,11 @@ class Engine:
     yield
     self.idle_seconds += time.monotonic() - start
 
-  def _take_requests(self) -> None:
-    """Ends cancelled requests, and gives new ones to schedulers."""
+  def _take_requests(self, is_open: bool) -> bool:
+    """Ends cancelled requests, and gives new ones to schedulers.
+
+    Returns `is_open`, or if processes share rows, whether it is so on any.
+    """
     with self._changed:
       inbox = [*self._inbox]
       self._inbox.clear()
@@ -382,7 +384,7 @@ class Engine:
       else:
         new.append(generation)
     if self._programs.shares_rows:
-      new, ended = self._exchange(new, ended)
+      new, ended, is_open = self._exchange(new, ended, is_open)
     for request, scheduler in [*self._open.items()]:
       if request.owner.row in ended:
         scheduler.cancel(request)
@@ -410,10 +412,11 @@ class Engine:
         self._open[request] = scheduler
     with self._changed:
       self._inbox.extendleft(reversed(left))
+    return is_open
 
   def _exchange(
-    self, new: list[Generation], ended: list[int]
-  ) -> tuple[list[Generation], list[int]]:
+    self, new: list[Generation], ended: list[int], is_open: bool
+  ) -> tuple[list[Generation], list[int], bool]:
     """What all processes have, in one order: new requests, and ended rows.
 
     Processes that share rows must plan them alike. A request of another process
@@ -425,11 +428,12 @@ class Engine:
     for g in new:
       values = [int(getattr(g, name)) for name in fields]
       lines.append([g.row, g.max_new_tokens, *values, *g.prompt])
-    size = np.zeros((count, 1), np.int32)
-    size[process] = sum(map(len, lines)) + len(lines)
-    sizes = multihost.sum_of_all(size).ravel()
+    size = np.zeros((count, 2), np.int32)
+    size[process] = sum(map(len, lines)) + len(lines), is_open
+    sizes, are_open = multihost.sum_of_all(size).T
+    is_open = bool(are_open.any())
     if not sizes.any():
-      return [], []
+      return [], [], is_open
     sent = np.zeros((count, sizes.max()), np.int32)
     flat = [x for line in lines for x in (len(line), *line)]
     sent[process, : len(flat)] = flat
@@ -450,7 +454,7 @@ class Engine:
           for name, value in zip(fields, line, strict=False):
             setattr(g, name, value)
           all_new.append(g)
-    return all_new, all_ended
+    return all_new, all_ended, is_open
 
   def _choose_row(self, generation: Generation) -> bool:
     """A row that no request has, on the shard that knows most of the prompt."""
