@@ -315,6 +315,16 @@ def test_a_call_goes_on_with_the_longest_sequence_that_is_free():
   assert (longer.ids, longer.turns) == ([1, 2, 3, 4, 6], [2, 2, 0, 3])
 
 
+def test_a_call_of_a_lost_attempt_may_end_later():
+  episode = agents.AgentEpisode(None, BYTES, LIMITS, number=0, size=1)
+  episode.started(made := engine.Generation([1], 9))
+  episode.end()
+  episode.lose()
+  episode.gave_up(made)
+  assert made.cancelled
+  assert not episode.end()
+
+
 def test_an_episode_keeps_its_limits(pool):
   scored, episodes = play(pool, "beyond", "flood", "long", "grow")
   total = scored.rewards.result().total

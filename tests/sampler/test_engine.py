@@ -192,6 +192,26 @@ def test_a_cancelled_request_ends_and_the_others_go_on():
     assert g.finish == "abort" or g.tokens == tokens
 
 
+def test_a_cancelled_requests_row_may_have_the_next_one():
+  with opened() as e:
+    first, second = (Generation(PROMPTS[i], 24) for i in (3, 4))
+    first.row = second.row = 2
+    e.submit(first)
+    step(e)
+    first.cancelled = True
+    e.submit(second)
+    run(e, first, second)
+  assert (first.finish, first.tokens) == ("abort", [])
+  assert second.tokens == expected()[4][0]
+
+
+def test_a_run_ends_with_its_condition_whatever_is_open():
+  with opened() as e:
+    made = [ask(e, prompt) for prompt in PROMPTS]
+    e.run(lambda: True)
+  assert {g.finish for g in made} == {"abort"}
+
+
 def test_a_thread_is_told_of_each_segment_and_of_the_end():
   seen = []
   with opened() as e:

@@ -579,6 +579,25 @@ def test_a_request_for_each_response_that_is_to_go_on():
       assert request.num_recorded == fed
 
 
+def test_a_request_without_room_evicts_nothing():
+  """And one of an episode that has begun starts before new ones."""
+  sizes = sizes_of(num_pages=6, max_prompt_length=12)
+  scheduler = Scheduler(sizes, 4, keeps=True)
+  scheduler.submit(Request(np.arange(4), 0, 2, 0))
+  scheduler.submit(Request(np.arange(8, 12), 1, 8, 1))
+  scheduler.admit()
+  scheduler.allocate_pages()
+  ((ended, _),) = scheduler.apply_results([2, 2], [False, True])
+  ended.kept.tokens = np.append(ended.tokens, [4, 5])
+  scheduler.submit(Request(np.arange(20, 32), 2, 8, 2))
+  assert not scheduler.admit().new.any()
+  assert len(scheduler.kept) == 1
+  again = np.append(ended.kept.tokens, 6)
+  scheduler.submit(Request(again, 0, 5, 0, 3, goes_on=True))
+  (prefill,) = scheduler.admit().prefill
+  assert (prefill.prefix.tokens.tolist(), prefill.num_cached) == ([*again], 5)
+
+
 class Turns:
   """Conversations of several turns, whose tokens stay in the pool.
 

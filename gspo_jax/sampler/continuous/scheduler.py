@@ -15,8 +15,8 @@ are preempted.
 
 A scheduler that `keeps` tokens leaves those of finished responses in the pool;
 what was kept first is evicted first. A prefix that begins with all kept tokens
-of a response takes over their pages. Another one shares the full pages of the
-tokens that begin it, kept or of a running response.
+of a response takes over their pages. Any other prefix shares the full pages of
+the longest stored tokens that begin it.
 
 A model may also have states, which are no pages. A prefill gives its state to
 the slots that start in the same round. If more responses wait, it also stores
