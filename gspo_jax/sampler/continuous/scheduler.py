@@ -142,6 +142,7 @@ class Scheduler:
     self._prefixes: dict[int, Prefix] = {}  # by age, with requests
     self._same: dict[tuple, Prefix] = {}  # the last one of these tokens
     self._kept: dict[int, Prefix] = {}  # by age
+    self._kept_of_row: dict[int, int] = {}  # the age of each row's last one
     # Of the newest admission: the stage of each prefill, and the prefixes that
     # slots start from. Their pages are written and copied after it.
     self._stages: dict[Prefix, int] = {}
@@ -296,7 +297,12 @@ class Scheduler:
     if self._group_size:
       limit = min(limit, request.num_recorded)
     page_size, best, most = self._sizes.page_size, None, 0
-    for other in self._stored():
+    # A request that goes on mostly does so with all that its row has.
+    last = self._kept.get(self._kept_of_row.get(request.row))
+    if last and last.tokens is not None and last.num_stored <= limit:
+      count = _common(last.tokens[: last.num_stored], prefix.tokens)
+      best, most = (last, count) if count == last.num_stored else (None, 0)
+    for other in () if best else self._stored():
       if other.tokens is None or self._stages.get(other):
         continue
       if not (other.num_stored > most < limit):
@@ -384,6 +390,7 @@ class Scheduler:
     self._age += 1
     request.kept = Prefix(None, self._age, [], pages, count)
     self._kept[self._age] = request.kept
+    self._kept_of_row[request.row] = self._age
 
   def remove(self, slot: int, num_pages: int) -> tuple[int, list[int]]:
     """Takes a response out of a slot; its row, and its first pages.
