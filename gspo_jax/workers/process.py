@@ -20,6 +20,8 @@ from gspo_jax.runtime import errors
 
 # Seconds for the imports of a worker, and for its silence beyond one call.
 START, GRACE = 120.0, 30.0
+# The failure of calls of which one is at fault; nobody knows which.
+SHARED_END = "it, or a call beside it, ended or blocked their process"
 
 
 # The tasks of a worker, functions of a request; and JSON about them.
@@ -47,7 +49,7 @@ class Result(NamedTuple):
 
   value: Any
   failure: str | None
-  lost: bool = False  # it may have run in part, in a worker that is gone
+  lost: bool = False  # it may have run in part, in a process that is gone
 
 
 def children(pid: int) -> list[int]:
@@ -196,7 +198,8 @@ class Process:
       # Twice: calls that did not end together are made again, one by one.
       match self._receive(2 * self._setup.seconds + GRACE):
         case [int(i), value, None | str() as failure] if i in waiting:
-          yield waiting.pop(i), Result(value, failure)
+          lost = failure == SHARED_END
+          yield waiting.pop(i), Result(value, failure, lost)
         case _:
           return
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gspo_jax.runtime import errors
-from gspo_jax.workers.process import Setup, children
+from gspo_jax.workers.process import SHARED_END, Setup, children
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _TIMERS = signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF
@@ -74,7 +74,7 @@ def main() -> None:
         calls += ran
         continue
       for call in ran:
-        _send(results, [call.number, None, _SHARED])
+        _send(results, [call.number, None, SHARED_END])
     while calls:
       calls = forked.make_one_by_one(calls)
 
@@ -236,7 +236,6 @@ class _Children:
 
 
 _DIED = "its process ended"
-_SHARED = "it, or a call beside it, ended or blocked their process"
 
 
 def _kill_all(child: int) -> None:
