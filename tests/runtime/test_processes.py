@@ -19,6 +19,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from metrics_of import metrics_of
 from repository import ROOT, xla_flags
 
 from gspo_jax import model
@@ -143,16 +144,6 @@ def reference(launch, tmp_path_factory):
   return workdir
 
 
-def rows(workdir):
-  """The records of metrics.jsonl, without those that depend on the clock."""
-  lines = (workdir / "metrics.jsonl").read_text().splitlines()
-  timed = ("time/", "throughput/")
-  return [
-    {k: v for k, v in json.loads(line).items() if not k.startswith(timed)}
-    for line in lines
-  ]
-
-
 def final_params(workdir):
   mesh = sharding.make_mesh(jax.devices()[:1])
   config = tiny_cpu.get_config("debug")
@@ -174,14 +165,12 @@ def assert_same_run(workdir, reference, atol=1e-5):
   one differed by 1.3e-5. The root mean square, at most 6e-8 in such an array,
   is bounded by atol / 10. The learning rate is 3e-4.
   """
-  actual, expected = rows(workdir), rows(reference)
+  actual, expected = metrics_of(workdir), metrics_of(reference)
   assert [row["step"] for row in actual] == list(range(STEPS + 1))
   assert any(row.get("grad/norm", 0) > 0 for row in expected)
   for row, should in zip(actual, expected, strict=True):
     for each in (row, should):
       each.pop("ratio/moved", None)  # counts ratios that are not exactly 1
-      if "conversation/turns" in each:  # by the clock of environments
-        del each["response/useful_steps"]
     assert row == pytest.approx(should, rel=0, abs=5e-6)
     for name in should:
       if name.startswith(("eval/", "reward/", "response/")):
@@ -264,7 +253,7 @@ def test_rollouts_of_two_processes_equal_those_of_one(
   cold = {} if own_start else {"cold_start": reference / "cold_start"}
   launch(1, tmp_path / "one", devices=2, **cold, **added).finish()
   launch(2, tmp_path / "two", **cold, **added).finish()
-  assert any(row[metric] > least for row in rows(tmp_path / "one")[1:])
+  assert any(row[metric] > least for row in metrics_of(tmp_path / "one")[1:])
   atol = 1e-4 if own_start else 1e-5
   assert_same_run(tmp_path / "two", tmp_path / "one", atol=atol)
 
@@ -287,7 +276,7 @@ def test_a_reward_model_scores_the_responses_of_two_processes(
   }
   launch(1, tmp_path / "one", devices=2, **added).finish()
   launch(2, tmp_path / "two", **added).finish()
-  assert all(row["reward/model"] for row in rows(tmp_path / "one")[1:])
+  assert all(row["reward/model"] for row in metrics_of(tmp_path / "one")[1:])
   assert_same_run(tmp_path / "two", tmp_path / "one")
 
 
@@ -312,10 +301,10 @@ def test_two_processes_sample_and_train_on_halves_of_their_devices(
   split = {"sampler_mesh__devices": 2, **added}
   out, _ = launch(2, tmp_path / "split", devices=2, **split).finish()
   assert "2 more to sample" in out
-  assert rows(tmp_path / "split") == rows(tmp_path / "turns")
+  assert metrics_of(tmp_path / "split") == metrics_of(tmp_path / "turns")
   shutil.rmtree(tmp_path / f"split/checkpoints/{STEPS}")
   launch(2, tmp_path / "split", devices=2, **split).finish()
-  assert rows(tmp_path / "split") == rows(tmp_path / "turns")
+  assert metrics_of(tmp_path / "split") == metrics_of(tmp_path / "turns")
 
 
 @pytest.mark.slow
@@ -630,7 +619,7 @@ def test_an_unmoved_policy_has_ratio_one_on_two(launch, tmp_path):
     "num_steps": 1,
   }
   launch(2, tmp_path, **overrides).finish()
-  row = rows(tmp_path)[-1]
+  row = metrics_of(tmp_path)[-1]
   for name in ("ratio/token_std", "ratio/sequence_std", "clip_frac/token"):
     assert row[name] == 0
   assert row["ratio/first_minibatch_std"] == row["ratio/moved"] == 0
@@ -653,7 +642,7 @@ def test_agents_of_two_processes_play_with_one_policy(launch, tmp_path):
   }
   launch(1, tmp_path / "one", devices=2, **added).finish()
   launch(2, tmp_path / "two", **added).finish()
-  one, two = (rows(tmp_path / name)[1:] for name in ("one", "two"))
+  one, two = (metrics_of(tmp_path / name)[1:] for name in ("one", "two"))
   same = "response/length", "response/truncated", "conversation/turns"
   for a, b in zip(one, two, strict=True):
     assert [a[name] for name in same] == [b[name] for name in same]

@@ -69,7 +69,7 @@ class Segment:
     fewest = generate.compute_sizes[-1]
     self.subset = plan_compile.compile_one(lowered[f"generate {fewest}"])
     empty = generate.jitted.empty_samples.lower(P).out_info
-    state, _ = generate.jitted.begin.lower(empty, None).out_info
+    state, _ = generate.jitted.begin.lower(empty).out_info
     place = generate.batch_sharding
     few = jax.ShapeDtypeStruct((8 * len(devices),), np.int32, sharding=place)
     moves = generate.jitted.move_pages.lower(state, sh.Moves(few, few, few))
