@@ -52,7 +52,7 @@ from gspo_jax.data import sources
 from gspo_jax.data.tokenizers import load as load_tokenizer
 from gspo_jax.evaluate import summary
 from gspo_jax.evaluate.evaluator import evaluate
-from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
+from gspo_jax.evaluate.policy_sampler import PolicySampler
 from gspo_jax.export import export
 from gspo_jax.model import hf
 from gspo_jax.program.config import parse
@@ -190,8 +190,7 @@ config.eval.prompts = 8
 mesh = sharding.make_mesh(**config.mesh)
 jax.set_mesh(mesh)
 parsed, count = parse(config), len(files["test"])
-shape = batch_shape(parsed, mesh, samples=8, problems=count)
-sampler = PolicySampler(parsed, mesh, shape)
+sampler = PolicySampler(parsed, mesh, samples=8, problems=count)
 problems = list(sources.load(config.data.eval_source))
 responses, _ = sampler.sample(params, problems, jax.random.key(0))
 print(f"{problems[0].text}\n")

@@ -43,7 +43,7 @@ import matplotlib.pyplot as plt
 
 from gspo_jax import model
 from gspo_jax.configs import smollm2_cpu
-from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
+from gspo_jax.evaluate.policy_sampler import PolicySampler
 from gspo_jax.model import hf
 from gspo_jax.model.hf import prepare_smollm2
 from gspo_jax.program.config import parse
@@ -106,8 +106,7 @@ shapes = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
 places = model.shardings(shapes, mesh)
 params = hf.load_hf(folder, cfg, shardings=places)
 parsed = parse(config)
-shape = batch_shape(parsed, mesh, samples=1, problems=len(problems))
-sampler = PolicySampler(parsed, mesh, shape)
+sampler = PolicySampler(parsed, mesh, samples=1, problems=len(problems))
 
 
 def ask(params):

@@ -49,7 +49,7 @@ def _serve() -> int:
   from gspo_jax.program import load_params
   from gspo_jax.program.config import parse
   from gspo_jax.program.functions import build_program
-  from gspo_jax.program.sampler_functions import engine_sampler
+  from gspo_jax.program.sampler_functions import serving_sampler
   from gspo_jax.runtime import sharding
 
   folder = _CHECKPOINT.value or command.WORKDIR.value
@@ -64,7 +64,7 @@ def _serve() -> int:
   mesh = sharding.make_mesh(devices, **dataclasses.asdict(config.mesh))
   with jax.set_mesh(mesh):
     program = build_program(config, mesh, training=False, sampling=False)
-    sampler = engine_sampler(
+    sampler = serving_sampler(
       config, program.cfg, program.tokenizer, program.abstract_policy, mesh
     )
     params = load_params.load(config, program, folder)

@@ -51,10 +51,10 @@ def accuracy(config: ConfigDict, folder: Path, step: int) -> float:
       return float(
         held_out.first_rewards(
           experiment,
-          program.sampler.generate_eval,
           params,
           keys.evaluate,
           config.eval.samples,
+          program.sampler.respond.config.params,
         ).mean()
       )
 

@@ -20,7 +20,7 @@ CONFIG = "--config=configs/tiny_cpu.py:debug"
 
 
 @pytest.mark.slow
-def test_a_served_policy_answers_greedily_as_the_sampler(tmp_path):
+def test_a_served_policy_samples_as_a_request_says(tmp_path):
   openai = pytest.importorskip("openai")
   cfg = model.variant("tiny", vocab_size=258, dtype="float32")
   params = model.init(jax.random.key(3), cfg)
@@ -30,7 +30,6 @@ def test_a_served_policy_answers_greedily_as_the_sampler(tmp_path):
   command = [sys.executable, "-u", "-m", "gspo_jax.serve", CONFIG, "--port=0"]
   command += [f"--checkpoint={tmp_path / 'hf'}"]
   command += [f"--api_key_file={tmp_path / 'key'}"]
-  command += ["--config.sampler.temperature=0"]
   with subprocess.Popen(
     command, cwd=ROOT, stdout=subprocess.PIPE, text=True
   ) as process:
@@ -38,14 +37,22 @@ def test_a_served_policy_answers_greedily_as_the_sampler(tmp_path):
       url = next(filter(None, map(re.compile("http.*").search, process.stdout)))
       client = openai.OpenAI(base_url=url[0], api_key=key, timeout=120)
       prompt = BYTES.encode("1+1?")
-      answer = client.completions.create(
-        model="policy", prompt=prompt, extra_body={"return_token_ids": True}
+      ask = lambda **options: (
+        client.completions.create(
+          model="policy",
+          prompt=prompt,
+          extra_body={"return_token_ids": True},
+          **options,
+        )
+        .choices[0]
+        .token_ids
       )
+      ids = ask(temperature=0)
+      sampled = [ask(temperature=2, seed=seed) for seed in (1, 2, 1)]
       process.send_signal(signal.SIGTERM)
       assert process.wait(60) == 0
     finally:
       process.kill()
-  ids = answer.choices[0].token_ids
   expected = sampler.generate(
     params,
     cfg,
@@ -57,6 +64,7 @@ def test_a_served_policy_answers_greedily_as_the_sampler(tmp_path):
   )
   assert ids == expected.tokens[0].tolist()
   assert len(ids) > 1
+  assert sampled[0] == sampled[2] != sampled[1]
 
 
 @pytest.mark.parametrize("text", ["short", "two words of a key file"])

@@ -106,7 +106,7 @@ class Endpoint:
       try:
         limit = _MAX_BODY + _MORE_BODY * client.engine.context
         call = parse(await _in_time(_body(request, limit)), stop)
-        self._check(call)
+        self._check(call, client)
         answer, changed = await self._start(client, call)
       except BaseException:
         client.open -= 1
@@ -121,7 +121,7 @@ class Endpoint:
 
     return handle
 
-  def _check(self, call: Call) -> None:
+  def _check(self, call: Call, client: Client) -> None:
     """ApiError for another model; logs what the run samples otherwise."""
     if call.model not in (None, MODEL):
       raise ApiError(
@@ -132,7 +132,8 @@ class Endpoint:
       )
     for name, value in call.sampling.items():
       own = getattr(self._config, name, None)
-      if name not in self._told and value != own:
+      ignored = name not in client.honours
+      if ignored and name not in self._told and value != own:
         self._told.add(name)
         logging.warning(
           "a client asks for %s=%s: the run's sampling stays", name, value

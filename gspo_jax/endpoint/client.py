@@ -5,13 +5,20 @@ from collections.abc import Callable
 
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.endpoint.answers import Answer
-from gspo_jax.endpoint.requests import ApiError, Call
+from gspo_jax.endpoint.requests import (
+  HONOURED,
+  ApiError,
+  Call,
+  sampling_params,
+)
 from gspo_jax.endpoint.transcript import Transcript
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous.engine import Engine, Generation
 
 
 class Client:
+  honours = HONOURED  # fields of a request
+
   def __init__(self, engine: Engine, tokenizer: Tokenizer):
     self.engine, self.transcript = engine, Transcript(tokenizer)
     self.open = 0  # requests
@@ -40,6 +47,9 @@ class Client:
     generation = Generation(
       prompt, most, notify, streams=call.stream, logprobs=call.logprobs
     )
+    if self.honours:
+      generation.params = sampling_params(call, self.engine.params)
+      generation.seed = call.sampling.get("seed")
     self.started(generation)
     try:
       self.engine.submit(generation)

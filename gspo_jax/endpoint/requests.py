@@ -1,19 +1,36 @@
 """What a client sends, checked: the fields of OpenAI's API that are honoured.
 
-Fields that choose how tokens are sampled are left to the run; `app` logs those
-that differ. A field that would change the answer otherwise is refused.
+A policy that is served samples as a request says. In an episode that an update
+learns from the run decides; `app` logs what a request wants otherwise. A field
+that would change the answer is refused.
 """
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# What a request may say of sampling; the run decides.
-SAMPLING = (
-  *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty"),
-  *("frequency_penalty", "repetition_penalty", "min_tokens", "stop_token_ids"),
+from gspo_jax.sampler.samples import SamplingParams
+
+# What a request may say of sampling: honoured where a policy is served, and
+# ignored everywhere.
+HONOURED = *SamplingParams._fields, "seed"
+_IGNORED = (
+  *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+  *("min_tokens", "stop_token_ids"),
 )
+# Values of the former: what is expected, and whether a number is that.
+_RANGES = {
+  "temperature": ("0 or more", lambda x: 0 <= x < math.inf),
+  "top_k": (
+    "a whole number; 0 or -1: all",
+    lambda x: type(x) is int and x >= -1,
+  ),
+  "top_p": ("more than 0, at most 1", lambda x: 0 < x <= 1),
+  "min_p": ("0 to 1", lambda x: 0 <= x <= 1),
+  "seed": ("a whole number", lambda x: type(x) is int),
+}
 # Refused, unless they have one of these values or are null.
 _ONLY = {
   "n": (1,),
@@ -114,6 +131,17 @@ def completion(body: Any, stop: Sequence[str]) -> Call:
   return Call(prompt=prompt, logprobs=logprobs is not None, **common)
 
 
+def sampling_params(call: Call, default: SamplingParams) -> SamplingParams:
+  """What the call says of sampling, else the default; ApiError if wrong."""
+  said = {k: v for k, v in call.sampling.items() if k in _RANGES}
+  for name, value in said.items():
+    expected, is_right = _RANGES[name]
+    if type(value) not in (int, float) or not is_right(value):
+      raise _wrong(name, value, expected)
+  said.pop("seed", None)
+  return default._replace(**said)
+
+
 def is_text(value: Any) -> bool:
   """Whether UTF-8 can encode all texts of a JSON value: no lone surrogates."""
   try:
@@ -147,7 +175,9 @@ def _common(body: Any, stop: Sequence[str]) -> dict:
     "include_usage": _boolean(options, "include_usage"),
     "return_token_ids": _boolean(body, "return_token_ids"),
     "model": body.get("model"),
-    "sampling": {k: v for k in SAMPLING if (v := body.get(k)) is not None},
+    "sampling": {
+      k: v for k in (*HONOURED, *_IGNORED) if (v := body.get(k)) is not None
+    },
   }
 
 

@@ -20,7 +20,7 @@ from gspo_jax.data.sources import Fields
 from gspo_jax.evaluate import benchmarks, summary
 from gspo_jax.evaluate.answers_file import AnswersFile
 from gspo_jax.evaluate.benchmarks import Benchmark
-from gspo_jax.evaluate.policy_sampler import PolicySampler, batch_shape
+from gspo_jax.evaluate.policy_sampler import PolicySampler
 from gspo_jax.program import load_params
 from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.experiment import make_reward_model
@@ -160,9 +160,8 @@ def _read(config, sets, samples, limit, reward) -> list[Benchmark]:
 def _samplers(config, mesh, chosen) -> list[PolicySampler]:
   if warning := length_warning(config):
     multihost.print_once(f"warning: {warning}")
-  sampler = functools.cache(lambda shape: PolicySampler(config, mesh, shape))
   samplers = [
-    sampler(batch_shape(config, mesh, b.samples, len(b.problems)))
+    PolicySampler(config, mesh, samples=b.samples, problems=len(b.problems))
     for b in chosen
   ]
   for benchmark, each in zip(chosen, samplers, strict=True):

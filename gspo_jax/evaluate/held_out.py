@@ -13,17 +13,18 @@ from gspo_jax.rollout.scoring import (
   wait_scored,
 )
 from gspo_jax.runtime import sharding
-from gspo_jax.sampler.functions import Sampler
-from gspo_jax.sampler.many_prompts import sample_many
-from gspo_jax.sampler.samples import Prompts
+from gspo_jax.sampler.samples import Prompts, SamplingParams
 
 
 def evaluate(experiment: Experiment, params: model.Params) -> dict[str, float]:
   """`eval/*` of sampled and greedy responses; the key is always the same."""
-  sampler, key = experiment.program.sampler, experiment.keys.evaluate
-  config = experiment.config
+  config, key = experiment.config, experiment.keys.evaluate
   sampled = first_rewards(
-    experiment, sampler.generate_eval, params, key, config.eval.samples
+    experiment,
+    params,
+    key,
+    config.eval.samples,
+    experiment.program.sampler.respond.config.params,
   )
   return summarize(
     sampled, greedy(experiment, params, key), config.reward.pass_threshold
@@ -33,70 +34,48 @@ def evaluate(experiment: Experiment, params: model.Params) -> dict[str, float]:
 def greedy(
   experiment: Experiment, params: model.Params, key: jax.Array
 ) -> np.ndarray:
-  generate = experiment.program.sampler.generate_greedy
-  return first_rewards(experiment, generate, params, key, 1)
+  sampling = SamplingParams(temperature=0.0)
+  return first_rewards(experiment, params, key, 1, sampling)
 
 
 def first_rewards(
   experiment: Experiment,
-  generate: Sampler,
   params: model.Params,
   key: jax.Array,
   group_size: int,
+  sampling: SamplingParams,
 ) -> np.ndarray:
   """The first reward of G responses to each of N held-out problems, [N, G].
 
   Raises AgreedError if more than `reward.max_failed` could not be scored.
   """
-  sample = _conversations if experiment.conversations else _responses
-  params = experiment.program.sampler.weights(params)
-  pending = sample(experiment, generate, params, key, group_size)
-  max_failed = experiment.config.reward.max_failed
-  rewards = wait_scored(pending, max_failed, label="the held-out problems")
-  scores = np.concatenate([batch.first for batch in rewards])
-  return scores[: len(experiment.held_out)]
-
-
-def _responses(experiment, generate, params, key, group_size) -> list:
-  problems, program, pending = experiment.held_out, experiment.program, []
-  count = len(problems) * group_size
-  with Progress("evaluation", count, "responses") as progress:
-    for batch in sample_many(
-      generate,
-      params,
-      Prompts(problems.tokens, problems.lengths),
-      key,
-      batch_size=program.sampler.eval_prompts,
-      batch_sharding=sharding.batch_sharding(program.sampler.mesh),
-      progress=progress,
-    ):
-      responses = decode_responses(
-        batch.samples,
-        problems.pick(batch.index),
-        program.tokenizer,
-        program.sampler.stop,
+  sampler, held_out = experiment.program.sampler, experiment.held_out
+  batch = held_out.pick(sampler.padded(len(held_out)))
+  params = sampler.weights(params)
+  options = {"group_size": group_size, "sampling": sampling}
+  if experiment.conversations:
+    pending = experiment.conversations(
+      sampler.respond, params, batch, key, label="evaluation", **options
+    ).rewards
+  else:
+    count = len(batch) * group_size
+    with Progress("evaluation", count, "responses") as progress:
+      samples = sampler.respond(
+        params,
+        Prompts(batch.tokens, batch.lengths),
+        sharding.key_beside(sampler.respond.batch_sharding, key),
+        progress=progress,
+        **options,
       )
-      lengths = batch.samples.lengths
-      pending.append(
-        score_responses(experiment.reward_pool, responses, group_size, lengths)
-      )
-  return pending
-
-
-def _conversations(experiment, generate, params, key, group_size) -> list:
-  problems, size = experiment.held_out, experiment.program.sampler.eval_prompts
-  rewards = []
-  for i, start in enumerate(range(0, len(problems), size)):
-    index = np.arange(start, start + size) % len(problems)
-    sampled = experiment.conversations(
-      generate,
-      params,
-      problems.pick(index),
-      jax.random.fold_in(key, i),
-      label="evaluation",
+    responses = decode_responses(
+      samples, batch, experiment.program.tokenizer, sampler.stop
     )
-    rewards.append(sampled.rewards)
-  return rewards
+    pending = score_responses(
+      experiment.reward_pool, responses, group_size, samples.lengths
+    )
+  max_failed = experiment.config.reward.max_failed
+  (rewards,) = wait_scored([pending], max_failed, label="the held-out problems")
+  return rewards.first[: len(held_out)]
 
 
 def summarize(

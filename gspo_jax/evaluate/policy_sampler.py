@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,7 +18,6 @@ from gspo_jax.rewards.reward import Response
 from gspo_jax.rollout.scoring import ResponseDecoder
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.many_prompts import equal_batches, sample_many
 from gspo_jax.sampler.samples import (
   STOPPED,
   TRUNCATED,
@@ -28,45 +26,13 @@ from gspo_jax.sampler.samples import (
 )
 
 
-class BatchShape(NamedTuple):
-  """A problem gets `group_size * repeats` responses."""
-
-  group_size: int  # responses to each prompt
-  repeats: int  # prompts of each problem, perhaps in several batches
-  prompts: int  # in a batch
-
-
-def batch_shape(
-  config: Config, mesh: jax.sharding.Mesh, samples: int, problems: int
-) -> BatchShape:
-  """The smallest batch for a benchmark.
-
-  One batch holds all problems, or there are as few batches as possible, of
-  about equal size, with at most `data.prompts * rollout.group_size` responses,
-  as in training. The number of prompts is rounded up to a multiple of the
-  devices that share rows. `samples` is the number of responses to each problem.
-  """
-  limit, prompts = config.rollout.group_size, config.data.prompts
-  for name, value in ("rollout.group_size", limit), ("data.prompts", prompts):
-    if value < 1:
-      raise UserError(f"{name}={value}: expected at least 1")
-  group_size = max(g for g in range(1, limit + 1) if samples % g == 0)
-  repeats = samples // group_size
-  most_prompts = prompts * (limit // group_size)
-  if repeats > most_prompts:  # several batches for a problem
-    size = equal_batches(repeats, most_prompts)
-  else:
-    size = repeats * equal_batches(problems, most_prompts // repeats)
-  shards = shards_of_rows(config, mesh)
-  return BatchShape(group_size, repeats, -(-size // shards) * shards)
-
-
 class PolicySampler:
-  """Samples responses as a config says, in batches of one shape.
+  """Samples `samples` responses to each of many problems, as a config says.
 
-  One compiled function samples all batches. A problem with more than
-  `rollout.group_size` responses has several prompts. Responses are greedy at
-  `sampler.temperature=0`.
+  Responses are greedy at `sampler.temperature=0`. A batch has all problems, or
+  there are as few batches as possible, of about equal size, with at most
+  `data.prompts * rollout.group_size` responses, as in training, but all those
+  of a problem.
 
   Keys that only training uses are not checked: they may not fit these devices
   or this model.
@@ -77,19 +43,32 @@ class PolicySampler:
   """
 
   def __init__(
-    self, config: Config, mesh: jax.sharding.Mesh, shape: BatchShape
+    self,
+    config: Config,
+    mesh: jax.sharding.Mesh,
+    *,
+    samples: int,
+    problems: int,
   ):
-    samples = shape.group_size * shape.repeats
-    self._shape, self._greedy = shape, config.sampler.temperature == 0
-    if self._greedy and samples > 1:
+    limit = 1
+    for name, value in (
+      ("rollout.group_size", config.rollout.group_size),
+      ("data.prompts", config.data.prompts),
+    ):
+      if value < 1:
+        raise UserError(f"{name}={value}: expected at least 1")
+      limit *= value
+    if config.sampler.temperature == 0 and samples > 1:
       raise UserError(
         f"sampler.temperature=0 gives {samples} equal responses to a problem: "
         "expected --samples=1"
       )
-    self.batch_size = max(shape.prompts // shape.repeats, 1)
+    batches = -(-problems // max(limit // samples, 1))
+    self._samples, self.batch_size = samples, -(-problems // batches)
+    shards = shards_of_rows(config, mesh)
+    prompts = self._prompts = -(-self.batch_size // shards) * shards
     config = config.replace(
-      data={"prompts": shape.prompts},
-      eval={"prompts": shape.prompts, "samples": shape.group_size},
+      data={"prompts": prompts}, eval={"prompts": prompts, "samples": samples}
     )
     self.program = build_program(config, mesh, training=False)
 
@@ -111,30 +90,31 @@ class PolicySampler:
     Returns the responses, grouped by problem, and whether each was cut at
     `sampler.max_new_tokens`.
     """
-    repeated = np.repeat(np.arange(len(problems)), self._shape.repeats)
-    prompts = self.prompts(problems).pick(repeated)
-    functions, group_size = self.program.sampler, self._shape.group_size
-    responses, truncated = [], []
-    for batch in sample_many(
-      functions.generate_greedy if self._greedy else functions.generate_eval,
-      params,
-      Prompts(prompts.tokens, prompts.lengths),
-      key,
-      batch_size=self._shape.prompts,
-      batch_sharding=sharding.batch_sharding(self.program.mesh),
-      progress=progress,
-    ):
-      decode = ResponseDecoder(
-        prompts.pick(batch.index),
-        self.program.tokenizer,
-        group_size,
-        functions.stop,
+    functions, responses, truncated = self.program.sampler, [], []
+    for i, begin in enumerate(range(0, len(problems), self.batch_size)):
+      some = problems[begin : begin + self.batch_size]
+      count = len(some) * self._samples
+      # All batches have one shape; nothing is sampled for padding.
+      index = np.arange(self._prompts) % len(some)
+      prompts = self.prompts(some).pick(index)
+      stop_at = np.zeros(self._prompts * self._samples, int)
+      stop_at[:count] = functions.respond.config.max_new_tokens
+      batch_key = jax.random.fold_in(key, i)
+      samples = functions.respond(
+        params,
+        Prompts(prompts.tokens, prompts.lengths),
+        sharding.key_beside(functions.respond.batch_sharding, batch_key),
+        group_size=self._samples,
+        stop_at=stop_at,
+        progress=progress,
       )
-      samples = batch.samples
+      decode = ResponseDecoder(
+        prompts, self.program.tokenizer, self._samples, functions.stop
+      )
       columns = multihost.to_host(
         (samples.tokens, samples.lengths, samples.finish)
       )
-      for row in range(batch.new * group_size):
+      for row in range(count):
         tokens, length, finish = (column[row] for column in columns)
         finished = FinishedResponse(tokens, int(length), finish == STOPPED)
         responses.append(decode(row, finished))

@@ -61,7 +61,7 @@ class Program:
         if isinstance(function, MeshJit):
           _require_compilations(name, function, 1)
     # A continuous sampler printed the limits of its parts at the start.
-    for name in ("generate", "generate_eval", "generate_greedy"):
+    for name in ("generate", "respond"):
       parts = getattr(self.sampler, name).compilations()
       for part, (function, limit) in parts.items():
         _require_compilations(f"{name}.{part}", function, limit)

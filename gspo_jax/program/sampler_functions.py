@@ -19,8 +19,11 @@ from gspo_jax.runtime.sharding import mesh_jit
 from gspo_jax.sampler import continuous, samples, static
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.functions import SamplerFunctions, SeparateDevices
-from gspo_jax.sampler.many_prompts import equal_batches
-from gspo_jax.sampler.samples import Prompts, samples_sharding
+from gspo_jax.sampler.samples import (
+  Prompts,
+  SamplerConfig,
+  samples_sharding,
+)
 
 # Slots of a shard to serve a policy, where continuous_batching.slots is 0.
 _SLOTS = 16
@@ -40,9 +43,6 @@ def sampler_functions(
   turns = bool(config.rollout.environment)
   sampler_mesh = _sampler_mesh(config, mesh, policy, devices)
   prompts, width = config.data.prompts, config.data.max_prompt_length
-  eval_prompts = equal_batches(
-    config.eval.prompts, prompts, shards_of_rows(config, mesh, devices)
-  )
   separate, params = None, policy
   if devices:  # of the sampler alone; else it uses the devices of `mesh`
     shapes = abstract.without_shardings(policy)
@@ -57,26 +57,17 @@ def sampler_functions(
   place = samples_sharding(sampling, mesh, turns=turns)
   one_turn = samples_sharding(sampling, mesh)
   replicated = sharding.replicated(mesh)
-
-  def sampler(sampling, batching):
-    meshes = {"mesh": mesh, "sampler_mesh": sampler_mesh}
-    params_sharding = abstract.shardings(params)
-    if not batching.slots:
-      return static.build_static_sampler(
-        cfg, sampling, params_sharding=params_sharding, **meshes
-      )
-    return continuous.build_continuous_sampler(
-      cfg,
-      sampling,
-      batching=batching,
-      max_prompt_length=width,
-      params_sharding=params_sharding,
-      **meshes,
-    )
-
-  def eval_sampler(sampling):
-    responses = eval_prompts * sampling.group_size
-    return sampler(sampling, batching.with_slots_for(responses))
+  rows = shards_of_rows(config, mesh, devices)
+  most = -(-config.eval.prompts // rows) * rows * config.eval.samples
+  slots = min(batching.slots or prompts * config.rollout.group_size, most)
+  build = functools.partial(
+    _build_sampler,
+    config,
+    cfg,
+    params_sharding=abstract.shardings(params),
+    mesh=mesh,
+    sampler_mesh=sampler_mesh,
+  )
 
   def empty_samples():
     rows = prompts * config.rollout.max_sequences
@@ -95,21 +86,10 @@ def sampler_functions(
     in_shardings=(one_turn, replicated),
     out_shardings=one_turn,
   )
-  generate = sampler(sampling, batching)
-  evaluation = dataclasses.replace(
-    sampling, record_routing=False, kept_ids=0, group_size=config.eval.samples
-  )
-  # Extra prompts in flight make an iteration's batch larger than an
-  # evaluation's.
-  same = evaluation == sampling and eval_prompts == prompts
-  same &= config.prompts_in_flight == prompts
   return SamplerFunctions(
-    generate=generate,
-    generate_eval=generate if same else eval_sampler(evaluation),
-    generate_greedy=eval_sampler(
-      dataclasses.replace(evaluation, group_size=1, temperature=0.0)
-    ),
-    eval_prompts=eval_prompts,
+    generate=build(sampling, batching.slots),
+    respond=build(_single(sampling), slots, by_row=True),
+    shards_of_rows=rows,
     merge_groups=mesh_jit(
       samples.merge_groups,
       mesh,
@@ -125,7 +105,7 @@ def sampler_functions(
   )
 
 
-def engine_sampler(
+def serving_sampler(
   config: Config,
   cfg: model.ModelConfig,
   tokenizer: Tokenizer,
@@ -135,20 +115,12 @@ def engine_sampler(
   """Programs of engines that serve a policy, whatever the rollouts are."""
   sampler_mesh = _sampler_mesh(config, mesh, policy, ())
   shards = sharding.batch_shards(sampler_mesh)
-  batching = config.continuous_batching
-  if not batching.slots:
-    batching = dataclasses.replace(batching, slots=_SLOTS * shards)
-  sampling = dataclasses.replace(
-    settings.sampler_config(config, tokenizer),
-    group_size=1,
-    record_routing=False,
-    kept_ids=0,
-  )
-  sampler = continuous.build_continuous_sampler(
+  sampler = _build_sampler(
+    config,
     cfg,
-    sampling,
-    batching=batching,
-    max_prompt_length=config.data.max_prompt_length,
+    _single(settings.sampler_config(config, tokenizer)),
+    config.continuous_batching.slots or _SLOTS * shards,
+    by_row=True,
     params_sharding=abstract.shardings(policy),
     mesh=mesh,
     sampler_mesh=sampler_mesh,
@@ -159,6 +131,33 @@ def engine_sampler(
       "tensor within one process, for a request is of one"
     )
   return sampler
+
+
+def _single(sampling: SamplerConfig) -> SamplerConfig:
+  """For single responses, which no update reads."""
+  return dataclasses.replace(
+    sampling, group_size=1, record_routing=False, kept_ids=0
+  )
+
+
+def _build_sampler(
+  config, cfg, sampling, slots: int, *, by_row: bool = False, **places
+):
+  if not slots:
+    return static.build_static_sampler(cfg, sampling, **places)
+  batching, width = config.continuous_batching, config.data.max_prompt_length
+  if not batching.slots:  # its keys are not checked for such a config
+    pages = -(-width // batching.page_size)
+    chunk = min(batching.prefill_chunk, pages * batching.page_size)
+    batching = dataclasses.replace(batching, prefill_chunk=chunk)
+  return continuous.build_continuous_sampler(
+    cfg,
+    sampling,
+    batching=dataclasses.replace(batching, slots=slots),
+    max_prompt_length=width,
+    by_row=by_row,
+    **places,
+  )
 
 
 def shards_of_rows(

@@ -81,14 +81,15 @@ class Agents(Player):
     episodes: Mapping[int, AgentEpisode],
     engine: Engine,
     key,
+    group_size: int,
     progress,
   ) -> Play:
-    G, steps = engine.group_size, batch.steps.tolist()
-    endpoint = self.pool.endpoint
+    steps, endpoint = batch.steps.tolist(), self.pool.endpoint
+    of = {b: b // group_size for b in episodes}
     keys = {b: endpoint.admit(episode) for b, episode in episodes.items()}
     try:
       started = self.pool.play(
-        [(batch.problems[b // G], steps[b // G], keys[b]) for b in episodes],
+        [(batch.problems[p], steps[p], keys[b]) for b, p in of.items()],
         engine.wake,
       )
       playing = dict(enumerate(episodes))  # by their place in `started`

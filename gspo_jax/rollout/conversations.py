@@ -54,10 +54,11 @@ class Conversations(Player):
     episodes: Mapping[int, Episode],
     engine: Engine,
     key,
+    group_size: int,
     progress,
   ) -> Play:
     chats = {b: _Going(episode=episode) for b, episode in episodes.items()}
-    self._begin(batch, chats, engine, key)
+    self._begin(batch, chats, engine, key, group_size)
     going = [chat for chat in chats.values() if self._start(chat)]
     progress.advance(len(chats) - len(going))
     while going:
@@ -68,9 +69,10 @@ class Conversations(Player):
       going = still
     return chats
 
-  def _begin(self, batch, chats: Mapping[int, _Going], engine, key) -> None:
+  def _begin(
+    self, batch, chats: Mapping[int, _Going], engine, key, group_size
+  ) -> None:
     config = self.prompt_config
-    group_size = engine.group_size
     with engine.idle():
       begun = conversation.begin(
         self.pool, config, batch, chats, group_size, key

@@ -14,7 +14,7 @@ from gspo_jax.endpoint.client import Client
 from gspo_jax.endpoint.requests import ApiError
 from gspo_jax.rollout.sequences import EpisodeSequence, SequenceLimits
 from gspo_jax.sampler.continuous.engine import LENGTH, Engine, Generation
-from gspo_jax.sampler.samples import STOPPED, TRUNCATED
+from gspo_jax.sampler.samples import STOPPED, TRUNCATED, SamplingParams
 
 
 class Episode(Client):
@@ -26,6 +26,8 @@ class Episode(Client):
   another one may `end` the episode.
   """
 
+  honours = ()  # the run says how episodes are sampled
+
   def __init__(
     self,
     engine: Engine,
@@ -33,8 +35,10 @@ class Episode(Client):
     limits: SequenceLimits,
     number: int,
     size: int,
+    sampling: SamplingParams | None = None,
   ):
     super().__init__(engine, tokenizer)
+    self._sampling = sampling
     self._limits, self._number, self._size = limits, number, size
     self._lock = threading.Lock()  # guards what follows
     self._over = False
@@ -81,6 +85,7 @@ class Episode(Client):
       self._open[generation] = sequence, self.calls
       k, width = sequence.number, self._limits.width
       columns = min(len(sequence.prompt), width)  # before those of the response
+      generation.params = self._sampling
       generation.row = self._number * K + k
       generation.response = self._number + k * self._size
       generation.num_tokens = len(prompt) - columns

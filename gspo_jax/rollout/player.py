@@ -20,7 +20,7 @@ from gspo_jax.rollout.sequences import SequenceLimits, episode_samples
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.continuous.engine import Engine
-from gspo_jax.sampler.samples import Samples
+from gspo_jax.sampler.samples import Samples, SamplingParams
 from gspo_jax.sampler.stop_strings import StopStrings
 from gspo_jax.workers.pool import Pool
 
@@ -42,6 +42,7 @@ class Player:
     episodes: Mapping[int, Episode],
     engine: Engine,
     key: jax.Array,
+    group_size: int,
     progress: Progress,
   ) -> Play:
     """Plays this host's episodes, by number; yields while some go on."""
@@ -55,23 +56,30 @@ class Player:
     key: jax.Array,
     *,
     label: str,
+    group_size: int = 0,
+    sampling: SamplingParams | None = None,
   ) -> ScoredSamples:
     """G episodes about each of P problems; call it on every process.
+
+    `group_size` and `sampling` as of `ContinuousSampler`.
 
     The key of a token is made of `key`, its episode, its sequence and its
     number: the same calls in any order give the same samples.
     """
     limits, config = self.limits, self.prompt_config
-    size = len(batch) * generate.config.group_size
+    group_size = group_size or generate.config.group_size
+    size = len(batch) * group_size
     own = generate.played_rows(size)
     with (
       generate.open(params, key, size * limits.sequences) as engine,
       Progress(label, len(own), "episodes") as progress,
     ):
       episodes = {
-        b: self.episode(engine, config.tokenizer, limits, b, size) for b in own
+        b: self.episode(engine, config.tokenizer, limits, b, size, sampling)
+        for b in own
       }
-      play, chats = self.play(batch, episodes, engine, key, progress), None
+      play = self.play(batch, episodes, engine, key, group_size, progress)
+      chats = None
 
       def ended() -> bool:
         nonlocal chats
@@ -92,9 +100,9 @@ class Player:
       batch,
       samples,
       chats,
-      self._responses(batch, tokens, size // len(batch)),
+      self._responses(batch, tokens, group_size),
       limits,
-      group_size=generate.config.group_size,
+      group_size=group_size,
       environment_seconds=engine.idle_seconds,
     )
 

@@ -2,7 +2,7 @@
 
 Other wings import `generate`, its arguments and its result from here, and the
 modules `samples` (operations on Samples), `functions` (Sampler,
-SamplerFunctions), `static`, `continuous`, `engine`, `many_prompts` and
+SamplerFunctions), `static`, `continuous`, `engine` and
 `stop_strings`.
 """
 
@@ -27,7 +27,6 @@ __all__ = [
   "engine",
   "functions",
   "generate",
-  "many_prompts",
   "samples",
   "static",
   "stop_strings",

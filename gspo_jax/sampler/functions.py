@@ -5,10 +5,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 import jax
+import numpy as np
 
 from gspo_jax import model
 from gspo_jax.record.progress import Progress
 from gspo_jax.runtime.sharding import MeshJit
+from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import OnFinished, Prompts, SamplerConfig, Samples
 from gspo_jax.sampler.stop_strings import StopStrings
@@ -74,9 +76,9 @@ class SamplerFunctions:
   """The samplers, and operations on their samples; see `samples`."""
 
   generate: Sampler  # `rollout.group_size` responses a prompt
-  generate_eval: Sampler  # `eval.samples` to each of `eval_prompts`
-  generate_greedy: Sampler  # one to each of `eval_prompts`
-  eval_prompts: int  # in a batch of held-out problems
+  # Any number of responses, each with its SamplingParams; for evaluations.
+  respond: ContinuousSampler
+  shards_of_rows: int  # a call has a multiple of so many prompts
   merge_groups: Callable[[Samples, Samples, jax.Array], Samples]
   take_batch: Callable[[Samples, jax.Array], Samples]  # for an update
   take_pending: Callable[[Samples, jax.Array], Samples]  # stay in flight
@@ -84,6 +86,11 @@ class SamplerFunctions:
   stop: StopStrings | None  # of all samplers
   mesh: jax.sharding.Mesh  # of prompts and samples
   separate: SeparateDevices | None  # None: trainer and sampler share devices
+
+  def padded(self, count: int) -> np.ndarray:
+    """Indices of so many prompts; the first ones again, to fill all shards."""
+    n = self.shards_of_rows
+    return np.arange(-(-count // n) * n) % count
 
   def weights(self, policy: model.Params) -> model.Params:
     """The policy's weights on the sampler's devices."""

@@ -3,14 +3,12 @@
 Dimension key: B responses, D model width, V vocabulary, K kept ids.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 
 from gspo_jax import model
 from gspo_jax.runtime.sharding import constrain
-from gspo_jax.sampler.samples import SamplerConfig
+from gspo_jax.sampler.samples import SamplerConfig, SamplingParams
 
 # Mesh axes of the rows and of the vocabulary of decode logits. Devices that
 # share experts and heads read different parts of the head, for the same rows.
@@ -31,17 +29,23 @@ def sample_token(
   row_keys: jax.Array,
   step_B: jax.Array,
   sampler: SamplerConfig,
+  params_B4: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
   """The next tokens [B] int32, their log-probs [B], and the kept ids [B, K].
 
   The results are as in `Samples`. `logits_BV` are float32; `step_B` counts the
-  tokens of each response. Token t is sampled with `fold_in(row_key, t)`.
+  tokens of each response. Token t is sampled with `fold_in(row_key, t)`. With
+  `params_B4`, each row a `SamplingParams`, `sampler` keeps no ids, and its own
+  SamplingParams are ignored.
   """
+  keys = jax.vmap(jax.random.fold_in)(row_keys, step_B)
+  if params_B4 is not None:
+    token, logp = _sample_by_row(logits_BV, keys, step_B, sampler, params_B4)
+    return token, logp, None
   greedy = sampler.temperature == 0
   logps = jax.nn.log_softmax(
     logits_BV / (1.0 if greedy else sampler.temperature)
   )
-  keys = jax.vmap(jax.random.fold_in)(row_keys, step_B)
   at = lambda x, place: jnp.take_along_axis(x, place[:, None], axis=1)[:, 0]
   if K := sampler.num_kept(logps.shape[-1]):
     ids_BK, logps_BK = keep(logps, step_B, sampler, K)
@@ -51,6 +55,24 @@ def sample_token(
   allowed = truncate(logps, step_B, sampler)
   token = allowed.argmax(-1) if greedy else jax.vmap(categorical)(keys, allowed)
   return token.astype(jnp.int32), at(logps, token), None
+
+
+def _sample_by_row(logits_BV, keys, step_B, sampler, params_B4):
+  params = SamplingParams(*jnp.split(params_B4, 4, axis=1))
+  greedy_B1 = params.temperature == 0
+  temperature_B1 = jnp.where(greedy_B1, 1.0, params.temperature)
+  logps_BV = jax.nn.log_softmax(logits_BV / temperature_B1)
+  truncates = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
+  allowed_BV = jax.lax.cond(
+    truncates.any(),
+    lambda logps_BV: _truncate(logps_BV, params),
+    lambda logps_BV: logps_BV,
+    _no_early_stop(logps_BV, step_B, sampler),
+  )
+  sampled_B = jax.vmap(categorical)(keys, allowed_BV)
+  token_B = jnp.where(greedy_B1[:, 0], allowed_BV.argmax(-1), sampled_B)
+  logp_B1 = jnp.take_along_axis(logps_BV, token_B[:, None], axis=1)
+  return token_B.astype(jnp.int32), logp_B1[:, 0]
 
 
 def keep(
@@ -63,7 +85,9 @@ def keep(
   probability of all tokens. Where fewer than K are left, the likeliest fills
   up, with log-prob -inf.
   """
-  logps_BV = _allow(logps_BV, step_B, sampler)
+  logps_BV = _no_early_stop(logps_BV, step_B, sampler)
+  if sampler.min_p:
+    logps_BV = _likely(logps_BV, sampler.min_p)
   best_BK, ids_BK = jax.lax.top_k(logps_BV, K)
   kept = best_BK > -jnp.inf
   if sampler.top_p < 1:
@@ -111,33 +135,43 @@ def truncate(
 ) -> jax.Array:
   """Sets tokens that are left out to -inf.
 
-  In vLLM's order: length, min-p, top-k, top-p. Tokens that tie with the k-th
-  stay.
+  In vLLM's order: length, min-p, top-k, top-p. Tokens that tie with the last
+  one that stays stay, too.
   """
-  logps = _allow(logps_BV, step_B, sampler)
-  if 0 < sampler.top_k < logps.shape[-1]:
-    worst = jax.lax.top_k(logps, sampler.top_k)[0][:, -1:]
-    logps = jnp.where(logps < worst, -jnp.inf, logps)
-  if sampler.top_p < 1:
-    logps = jax.nn.log_softmax(logps)
-    best = jnp.sort(logps, axis=-1, descending=True)
-    # A token stays if all likelier tokens together have less than top_p. So the
-    # likeliest token always stays.
-    before = jnp.cumsum(jnp.exp(best), -1) - jnp.exp(best)
-    worst = jnp.where(before < sampler.top_p, best, jnp.inf).min(-1)
-    logps = jnp.where(logps < worst[:, None], -jnp.inf, logps)
-  return logps
+  logps_BV = _no_early_stop(logps_BV, step_B, sampler)
+  return _truncate(logps_BV, sampler.params) if sampler.truncates else logps_BV
 
 
-def _allow(logps, step_B, sampler):
-  if sampler.min_new_tokens > 1:
-    stops = jnp.isin(jnp.arange(logps.shape[-1]), jnp.array(sampler.stop_ids))
-    early_B = step_B + 1 < sampler.min_new_tokens
-    logps = jnp.where(early_B[:, None] & stops, -jnp.inf, logps)
-  if sampler.min_p > 0:
-    least = logps.max(-1, keepdims=True) + math.log(sampler.min_p)
-    logps = jnp.where(logps < least, -jnp.inf, logps)
-  return logps
+def _truncate(logps_BV, params: SamplingParams):
+  """`params` are numbers or arrays [B, 1]."""
+  logps_BV = _likely(logps_BV, params.min_p)
+  B, V = logps_BV.shape
+  best_BV = jnp.sort(logps_BV, axis=-1, descending=True)
+  k = jnp.where(jnp.asarray(params.top_k) > 0, params.top_k, V)
+  k_B1 = jnp.broadcast_to(jnp.minimum(k, V), (B, 1)).astype(jnp.int32)
+  least_B1 = jnp.take_along_axis(best_BV, k_B1 - 1, axis=1)
+  # A token stays if all likelier tokens together have less than top_p. So the
+  # likeliest token always stays.
+  probs_BV = jax.nn.softmax(jnp.where(best_BV < least_B1, -jnp.inf, best_BV))
+  stays_BV = jnp.cumsum(probs_BV, -1) - probs_BV < params.top_p
+  last_B1 = jnp.where(stays_BV, best_BV, jnp.inf).min(-1, keepdims=True)
+  last_B1 = jnp.where(jnp.asarray(params.top_p) < 1, last_B1, -jnp.inf)
+  least_B1 = jnp.maximum(least_B1, last_B1)
+  return jnp.where(logps_BV < least_B1, -jnp.inf, logps_BV)
+
+
+def _likely(logps_BV, min_p):
+  """Without tokens below this share of the likeliest one's probability."""
+  least_B1 = logps_BV.max(-1, keepdims=True) + jnp.log(min_p)
+  return jnp.where(logps_BV < least_B1, -jnp.inf, logps_BV)
+
+
+def _no_early_stop(logps_BV, step_B, sampler):
+  if sampler.min_new_tokens <= 1:
+    return logps_BV
+  stops = jnp.isin(jnp.arange(logps_BV.shape[1]), jnp.array(sampler.stop_ids))
+  early_B = step_B + 1 < sampler.min_new_tokens
+  return jnp.where(early_B[:, None] & stops, -jnp.inf, logps_BV)
 
 
 def stop(

@@ -32,6 +32,15 @@ from gspo_jax.sampler.stop_strings import StopStrings
 UNFINISHED, STOPPED, TRUNCATED = 2, 1, 0
 
 
+class SamplingParams(NamedTuple):
+  """What a request may choose; as the keys of `SamplerConfig`."""
+
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+
+
 def _are_strings(stop) -> bool:
   return isinstance(stop, StopStrings | None) or (
     not isinstance(stop, str) and all(isinstance(s, str) and s for s in stop)
@@ -115,6 +124,10 @@ class SamplerConfig:
       raise UserError(
         f"stop={self.stop!r}: expected StopStrings of these strings"
       )
+
+  @property
+  def params(self) -> SamplingParams:
+    return SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p)
 
   @property
   def truncates(self) -> bool:

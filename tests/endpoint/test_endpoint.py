@@ -352,15 +352,47 @@ def test_a_client_does_not_see_what_another_was_answered(
     chat(client.with_options(api_key=key), more)
 
 
-def test_other_sampling_is_logged_once_and_not_honoured(ask, caplog):
+def test_a_request_chooses_how_a_served_policy_samples(ask):
   engine, client = ask
   engine.texts = ["a", "b"]
-  with caplog.at_level(logging.WARNING, logger="absl"):
+  chat(client, [user("a")], top_p=0.9, seed=3, extra_body={"top_k": -1})
+  chat(client, [user("a")])
+  first, second = engine.made
+  assert first.params == engine.params._replace(top_p=0.9, top_k=-1)
+  assert (first.seed, second.seed) == (3, None)
+  assert second.params == engine.params
+
+
+@pytest.mark.parametrize(
+  "wrong",
+  [{"temperature": -0.1}, {"top_p": 0}, {"top_k": 1.5}, {"min_p": 2},
+   {"seed": 0.5}, {"temperature": True}, {"temperature": "1"}],
+)  # fmt: skip
+def test_wrong_sampling_is_refused(ask, wrong):
+  engine, client = ask
+  (name,) = wrong
+  with pytest.raises(openai.BadRequestError, match=f"{name}=.*expected"):
+    chat(client, [user("a")], extra_body=wrong)
+  assert not engine.made
+
+
+def test_the_run_chooses_how_its_episodes_are_sampled(
+  served, tokenizer, caplog
+):
+  _, endpoint, url = served
+  client = app.Client(engine := Scripted(tokenizer), tokenizer)
+  client.honours, engine.texts = (), ["a", "b"]
+  key = endpoint.admit(client)
+  with (
+    caplog.at_level(logging.WARNING, logger="absl"),
+    openai.OpenAI(base_url=url, api_key=key, max_retries=0) as api,
+  ):
     for _ in range(2):
-      chat(client, [user("a")], temperature=0.7, top_p=1.0)
+      chat(api, [user("a")], temperature=0.7, top_p=1.0)
   lines = [r.getMessage() for r in caplog.records]
   assert [line for line in lines if "temperature=0.7" in line] == lines
   assert len(lines) == 1
+  assert [made.params for made in engine.made] == [None, None]
 
 
 class Endless(Scripted):

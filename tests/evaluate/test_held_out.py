@@ -12,7 +12,7 @@ from gspo_jax.data import pipeline, prompt_batch, tokenizers
 from gspo_jax.evaluate import held_out
 from gspo_jax.rewards.pool import PendingRewards, RewardPool, Rewards
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.sampler.samples import Samples
+from gspo_jax.sampler.samples import SamplerConfig, Samples, SamplingParams
 from gspo_jax.tasks.chain import Chain
 
 BYTES = tokenizers.load("bytes")
@@ -26,16 +26,15 @@ def pool():
     yield pool
 
 
-def experiment(pool, batch, max_failed=0.5, **functions):
-  """As much of an experiment as an evaluation reads, on one device."""
+def experiment(pool, respond, shards=1, max_failed=0.5):
+  """As much of an experiment as an evaluation reads."""
   program = SimpleNamespace(
     tokenizer=BYTES,
     sampler=SimpleNamespace(
-      eval_prompts=batch,
+      respond=respond,
+      padded=lambda count: np.arange(-(-count // shards) * shards) % count,
       stop=None,
-      mesh=sharding.make_mesh(jax.devices()[:1]),
       weights=lambda policy: policy,
-      **functions,
     ),
   )
   config = SimpleNamespace(
@@ -53,19 +52,35 @@ def experiment(pool, batch, max_failed=0.5, **functions):
 
 
 class ScriptedSampler:
-  """Two responses a prompt: a correct one for `solved`, and a wrong one."""
+  """Two responses a prompt: a correct one for `solved`, and a wrong one.
+
+  Greedily, a correct one for all others.
+  """
+
+  config = SamplerConfig(temperature=0.5, top_k=7)
+  batch_sharding = sharding.batch_sharding(
+    sharding.make_mesh(jax.devices()[:1])
+  )
 
   def __init__(self, solved):
-    self.solved = {p.text: p.reference for p in solved}
-    self.shapes, self.keys = [], []
+    self.solved = {p.text for p in solved}
+    self.references = {p.text: p.reference for p in PROBLEMS.problems}
 
-  def __call__(self, params, prompts, key):
-    assert params == "params"
-    self.shapes.append((prompts.tokens.shape, prompts.lengths.shape))
-    self.keys.append(tuple(jax.random.key_data(key).tolist()))
+  def __call__(self, params, prompts, key, *, group_size, sampling, progress):
+    assert (params, key) == ("params", KEY)
     tokens = np.asarray(prompts.tokens)
     texts = [BYTES.decode(row).lstrip("\ufffd") for row in tokens]
-    pairs = [[f"#{self.solved.get(text, 'x')}", "#wrong"] for text in texts]
+    answers = [f"#{self.references[text]}" for text in texts]
+    right = [text in self.solved for text in texts]
+    if group_size == 1:
+      assert sampling == SamplingParams(temperature=0.0)
+      pairs = zip(answers, right, strict=True)
+      return samples_of(["#wrong" if x else answer for answer, x in pairs])
+    assert (group_size, sampling) == (2, SamplingParams(0.5, 7))
+    pairs = [
+      [answer if x else "#wrong", "#wrong"]
+      for answer, x in zip(answers, right, strict=True)
+    ]
     return samples_of(list(itertools.chain(*pairs)))
 
 
@@ -80,19 +95,18 @@ def samples_of(responses, width=8):
   return jax.tree.map(jnp.asarray, samples)
 
 
-@pytest.mark.parametrize("batch", [1, 4, 5, 13, 25])
-def test_each_problem_is_evaluated_once(batch, pool):
+@pytest.mark.parametrize("shards", [1, 4, 25])
+def test_each_problem_is_evaluated_once(shards, pool):
+  """Sampled and greedy, whatever number of prompts fills the shards."""
   solved = [p for i, p in enumerate(PROBLEMS.problems) if i in (2, 8, 9)]
-  sampler = ScriptedSampler(solved)
-  correct = held_out.first_rewards(
-    experiment(pool, batch), sampler, "params", KEY, 2
-  )
+  run = experiment(pool, ScriptedSampler(solved), shards)
+  sampling = ScriptedSampler.config.params
+  correct = held_out.first_rewards(run, "params", KEY, 2, sampling)
   right = np.isin(np.arange(10), (2, 8, 9))
   np.testing.assert_array_equal(correct, np.stack([right, 0 * right], 1))
-  # One compiled function serves, and no two of its calls share a key.
-  assert set(sampler.shapes) == {((batch, 16), (batch,))}
-  assert len(sampler.shapes) == -(-10 // batch)
-  assert len(set(sampler.keys)) == len(sampler.keys)
+  metrics = held_out.evaluate(run, "params")
+  assert metrics["eval/pass@1"] == np.float32(0.15)
+  assert metrics["eval/greedy"] == np.float32(0.7)
 
 
 class FailingPool:
@@ -108,25 +122,12 @@ class FailingPool:
 
 
 def test_it_stops_where_too_many_responses_fail():
-  """One of two to each of ten; two more problems fill up the last batch."""
+  """One of two to each of ten; two more problems fill the shards."""
+  sampling = ScriptedSampler.config.params
+  solving = ScriptedSampler(PROBLEMS.problems)
   call = lambda most: held_out.first_rewards(
-    experiment(FailingPool(), 4, most), ScriptedSampler([]), "params", KEY, 2
+    experiment(FailingPool(), solving, 4, most), "params", KEY, 2, sampling
   )
   assert call(0.5).shape == (10, 2)
   with pytest.raises(multihost.AgreedError, match=r"12 of 24 .* reason: why$"):
     call(0.4)
-
-
-def test_sampled_and_greedy_responses_have_scalars_of_their_own(monkeypatch):
-  monkeypatch.setattr(
-    held_out, "first_rewards", lambda experiment, generate, *rest: generate
-  )
-  run = experiment(
-    None,
-    4,
-    generate_eval=np.array([[1, 0], [0, 0]]),
-    generate_greedy=np.array([[1], [1]]),
-  )
-  metrics = held_out.evaluate(run, None)
-  assert metrics["eval/pass@1"] == 0.25
-  assert metrics["eval/greedy"] == 1

@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.data.problem import Problem
-from gspo_jax.evaluate.policy_sampler import (
-  BatchShape,
-  PolicySampler,
-  batch_shape,
-)
+from gspo_jax.evaluate.policy_sampler import PolicySampler
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
@@ -24,27 +20,30 @@ PROBLEMS = [Problem(text, "", "") for text in TEXTS]
 
 
 class Echo:
-  """A `generate`: response g to a prompt is the prompt and g, then a stop.
+  """A `respond`: response g to a prompt is the prompt and g, then a stop.
 
   The responses to "3?" are truncated instead.
   """
 
-  def __init__(self, tokenizer, group_size):
-    self.tokenizer, self.group_size = tokenizer, group_size
-    self.shapes, self.keys = set(), []
+  def __init__(self, sampler):
+    self.tokenizer = sampler.program.tokenizer
+    respond = sampler.program.sampler.respond
+    self.config, self.batch_sharding = respond.config, respond.batch_sharding
+    self.shapes, self.keys, self.asked = set(), [], 0
 
-  def __call__(self, params, prompts, key):
-    self.shapes.add(prompts.tokens.shape)
+  def __call__(self, params, prompts, key, *, group_size, stop_at, progress):
+    self.shapes.add((prompts.tokens.shape, stop_at.shape))
     self.keys.append(tuple(jax.random.key_data(key).tolist()))
+    self.asked += (stop_at == 12).sum()  # 12 is sampler.max_new_tokens
     rows, finish = [], []
     for tokens, length in zip(prompts.tokens, prompts.lengths, strict=True):
       problem = self.tokenizer.decode(np.asarray(tokens)[-int(length) :])
-      for g in range(self.group_size):
+      for g in range(group_size):
         ids = self.tokenizer.encode(f"{problem}{g}")
         cut = problem == "3?"
         rows.append(ids if cut else [*ids, *self.tokenizer.stop_ids[:1]])
         finish.append(TRUNCATED if cut else STOPPED)
-    width = max(12, *map(len, rows))  # 12 is sampler.max_new_tokens
+    width = max(12, *map(len, rows))
     tokens = [row + [0] * (width - len(row)) for row in rows]
     lengths = jnp.array([len(row) for row in rows])
     none = jnp.zeros((len(rows), width))
@@ -57,45 +56,30 @@ def one_device():
   return sharding.make_mesh(jax.devices()[:1])
 
 
-def new_sampler(keys, samples):
-  config, mesh = parse(keys), one_device()
-  shape = batch_shape(config, mesh, samples, len(PROBLEMS))
-  return PolicySampler(config, mesh, shape)
+def new_sampler(keys, samples, problems=5, mesh=None):
+  return PolicySampler(
+    parse(keys), mesh or one_device(), samples=samples, problems=problems
+  )
 
 
-def replace_functions(sampler, **functions):
-  """Replaces functions of the sampler's program."""
-  replaced = dataclasses.replace(sampler.program.sampler, **functions)
-  sampler.program = dataclasses.replace(sampler.program, sampler=replaced)
-
-
-@pytest.fixture
-def echoing(debug_config):
-  """A sampler of echoes, and its Echo; a batch is 4 prompts of 4 responses."""
-
-  def call(samples):
-    sampler = new_sampler(debug_config, samples)
-    echo = Echo(sampler.program.tokenizer, sampler._shape.group_size)
-    replace_functions(sampler, generate_eval=echo)
-    return sampler, echo
-
-  return call
+def with_echo(sampler):
+  """The Echo that now is its program's `respond`."""
+  echo = Echo(sampler)
+  functions = dataclasses.replace(sampler.program.sampler, respond=echo)
+  sampler.program = dataclasses.replace(sampler.program, sampler=functions)
+  return echo
 
 
 @pytest.mark.parametrize(
-  ("samples", "group_size", "prompts", "batch_size"),
-  [(1, 1, 5, 5), (3, 3, 3, 3), (4, 4, 3, 3), (6, 3, 4, 2), (32, 4, 4, 1)],
-)  # fmt: skip
-def test_each_problem_gets_its_responses(
-  echoing, samples, group_size, prompts, batch_size
-):
-  sampler, echo = echoing(samples)
+  ("samples", "batch_size"), [(1, 5), (3, 5), (4, 3), (6, 2), (32, 1)]
+)
+def test_each_problem_gets_its_responses(debug_config, samples, batch_size):
+  """A batch has at most 4 prompts x 4 responses, or one problem."""
+  sampler = new_sampler(debug_config, samples)
+  echo = with_echo(sampler)
   assert sampler.batch_size == batch_size
   responses, truncated = sampler.sample("params", PROBLEMS, jax.random.key(0))
-  expected = [
-    f"{p}{g}" for p in TEXTS for _ in range(samples // group_size)
-    for g in range(group_size)
-  ]  # fmt: skip
+  expected = [f"{p}{g}" for p in TEXTS for g in range(samples)]
   assert [r.text for r in responses] == expected
   assert [r.prompt for r in responses] == [
     p for p in TEXTS for _ in range(samples)
@@ -105,41 +89,38 @@ def test_each_problem_gets_its_responses(
   lengths = [len(t) + (not c) for t, c in zip(expected, cut, strict=True)]
   assert [r.tokens for r in responses] == lengths
   assert {r.limit for r in responses} == {12}
-  # All calls have one shape, and no two share a key.
-  assert echo.shapes == {(prompts, 8)}
-  assert len(echo.keys) == len(set(echo.keys))
-  repeats = samples // group_size
-  assert len(echo.keys) == -(-len(PROBLEMS) * repeats // prompts)
+  # All calls have one shape, no two share a key, and padding is not sampled.
+  assert echo.shapes == {((batch_size, 8), (batch_size * samples,))}
+  assert len({*echo.keys}) == len(echo.keys) == -(-len(PROBLEMS) // batch_size)
+  assert echo.asked == len(expected)
 
 
 @pytest.mark.parametrize(
-  ("samples", "problems", "shape"),
+  ("samples", "problems", "batch_size", "rows"),
   [
-    (4, 2, (4, 1, 8)),  # of 32 prompts, 8: one for each device
-    (4, 9, (4, 1, 16)),
-    (4, 500, (4, 1, 32)),
-    (1, 24, (1, 1, 24)),
-    (1, 500, (1, 1, 128)),
-    (32, 3, (4, 8, 24)),
-    (32, 1, (4, 8, 8)),
-    (6, 30, (3, 2, 32)),
-    (4, 33, (4, 1, 24)),  # two batches of 17
-    (1, 130, (1, 1, 72)),
+    (4, 2, 2, 8),  # of 32 prompts, 8: one for each device
+    (4, 9, 9, 16),
+    (4, 500, 32, 32),
+    (1, 500, 125, 128),
+    (6, 30, 15, 16),  # two batches of 15
+    (32, 3, 3, 8),
+    (200, 1, 1, 8),  # more than a batch of training has
   ],
 )
 def test_a_batch_has_no_more_prompts_than_the_problems_need(
-  debug_config, samples, problems, shape
+  debug_config, samples, problems, batch_size, rows
 ):
   debug_config.data.prompts = 32
   mesh = sharding.make_mesh(data=8)
-  assert batch_shape(parse(debug_config), mesh, samples, problems) == shape
+  sampler = new_sampler(debug_config, samples, problems, mesh)
+  assert (sampler.batch_size, sampler._prompts) == (batch_size, rows)
 
 
 @pytest.mark.parametrize("key", ["rollout.group_size", "data.prompts"])
 def test_an_empty_batch_is_an_error(debug_config, key):
   debug_config.update_from_flattened_dict({key: 0})
   with pytest.raises(UserError, match=f"{key}=0: expected at least 1"):
-    batch_shape(parse(debug_config), one_device(), 1, 1)
+    new_sampler(debug_config, 1)
 
 
 @pytest.mark.parametrize(
@@ -173,9 +154,7 @@ def test_instruction_history_and_system_prompt_reach_the_policy(debug_config):
   debug_config.data.instruction = "{problem} \\box{}"
   debug_config.data.system_prompt = "S"
   debug_config.data.max_prompt_length = 40
-  sampler = PolicySampler(
-    parse(debug_config), one_device(), BatchShape(1, 1, 1)
-  )
+  sampler = new_sampler(debug_config, 1)
   history = (("user", "1?"), ("assistant", "2"))
   prompts = sampler.prompts([Problem("{x}?", "", "", history=history)])
   tokens = prompts.tokens[0][-prompts.lengths[0] :]
@@ -191,17 +170,17 @@ def test_responses_of_a_model_differ_and_repeat(debug_config):
   assert responses == sample(1)
   texts = [response.text for response in responses[0]]
   assert texts != [response.text for response in sample(2)[0]]
-  # A problem with two prompts in a batch gets different responses.
   assert len(set(texts)) > 36
   assert max(response.tokens for response in responses[0]) <= 12
 
 
-def test_at_temperature_zero_responses_are_greedy(debug_config, echoing):
+def test_at_temperature_zero_responses_are_greedy(debug_config):
   debug_config.sampler.temperature = 0.0
-  sampler, _ = echoing(1)
-  echo = Echo(sampler.program.tokenizer, 1)
-  replace_functions(sampler, generate_greedy=echo, generate_eval=None)
-  responses, _ = sampler.sample(None, PROBLEMS, jax.random.key(0))
-  assert [r.text for r in responses] == [f"{problem}0" for problem in TEXTS]
+  sampler = new_sampler(debug_config, 1)
+  params = sampler.program.init_params(jax.random.key(0))
+  first, second = (
+    sampler.sample(params, PROBLEMS, jax.random.key(k))[0] for k in (1, 2)
+  )
+  assert first == second
   with pytest.raises(UserError, match="--samples=1"):
     new_sampler(debug_config, 2)

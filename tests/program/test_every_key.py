@@ -315,7 +315,7 @@ ROWS = (
     {"error": "problem", "drop": ""},
     OF_A | {"data.source": "jsonl:{files}/long.jsonl"},
   ),
-  # sampler: of generate, generate_eval and generate_greedy
+  # sampler: of an iteration, and of sampled and greedy evaluations
   Row(
     "rollout.group_size",
     built.sample_shapes,
@@ -400,7 +400,7 @@ ROWS = (
   Row(
     "continuous_batching.speculation",
     built.tokens_a_step,
-    {0: [1, 1, 1], 3: [4, 4, 4]},
+    {0: [1, 1], 3: [4, 4]},
     PAGED,
   ),
   # rollout

@@ -56,29 +56,27 @@ def test_prompts_must_divide_over_the_sampler_mesh(debug_config):
 @pytest.mark.parametrize(
   ("axes", "prompts", "samples", "size", "slots"),
   [
-    ({"data": 8}, 24, 1, 24, 24),
-    ({"data": 4, "tensor": 2}, 23, 1, 24, 24),
+    ({"data": 8}, 23, 1, 24, 24),
     ({"data": 2, "tensor": 4}, 5, 4, 6, 24),  # 2 shards, not 8 devices
-    ({"data": 8}, 65, 8, 40, 256),
-    ({"data": 8}, 64, 8, 64, 256),
+    ({"data": 8}, 65, 8, 72, 256),
   ],
 )
 def test_an_evaluation_has_no_more_rows_than_it_needs(
   debug_config, axes, prompts, samples, size, slots
 ):
-  """Of 64 prompts and 512 responses an iteration, 256 of them at once."""
+  """Of 512 responses an iteration, 256 of them at once; or all of them."""
   debug_config.data.prompts, debug_config.rollout.group_size = 64, 8
   debug_config.eval.update({"prompts": prompts, "samples": samples})
   debug_config.continuous_batching.slots = 256
   debug_config.model.variant = "qwen3-8b"  # eight heads; no array is made
   mesh = sharding.make_mesh(**axes)
   found = build_program(parse(debug_config), mesh, training=False).sampler
-  assert found.eval_prompts == size
-  assert found.generate_eval.batching.slots == slots
-  assert found.generate_greedy.batching.slots == min(size, 256)
+  assert len(found.padded(prompts)) == size
+  assert found.respond.batching.slots == slots
   assert found.generate.batching.slots == 256
-  # An evaluation as large as an iteration compiles nothing for itself.
-  assert (found.generate_eval is found.generate) == (prompts == 64)
+  debug_config.continuous_batching.slots = 0
+  found = build_program(parse(debug_config), mesh, training=False).sampler
+  assert found.respond.batching.slots == min(size * samples, 512)
 
 
 def test_generate_splits_caches_weights_and_logits(debug_config):

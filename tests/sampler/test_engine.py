@@ -11,7 +11,7 @@ import pytest
 import random_model
 from families import FAMILIES
 
-from gspo_jax import model
+from gspo_jax import model, sampler
 from gspo_jax.data import tokenizers
 from gspo_jax.learner import train_batch
 from gspo_jax.logprobs import token_logprobs
@@ -20,7 +20,12 @@ from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import continuous, stop_strings
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.continuous.engine import Engine, Generation
-from gspo_jax.sampler.samples import STOPPED, Prompts, SamplerConfig
+from gspo_jax.sampler.samples import (
+  STOPPED,
+  Prompts,
+  SamplerConfig,
+  SamplingParams,
+)
 
 CFG = model.variant("tiny", vocab_size=32, dtype="float32")
 GREEDY = SamplerConfig(1, 24, stop_ids=(3, 5), temperature=0, pad_id=7)
@@ -47,9 +52,14 @@ def places(devices, cfg=CFG):
 
 
 @functools.cache
-def built(config=GREEDY, devices=1, batching=SMALL, cfg=CFG):
+def built(config=GREEDY, devices=1, batching=SMALL, cfg=CFG, by_row=False):
   return continuous.build_continuous_sampler(
-    cfg, config, batching=batching, max_prompt_length=S, **places(devices, cfg)
+    cfg,
+    config,
+    batching=batching,
+    max_prompt_length=S,
+    by_row=by_row,
+    **places(devices, cfg),
   )
 
 
@@ -100,6 +110,62 @@ def test_more_requests_than_rows_get_the_samplers_responses(devices):
     assert g.tokens == tokens
     np.testing.assert_allclose(g.logps, logps, atol=1e-4)
     assert g.finish == ("stop" if tokens[-1] in GREEDY.stop_ids else "length")
+
+
+SAMPLING = [
+  None,
+  SamplingParams(),
+  SamplingParams(0.0),
+  SamplingParams(1.4, top_k=5),
+  SamplingParams(1.2, top_p=0.6),
+  SamplingParams(0.7, min_p=0.1),
+  SamplingParams(1.5, top_k=9, top_p=0.8, min_p=0.02),
+  SamplingParams(0.0, top_k=1),
+]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_each_request_is_sampled_with_its_params(devices):
+  """As `generate` samples with these, whatever the others in the slots have."""
+  config = dataclasses.replace(
+    GREEDY, temperature=0.9, kept_ids=0, min_new_tokens=3
+  )
+  generate, key = built(config, devices, by_row=True), jax.random.key(1)
+  with generate.open(weights(), key, SMALL.slots) as e:
+    made = []
+    for prompt, params in zip(PROMPTS, SAMPLING, strict=True):
+      made.append(Generation(prompt[:S], 20, params=params, logprobs=True))
+      e.submit(made[-1])
+    run(e, *made)
+  for g, params in zip(made, SAMPLING, strict=True):
+    own = dataclasses.replace(config, max_new_tokens=20)
+    if params:
+      own = dataclasses.replace(own, **params._asdict())
+    # The row of `generate` is the number of the request.
+    tokens = np.tile(np.int32(g.prompt), (1 + g.response, 1))
+    lengths = np.full(len(tokens), len(g.prompt), np.int32)
+    alone = jax.jit(
+      sampler.generate, static_argnums=1, static_argnames="sampler"
+    )
+    s = alone(weights(), CFG, Prompts(tokens, lengths), key, sampler=own)
+    n = int(s.lengths[g.response])
+    assert g.tokens == s.tokens[g.response, :n].tolist()
+    np.testing.assert_allclose(g.logps, s.logps[g.response, :n], atol=1e-4)
+
+
+def test_a_seed_repeats_a_response():
+  config = dataclasses.replace(GREEDY, temperature=1.0)
+  generate = built(config, by_row=True)
+  with generate.open(weights(), jax.random.key(1), SMALL.slots) as e:
+    made = []
+    for seed in (5, None, 6, 5, None, 5 + 2**40):
+      made.append(Generation(PROMPTS[2], 20))
+      made[-1].seed = seed
+      e.submit(made[-1])
+    run(e, *made)
+  first, *others, large = [g.tokens for g in made]
+  assert [tokens == first for tokens in others] == [False, False, True, False]
+  assert large == first
 
 
 def test_a_request_that_arrives_while_others_decode_changes_none():

@@ -30,6 +30,7 @@ from gspo_jax.sampler.samples import (
   UNFINISHED,
   FinishedResponse,
   Samples,
+  SamplingParams,
 )
 from gspo_jax.workers import pool
 from gspo_jax.workers.pool import Result
@@ -176,8 +177,10 @@ def _recording(built, config, notes):
       slot_steps=multihost.to_global(np.int32(tokens.size), whole),
     )
 
-  def generate(name, group_size):
-    def sample(params, prompts, key, *, stop_at=None, resume_from=None, **_):
+  G = config.rollout.group_size
+
+  def generate(name):
+    def sample(params, prompts, key, *, group_size=G, stop_at=None, **_):
       texts = problems(prompts)
       note(name, texts, key)
       if stop_at is not None:
@@ -188,20 +191,22 @@ def _recording(built, config, notes):
 
     return sample
 
-  G = config.rollout.group_size
-
-  def continuous(name, group_size):
+  def continuous(name):
     def open_engine(params, key, count):
       texts = []
       note(name, texts, key)
-      return _Engine(tokenizer, rows, group_size, config, texts)
+      problems = (config.data if name == "generate" else config.eval).prompts
+      group_size = count // config.rollout.max_sequences // problems
+      return _Engine(tokenizer, rows, config, texts, group_size)
 
     return _Continuous(
       open_engine,
-      generate(name, group_size),
-      lambda count: responses(count, group_size, 0),
+      generate(name),
+      lambda count: responses(count, G, 0),
       types.SimpleNamespace(
-        group_size=group_size, max_new_tokens=config.sampler.max_new_tokens
+        group_size=G,
+        max_new_tokens=config.sampler.max_new_tokens,
+        params=SamplingParams(),
       ),
       rows,
     )
@@ -233,9 +238,8 @@ def _recording(built, config, notes):
   abstract = jax.tree.map(shape, init_state(weights))
   sampler = dataclasses.replace(
     built.sampler,
-    generate=continuous("generate", G),
-    generate_eval=continuous("generate_eval", config.eval.samples),
-    generate_greedy=continuous("generate_greedy", 1),
+    generate=continuous("generate"),
+    respond=continuous("respond"),
     merge_groups=lambda kept, new, index: kept,
     empty_samples=lambda: responses(config.data.prompts, G, 0),
   )
@@ -294,10 +298,10 @@ class _Engine:
 
   idle_seconds, idle = 0.0, contextlib.nullcontext
 
-  def __init__(self, tokenizer, rows, group_size, config, texts):
+  def __init__(self, tokenizer, rows, config, texts, group_size):
     self._tokenizer, self._rows, self._texts = tokenizer, rows, texts
-    self.group_size, self._config = group_size, config
-    self._waiting, self._prompts = [], {}
+    self._config, self._waiting, self._prompts = config, [], {}
+    self._group_size = group_size
 
   def __enter__(self):
     return self
@@ -324,7 +328,7 @@ class _Engine:
         g.add(ids, [0.0] * len(ids), "stop" if len(ids) == 3 else "length")
       time.sleep(0 if waiting else 0.002)
     texts = [text for _, text in sorted(self._prompts.items())]
-    self._texts += texts[:: self.group_size]
+    self._texts += texts[:: self._group_size]
 
   def finish_episodes(self, numbers, turns, **rows):
     logps = np.zeros(turns.shape, np.float32)

@@ -26,7 +26,13 @@ from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import MeshJit
-from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts, Samples
+from gspo_jax.sampler.samples import (
+  STOPPED,
+  TRUNCATED,
+  Prompts,
+  Samples,
+  SamplingParams,
+)
 
 KEY = jax.random.key(0)
 P, G, S, R = 8, 2, 3, 4  # prompts, responses to each, tokens of both
@@ -62,15 +68,30 @@ def weight_shards(config, mesh):
   return shard(layers["attention"]["q"]), shard(layers["moe"]["gate_up"])
 
 
-def generators(made):
-  s = made.sampler
-  return s.generate, s.generate_eval, s.generate_greedy
+def generators(made, config):
+  """Samplers of an iteration, and of sampled and greedy evaluations."""
+  generate, respond = made.sampler.generate, made.sampler.respond
+
+  def evaluate(params, prompts, key, **options):
+    more = config.data.max_prompt_length - prompts.tokens.shape[1]
+    tokens = np.pad(prompts.tokens, ((0, 0), (more, 0)))
+    return respond(params, Prompts(tokens, prompts.lengths), key, **options)
+
+  greedy = {"group_size": 1, "sampling": SamplingParams(0.0)}
+  return (
+    generate,
+    functools.partial(evaluate, group_size=config.eval.samples),
+    functools.partial(evaluate, **greedy),
+  )
 
 
 def decoding_mesh(config):
   mesh = sharding.make_mesh(data=8)
   made = build_program(parse(config), mesh, training=False)
-  (shape,) = {tuple(f.mesh.shape.values()) for f in generators(made)}
+  (shape,) = {
+    tuple(f.mesh.shape.values())
+    for f in (made.sampler.generate, made.sampler.respond)
+  }
   return shape
 
 
@@ -281,24 +302,21 @@ def logps_and_entropy(params, rows, temperature=1.0, **options):
 
 @each_once
 def samples_of(config) -> list[Samples]:
-  """B responses of generate, generate_eval and generate_greedy each."""
-  prompts = PROMPTS, EACH_PROMPT, EACH_PROMPT
-  pairs = zip(generators(built(config)), prompts, strict=True)
+  """Responses of each of `generators`."""
+  key, both = jax.random.key(1), generators(built(config), config)
   with bigram.by_the_operation():
-    return [f(bigram.params(), p, jax.random.key(1)) for f, p in pairs]
+    return [f(bigram.params(), PROMPTS, key) for f in both]
 
 
 def sample_shapes(config):
-  """[B, R] of generate, generate_eval and generate_greedy."""
-  shapes = lambda f: jax.eval_shape(f, bigram.params(), PROMPTS, KEY)
-  with bigram.by_the_operation():
-    return [shapes(f).tokens.shape for f in generators(built(config))]
+  """[B, R] of each of `generators`."""
+  return [samples.tokens.shape for samples in samples_of(config)]
 
 
 def all_likeliest(config):
-  """Whether each generate function samples only the likeliest tokens."""
+  """Whether each of `generators` samples only the likeliest tokens."""
   best = bigram.logits(bigram.params(), PROMPTS.tokens)[:, -1].argmax(-1)
-  likeliest = lambda s: s.tokens[:, 0] == best.repeat(G)
+  likeliest = lambda s: s.tokens[:, 0] == best.repeat(len(s.tokens) // P)
   return [bool(likeliest(samples).all()) for samples in samples_of(config)]
 
 
@@ -315,7 +333,7 @@ def _end_at_letters(samples):
 
 
 def records_routing(config):
-  """Whether generate, generate_eval and generate_greedy record routing."""
+  """Whether each of `generators` records routing."""
   return [samples.experts is not None for samples in samples_of(config)]
 
 
@@ -338,11 +356,7 @@ def pool(config):
 def tokens_a_step(config):
   """Most tokens that a response reads in a step, by each sampler."""
   functions = built(config).sampler
-  samplers = (
-    functions.generate,
-    functions.generate_eval,
-    functions.generate_greedy,
-  )
+  samplers = functions.generate, functions.respond
   return [1 + generate.sizes.drafts for generate in samplers]
 
 

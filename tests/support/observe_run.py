@@ -72,7 +72,7 @@ def second_kinds(config):
 
 
 def held_out_kinds(config):
-  (texts,) = run_of(config).given("generate_eval")[:1]
+  (texts,) = run_of(config).given("respond")[:1]
   return set(kinds(texts))
 
 
@@ -174,11 +174,8 @@ def passes(config):
 
 
 def problems_evaluated(config):
-  run = run_of(config)
-  first, then = (run.given(f"generate_{n}") for n in ("eval", "greedy"))
-  half = len(first) // 2  # of the first evaluation; then comes the last
-  count = lambda batches: sum(map(len, batches[:half]))
-  return count(first), count(then)
+  """Sampled and greedy, in the first evaluation."""
+  return tuple(map(len, run_of(config).given("respond")[:2]))
 
 
 def saved_steps(config):

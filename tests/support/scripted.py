@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gspo_jax.data import tokenizers
 from gspo_jax.sampler.continuous.engine import LENGTH, STOP
+from gspo_jax.sampler.samples import SamplingParams
 
 CONTEXT = 300
 TEMPLATE = (
@@ -39,6 +40,7 @@ class Scripted:
   """An engine that gives the next text of a list, in two chunks."""
 
   most = 80  # tokens of an answer
+  params = SamplingParams(temperature=0.5)
 
   def __init__(self, tokenizer, context=CONTEXT):
     self.tokenizer, self.context = tokenizer, context

@@ -40,7 +40,12 @@ from gspo_jax.sampler.continuous.scheduler import (
   Request,
   Scheduler,
 )
-from gspo_jax.sampler.samples import FinishedResponse, OnFinished, Samples
+from gspo_jax.sampler.samples import (
+  FinishedResponse,
+  OnFinished,
+  Samples,
+  SamplingParams,
+)
 
 # A segment ends when 1 of 8 slots is idle and responses wait. Where requests
 # come at any time, 1 of 3 must be idle, because a segment costs prefills, too.
@@ -68,20 +73,23 @@ class Generation:
     max_new_tokens: int,
     notify: Callable[[], None] = lambda: None,
     *,
+    params: SamplingParams | None = None,
     streams: bool = False,
     logprobs: bool = False,
   ):
     """`notify` is called in the engine's thread after each change.
 
     With `streams` also while the response is sampled, else at its end. Without
-    `logprobs` they stay on the devices, and `logps` is empty.
+    `logprobs` they stay on the devices, and `logps` is empty. `params` are for
+    engines whose requests have their own; None: as the sampler's.
     """
     self.prompt, self.max_new_tokens = list(prompt), max_new_tokens
-    self.streams, self.logprobs = streams, logprobs
+    self.params, self.streams, self.logprobs = params, streams, logprobs
     self.row: int | None = None  # of the samples; None: any free one
     # As of `Request`; the engine chooses them with the row.
     self.response = self.num_tokens = self.num_recorded = 0
     self.goes_on = False
+    self.seed: int | None = None  # of its random keys; None: of no other one's
     self.tokens: list[int] = []
     self.logps: list[float] = []
     self.progress = 0, ""
@@ -177,8 +185,9 @@ class Engine:
     self.idle_seconds = 0.0  # that `run` waited for requests
 
   @property
-  def group_size(self) -> int:
-    return self._programs.config.group_size
+  def params(self) -> SamplingParams:
+    """Of a request without its own."""
+    return self._programs.config.params
 
   @property
   def context(self) -> int:
@@ -405,6 +414,7 @@ class Engine:
           generation.num_tokens,
           generation.num_recorded,
           goes_on=generation.goes_on,
+          params=generation.params,
           owner=generation,
         )
         scheduler = self.schedulers[self._programs.own.index(shard)]
@@ -427,6 +437,8 @@ class Engine:
     lines = [[row] for row in ended]
     for g in new:
       values = [int(getattr(g, name)) for name in fields]
+      params = np.float32(g.params or self.params)
+      values += params.view(np.int32).tolist()
       lines.append([g.row, g.max_new_tokens, *values, *g.prompt])
     size = np.zeros((count, 2), np.int32)
     size[process] = sum(map(len, lines)) + len(lines), is_open
@@ -448,10 +460,12 @@ class Engine:
         elif sender == process:
           all_new.append(next(mine))
         else:
-          most, *line = line
-          g = Generation(line[len(fields) :], most)
+          n = 1 + len(fields)
+          most, *values = line[:n]
+          params = np.int32(line[n : n + 4]).view(np.float32).tolist()
+          g = Generation(line[n + 4 :], most, params=SamplingParams(*params))
           g.row = row
-          for name, value in zip(fields, line, strict=False):
+          for name, value in zip(fields, values, strict=True):
             setattr(g, name, value)
           all_new.append(g)
     return all_new, all_ended, is_open
@@ -477,6 +491,8 @@ class Engine:
     self._count += 1
     generation.response = self._count * jax.process_count()
     generation.response += jax.process_index()
+    if generation.seed is not None:
+      generation.response = -1 - generation.seed % 2**31
     return True
 
   def _share(self, queues, plan: SegmentPlan | None, is_open: bool) -> None:
@@ -617,6 +633,11 @@ class Engine:
         *(getattr(slots[i], name) for name in names),
       ]
     row, last_token, *others = fields
+    params = None
+    if self._programs.by_row:
+      params = np.zeros((len(active), 4), np.float32)
+      for i in np.flatnonzero(new):
+        params[i] = slots[i].params or self.params
     return SegmentPlan(
       table=join(segments, "table"),
       active=active,
@@ -629,6 +650,7 @@ class Engine:
       prompt_row=(
         join(admissions, "prompt_row") if has_states(self._programs.cfg) else ()
       ),
+      params=params,
       **dict(zip(names, others, strict=True)),
     )
 

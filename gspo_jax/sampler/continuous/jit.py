@@ -58,6 +58,7 @@ class _Functions:
   shards: int
   prefill_chunk: int
   record_routing: bool
+  by_row: bool
 
   def unstacked_decode_params(self, params):
     return model.unstack_layers(decode_params(params, self.cfg), self.cfg)
@@ -71,6 +72,7 @@ class _Functions:
       num_pages=self.sizes.num_pages * self.shards,
       page_size=self.sizes.page_size,
       pages_per_slot=self.sizes.pages_per_slot,
+      by_row=self.by_row,
     )
     # The steps of one call are counted.
     zeros = jax.tree.map(jnp.zeros_like, (samples.slot_steps, samples.drafts))
@@ -189,16 +191,20 @@ def jit_sampler(
   params_sharding,
   mesh: jax.sharding.Mesh,
   sampler_mesh: jax.sharding.Mesh,
+  by_row: bool,
 ) -> JittedSampler:
   batch = sharding.batch_sharding(sampler_mesh)
   pages = paged_cache.shardings(cfg, sampler_mesh)
-  state = DecodeState(pages, *[batch] * 6, pages.states)
+  params = batch if by_row else None
+  state = DecodeState(pages, *[batch] * 6, pages.states, params)
   shards = sharding.batch_shards(sampler_mesh)
   decode_samples = samples_sharding(sampler, sampler_mesh)
   train_samples = samples_sharding(sampler, mesh)
   episodes = samples_sharding(sampler, mesh, turns=True)
   record_routing = sampler.record_routing and cfg.num_experts > 0
-  of = _Functions(cfg, sampler, sizes, shards, prefill_chunk, record_routing)
+  of = _Functions(
+    cfg, sampler, sizes, shards, prefill_chunk, record_routing, by_row
+  )
   jit = functools.partial(sharding.mesh_jit, mesh=sampler_mesh)
   return JittedSampler(
     decode_params=jit(

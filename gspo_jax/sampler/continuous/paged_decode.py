@@ -48,6 +48,8 @@ class DecodeState:
   # The layers' states after prefixes from which slots are to start later,
   # PROMPT_ROWS rows a shard.
   prompt_states: kv.Arrays
+  # [M, 4] float32, each row a `SamplingParams`; None: all as the sampler's.
+  params: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -75,6 +77,7 @@ class SegmentPlan:
   # The shard's row of `prompt_states` to start from; beyond them: the slot has
   # its state. () for a model without states.
   prompt_row: jax.Array | tuple[()]
+  params: jax.Array | None  # as in `DecodeState`
 
 
 class SegmentResults(NamedTuple):
@@ -89,12 +92,18 @@ class SegmentResults(NamedTuple):
   drafts: tuple[jax.Array, jax.Array] | None  # `Samples.drafts` so far
 
 
-def empty(cfg: model.ModelConfig, *, shards: int, **sizes: int) -> DecodeState:
-  """A state without responses; sizes as of `paged_cache.empty`."""
+def empty(
+  cfg: model.ModelConfig, *, shards: int, by_row: bool = False, **sizes: int
+) -> DecodeState:
+  """A state without responses; sizes as of `paged_cache.empty`.
+
+  `by_row`: with `DecodeState.params`.
+  """
   pages = paged_cache.empty(cfg, **sizes)
   zeros = jnp.zeros_like(pages.lengths)
   prompt_states = kv.empty_states(cfg, PROMPT_ROWS * shards)
-  return DecodeState(pages, *[zeros] * 6, prompt_states)
+  params = jnp.zeros((len(zeros), 4)) if by_row else None
+  return DecodeState(pages, *[zeros] * 6, prompt_states, params)
 
 
 def prefill(
@@ -230,6 +239,9 @@ def apply_plan(
     # The host may have planned before it knew which responses had finished.
     active=plan.active & (plan.new | pages.active),
   )
+  params = state.params
+  if params is not None:
+    params = jnp.where(plan.new[:, None], plan.params, params)
   return DecodeState(
     pages=pages,
     response=select(plan.response, state.response),
@@ -239,6 +251,7 @@ def apply_plan(
     stop_at=select(plan.stop_at, state.stop_at),
     stop_state=select(plan.stop_state, state.stop_state),
     prompt_states=state.prompt_states,
+    params=params,
   )
 
 
@@ -355,8 +368,11 @@ def _feed(params, cfg, state, key, fed_mJ, real_mJ, sampler):
   response_key = functools.partial(jax.random.fold_in, key)
   row_keys = jax.vmap(response_key)(jnp.repeat(state.response, J))
   numbers = (state.num_tokens[:, None] + place_J).reshape(-1)
+  params = state.params
+  if params is not None:
+    params = jnp.repeat(params, J, axis=0)
   *sampled, kept_ids = next_token.sample_token(
-    logits, row_keys, numbers, sampler
+    logits, row_keys, numbers, sampler, params
   )
   new = dict(zip(("tokens", "logps"), sampled, strict=True))
   if kept_ids is not None:
@@ -445,7 +461,7 @@ def move_rows(samples: Samples, moves: Moves) -> Samples:
 
 # Specs of the arrays of slots, without what slots share.
 _OF_SLOTS = DecodeState(
-  paged_cache.Pages(None, _STATES, *[_BATCH] * 3), *[_BATCH] * 6, None
+  paged_cache.Pages(None, _STATES, *[_BATCH] * 3), *[_BATCH] * 6, None, _BATCH
 )
 
 

@@ -38,6 +38,7 @@ class Programs:
   shards: int
   batch_sharding: jax.sharding.Sharding
   jitted: JittedSampler
+  by_row: bool = False  # whether each request has its own SamplingParams
 
   @functools.cached_property
   def own(self) -> list[int]:
@@ -145,6 +146,7 @@ class Programs:
     slots = dict.fromkeys(SegmentPlan.__dataclass_fields__, state.num_tokens)
     slots |= {"table": state.pages.table}
     slots |= {"active": state.pages.active, "new": state.pages.active}
+    slots |= {"params": state.params}
     sources = whole(self.batching.slots), whole(PROMPT_ROWS * self.shards)
     if not has_states(self.cfg):
       slots["prompt_row"], sources = (), None
@@ -183,8 +185,9 @@ class Programs:
       "prefill": prefills,
       "write_prefix_routing": prefills,
     }
+    times = 1 + self.by_row  # rows of sampled and of greedy evaluations
     return {
-      name: (getattr(self.jitted, name), limit)
+      name: (getattr(self.jitted, name), times * limit)
       for name, limit in limits.items()
     }
 

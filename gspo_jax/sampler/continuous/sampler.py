@@ -21,6 +21,7 @@ from gspo_jax.sampler.samples import (
   Prompts,
   SamplerConfig,
   Samples,
+  SamplingParams,
 )
 from gspo_jax.sampler.stop_strings import StopStrings
 
@@ -30,12 +31,11 @@ class ContinuousSampler(Programs):
 
   def open(self, params: model.Params, key: jax.Array, rows: int) -> Engine:
     """An engine with so many empty rows, a multiple of G."""
-    return Engine(
-      self,
-      params,
-      sharding.key_beside(self.batch_sharding, key),
-      self.jitted.empty_samples(rows // self.config.group_size),
-    )
+    key = sharding.key_beside(self.batch_sharding, key)
+    return Engine(self, params, key, self._empty(rows))
+
+  def _empty(self, rows: int) -> Samples:
+    return self.jitted.empty_samples(rows // self.config.group_size)
 
   def __call__(
     self,
@@ -43,6 +43,8 @@ class ContinuousSampler(Programs):
     prompts: Prompts,
     key: jax.Array,
     *,
+    group_size: int = 0,
+    sampling: SamplingParams | None = None,
     resume_from: Samples | None = None,
     stop_at: np.ndarray | None = None,
     on_finished: OnFinished | None = None,
@@ -57,6 +59,8 @@ class ContinuousSampler(Programs):
       params: as `model.init` returns them.
       prompts: P is a multiple of the shards.
       key: a typed PRNG key.
+      group_size: G; 0: the sampler's.
+      sampling: of all responses, with `by_row`; None: the sampler's.
       resume_from: samples whose UNFINISHED responses are continued; donated.
       stop_at: [B] int, tokens at which a response pauses and stays UNFINISHED.
       on_finished: called with responses of an earlier segment while a later one
@@ -75,7 +79,9 @@ class ContinuousSampler(Programs):
       )
     samples = resume_from
     if samples is None:
-      samples = self.jitted.empty_samples(len(tokens))
+      samples = self._empty(
+        len(tokens) * (group_size or self.config.group_size)
+      )
     so_far, finish = multihost.to_host((samples.lengths, samples.finish))
     R = self.sizes.max_new_tokens
     stop_at = np.full(len(so_far), R) if stop_at is None else stop_at
@@ -91,6 +97,7 @@ class ContinuousSampler(Programs):
         tokens, lengths, so_far, stop_at, sampled, rows, self.config.stop
       )
       for request in pending:
+        request.params = sampling
         scheduler.submit(request)
     engine.run(on_finished=on_finished, progress=progress)
     return engine.finalize()
@@ -139,13 +146,15 @@ def build_continuous_sampler(
   params_sharding,
   mesh: jax.sharding.Mesh,
   sampler_mesh: jax.sharding.Mesh,
+  by_row: bool = False,
 ) -> ContinuousSampler:
   """Builds a ContinuousSampler; UserError if the sizes do not fit.
 
   And if a model with states is to speculate: a state cannot go back.
 
   Weights, keys and samples are on `mesh`; `sampler_mesh` has the same devices,
-  arranged for decoding. `max_prompt_length` is the width of the prompts.
+  arranged for decoding. `max_prompt_length` is the width of the prompts. With
+  `by_row` each request has its own SamplingParams; then no ids are kept.
   """
   shards = sharding.batch_shards(sampler_mesh)
   sampler.require_stops()
@@ -162,6 +171,7 @@ def build_continuous_sampler(
     sizes=sizes,
     shards=shards,
     batch_sharding=sharding.batch_sharding(sampler_mesh),
+    by_row=by_row,
     jitted=jit.jit_sampler(
       cfg,
       sampler,
@@ -170,5 +180,6 @@ def build_continuous_sampler(
       params_sharding=params_sharding,
       mesh=mesh,
       sampler_mesh=sampler_mesh,
+      by_row=by_row,
     ),
   )

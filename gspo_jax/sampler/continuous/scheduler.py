@@ -34,6 +34,7 @@ import numpy as np
 
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous.config import PROMPT_ROWS, ShardSizes
+from gspo_jax.sampler.samples import SamplingParams
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,6 +50,7 @@ class Request:
   num_recorded: int = 0
   stop_state: int = 0  # of `StopStrings` after `tokens`
   goes_on: bool = False  # its episode has begun: it starts before new ones
+  params: SamplingParams | None = None  # None: as the sampler's
   owner: Any = None  # what the caller of `submit` wants to find again
   # Of the scheduler. Without a prefix it came from another shard.
   prefix: "Prefix | None" = None
