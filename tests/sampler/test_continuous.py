@@ -323,6 +323,43 @@ def test_samples_are_the_same_when_responses_move(
     )
 
 
+def spied_loans(monkeypatch):
+  """Numbers of responses that are lent, from now on."""
+  lent, loans = [], placement.Placement._loans
+
+  def spy(self, **facts):
+    lent.append(len(found := loans(self, **facts)))
+    return found
+
+  monkeypatch.setattr(placement.Placement, "_loans", spy)
+  return lent
+
+
+@pytest.mark.parametrize(
+  ("config", "pages", "moves"),
+  [(ROUTING, 0, False), (SAMPLED, 13, True)],
+)
+def test_samples_are_the_same_where_a_response_starts_on_another_shard(
+  config, pages, moves, monkeypatch
+):
+  """Shards have 8 responses and 2 slots each; then running ones move, too."""
+  if moves:
+    migrate_often(monkeypatch)
+  batching = dataclasses.replace(
+    SMALL, slots=8, segment_steps=2, num_pages=4 * pages
+  )
+  generate, reported = build(batching, config, **MESH), {}
+  lent = spied_loans(monkeypatch)
+  samples = run(generate, on_finished=reported.update)
+  assert sum(lent) >= 2
+  assert_same(samples, static())
+  if config.record_routing:
+    assert_same_routing(samples, static())
+  assert sorted(reported) == list(range(B))
+  lengths = [reported[number].length for number in range(B)]
+  np.testing.assert_array_equal(lengths, samples.lengths)
+
+
 def test_kept_ids_are_those_of_the_tokens_also_after_a_pause():
   """The trainer's log-probs over them are the sampler's; pages run out."""
   config = dataclasses.replace(SAMPLED, top_k=9, top_p=0.8)
@@ -371,19 +408,54 @@ def test_a_plan_replays_the_same_steps(make):
   assert decoding.prefilled % 8 == 0
 
 
-@pytest.mark.parametrize("own", [[0], [1, 3], [2, 3]])
-def test_a_host_plans_its_own_shards_as_one_host_plans_all(own, monkeypatch):
-  """From the facts and results of all: the same programs, with its rows."""
+@pytest.mark.parametrize(("slots", "pages"), [(32, 0), (128, 1600)])
+def test_shards_without_a_queue_take_responses_of_others(
+  slots, pages, monkeypatch
+):
+  """Lengths of a group are alike; slots or pages hold a part of the responses.
+
+  The steps, and what the fullest shard reads in them, against those where each
+  response starts on the shard of its prompt.
+  """
+  rng, groups, size = np.random.default_rng(0), 64, 8
+  logs = rng.normal(5, 0.7, (groups, 1)) + rng.normal(0, 0.7, (groups, size))
+  responses = np.exp(logs).clip(1, 2000).astype(int).ravel()
+  lengths = Lengths(np.full(groups, S), responses)
+  config = SamplerConfig(size, 2000, stop_ids=(3,))
+  batching = dataclasses.replace(
+    SMALL, slots=slots, segment_steps=32, num_pages=pages, page_size=8
+  )
+  count = lambda: replay(build(batching, config, **MESH), lengths, block=1)
+  read = lambda found: sum(x.most_blocks for x in found.by_rows.values())
+  found = count()
+  monkeypatch.setattr(placement.Placement, "can_lend", lambda *_: False)
+  before = count()
+  assert found.steps < 0.9 * before.steps
+  assert read(found) < 0.9 * read(before)
+
+
+@pytest.mark.parametrize(
+  ("own", "slots"), [([0], 8), ([0], 16), ([1, 3], 8), ([2, 3], 16)]
+)
+def test_a_host_plans_its_own_shards_as_one_host_plans_all(
+  own, slots, monkeypatch
+):
+  """From the facts and results of all: the same programs, with its rows.
+
+  With 8 slots some responses start on the first shard, whose own end at once.
+  """
   monkeypatch.setattr(programs, "_FEWEST_ROWS", 1)
+  lent = spied_loans(monkeypatch)
   lengths = np.random.default_rng(0).integers(4, R // 2, B)
   lengths[: B // 4], lengths[-3:] = 1, R
-  batching = dataclasses.replace(SMALL, slots=16, segment_steps=2)
+  batching = dataclasses.replace(SMALL, slots=slots, segment_steps=2)
   four = build(batching, **MESH)
   host = functools.partial(
     pod.run_host, four, lengths=lengths, prompt_lengths=prompts().lengths
   )
   whole = host(range(4))
   one = host(own, whole=whole)
+  assert slots == 16 or sum(lent) >= 2
 
   def assert_rows(x, all_x):
     assert type(x) is type(all_x)

@@ -8,7 +8,6 @@ import pytest
 
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous.config import PROMPT_ROWS, ShardSizes
-from gspo_jax.sampler.continuous.sampler import pending_requests
 from gspo_jax.sampler.continuous.scheduler import Request, Scheduler
 
 EMPTY = -1
@@ -545,38 +544,6 @@ def test_a_shard_without_requests_takes_part_in_each_round():
   segment = scheduler.allocate_pages()
   assert not segment.active.any()
   scheduler.apply_results(np.zeros(2), segment.active)
-
-
-# pending_requests, against plain Python.
-
-P, S, G, R = 3, 4, 4, 6
-PROMPTS = np.arange(P * S, dtype=np.int32).reshape(P, S)
-PROMPT_LENGTHS = np.array([4, 1, 2])
-TOKENS = 100 + np.arange(P * G * R, dtype=np.int32).reshape(-1, R)
-
-
-def test_a_request_for_each_response_that_is_to_go_on():
-  rng = np.random.default_rng(0)
-  for _ in range(20):
-    lengths = rng.integers(0, R + 1, P * G) * (rng.random(P * G) < 0.6)
-    stop_at = rng.integers(0, R + 1, P * G)
-    rows = range(G, P * G)  # of the second shard
-    found = [
-      *pending_requests(
-        PROMPTS, PROMPT_LENGTHS, lengths, stop_at, dict(enumerate(TOKENS)),
-        rows, None,
-      )
-    ]  # fmt: skip
-    expected = [b for b in rows if lengths[b] < stop_at[b]]
-    assert [request.response for request in found] == expected
-    for b, request in zip(expected, found, strict=True):
-      prompt = PROMPTS[b // G].tolist()[S - PROMPT_LENGTHS[b // G] :]
-      assert request.tokens.tolist() == [*prompt, *TOKENS[b][: lengths[b]]]
-      assert request.row == b - G
-      assert (request.num_tokens, request.stop_at) == (lengths[b], stop_at[b])
-      # An earlier call has fed all of its tokens but the newest.
-      fed = len(prompt) + lengths[b] - 1 if lengths[b] else 0
-      assert request.num_recorded == fed
 
 
 def test_a_request_without_room_evicts_nothing():

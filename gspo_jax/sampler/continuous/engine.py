@@ -112,6 +112,7 @@ class _Facts:
   """What all hosts know of each shard after it has planned; [shards] ints."""
 
   waiting: np.ndarray  # responses
+  queued: np.ndarray  # and of these, the ones that have not begun
   active: np.ndarray  # slots
   new: np.ndarray  # of these, new ones
   streams: np.ndarray  # and of these, the ones that are read as they grow
@@ -267,6 +268,29 @@ class Engine:
   def __exit__(self, *_) -> None:
     self.close()
 
+  def queue(
+    self,
+    queues: Sequence[Sequence[int]],
+    request_of: Callable[[int], Request],
+    *,
+    lends: bool,
+  ) -> None:
+    """Queues responses on their shards.
+
+    `queues` has the responses of each shard, and `request_of` makes the Request
+    of one, for row 0. If it `lends`, both are the same on all hosts, and each
+    response may start on any shard.
+    """
+    for shard, scheduler in zip(
+      self._programs.own, self.schedulers, strict=True
+    ):
+      for response in queues[shard]:
+        request = request_of(response)
+        request.row = response - shard * self._rows
+        scheduler.submit(request)
+    if lends:
+      self._placement.queue(queues, request_of)
+
   def finalize(self) -> Samples:
     """The samples, on the training mesh, each response in its first row."""
     programs, samples = self._programs, self.samples
@@ -297,21 +321,21 @@ class Engine:
   def _step(self, until) -> bool:
     """Decodes a segment, or waits; False when no host has or expects more."""
     programs, jitted = self._programs, self._programs.jitted
-    migrates = False
+    moves = False
     if self._results:
       facts = self._facts()
       look_ahead = facts.looks_ahead.all() and facts.goes_on.any()
-      migrates = self._may_migrate and not facts.waiting.any()
-      migrates = migrates and self._placement.is_uneven()
-      if migrates or not look_ahead:
+      moves = self._may_migrate and self._placement.is_uneven()
+      moves |= self._placement.can_lend(facts.waiting)
+      if moves or not look_ahead:
         self._read_results()
     is_open = True
     if not self._results:
       if self._keeps:
         self._report()
       is_open = self._take_requests(not until())
-    if migrates:
-      self._migrate()
+    if moves:
+      self._move()
     admissions = [scheduler.admit() for scheduler in self.schedulers]
     queues = [self._prefill_queue(admission) for admission in admissions]
     plan = self._segment_plan(admissions)
@@ -505,7 +529,8 @@ class Engine:
       self.schedulers, queues, new, strict=True
     ):
       running = [request for request in scheduler.slots if request]
-      row = [scheduler.num_waiting, scheduler.num_active, count]
+      row = [scheduler.num_waiting, scheduler.num_queued]
+      row += [scheduler.num_active, count]
       row += [sum(bool(r.owner) and r.owner.streams for r in running)]
       row += [scheduler.can_look_ahead and not self._keeps]
       row += [scheduler.may_go_on]
@@ -522,9 +547,9 @@ class Engine:
     columns = np.asarray(self._shared.addressable_data(0)).T
     places = self._prefill_places()
     return _Facts(
-      *columns[:9],
-      prefixes=dict(zip(places, columns[9::2], strict=True)),
-      uncached=dict(zip(places, columns[10::2], strict=True)),
+      *columns[:10],
+      prefixes=dict(zip(places, columns[10::2], strict=True)),
+      uncached=dict(zip(places, columns[11::2], strict=True)),
     )
 
   def _prefill_places(self) -> list[tuple[int, int]]:
@@ -675,14 +700,21 @@ class Engine:
     subset = active_first[:, :count] + slots * own[:, None]
     return subset.ravel().astype(np.int32)
 
-  def _migrate(self) -> None:
-    """Moves running responses from the fullest shards to the emptiest."""
+  def _move(self) -> None:
+    """Moves responses from the fullest shards to the emptiest."""
     programs, jitted = self._programs, self._programs.jitted
     self._share([{}] * len(self.schedulers), None, True)
-    facts = self._facts()
-    migration = self._placement.migrate(
-      self.schedulers, facts.room, facts.visitors
-    )
+    facts, migration = self._facts(), None
+    if self._may_migrate and self._placement.is_uneven():
+      migration = self._placement.migrate(
+        self.schedulers, facts.room, facts.visitors, facts.waiting
+      )
+    elif self._placement.can_lend(facts.waiting):
+      names = "waiting", "queued", "active", "room"
+      for rows in self._placement.lend(
+        self.schedulers, {name: getattr(facts, name) for name in names}
+      ):
+        self.samples = jitted.move_rows(self.samples, programs.to_devices(rows))
     if not migration:
       return
     pages, *slots, rows = programs.to_devices(migration)

@@ -1,10 +1,12 @@
-"""Even loads: running responses move from full shards to empty ones.
+"""Even loads: responses move from full shards to empty ones.
 
-A response starts on the shard of its row of the samples. Each decode step waits
-for the shard that reads the most cached tokens, and lengths differ, also
-between groups. So while no response waits for a slot, running ones move with
-their pages. On the other shard a response gets the row of a finished one, which
-gets its row in return. At the end of the call the swaps of rows are undone.
+A response waits on the shard of its row of the samples. Lengths differ, also
+between groups: one shard's responses end while others still wait on another.
+So responses that have not begun start on a shard where none waits. And each
+decode step waits for the shard that reads the most cached tokens, so running
+responses move with their pages. On the other shard a response gets the row of a
+finished one, which gets its row in return. At the end of the call the swaps of
+rows are undone.
 
 All hosts choose the same moves, from the same results. A host knows the slots,
 rows and pages of its own shards alone, and fills in these.
@@ -13,7 +15,8 @@ Dimension letters as in `continuous/__init__`; D shards, n moves of a shard.
 """
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +24,7 @@ import numpy as np
 from gspo_jax.runtime.sharding import Moves
 from gspo_jax.sampler.continuous.config import ShardSizes
 from gspo_jax.sampler.continuous.paged_decode import SegmentResults
-from gspo_jax.sampler.continuous.scheduler import Scheduler
+from gspo_jax.sampler.continuous.scheduler import Request, Scheduler
 
 # Responses move when the fullest shard has a quarter more cached tokens than
 # the mean, until it has a twentieth more, and then not for some segments.
@@ -50,6 +53,9 @@ class Placement:
     self._sizes, self._shards, self._own = sizes, shards, list(own)
     self._rows = rows
     self.swaps: list[Moves] = []
+    # Responses that wait on each shard, on all hosts.
+    self._queues: list[deque[int]] = [deque() for _ in range(shards)]
+    self._request_of: Callable[[int], Request] | None = None
     self._segments = 0  # since the last migration
     self._stuck_at = 0  # running responses when no move was of use
     self._cached_DM = None  # tokens of each running response
@@ -57,6 +63,11 @@ class Placement:
     self._most = self._mean = 0.0
     self._above_D = np.zeros(shards)  # what each was above the mean as fullest
     self._start, self._all_segments = time.monotonic(), 0
+
+  @property
+  def _few(self) -> int:
+    """Moves of a shard in a call."""
+    return max(1, self._sizes.slots // 8)
 
   def update(self, results: SegmentResults) -> None:
     self._segments += 1
@@ -84,21 +95,95 @@ class Placement:
     cached_D = self._cached_DM.sum(1)
     return bool(cached_D.max() > _MOST * cached_D.mean())
 
+  def queue(
+    self,
+    queues: Sequence[Sequence[int]],
+    request_of: Callable[[int], Request],
+  ) -> None:
+    """Lets responses that wait start on another shard.
+
+    `queues` has the responses of each shard, in the order of its queue, and
+    `request_of` makes the Request of one, for its row 0.
+    """
+    self._queues, self._request_of = list(map(deque, queues)), request_of
+
+  def can_lend(self, waiting_D) -> bool:
+    """Whether responses wait on one shard, and on another none."""
+    some = waiting_D.any() and not waiting_D.all()
+    return bool(self._request_of and some)
+
+  def lend(
+    self, schedulers: Sequence[Scheduler], facts_D: Mapping[str, np.ndarray]
+  ) -> list[Moves]:
+    """Lets the last responses in full queues start on shards without a queue.
+
+    After all results were applied. Of all shards, `facts_D` has `waiting`,
+    `queued`, `active` and `room`. Returns the exchanges of rows, in order.
+    """
+    own = dict(zip(self._own, schedulers, strict=True))
+    # The first ones of a queue have begun, on their shard.
+    for queue, count in zip(self._queues, facts_D["queued"], strict=True):
+      while len(queue) > count:
+        queue.popleft()
+    pairs = []
+    for giver, taker in self._loans(**facts_D):
+      response = self._queues[giver].pop()
+      self._queues[taker].append(response)
+      row = new_row = 0  # on another host
+      if giver in own:
+        row = own[giver].withdraw()
+      if taker in own:
+        request = self._request_of(response)
+        new_row = request.row = own[taker].free_row()
+        own[taker].submit(request)
+      pairs.append((giver, row, taker, new_row))
+    calls = []
+    while pairs:
+      call, left = _MoveList(self._shards, self._few, self._rows), []
+      for giver, row, taker, new_row in pairs:
+        if call.has_room(giver, taker) and call.has_room(taker, giver):
+          call.add(giver, row, taker, new_row)
+          call.add(taker, new_row, giver, row)
+        else:
+          left.append((giver, row, taker, new_row))
+      calls.append(call.moves(self._own))
+      pairs = left
+    self.swaps += calls
+    return calls
+
+  def _loans(self, waiting, queued, active, room) -> list[tuple[int, int]]:
+    """(from shard, to shard) of each response."""
+    sizes, loans = self._sizes, []
+    # Of the longest prompt, and of a response in its first segment.
+    tokens = sizes.max_prompt_length + sizes.segment_tokens(1)
+    starts = np.minimum(
+      np.minimum(sizes.slots, self._rows) - active,
+      room // (-(-tokens // sizes.page_size) + 1),
+    )
+    takes = np.where(waiting == 0, starts, 0)
+    gives = np.where(waiting == 0, 0, queued - np.maximum(starts, 0))
+    while gives.max() > 0 and takes.max() > 0:
+      loans.append((int(gives.argmax()), int(takes.argmax())))
+      gives[loans[-1][0]] -= 1
+      takes[loans[-1][1]] -= 1
+    return loans
+
   def migrate(
-    self, schedulers: Sequence[Scheduler], room_D, visitors_D
+    self, schedulers: Sequence[Scheduler], room_D, visitors_D, waiting_D
   ) -> Migration | None:
     """Moves responses between shards after all results were applied.
 
-    `schedulers` are of own shards; `room_D` is `num_spare_pages` and
-    `visitors_D` is `num_visitors` of all shards. None: nothing moves.
+    `schedulers` are of own shards; `room_D` is `num_spare_pages`, `visitors_D`
+    is `num_visitors` and `waiting_D` is `num_waiting` of all shards. None:
+    nothing moves.
     """
     self._segments = 0
     sizes, D, page_size = self._sizes, self._shards, self._sizes.page_size
     own = dict(zip(self._own, schedulers, strict=True))
-    b, n = self._rows, max(1, sizes.slots // 8)
+    b, n = self._rows, self._few
     slots, rows = _MoveList(D, n, sizes.slots), _MoveList(D, n, b)
     slot_rows, pages = np.zeros((D, n), np.int32), []
-    for giver, slot, taker in self._choices(room_D, visitors_D, n):
+    for giver, slot, taker in self._choices(room_D, visitors_D, waiting_D, n):
       cached = int(self._cached_DM[giver, slot])
       num_pages, at = -(-cached // page_size), giver * sizes.slots + slot
       of_slot = ("response", "num_tokens", "stop_at")
@@ -130,13 +215,16 @@ class Placement:
       self.swaps[-1],
     )
 
-  def _choices(self, room_D, visitors_D, n) -> list[tuple[int, int, int]]:
+  def _choices(
+    self, room_D, visitors_D, waiting_D, n
+  ) -> list[tuple[int, int, int]]:
     """(from shard, slot, to shard), at most n of each; a shard does not give
     and take."""
     sizes, cached_DM = self._sizes, self._cached_DM.copy()
     load_D, running_D = cached_DM.sum(1), (cached_DM > 0).sum(1)
     # A response needs a slot, and the row of one that does not run.
     idle_D = min(sizes.slots, self._rows) - running_D
+    idle_D = np.where(waiting_D > 0, 0, idle_D)
     # All visitors, and one more response, fit if they grow to their longest.
     most = (sizes.num_pages - 1) // sizes.pages_per_slot - 1
     takes_D = np.minimum(np.minimum(idle_D, n), most - visitors_D)

@@ -1,7 +1,5 @@
 """The sampler of continuous batching: all requests of an engine at once."""
 
-from collections.abc import Iterator, Sequence
-
 import jax
 import numpy as np
 
@@ -23,7 +21,6 @@ from gspo_jax.sampler.samples import (
   Samples,
   SamplingParams,
 )
-from gspo_jax.sampler.stop_strings import StopStrings
 
 
 class ContinuousSampler(Programs):
@@ -90,51 +87,37 @@ class ContinuousSampler(Programs):
     sampled = {}
     if so_far.any():
       sampled = multihost.addressable_rows(engine.samples.tokens)
-    n = len(so_far) // self.shards
-    for shard, scheduler in zip(self.own, engine.schedulers, strict=True):
-      rows = range(shard * n, shard * n + n)
-      pending = pending_requests(
-        tokens, lengths, so_far, stop_at, sampled, rows, self.config.stop
+    size = len(so_far) // len(tokens)
+
+    def request_of(response: int) -> Request:
+      """An earlier call fed, and so recorded, all it has but the last token."""
+      count, p = int(so_far[response]), response // size
+      prefix = tokens[p, width - lengths[p] :]
+      stop_state = 0
+      if count:
+        prefix = np.concatenate([prefix, sampled[response][:count]])
+        if self.config.stop:
+          stop_state = self.config.stop.state(prefix[-count:])
+      return Request(
+        prefix.astype(np.int32),
+        row=0,
+        stop_at=int(stop_at[response]),
+        response=response,
+        num_tokens=count,
+        num_recorded=len(prefix) - 1 if count else 0,
+        stop_state=stop_state,
+        params=sampling,
       )
-      for request in pending:
-        request.params = sampling
-        scheduler.submit(request)
+
+    queued = (so_far < stop_at).reshape(self.shards, -1)
+    queues = [
+      (np.flatnonzero(row) + shard * len(row)).tolist()
+      for shard, row in enumerate(queued)
+    ]
+    # Another host does not have the tokens of a response that goes on.
+    engine.queue(queues, request_of, lends=not so_far.any())
     engine.run(on_finished=on_finished, progress=progress)
     return engine.finalize()
-
-
-def pending_requests(
-  prompts: np.ndarray,
-  prompt_lengths: np.ndarray,
-  lengths: np.ndarray,
-  stop_at: np.ndarray,
-  tokens: dict[int, np.ndarray],
-  rows: Sequence[int],
-  stop: StopStrings | None,
-) -> Iterator[Request]:
-  """Requests for the responses in these rows that have less than `stop_at`.
-
-  `prompts` [P, S] are padded on the left; `tokens` are [R] by row, {} if no
-  response has any. An earlier call has fed, and so recorded, the prompt and all
-  tokens of a response but the newest one.
-  """
-  group_size = len(lengths) // max(len(prompts), 1)
-  for row in rows:
-    count, p = int(lengths[row]), row // group_size
-    if count >= stop_at[row]:
-      continue
-    prefix = prompts[p, prompts.shape[1] - prompt_lengths[p] :]
-    if count:
-      prefix = np.concatenate([prefix, tokens[row][:count]])
-    yield Request(
-      prefix.astype(np.int32),
-      row - rows[0],
-      int(stop_at[row]),
-      row,
-      count,
-      len(prefix) - 1 if count else 0,
-      stop.state(prefix[-count:]) if stop and count else 0,
-    )
 
 
 def build_continuous_sampler(

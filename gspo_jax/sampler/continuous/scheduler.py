@@ -168,6 +168,11 @@ class Scheduler:
     return len(self._first) + len(self._queue)
 
   @property
+  def num_queued(self) -> int:
+    """Waiting responses that have not begun."""
+    return len(self._queue)
+
+  @property
   def num_active(self) -> int:
     return int(self._active_M.sum())
 
@@ -249,6 +254,17 @@ class Scheduler:
     else:
       (self._first if request in self._first else self._queue).remove(request)
     self._finish(request)
+
+  def withdraw(self) -> int:
+    """Takes the last response out of the queue; its row."""
+    request = self._queue.pop()
+    self._finish(request)
+    return request.row
+
+  def free_row(self) -> int:
+    """The row of a finished response."""
+    taken = {r.row for r in (*self._slots, *self._first, *self._queue) if r}
+    return next(row for row in range(self._num_rows) if row not in taken)
 
   def admit(self) -> Admission:
     """Gives idle slots to waiting requests, as far as pages go.
@@ -418,9 +434,7 @@ class Scheduler:
 
     It cannot start again on this shard, so it is never preempted.
     """
-    slot = int(self._active_M.argmin())
-    taken = {request.row for request in self._slots if request}
-    row = next(row for row in range(self._num_rows) if row not in taken)
+    slot, row = int(self._active_M.argmin()), self.free_row()
     pages = self._pop_pages(num_pages)
     request = Request(np.zeros(0), row, stop_at, response, num_tokens)
     self._set_slot(slot, request, pages, num_cached)
