@@ -114,8 +114,7 @@ class _Facts:
   waiting: np.ndarray  # responses
   queued: np.ndarray  # and of these, the ones that have not begun
   active: np.ndarray  # slots
-  new: np.ndarray  # of these, new ones
-  streams: np.ndarray  # and of these, the ones that are read as they grow
+  streams: np.ndarray  # of these, the ones that are read as they grow
   looks_ahead: np.ndarray  # 1: `Scheduler.can_look_ahead`
   goes_on: np.ndarray  # 1: `Scheduler.may_go_on`
   room: np.ndarray  # `Scheduler.num_spare_pages`
@@ -339,21 +338,21 @@ class Engine:
     admissions = [scheduler.admit() for scheduler in self.schedulers]
     queues = [self._prefill_queue(admission) for admission in admissions]
     plan = self._segment_plan(admissions)
-    self._share(queues, plan, is_open)
-    any_new = any_waiting = False
+    self._share(queues, is_open)
+    any_waiting = False
     if not self._results:  # else nothing waited, so nothing starts
       facts = self._facts()
       self._active, self._streams = facts.active, facts.streams
       is_open = facts.open.any()
       if not facts.active.any() or (self._keeps and not is_open):
         return self._pause(is_open)
-      any_new, any_waiting = facts.new.any(), facts.waiting.any()
+      any_waiting = facts.waiting.any()
       for arrays in self._prefill_batches(queues, facts):
         self._prefill(*arrays)
     slots, drafts = None, 0
     most = self._active.max() * programs.shards
     count = min(n for n in programs.compute_sizes if n >= most)
-    if not any_new and count < programs.batching.slots:
+    if count < programs.batching.slots:
       slots = self._active_subset(plan, count // programs.shards)
       # Where preempted responses wait, pages may hold single tokens only.
       if self._speculates and not any_waiting:
@@ -519,18 +518,13 @@ class Engine:
       generation.response = -1 - generation.seed % 2**31
     return True
 
-  def _share(self, queues, plan: SegmentPlan | None, is_open: bool) -> None:
+  def _share(self, queues, is_open: bool) -> None:
     """Sends this host's part of the `_Facts` to all: [shards, ...] int32."""
-    new = np.zeros(len(self.schedulers), int)
-    if plan is not None:
-      new = plan.new.reshape(len(new), -1).sum(1)
     rows = []
-    for scheduler, queue, count in zip(
-      self.schedulers, queues, new, strict=True
-    ):
+    for scheduler, queue in zip(self.schedulers, queues, strict=True):
       running = [request for request in scheduler.slots if request]
       row = [scheduler.num_waiting, scheduler.num_queued]
-      row += [scheduler.num_active, count]
+      row += [scheduler.num_active]
       row += [sum(bool(r.owner) and r.owner.streams for r in running)]
       row += [scheduler.can_look_ahead and not self._keeps]
       row += [scheduler.may_go_on]
@@ -547,9 +541,9 @@ class Engine:
     columns = np.asarray(self._shared.addressable_data(0)).T
     places = self._prefill_places()
     return _Facts(
-      *columns[:10],
-      prefixes=dict(zip(places, columns[10::2], strict=True)),
-      uncached=dict(zip(places, columns[11::2], strict=True)),
+      *columns[:9],
+      prefixes=dict(zip(places, columns[9::2], strict=True)),
+      uncached=dict(zip(places, columns[10::2], strict=True)),
     )
 
   def _prefill_places(self) -> list[tuple[int, int]]:
@@ -691,8 +685,8 @@ class Engine:
   def _active_subset(self, plan: SegmentPlan, count: int) -> np.ndarray:
     """`count` slots of each shard to compute; all active ones.
 
-    Most responses finish long before the longest one, so few slots may be
-    active at the end. A new slot needs all, to copy its prefix's partial page.
+    Most responses finish long before the longest one, and an agent's come one
+    by one: few slots may be active.
     """
     slots, own = self._programs.sizes.slots, np.array(self._programs.own)
     active = plan.active.reshape(-1, slots)
@@ -703,7 +697,7 @@ class Engine:
   def _move(self) -> None:
     """Moves responses from the fullest shards to the emptiest."""
     programs, jitted = self._programs, self._programs.jitted
-    self._share([{}] * len(self.schedulers), None, True)
+    self._share([{}] * len(self.schedulers), True)
     facts, migration = self._facts(), None
     if self._may_migrate and self._placement.is_uneven():
       migration = self._placement.migrate(

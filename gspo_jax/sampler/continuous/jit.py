@@ -114,11 +114,11 @@ class _Functions:
   ):
     """Decodes a segment of the slots `compute_slots` [m], or of all.
 
-    `compute_slots` has all active slots, no new slot, and equally many of each
-    shard. `drafts`, static, of a slot in a step. Every device gets the results.
+    `compute_slots` has all active slots, and equally many of each shard.
+    `drafts`, static, of a slot in a step. Every device gets the results.
     """
     everything = compute_slots is None
-    state = paged_decode.apply_plan(state, plan, start=everything)
+    state = paged_decode.apply_plan(state, plan)
     computed, samples = paged_decode.decode(
       params,
       self.cfg,

@@ -219,14 +219,9 @@ def store_states(
   )
 
 
-def apply_plan(
-  state: DecodeState, plan: SegmentPlan, *, start: bool
-) -> DecodeState:
-  """Applies the plan; without new slots `start` (static) may be False."""
-  pages = state.pages
-  if start:
-    pages = paged_cache.copy(pages, plan.copy_source, plan.copy_target)
-  if start and jax.tree.leaves(pages.states):
+def apply_plan(state: DecodeState, plan: SegmentPlan) -> DecodeState:
+  pages = paged_cache.copy(state.pages, plan.copy_source, plan.copy_target)
+  if jax.tree.leaves(pages.states):
     states = paged_cache.copy_states(
       pages.states, state.prompt_states, plan.prompt_row
     )
