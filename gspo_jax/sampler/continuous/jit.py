@@ -118,7 +118,7 @@ class _Functions:
     `drafts`, static, of a slot in a step. Every device gets the results.
     """
     everything = compute_slots is None
-    state = paged_decode.apply_plan(state, plan)
+    state = paged_decode.apply_plan(state, plan, compute_slots)
     computed, samples = paged_decode.decode(
       params,
       self.cfg,

@@ -219,8 +219,14 @@ def store_states(
   )
 
 
-def apply_plan(state: DecodeState, plan: SegmentPlan) -> DecodeState:
-  pages = paged_cache.copy(state.pages, plan.copy_source, plan.copy_target)
+def apply_plan(
+  state: DecodeState, plan: SegmentPlan, slots: jax.Array | None = None
+) -> DecodeState:
+  """Applies the plan; all new slots are among `slots` [m], if given."""
+  copies = plan.copy_source, plan.copy_target
+  if slots is not None:
+    copies = _select(copies, slots, (_BATCH, _BATCH))
+  pages = paged_cache.copy(state.pages, *copies)
   if jax.tree.leaves(pages.states):
     states = paged_cache.copy_states(
       pages.states, state.prompt_states, plan.prompt_row
@@ -377,12 +383,17 @@ def _feed(params, cfg, state, key, fed_mJ, real_mJ, sampler):
 
 def select_slots(state: DecodeState, slots: jax.Array) -> DecodeState:
   """The state of `slots` [m], equally many of each shard."""
+  selected = _select(_without_shared(state), slots, _OF_SLOTS)
+  return _with_shared(selected, state)
 
-  def local(arrays, slot_m):
-    return jax.tree.map(lambda x: x[slot_m % len(x)], arrays)
 
-  read = sharding.shard_map(local, (_OF_SLOTS, _BATCH), _OF_SLOTS)
-  return _with_shared(read(_without_shared(state), slots), state)
+def _select(arrays, rows, specs):
+  """The rows [m] of each array; each row on its device."""
+
+  def local(arrays, row_m):
+    return jax.tree.map(lambda x: x[row_m % len(x)], arrays)
+
+  return sharding.shard_map(local, (specs, _BATCH), specs)(arrays, rows)
 
 
 def scatter_slots(
@@ -405,12 +416,7 @@ def read_rows(samples: Samples, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
   -1 reads any row.
   """
-
-  def local(arrays, row_Q):
-    return jax.tree.map(lambda x: x[row_Q % len(x)], arrays)
-
-  read = sharding.shard_map(local, (_BATCH,) * 2, _BATCH)
-  return read((samples.tokens, samples.logps), rows)
+  return _select((samples.tokens, samples.logps), rows, _BATCH)
 
 
 def move_pages(state: DecodeState, moves: Moves) -> DecodeState:
