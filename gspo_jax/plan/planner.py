@@ -77,10 +77,6 @@ def plan(
       iteration = iteration_cost.cost(
         results, config, program, topology, drawn, transfer, speculation
       )
-  if sampler_devices and iteration:
-    iteration["in_turns"] = _in_turns(
-      config, topology, slices, lengths, speculation
-    )
   return {
     "topology": str(topology),
     "slices": slices,
@@ -163,36 +159,6 @@ def _report(name, done, config, program, topology) -> dict:
       program.sampler.generate,
     )
   return report | roofline.work(name, done, config, program, topology)
-
-
-def _in_turns(config, topology, slices, lengths, speculation) -> dict:
-  """Seconds of an iteration in which all devices sample, then all train.
-
-  The sampler's devices join the mesh axis that is -1, or else `data`.
-  """
-  config = config.replace(sampler_mesh={"devices": 0})
-  if -1 not in dataclasses.asdict(config.mesh).values():
-    config = config.replace(mesh={"data": -1})
-  print("the same, devices in turns:", file=sys.stderr, flush=True)
-  try:
-    mesh = sharding.make_mesh(
-      plan_compile.devices(topology, slices), **dataclasses.asdict(config.mesh)
-    )
-    program = build_program(config, mesh)
-    drawn = plan_lengths.draw(lengths, config, program.tokenizer)
-  except UserError as error:
-    return {"reason": str(error)}
-  results = _analyze(FUNCTIONS, config, program, topology, fewer_slots=True)
-  if unfit := [name for name, result in results.items() if not result["fits"]]:
-    return {"reason": f"does not fit: {', '.join(unfit)}"}
-  iteration = iteration_cost.cost(
-    results, config, program, topology, drawn, tokens_a_step=speculation
-  )
-  estimate = iteration["compiler"]
-  return {
-    "seconds": iteration["seconds"],
-    "compiler": estimate and {"seconds": estimate["seconds"]},
-  }
 
 
 def _transfer(program, topology) -> dict:

@@ -299,7 +299,7 @@ def _model_flops(name, config, program) -> float:
 
 
 def _summary(cost, model_flops, topology) -> dict:
-  seconds, ideal_seconds = _seconds(cost), model_flops / topology.chip.flops
+  seconds = _seconds(cost)
   return {
     "model_flops": model_flops,
     "flops": cost.flops,
@@ -307,9 +307,7 @@ def _summary(cost, model_flops, topology) -> dict:
     "padding_flops": cost.padding_flops,
     "hbm_bytes": cost.hbm_bytes,
     "seconds": seconds,
-    "mfu": {
-      k: ideal_seconds / seconds[k] for k in ("perfect", "scheduled", "serial")
-    },
+    "mfu": model_flops / topology.chip.flops / seconds["scheduled"],
     "collectives": _collectives(cost),
     "top": _top(cost),
     "unknown_kernels": dict(cost.unknown_kernels),
@@ -323,9 +321,7 @@ def _seconds(cost) -> dict:
     "roofline": cost.roofline_seconds,
     "collectives": cost.collective_seconds,
     "stalled": cost.stalled_seconds,
-    "perfect": cost.perfect_overlap,
     "scheduled": cost.scheduled,
-    "serial": cost.no_overlap,
   }
 
 
@@ -354,5 +350,5 @@ def _open(opened) -> list[dict]:
   for o in opened:
     entry = entries.setdefault(o.source, {"times": 0, "seconds": 0.0})
     entry["times"] += o.times
-    entry["seconds"] = max(entry["seconds"], o.cost.no_overlap)
+    entry["seconds"] = max(entry["seconds"], o.cost.scheduled)
   return [{"source": source, **entry} for source, entry in entries.items()]

@@ -90,7 +90,7 @@ def _memory(report):
 def _costs(functions):
   flops = lambda key: lambda f: f"{f[key]:.3e}"
   seconds = lambda key: lambda f: _time(f["seconds"][key])
-  mfu = lambda key: lambda f: f"{f['mfu'][key]:.1%}"
+  mfu = lambda f: f"{f['mfu']:.1%}"
   rows = (
     ("FLOPs", flops("flops")),
     ("of which attention kernels", flops("attention_flops")),
@@ -100,12 +100,8 @@ def _costs(functions):
     ("roofline of operations", seconds("roofline")),
     ("collectives", seconds("collectives")),
     ("of which not covered", seconds("stalled")),
-    ("time: perfect overlap", seconds("perfect")),
     ("time: as scheduled", seconds("scheduled")),
-    ("time: no overlap", seconds("serial")),
-    ("MFU: perfect overlap", mfu("perfect")),
-    ("MFU: as scheduled", mfu("scheduled")),
-    ("MFU: no overlap", mfu("serial")),
+    ("MFU: as scheduled", mfu),
   )
   work = _table("work a device and call", functions, rows)
   compiler = {name: f["compiler"] for name, f in functions.items()}
@@ -116,7 +112,7 @@ def _costs(functions):
     ("operations", seconds("roofline")),
     ("of which it estimates", lambda f: f"{f['share']:.0%}"),
     ("time: as scheduled", seconds("scheduled")),
-    ("MFU: as scheduled", mfu("scheduled")),
+    ("MFU: as scheduled", mfu),
   )
   title = f"by libtpu's cycles, {clock:.2f} GHz"
   return f"{work}\n{_table(title, compiler, rows)}"
@@ -191,6 +187,11 @@ def _iteration(report):
       f"  {n['count']} {kind}: {n['tokens']} tokens, mean {n['mean']:.0f}, "
       f"median {n['median']:.0f}, longest {n['longest']}"
     )
+  if i["continues"]:
+    lines.append(
+      "  responses that continue in later iterations are counted as if each "
+      "ended in this one"
+    )
   lines.append(
     f"  {'':12}{'time':>12}{'real tokens':>14}{'computed':>14}{'useful':>9}"
     f"{'useful MFU':>12}"
@@ -213,8 +214,6 @@ def _iteration(report):
         f"{estimate['tokens_per_second_per_chip']:.0f} a chip; with prompts "
         f"{estimate['with_prompts_per_chip']:.0f} a chip"
       )
-  if turns := i.get("in_turns"):
-    lines.append(_in_turns(i, turns))
   generate, update = i["parts"]["generate"], i["parts"]["update"]
   seconds = generate["seconds_of"]
   lines.append(
@@ -231,24 +230,6 @@ def _iteration(report):
     f"{_time(update['optimizer_step_seconds'])} an optimizer step",
   ]
   return "\n".join(lines)
-
-
-def _in_turns(split, turns):
-  if "reason" in turns:
-    return f"  all devices in turns: {turns['reason']}"
-  pairs, estimate = [(split, turns)], ""
-  if compiler := turns["compiler"]:
-    pairs.append((split["compiler"], compiler))
-    estimate = f", by libtpu's cycles {_time(compiler['seconds'])}"
-  pays = [a["seconds"] < b["seconds"] for a, b in pairs]
-  verdict = "the estimates differ on whether the split pays"
-  if all(pays):
-    verdict = "the split pays"
-  elif not any(pays):
-    verdict = "the split does not pay: set sampler_mesh.devices=0"
-  return (
-    f"  all devices in turns: {_time(turns['seconds'])}{estimate}; {verdict}"
-  )
 
 
 def _iteration_part(name, part):

@@ -8,8 +8,8 @@ from gspo_jax.plan.table import render
 
 GIB = 2**30
 SECONDS = {
-  "roofline": 1.25, "collectives": 0.5, "stalled": 0.25, "perfect": 1.25,
-  "scheduled": 1.5, "serial": 1.75,
+  "roofline": 1.25, "collectives": 0.5, "stalled": 0.25,
+  "scheduled": 1.5,
 }  # fmt: skip
 COLLECTIVE = {
   "kind": "all-gather", "group": 16, "asynchronous": True, "count": 96,
@@ -27,7 +27,7 @@ FUNCTION = {
   "branches": [{"source": "x" * 99, "times": 48, "seconds": 5}],
   "flops": 1.5e15, "attention_flops": 2e14, "padding_flops": 3e14,
   "model_flops": 1e15, "hbm_bytes": 3e12, "seconds": SECONDS,
-  "mfu": {"perfect": 0.5, "scheduled": 0.375, "serial": 0.25},
+  "mfu": 0.375,
   "collectives": [COLLECTIVE],
   "top": [{
     "source": "dot", "seconds": 1, "compiler_seconds": 1.5, "flops": 1e15,
@@ -36,7 +36,7 @@ FUNCTION = {
   "compiler": {
     "clock": 1.751e9, "share": 0.9,
     "seconds": SECONDS | {"roofline": 2.0, "scheduled": 2.25},
-    "mfu": {"scheduled": 0.125},
+    "mfu": 0.125,
   },
   "unknown_kernels": {"mystery": 7},
 }  # fmt: skip
@@ -184,6 +184,7 @@ def test_a_misfit_is_named_last_with_its_buffers():
 
 
 ITERATION = {
+  "continues": True,
   "prompts": {
     "count": 512, "tokens": 262144, "mean": 512.0, "median": 512.0,
     "longest": 1023,
@@ -233,6 +234,8 @@ ITERATION = {
     "iteration, lognormal:mean=.25,sigma=1",
     "512 prompts: 262144 tokens, mean 512, median 512, longest 1023",
     "8192 responses: 31457280 tokens, mean 3840, median 2400, longest 15360",
+    "responses that continue in later iterations are counted as if each ended "
+    "in this one",
     "time real tokens computed useful useful MFU",
     "generate 185 s 31457280 62914560 50.0% 1.2%",
     "weights 56 ms",

@@ -103,18 +103,8 @@ class HloCost:
     return self.roofline_seconds + self.stalled_seconds
 
   @property
-  def perfect_overlap(self) -> float:
-    return max(self.roofline_seconds, self.collective_seconds, self.hbm_seconds)
-
-  @property
   def scheduled(self) -> float:
-    return max(self.now, self.perfect_overlap)
-
-  @property
-  def no_overlap(self) -> float:
-    return max(
-      self.roofline_seconds + self.collective_seconds, self.hbm_seconds
-    )
+    return max(self.now, self.collective_seconds, self.hbm_seconds)
 
   def add(self, other: "HloCost", times: float = 1) -> None:
     if not times:

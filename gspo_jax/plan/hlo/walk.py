@@ -143,7 +143,7 @@ class _Walk:
     )
     costs = sorted(
       (self.cost_of(self.module[name]) for name in names),
-      key=lambda c: c.no_overlap,
+      key=lambda c: c.scheduled,
     )
     for scope, most_expensive in self.branches.items():
       if re.search(rf"\b{scope}\)*/cond$", i.source):  # also jvp(scope)/cond

@@ -5,7 +5,7 @@ scheduled as in a run, decide how often its parts run, which tokens a decode
 step reads, and how many a prefill computes. Rewards, packing, advantages and
 the host between segments are not counted, so `rollout.max_staleness`, which
 hides rewards, gains nothing. Dynamic sampling counts as one round. Partial
-rollouts count with responses in flight, of earlier iterations.
+rollouts are counted as if each response ended in its iteration.
 """
 
 from collections.abc import Mapping
@@ -19,12 +19,7 @@ from gspo_jax.learner.packing import RowTokens
 from gspo_jax.model import attention
 from gspo_jax.plan import lower, lower_bounds, roofline
 from gspo_jax.plan.chips import Topology
-from gspo_jax.plan.iteration import partial
-from gspo_jax.plan.iteration.decoding import (
-  Decoding,
-  decode_together,
-  replay,
-)
+from gspo_jax.plan.iteration.decoding import Decoding, decode_together, replay
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
@@ -85,9 +80,14 @@ def cost(
   `functions` has the reports of all functions of the program, `transfer` the
   `seconds` to send weights to a sampler with its own devices.
   """
-  decoding, lengths, sampled = _decoding(
-    program, config, lengths, tokens_a_step
-  )
+  generate = program.sampler.generate
+  if generate.batching:
+    block = roofline.block_tokens(generate)
+    decoding = replay(generate, lengths, block, tokens_a_step)
+  else:
+    shards = sharding.batch_shards(generate.mesh)
+    decoding = decode_together(lengths, config, shards)
+  sampled = int(lengths.responses.sum())
   packed = program.learner.pack(*lengths, jax.random.key(config.seed))
   tokens = program.learner.row_tokens(*lengths, packed)
   needed = _needed_share(program, lengths, packed)
@@ -123,6 +123,7 @@ def cost(
   return {
     "prompts": _summary(lengths.prompts),
     "responses": _summary(lengths.responses),
+    "continues": config.rollout.max_tokens_per_iteration > 0,
     "parts": parts,
     "seconds": total,
     "real_tokens": real,
@@ -136,20 +137,6 @@ def cost(
       lengths, compiler["seconds"], devices / topology.chip.on_chip
     ),
   }
-
-
-def _decoding(program, config, lengths, tokens_a_step):
-  """What is decoded, the lengths of an update, and the sampled tokens."""
-  generate = program.sampler.generate
-  if not generate.batching:
-    shards = sharding.batch_shards(generate.mesh)
-    decoding = decode_together(lengths, config, shards)
-  else:
-    block = roofline.block_tokens(generate)
-    if config.rollout.max_tokens_per_iteration:
-      return partial.replay(generate, lengths, block, tokens_a_step, config)
-    decoding = replay(generate, lengths, block, tokens_a_step)
-  return decoding, lengths, int(lengths.responses.sum())
 
 
 def _throughput(lengths, seconds, chips) -> dict[str, float]:

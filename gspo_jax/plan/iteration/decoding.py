@@ -56,24 +56,25 @@ class _Zeros(NamedTuple):
     return [SimpleNamespace(index=(slice(0, None),), data=data)]
 
 
-class CountingSampler:
+class _CountingSampler:
   """Counts in place of the device functions of `JittedSampler`.
 
   `block` tokens of a row are read at a time.
   """
 
   def __init__(
-    self, sampler: ContinuousSampler, block: int, tokens_a_step: float
+    self,
+    sampler: ContinuousSampler,
+    responses: np.ndarray,
+    block: int,
+    tokens_a_step: float,
   ):
     self._steps = sampler.sizes.segment_steps
     self._group_size = sampler.config.group_size
     self._max_new_tokens = sampler.config.max_new_tokens
     self._slots, self._shards = sampler.batching.slots, sampler.shards
     self._block, self._tokens_a_step = block, tokens_a_step
-    self.lengths = np.zeros(0, int)  # of the responses of a call, at their end
-    self.reset()
-
-  def reset(self):
+    self._lengths = responses  # at their end
     # (steps, rows of a step, sampled tokens, cached tokens summed over steps)
     self._segments: list[tuple[int, int, int, float]] = []
     self._by_rows: dict[int, Steps] = {}
@@ -131,7 +132,7 @@ class CountingSampler:
     response = np.where(plan.new, plan.response, state.response)
     self._stop_at[plan.response[plan.new]] = plan.stop_at[plan.new]
     active = plan.active
-    end = np.minimum(self.lengths, self._stop_at)[response]
+    end = np.minimum(self._lengths, self._stop_at)[response]
     left = np.where(active, end - num_tokens, 0)
     pace = self._tokens_a_step if drafts else 1.0
     # After s steps, slots with more than s * pace tokens left are active.
@@ -147,7 +148,7 @@ class CountingSampler:
     num_tokens, active = num_tokens + sampled.astype(np.int32), left > sampled
     done = response[plan.active]
     samples.lengths[done] = num_tokens[plan.active]
-    samples.finish[samples.lengths >= self.lengths] = STOPPED
+    samples.finish[samples.lengths >= self._lengths] = STOPPED
     pages = SimpleNamespace(active=active)
     state = SimpleNamespace(
       num_tokens=num_tokens, pages=pages, response=response
@@ -206,27 +207,20 @@ class CountingSampler:
     return samples
 
 
-def counting(
-  sampler: ContinuousSampler, block: int, tokens_a_step: float
-) -> tuple[CountingSampler, ContinuousSampler]:
-  """Counts of a sampler, and one like `sampler` that only counts.
-
-  `block` tokens of a row's cache are read at a time. A step that drafts adds
-  `tokens_a_step` to a response, on average.
-  """
-  counts = CountingSampler(sampler, block, tokens_a_step)
-  cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-  return counts, dataclasses.replace(sampler, jitted=counts, batch_sharding=cpu)
-
-
 def replay(
   sampler: ContinuousSampler,
   lengths: Lengths,
   block: int,
   tokens_a_step: float = 1.0,
 ) -> Decoding:
-  counts, dry = counting(sampler, block, tokens_a_step)
-  counts.lengths = lengths.responses
+  """Counts what `sampler` does for responses of these lengths.
+
+  `block` tokens of a row's cache are read at a time. A step that drafts adds
+  `tokens_a_step` to a response, on average.
+  """
+  counts = _CountingSampler(sampler, lengths.responses, block, tokens_a_step)
+  cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+  dry = dataclasses.replace(sampler, jitted=counts, batch_sharding=cpu)
   P = len(lengths.prompts)
   tokens = np.zeros((P, sampler.sizes.max_prompt_length), np.int32)
   dry(None, Prompts(tokens, lengths.prompts.astype(np.int32)), None)
