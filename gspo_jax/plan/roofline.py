@@ -10,7 +10,7 @@ import jax
 
 from gspo_jax.learner import reference_pass, train_batch, train_step
 from gspo_jax.logprobs import WANTED_TOKENS
-from gspo_jax.model import experts
+from gspo_jax.model import experts, paged_kernel
 from gspo_jax.plan import chips, hlo, lower, lower_bounds
 from gspo_jax.plan.compile import Compiled
 from gspo_jax.plan.lower import LEARNING
@@ -64,6 +64,7 @@ def _walk(name, done, program, topology, by_compiler):
       mesh.size,
       latency=_latency(mesh, topology),
       kernels=done.kernels,
+      block_pages=paged_kernel.block_pages,
       branches={
         train_step.BACKWARD: name == "update",
         reference_pass.TEACHERS: True,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from gspo_jax.model import paged_kernel
 from gspo_jax.plan import chips, hlo
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan.hlo import bundles, kernels
@@ -124,7 +125,7 @@ def paged(window="", both=True):
     "bf16[64,4,8,128]",
   )
   body = Loop(5, [], [Loop(61, [], [Loop(17), Loop(7)]), row])
-  return kernels.pages(Kernel(body, both), entry, i)
+  return kernels.pages(Kernel(body, both), entry, i, paged_kernel.block_pages)
 
 
 def test_pages_are_read_by_rows_and_pages():
@@ -162,7 +163,12 @@ def test_a_kernel_takes_its_bundles_or_its_bytes(bundles, both, window):
   inner = [Loop(10), Loop(20), Loop(30)]
   body = Loop(0, [], [Loop(100, [], [Loop(4 * bundles, [], inner)])])
   cost = hlo.cost_of(
-    text, chip, lambda *_: 1.0, 1, kernels={f"{name}.6": Kernel(body, both)}
+    text,
+    chip,
+    lambda *_: 1.0,
+    1,
+    kernels={f"{name}.6": Kernel(body, both)},
+    block_pages=paged_kernel.block_pages,
   )
   # Each core has two heads, or one has all.
   row, page = 2 * 100 / chip.clock, 2 * (bundles + 60) / chip.clock

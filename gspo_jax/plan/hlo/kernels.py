@@ -6,9 +6,9 @@ as much as a full one. Each column of blocks reads an operand again.
 
 import math
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
-from gspo_jax.model import paged_kernel
 from gspo_jax.plan.hlo.bundles import Kernel
 from gspo_jax.plan.hlo.cost import Work
 from gspo_jax.plan.hlo.module import Computation, Instruction
@@ -106,6 +106,11 @@ def grouped_product(
   return Work(flops, padding_flops=padded - flops, hbm_bytes=moved)
 
 
+# Heads, tokens of a page, width of a head, bytes of a number -> pages that
+# `paged_kernel` computes at a time.
+BlockPages = Callable[[int, int, int, int], int]
+
+
 class Pages(NamedTuple):
   """A call of `paged_kernel`, which copies pages and computes blocks."""
 
@@ -119,7 +124,10 @@ class Pages(NamedTuple):
 
 
 def pages(
-  kernel: Kernel, computation: Computation, i: Instruction
+  kernel: Kernel,
+  computation: Computation,
+  i: Instruction,
+  block_pages: BlockPages,
 ) -> Pages | None:
   """None for a kernel that is not `paged_kernel`."""
   if not i.name.startswith("paged_attention"):
@@ -130,9 +138,7 @@ def pages(
   row, block = kernel.body, _longest(kernel.body)
   while any(loop.inner for loop in block.inner):
     row, block = block, _longest(block)
-  of_block = paged_kernel.block_pages(
-    K // parts, t, H, keys.bytes // math.prod(keys.dims)
-  )
+  of_block = block_pages(K // parts, t, H, keys.bytes // math.prod(keys.dims))
   return Pages(
     parts=parts,
     row=row.whole - block.whole,

@@ -30,6 +30,7 @@ from gspo_jax.plan.hlo import cost, kernels, work
 from gspo_jax.plan.hlo.bundles import Kernel
 from gspo_jax.plan.hlo.collectives import awaited, is_collective, started
 from gspo_jax.plan.hlo.cost import DataDependent, HloCost
+from gspo_jax.plan.hlo.kernels import BlockPages
 from gspo_jax.plan.hlo.loops import trip_count
 from gspo_jax.plan.hlo.module import Computation, Module, parse
 
@@ -86,6 +87,7 @@ class _Walk:
   by_compiler: bool = False  # use the compiler's estimates of operations
   # Name of an instruction -> what it issues, and all instructions like it.
   kernels: Mapping[str, Kernel] = dataclasses.field(default_factory=dict)
+  block_pages: BlockPages | None = None  # needed with `kernels`
   latency: Latency = lambda members: 0.0
   costs: dict[int, HloCost] = dataclasses.field(default_factory=dict)
 
@@ -243,7 +245,7 @@ class _Walk:
     chip = self.chip
     running = chip.cores if kernel.both_cores else 1
     rate = chip.clock * running  # bundles a second
-    if pages := kernels.pages(kernel, computation, i):
+    if pages := kernels.pages(kernel, computation, i, self.block_pages):
       row = pages.parts * pages.row / rate
       page = max(
         pages.parts * pages.page / rate, pages.page_bytes / chip.hbm_bandwidth
