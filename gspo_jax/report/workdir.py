@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from etils import epath
 from gspo_jax import losses
 from gspo_jax.record import json_file, json_lines, run_files
 from gspo_jax.record.identity import flatten
+from gspo_jax.runtime import spec as specs
 from gspo_jax.runtime.errors import UserError, content_of
 
 # Config values that the page reads; sections come before their keys.
@@ -76,17 +78,16 @@ class RunRecord(NamedTuple):
     `unit` is "token" or "sequence". {} if the method is unknown or does not
     clip the ratios of this unit.
     """
-    spec = self.config.get("objective", {}).get("name", "")
-    name, _, text = spec.partition(":")
+    name, _, text = (
+      self.config.get("objective", {}).get("name", "").partition(":")
+    )
     method = losses.METHODS.get(name)
     if method is None or not method.clips or method.unit != unit:
       return {}
     numbers = method.numbers
-    for pair in text.split(","):
-      key, _, value = (part.strip() for part in pair.partition("="))
-      if key in numbers:
-        with contextlib.suppress(ValueError):
-          numbers[key] = float(value)
+    if text:
+      given = re.findall(r"(\w+)\s*=", text)
+      numbers |= specs.values(name, given, text, "method")
     low, high = numbers["clip_low"], numbers["clip_high"]
     if method.clips == "log_ratio":
       return {"clip low": -low, "clip high": high}
