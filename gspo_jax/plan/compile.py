@@ -74,6 +74,7 @@ class Compiled:
   text: str | None  # the compiler's dump; None if it does not fit
   buffers: list[tuple[float, str]]  # in HBM: bytes and shapes, largest first
   reason: str = ""  # the compiler's message if it does not fit
+  too_much: int = 0  # bytes of HBM that it would need if it does not fit
   # What TPU kernels issue, by the name of their first instruction.
   kernels: dict[str, bundles.Kernel] = dataclasses.field(default_factory=dict)
 
@@ -126,7 +127,8 @@ def compile_one(lowered: jax.stages.Lowered, platform: str = "tpu") -> Compiled:
         raise
       seconds = time.monotonic() - start
       reason = str(error).splitlines()[0]
-      return Compiled(seconds, None, None, _buffers(folder), reason)
+      buffers, total = _buffers(folder)
+      return Compiled(seconds, None, None, buffers, reason, total)
     seconds = time.monotonic() - start
     m = compiled.memory_analysis()
     memory = Memory(
@@ -139,7 +141,8 @@ def compile_one(lowered: jax.stages.Lowered, platform: str = "tpu") -> Compiled:
     )
     text = _text(folder, platform)
     kernels = _kernels(text) if platform == "tpu" else {}
-    return Compiled(seconds, memory, text, _buffers(folder), kernels=kernels)
+    buffers, _ = _buffers(folder)
+    return Compiled(seconds, memory, text, buffers, kernels=kernels)
 
 
 def _text(folder, platform: str = "tpu") -> str:
@@ -198,15 +201,18 @@ _BUFFER = re.compile(
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def _buffers(folder) -> list[tuple[float, str]]:
-  """The buffers in HBM by the compiler's memory report, largest first."""
+def _buffers(folder) -> tuple[list[tuple[float, str]], int]:
+  """The buffers in HBM by the compiler's report, largest first; their bytes."""
   report = _largest(folder, "*memory-usage-report.txt")
   hbm = re.search(
     r"^Memory Space: default.*?(?=^Memory Space:|\Z)", report, re.M | re.S
   )
+  if not hbm:
+    return [], 0
   buffers = []
-  for line in hbm[0].splitlines() if hbm else ():
+  for line in hbm[0].splitlines():
     if buffer := _BUFFER.search(line):
       size, unit, shapes = buffer.groups()
       buffers.append((float(size) * _UNITS[unit], shapes))
-  return sorted(buffers, reverse=True)
+  total = re.search(r"^Total bytes: (\d+)", hbm[0], re.M)
+  return sorted(buffers, reverse=True), int(total[1])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +26,10 @@ MARGIN = 0.08
 _LANES = 128  # a TPU pads an array's last dimension to a multiple
 
 
-def memory(
-  name: str,
-  compiled: Memory,
-  program: Program,
-  topology: Topology,
-  max_staleness: int = 0,
-  scorer_bytes: int = 0,
-) -> dict:
-  """Report; `resident` is state that the function does not read.
+def resident(
+  name: str, program: Program, max_staleness: int = 0, scorer_bytes: int = 0
+) -> int:
+  """Bytes of state on a device that the function does not read.
 
   `scorer_bytes`: of a reward model on a device of the trainer.
   """
@@ -45,16 +39,21 @@ def memory(
     # prefill and generate take `decode_params` instead, so the copy of their
     # own batch is added.
     copies = max_staleness + has_pages(name, program)
-    resident = copies * array_bytes(separate.weights)
-  else:
-    resident = array_bytes(_unread(name, program.learner.abstract))
-    if name != "reference_and_values":
-      resident += array_bytes(program.learner.teachers)
-    resident += scorer_bytes
-    if has_pages(name, program):
-      resident += array_bytes(program.abstract_policy)
-    if separate:
-      resident += array_bytes(separate.in_transit)
+    return copies * array_bytes(separate.weights)
+  size = array_bytes(_unread(name, program.learner.abstract))
+  if name != "reference_and_values":
+    size += array_bytes(program.learner.teachers)
+  if has_pages(name, program):
+    size += array_bytes(program.abstract_policy)
+  if separate:
+    size += array_bytes(separate.in_transit)
+  return size + scorer_bytes
+
+
+def memory(
+  name: str, compiled: Memory, resident: int, topology: Topology
+) -> dict:
+  """Report of a compiled function beside `resident` bytes of other state."""
   needed, hbm = compiled.needed + resident, topology.chip.hbm
   sizes = {"resident": resident, "needed": needed, "free": hbm - needed}
   report = {"memory": dataclasses.asdict(compiled) | sizes}
@@ -151,22 +150,6 @@ def room(
     "state_bytes": state_bytes(cfg, sampler),
     "margin": MARGIN,
   }
-
-
-def smaller_pools(
-  config: Config, cfg: ModelConfig, sampler: ContinuousSampler, hbm: float
-) -> Iterator[Config]:
-  """Yields the config with 1/2, 1/4 and 1/8 of the HBM as pages, if smaller.
-
-  A function that does not compile with its own pool is measured with these.
-  """
-  least = sampler.sizes.pages_per_slot + 1
-  for parts in (2, 4, 8):
-    pages = int(hbm / parts / page_bytes(cfg, sampler))
-    if least <= pages < sampler.sizes.num_pages:
-      yield config.replace(
-        continuous_batching={"num_pages": pages * sampler.shards}
-      )
 
 
 def advice(room: dict) -> str:

@@ -66,9 +66,6 @@ def plan(
   results = _analyze(
     functions, config, program, topology, fewer_slots=bool(lengths)
   )
-  for name, result in results.items():
-    if lower.has_pages(name, program) and "pages" not in result:
-      result |= _room_by_a_smaller_pool(name, config, program, topology)
   _add_advice(results, program)
   iteration = None
   if drawn and all(result["fits"] for result in results.values()):
@@ -141,23 +138,22 @@ def _report(name, done, config, program, topology) -> dict:
     "reason": done.reason,
     "buffers": done.buffers[:_BUFFERS],
   }
-  if done.memory is None:
-    return report
-  report |= plan_memory.memory(
+  beside = plan_memory.resident(
     name,
-    done.memory,
     program,
-    topology,
     config.rollout.max_staleness,
     plan_memory.reward_model_bytes(config, program.mesh),
   )
-  if lower.has_pages(name, program):
+  needed = done.too_much and done.too_much + beside
+  if done.memory:
+    report |= plan_memory.memory(name, done.memory, beside, topology)
+    needed = report["memory"]["needed"]
+  if lower.has_pages(name, program) and needed:
     report["pages"] = plan_memory.room(
-      report["memory"]["needed"],
-      topology.chip.hbm,
-      program.cfg,
-      program.sampler.generate,
+      needed, topology.chip.hbm, program.cfg, program.sampler.generate
     )
+  if done.memory is None:
+    return report
   return report | roofline.work(name, done, config, program, topology)
 
 
@@ -179,21 +175,6 @@ def _compile(label: str, lowered, topology) -> plan_compile.Compiled:
   print(f"compiling {label} ...", file=sys.stderr, flush=True)
   with Progress(f"compiling {label}", file=sys.stderr):
     return plan_compile.compile_one(lowered, topology.platform)
-
-
-def _room_by_a_smaller_pool(name, config, program, topology) -> dict:
-  """The room for pages if the pool is too large; {} if unknown."""
-  generate, hbm = program.sampler.generate, topology.chip.hbm
-  asked = {"num_pages": generate.sizes.num_pages * generate.shards}
-  for less in plan_memory.smaller_pools(config, program.cfg, generate, hbm):
-    devices = lower.sampler_devices(program)
-    smaller = build_program(less, program.mesh, sampler_devices=devices)
-    lowered = lower.functions(less, smaller)[name]
-    done = _compile(f"{name}, fewer pages", lowered, topology)
-    report = _report(name, done, less, smaller, topology)
-    if "pages" in report:
-      return {"pages": report["pages"] | asked}
-  return {}
 
 
 def _add_advice(results: dict, program: Program) -> None:

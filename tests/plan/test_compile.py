@@ -68,6 +68,7 @@ def test_the_compilers_hbm_limit_is_that_of_the_chip(topology):
   limit = chips.parse(topology).chip.hbm / 2**30
   assert f"exceeds available HBM ({limit:.2f}G)" in done.reason
   size, what = done.buffers[0]
+  assert done.too_much >= size
   assert size >= 4 * 400 * 2**27
   assert "f32[400,1048576,128]" in what
 
@@ -111,8 +112,10 @@ Total bytes: 3145728 (3.00MiB)
 
 def test_buffers_in_hbm_the_largest_first(tmp_path):
   (tmp_path / "x.memory-usage-report.txt").write_text(REPORT)
-  assert plan_compile._buffers(tmp_path) == [
+  buffers, total = plan_compile._buffers(tmp_path)
+  assert buffers == [
     (2**20, "f32[1024,256]"),
     (2048, "5×s32[512]"),
     (512, "pred[]"),
   ]
+  assert total == 2166784

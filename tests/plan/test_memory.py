@@ -58,14 +58,15 @@ def program(state, generate=STATIC, separate=None, teachers=()):
   )
 
 
-def memory(name, made, temporaries, max_staleness=0):
+def memory(name, made, temporaries):
   sizes = plan_compile.Memory(GIB, 0, 0, temporaries, 0, 0)
-  return plan_memory.memory(name, sizes, made, WHERE, max_staleness)
+  resident = plan_memory.resident(name, made)
+  return plan_memory.memory(name, sizes, resident, WHERE)
 
 
 def test_what_a_function_does_not_read_stays(made):
   _, whole = made
-  resident = lambda name: memory(name, whole, 0)["memory"]["resident"]
+  resident = lambda name: plan_memory.resident(name, whole)
   teachers = 7 * GIB // 2
   assert resident("update") == teachers
   assert resident("old_logps") == teachers  # the same program
@@ -76,7 +77,7 @@ def test_what_a_function_does_not_read_stays(made):
 def test_with_pages_the_parameters_stay_while_others_decode(made):
   bare, _ = made
   paged = program(bare.learner.abstract, PAGED)
-  resident = lambda name, of: memory(name, of, 0)["memory"]["resident"]
+  resident = plan_memory.resident
   parameters = GIB // 2
   for name, more in (("decode_params", 0), ("prefill", parameters)):
     assert resident(name, paged) == resident("generate", bare) + more
@@ -89,9 +90,7 @@ def test_a_sampler_of_its_own_devices_holds_weights_alone(made):
   state = whole.learner.abstract
   separate = SimpleNamespace(weights=state.params, in_transit=state.params)
   weights = 4 * GIB // 2
-  resident = lambda name, of, ahead=0: memory(name, of, 0, ahead)["memory"][
-    "resident"
-  ]
+  resident = plan_memory.resident
   static = program(state, separate=separate)
   paged = program(state, PAGED, separate)
   for ahead in (0, 1, 4):
@@ -216,16 +215,3 @@ def test_what_is_more_than_fits_is_named_with_the_largest(paged):
   )
   none = plan_memory.room(99 * size, hbm, cfg, generate)
   assert none["largest"] == 0
-
-
-def test_smaller_pools_are_tried_as_long_as_they_hold_a_response(paged):
-  config, program = paged
-  generate, cfg = program.sampler.generate, program.cfg
-  size = plan_memory.page_bytes(cfg, generate)
-  tried = lambda hbm: [
-    less.continuous_batching.num_pages
-    for less in plan_memory.smaller_pools(config, cfg, generate, hbm)
-  ]
-  assert tried(64 * size) == [64, 32, 16]
-  assert tried(24 * size) == [24, 12]  # 3 pages hold no longest response
-  assert tried(128 * size) == [64, 32]  # 64 a shard are not fewer than 48

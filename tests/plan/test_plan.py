@@ -144,10 +144,10 @@ def test_with_pages_a_segment_is_planned(fitting):
   assert decode["kernel"] is False  # 4 heads of 16 fill no lanes
 
 
-@pytest.mark.slow  # several compilations; test_pages.py has the sizes
+@pytest.mark.slow  # two compilations
 @needs_libtpu
 def test_a_pool_that_is_too_large_is_refused_with_the_largest(tmp_path):
-  """Measured with a smaller pool, where the compiler refuses this one."""
+  """By the bytes that the compiler says it would need."""
   config = tmp_path / "wide_heads.py"
   config.write_text(
     "from gspo_jax.configs import tiny_cpu\n"
