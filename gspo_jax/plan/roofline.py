@@ -52,8 +52,7 @@ def work(
   return report | {"compiler": compiler}
 
 
-def _walk(name, done, program, topology, by_compiler):
-  """A function of a number of micro-batches, the cost of a compiled program."""
+def _cost(name, done, config, program, topology, by_compiler):
   mesh = program.mesh if name in LEARNING else program.sampler.generate.mesh
 
   def cost_of(micro_batches=0) -> hlo.HloCost:
@@ -76,12 +75,6 @@ def _walk(name, done, program, topology, by_compiler):
       by_compiler=by_compiler,
     )
 
-  return cost_of
-
-
-def _cost(name, done, config, program, topology, by_compiler):
-  mesh = program.mesh if name in LEARNING else program.sampler.generate.mesh
-  cost_of = _walk(name, done, program, topology, by_compiler)
   report = {}
   if name in LEARNING:
     cost, report["parts"] = _learning(cost_of, config, program)
@@ -174,64 +167,45 @@ def block_tokens(sampler) -> int:
   return sampler.sizes.page_size if sampler.batching else 1
 
 
-def _reading(step, config, program, topology) -> tuple[dict, float]:
-  """Seconds of a device to read rows and blocks; those that `step` counts.
-
-  Without a kernel for a TPU, only the bytes of the blocks count.
-  """
-  generate, reading = program.sampler.generate, step.reading
-  if reading.block:
-    return {"row": reading.row, "block": reading.block}, reading.full
-  tokens = lower.cached_tokens(config, program)
-  size = lower_bounds.cache_bytes(
-    program.cfg,
-    tokens,
-    rows=lower.decode_rows(config, program),
-    tensor=generate.mesh.shape["tensor"],
-  )
-  full = size / generate.mesh.size / topology.chip.hbm_bandwidth
-  shards = sharding.batch_shards(generate.mesh)
-  block = full / (tokens / shards) * block_tokens(generate)
-  # Without a kernel the pages are read in a loop of data-dependent length,
-  # counted once.
-  counted = not generate.batching or "paged_attention" in step.unknown_kernels
-  return {"row": 0.0, "block": block}, full if counted else 0.0
-
-
 def decode_step(done, config, program, topology) -> dict:
   """Seconds of a decode step without reading the cache, and of reading it."""
-
-  def step(by_compiler):
-    cost = _walk("generate", done, program, topology, by_compiler)()
-    return cost.longest_loop()[0].cost
-
-  best = step(by_compiler=False)
-  reading, counted = _reading(best, config, program, topology)
-  compiler = None
-  if topology.chip.clock is not None:
-    compiler = step(by_compiler=True).scheduled - counted
+  report = work("generate", done, config, program, topology)
+  compiler = report["compiler"]
   return {
-    "without_cache": best.scheduled - counted,
-    "compiler": compiler,
-    "reading": reading,
+    "without_cache": report["decode"]["without_cache"],
+    "compiler": compiler and compiler["decode"]["without_cache"],
+    "reading": report["decode"]["reading"],
   }
 
 
 def _decode(step, steps, config, program, topology) -> dict:
-  mesh = program.sampler.generate.mesh
-  rows = lower.decode_rows(config, program)
-  tokens, report = lower.cached_tokens(config, program), {}
-  if program.sampler.generate.batching:
-    size = lower_bounds.cache_bytes(
-      program.cfg, tokens, rows=rows, tensor=mesh.shape["tensor"]
-    )
-    size /= mesh.size
-    # Without a kernel the pages are read in a loop of data-dependent
-    # length, counted once.
+  """The report of a decode step.
+
+  `reading` has the seconds to read a row and a block, `without_cache` those of
+  the rest. Without a kernel for a TPU, only the bytes of the blocks count.
+  """
+  generate, chip = program.sampler.generate, topology.chip
+  mesh, tokens = generate.mesh, lower.cached_tokens(config, program)
+  rows, tensor = lower.decode_rows(config, program), mesh.shape["tensor"]
+  size = lower_bounds.cache_bytes(program.cfg, tokens, rows=rows, tensor=tensor)
+  size /= mesh.size
+  full, kernel = size / chip.hbm_bandwidth, step.reading
+  # Without a kernel the pages are read in a loop of data-dependent length,
+  # counted once.
+  has_kernel = "paged_attention" in step.unknown_kernels
+  if kernel.block:
+    reading, counted = {"row": kernel.row, "block": kernel.block}, kernel.full
+  else:
+    shards = sharding.batch_shards(mesh)
+    block = full / (tokens / shards) * block_tokens(generate)
+    reading = {"row": 0.0, "block": block}
+    counted = full if has_kernel or not generate.batching else 0.0
+  report = {}
+  if generate.batching:
     report = {
       "pages_bytes": size,
-      "kernel": "paged_attention" in step.unknown_kernels,
-      "pages_seconds": size / topology.chip.hbm_bandwidth,
+      "kernel": has_kernel,
+      "pages_seconds": full,
       "move": _move(program, topology),
     }
   least = lower_bounds.decode_bytes(
@@ -240,9 +214,8 @@ def _decode(step, steps, config, program, topology) -> dict:
     tokens=tokens,
     devices=mesh.size,
     expert=mesh.shape["expert"],
-    tensor=mesh.shape["tensor"],
+    tensor=tensor,
   )
-  reading, counted = _reading(step, config, program, topology)
   return report | {
     "steps": steps,
     "without_cache": max(step.scheduled - counted, 0.0),
@@ -250,10 +223,8 @@ def _decode(step, steps, config, program, topology) -> dict:
     "hbm_bytes": step.hbm_bytes,
     "least_bytes": least,
     "ratio": step.hbm_bytes / least,
-    "least_seconds": least / topology.chip.hbm_bandwidth,
+    "least_seconds": least / chip.hbm_bandwidth,
     "seconds": _seconds(step),
-    "collectives": _collectives(step),
-    "top": _top(step),
   }
 
 
