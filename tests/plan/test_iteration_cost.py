@@ -301,7 +301,6 @@ def test_drafted_tokens_save_steps_while_few_slots_sample(continuous):
   assert plain["steps"] == R
   assert found["steps"] == 1 + -(-(R - 1) // 2)
   assert found["real_tokens"] == plain["real_tokens"]
-  assert found["cached"] < plain["cached"]
 
 
 def test_partial_rollouts_are_counted_as_if_all_responses_ended(continuous):

@@ -32,9 +32,7 @@ class Decoding(NamedTuple):
   steps: int  # decode steps
   segments: int  # calls of the decoding program
   slots: int  # rows of a step, if all are computed
-  rows: float  # mean rows that a step computes
   slot_steps: int  # computed rows, summed over steps
-  cached: float  # cached tokens of active rows, summed over steps
   prefilled: int  # tokens of all prefills, padding included
   # [10]: mean share of the slots that sample, in each tenth of the steps
   slots_in_use: list[float]
@@ -75,20 +73,18 @@ class _CountingSampler:
     self._slots, self._shards = sampler.batching.slots, sampler.shards
     self._block, self._tokens_a_step = block, tokens_a_step
     self._lengths = responses  # at their end
-    # (steps, rows of a step, sampled tokens, cached tokens summed over steps)
-    self._segments: list[tuple[int, int, int, float]] = []
+    # (steps, rows of a step, sampled tokens)
+    self._segments: list[tuple[int, int, int]] = []
     self._by_rows: dict[int, Steps] = {}
     self._prefilled = self._moves = 0
 
   def sums(self) -> Decoding:
-    steps, computed, sampled, cached = np.array(self._segments).T
+    steps, computed, sampled = np.array(self._segments).T
     return Decoding(
       steps=int(steps.sum()),
       segments=len(steps),
       slots=self._slots,
-      rows=float(steps @ computed / steps.sum()),
       slot_steps=int(steps @ computed),
-      cached=float(cached.sum()),
       prefilled=self._prefilled,
       slots_in_use=_over_time(steps, sampled, self._slots),
       by_rows=self._by_rows,
@@ -139,12 +135,10 @@ class _CountingSampler:
     until = np.sort(left)[::-1][int(min_active)] / pace
     steps = min(self._steps, math.ceil(until))
     sampled = np.minimum(left, int(steps * pace))
-    taken = np.minimum(steps, np.ceil(left / pace))
     before = self._prefixes + num_tokens
-    cached = float((before * taken + pace * taken**2 / 2).sum())
     rows = slice(None) if compute_slots is None else np.asarray(compute_slots)
     self._read(before[rows], left[rows], steps, pace)
-    self._segments.append((steps, len(left[rows]), int(sampled.sum()), cached))
+    self._segments.append((steps, len(left[rows]), int(sampled.sum())))
     num_tokens, active = num_tokens + sampled.astype(np.int32), left > sampled
     done = response[plan.active]
     samples.lengths[done] = num_tokens[plan.active]
@@ -240,9 +234,7 @@ def decode_together(lengths: Lengths, config: Config, shards: int) -> Decoding:
     steps=steps,
     segments=1,
     slots=B,
-    rows=B,
     slot_steps=B * longest,
-    cached=cached,
     prefilled=P * S,
     slots_in_use=_over_time(np.ones(longest), active, B),
     by_rows={B: Steps(steps, cached / shards, cached / shards)},
