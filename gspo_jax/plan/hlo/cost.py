@@ -62,9 +62,12 @@ class Reading:
   block: float = 0.0  # for each block of a row's tokens
   full: float = 0.0  # with all pages full, as counted
 
-  def add(self, other: "Reading", times: float) -> None:
-    for name, value in vars(other).items():
-      setattr(self, name, getattr(self, name) + times * value)
+
+def add(total, other, times: float = 1) -> None:
+  """Adds the numbers of a dataclass to those of another one of its class."""
+  for name, value in vars(other).items():
+    if isinstance(value, int | float):
+      setattr(total, name, getattr(total, name) + times * value)
 
 
 @dataclasses.dataclass
@@ -109,14 +112,10 @@ class HloCost:
   def add(self, other: "HloCost", times: float = 1) -> None:
     if not times:
       return
-    for name, value in vars(other).items():
-      if isinstance(value, int | float):
-        setattr(self, name, getattr(self, name) + times * value)
+    add(self, other, times)
+    add(self.reading, other.reading, times)
     for kind, traffic in other.collectives.items():
-      total = self.collectives[kind]
-      for name, value in vars(traffic).items():
-        setattr(total, name, getattr(total, name) + times * value)
-    self.reading.add(other.reading, times)
+      add(self.collectives[kind], traffic, times)
     for source, cost in other.by_source.items():
       self.add_operation(source, OperationCost(*(times * x for x in cost)))
     for kernel, count in other.unknown_kernels.items():

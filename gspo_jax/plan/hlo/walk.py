@@ -176,11 +176,8 @@ class _Walk:
       total.hbm_bytes += c.hbm_bytes
       total.hbm_seconds += hbm_seconds
       kind = cost.CollectiveKind(c.kind, len(c.members), c.key is not None)
-      traffic = total.collectives[kind]
-      traffic.count += 1
-      traffic.wire += c.wire
-      traffic.hbm_bytes += c.hbm_bytes
-      traffic.seconds += seconds
+      traffic = cost.Traffic(1, c.wire, seconds, c.hbm_bytes)
+      cost.add(total.collectives[kind], traffic)
       key = c.key or i.name
       links.start(key, total.now, seconds)
       if c.key is None:
@@ -253,7 +250,7 @@ class _Walk:
       if pages.window:
         row, page = row + pages.window * page, 0.0
       full = row * pages.rows + page * pages.pages
-      total.reading.add(cost.Reading(row, page, full), 1)
+      cost.add(total.reading, cost.Reading(row, page, full))
       return full
     products = (w.flops + w.padding_flops) / chip.flops * chip.cores / running
     issued = kernels.issued(kernel, computation, i, w)
