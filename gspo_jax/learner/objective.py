@@ -345,46 +345,6 @@ class ObjectiveConfig:
     replays = cfg.num_experts > 0 and self.replay == "r2"
     return replays or self.reads_old_routers(cfg, instruments)
 
-  def check_training(self) -> None:
-    """UserError for an unknown method, or keys that contradict each other."""
-    _ = self.numbers
-    if self.mismatch != "none" and self.has_sampler_logps:
-      raise UserError(
-        f"objective.mismatch={self.mismatch!r}: expected 'none' with "
-        "objective.old_logps='sampler', whose weights would all be 1"
-      )
-    if self.reference_every and not self.has_reference:
-      raise UserError(
-        f"objective.reference_every={self.reference_every}: expected 0 with "
-        "objective.kl_coef=0, where there is no reference to sync"
-      )
-    if self.advantage_estimator != "grpo":
-      self._check_estimator()
-
-  def _check_estimator(self) -> None:
-    """UserError where other keys leave no choice of the estimator."""
-    method, typed = self.method, self.advantage_estimator
-    for other, wrong, why in (
-      ("name", method.critic, "whose critic gives the advantages"),
-      ("name", method.advantages, "which has its own advantages"),
-      (
-        "name",
-        not method.normalize_std and typed != "rloo",
-        "whose advantages are not divided by a std, or 'rloo'",
-      ),
-      ("credit", self.credit == "turn", "which compares turn with turn"),
-      (
-        "kl_estimator",
-        self.has_kl_in_reward and typed == "reinforce_plus_plus",
-        "whose penalty is compared with the group's",
-      ),
-    ):
-      if wrong:
-        raise UserError(
-          f"objective.advantage_estimator={typed!r}: expected 'grpo' with "
-          f"objective.{other}={getattr(self, other)!r}, {why}"
-        )
-
 
 def _typed(name, spec, known, kind, rules) -> dict:
   """The checked numbers after the colon of `objective.NAME=SPEC`."""

@@ -16,7 +16,7 @@ from gspo_jax.data.prompt_batch import PromptConfig
 from gspo_jax.data.tokenizers.base import UNKNOWN, Tokenizer
 from gspo_jax.learner.cold_start import ColdStartFunctions
 from gspo_jax.model import hf
-from gspo_jax.program import abstract, settings
+from gspo_jax.program import abstract, rules, settings
 from gspo_jax.program.config import Config
 from gspo_jax.program.learner_functions import (
   LearnerFunctions,
@@ -90,7 +90,8 @@ def build_program(
   `sharding.split_devices`; without them the sampler uses the devices of `mesh`.
   """
   if training:
-    config.check_training(sharding.batch_shards(mesh), mesh.shape["context"])
+    shards = sharding.batch_shards(mesh)
+    rules.check_training(config, shards, mesh.shape["context"])
   cfg = settings.model_config(config.model)
   check_heads(cfg, mesh)
   _check_dtype(cfg, mesh)
@@ -99,7 +100,8 @@ def build_program(
   learner = cold_start = None
   teachers = ()
   if training:
-    settings.require_experts(config, cfg)
+    if not cfg.num_experts:
+      rules.check(config, rules.DENSE)
     teachers = tuple(
       _teacher(config, folder, mesh, cfg, tokenizer)
       for folder in config.objective.distillation.folders.values()

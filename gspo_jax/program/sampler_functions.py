@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding
 from gspo_jax import model
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.program import abstract, settings
-from gspo_jax.program.config import Config, multiple
+from gspo_jax.program.config import Config
+from gspo_jax.program.rules import multiple
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.sharding import mesh_jit

@@ -175,42 +175,6 @@ def cold_start_packing(config: Config, shards: int) -> PackingConfig:
   )
 
 
-def require_experts(config: Config, cfg: model.ModelConfig) -> None:
-  """UserError if a key needs experts and the model is dense."""
-  c = config.objective
-  if cfg.num_experts:
-    return
-  for name, value in (
-    ("model.float32_router", config.model.float32_router),
-    ("optim.freeze_moe_router", config.optim.freeze_moe_router),
-  ):
-    if value:
-      raise UserError(
-        f"{name}=True: expected False, for the model is dense and has no router"
-      )
-  if c.replay != "none":
-    raise UserError(
-      f"objective.replay={c.replay!r}: expected 'none', for the model is dense "
-      "and has no router"
-    )
-  for name in ("router_aux_loss_coef", "router_z_loss_coef"):
-    if value := getattr(c, name):
-      raise UserError(
-        f"objective.{name}={value}: expected 0, for the model is dense and has "
-        "no router"
-      )
-  if "router_shift" in c.method.arguments:
-    raise UserError(
-      f"objective.name={c.name!r} weighs tokens by how far the router moved, "
-      "and the model is dense; of the methods here, 'gmpo' is 'rspo' without it"
-    )
-  if c.numbers["router_shift_floor"] is not None:
-    raise UserError(
-      f"objective.name={c.name!r}: expected no router_shift_floor, for the "
-      "model is dense and has no router"
-    )
-
-
 def optim_config(config: Config) -> OptimConfig:
   """The policy's optimizer; its schedule ends with the run."""
   total = config.num_steps * config.learner.minibatches

@@ -3,7 +3,6 @@
 import dataclasses
 
 from gspo_jax.rollout.agent import PREFIX
-from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.key import (
   AT_LEAST_1,
   ZERO_OR_MORE,
@@ -78,14 +77,3 @@ class RolloutConfig:
   def is_off_policy(self) -> bool:
     """Whether an iteration learns from responses of an earlier one."""
     return self.max_staleness > 0 or self.max_tokens_per_iteration > 0
-
-  def check_training(self) -> None:
-    if self.is_off_policy and self.dynamic_sampling_rounds > 1:
-      name = (
-        "max_staleness" if self.max_staleness else "max_tokens_per_iteration"
-      )
-      raise UserError(
-        f"rollout.{name}={getattr(self, name)}: expected 0 with "
-        f"rollout.dynamic_sampling_rounds={self.dynamic_sampling_rounds}, "
-        "which samples until a batch is full of groups whose rewards differ"
-      )

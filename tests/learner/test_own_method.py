@@ -11,6 +11,7 @@ from repository import ROOT
 from gspo_jax import losses, train
 from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.program.config import parse
+from gspo_jax.program.rules import check_training
 from gspo_jax.runtime.errors import UserError
 
 MORE = """
@@ -85,7 +86,7 @@ def test_what_is_wrong_is_named_as_typed(debug_config, my_methods, name, words):
   debug_config.objective.name = name
   config = parse(debug_config)  # a policy may be evaluated without the module
   with pytest.raises(UserError, match=words) as error:
-    config.check_training(1)
+    check_training(config, 1)
   assert str(error.value).startswith(f"objective.name={name!r}: ")
 
 
@@ -94,10 +95,10 @@ def test_its_own_advantage_leaves_no_choice_of_the_estimator(
 ):
   c = debug_config.objective
   c.advantage_estimator, c.name = "rloo", "my_methods.soft_loss"
-  parse(debug_config).check_training(1)
+  check_training(parse(debug_config), 1)
   c.name = "my_methods.SOFT"
   with pytest.raises(UserError, match="SOFT', which has its own advantages"):
-    parse(debug_config).check_training(1)
+    check_training(parse(debug_config), 1)
 
 
 @pytest.mark.parametrize("name", ["SOFT:width=0.1", "shifted"])

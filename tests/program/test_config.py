@@ -6,9 +6,10 @@ import jax
 import pytest
 from ml_collections import ConfigDict
 
-from gspo_jax.program import config
+from gspo_jax.program import rules
 from gspo_jax.program.config import all_keys, parse, parse_model
 from gspo_jax.program.functions import build_program
+from gspo_jax.program.rules import check_training
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 
@@ -244,7 +245,7 @@ def test_some_advantages_need_no_group(debug_config, key, value):
   debug_config.learner.micro_batch_size = 1
   debug_config.rollout.group_size = 1
   debug_config.objective[key] = value
-  parse(debug_config).check_training(1)
+  check_training(parse(debug_config), 1)
 
 
 def test_a_profile_is_within_the_run(debug_config):
@@ -254,7 +255,7 @@ def test_a_profile_is_within_the_run(debug_config):
 
 
 def test_more_devices_than_rows(debug_config):
-  check = lambda: parse(debug_config).check_training(8)
+  check = lambda: check_training(parse(debug_config), 8)
   with pytest.raises(UserError, match=r"prompts = 4 .*share rows = 8"):
     check()
   debug_config.data.prompts = 8
@@ -264,7 +265,7 @@ def test_more_devices_than_rows(debug_config):
 
 def test_rows_are_split_into_equal_parts(debug_config):
   debug_config.data.prompts = debug_config.learner.micro_batch_size = 8
-  check = lambda context: parse(debug_config).check_training(8, context)
+  check = lambda context: check_training(parse(debug_config), 8, context)
   check(context=4)
   debug_config.learner.micro_batch_size = 2
   check(context=4)  # two rows, each on four devices
@@ -300,8 +301,8 @@ def test_divides_names_the_nearest_divisor(size, divisor, nearest):
   with pytest.raises(
     UserError, match=f"a = {size} .* b = {divisor};.* {nearest}$"
   ):
-    config.divides("a", size, "b", divisor)
-  config.divides("a", size, "b", nearest)
+    rules.divides("a", size, "b", divisor)
+  rules.divides("a", size, "b", nearest)
 
 
 # The tree.

@@ -16,6 +16,7 @@ from gspo_jax.plan.planner import plan
 from gspo_jax.program import settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
+from gspo_jax.program.rules import check_training
 from gspo_jax.record.identity import flatten
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.samples import SamplerConfig
@@ -155,7 +156,7 @@ def test_a_pods_config_divides_on_its_slice(name, mode, shape):
     mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
     model.shardings(params, mesh)
   mesh = jax.sharding.AbstractMesh(shape, sharding.AXES)
-  config.check_training(sharding.batch_shards(mesh), mesh.shape["context"])
+  check_training(config, sharding.batch_shards(mesh), mesh.shape["context"])
   batching = config.continuous_batching
   shards = math.prod(shape) // decoding.tensor
   sizes = batching.shard_sizes(
@@ -181,7 +182,7 @@ def test_a_config_for_gpus_divides_on_its_cards(variant, memory):
   assert cards % inner == 0
   shape = (cards // inner, config.mesh.fsdp, 1, config.mesh.expert, 1)
   mesh = jax.sharding.AbstractMesh(shape, sharding.AXES)
-  config.check_training(sharding.batch_shards(mesh), 1)
+  check_training(config, sharding.batch_shards(mesh), 1)
   sizes = config.continuous_batching.shard_sizes(
     SamplerConfig(8, config.sampler.max_new_tokens, (0,)),
     config.data.max_prompt_length,

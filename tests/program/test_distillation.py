@@ -17,6 +17,7 @@ from gspo_jax.model import hf
 from gspo_jax.program import experiment, load_params
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
+from gspo_jax.program.rules import check_training
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import Prompts
@@ -199,10 +200,10 @@ def test_mistakes_are_refused(config, changes, words):
 
 def test_a_response_has_no_group_where_rewards_do_not_count(config):
   config.rollout.group_size, config.learner.micro_batch_size = 1, P
-  parse(config).check_training(1)
+  check_training(parse(config), 1)
   config.objective.distillation.reward_weight = 0.1
   with pytest.raises(UserError, match="group_size=1: expected at least 2"):
-    parse(config).check_training(1)
+    check_training(parse(config), 1)
 
 
 def test_a_teacher_with_other_tokens_is_refused(config, folders, tmp_path):

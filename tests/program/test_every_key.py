@@ -22,6 +22,7 @@ from gspo_jax.configs import tiny_cpu
 from gspo_jax.data.tokenizers import plain
 from gspo_jax.model import hf
 from gspo_jax.program.config import all_keys, parse
+from gspo_jax.program.rules import check_training
 from gspo_jax.runtime import sharding
 
 
@@ -738,7 +739,7 @@ def test_a_key_has_the_effect_of_its_row(row, files):
     config = small()
     changes = {k: fill(v, files) for k, v in row.given.items()}
     config.update_from_flattened_dict(changes | {row.key: fill(value, files)})
-    parse(config).check_training(1)
+    check_training(parse(config), 1)
     found = row.observe(config)
     if expected is not DIFFERS:
       expected = expected() if callable(expected) else expected

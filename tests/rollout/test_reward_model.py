@@ -17,6 +17,7 @@ from gspo_jax.model import hf
 from gspo_jax.plan import memory
 from gspo_jax.program import experiment, settings
 from gspo_jax.program.config import parse
+from gspo_jax.program.rules import check_training
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rewards.reward import Response
 from gspo_jax.rollout import scoring
@@ -278,10 +279,10 @@ def test_a_model_may_be_the_only_reward(folder, tmp_path, scores):
 def test_it_cannot_run_beside_a_dynamic_sampler_of_other_devices(debug_config):
   debug_config.reward.names = ("model:somewhere",)
   debug_config.rollout.dynamic_sampling_rounds = 2
-  parse(debug_config).check_training(1)
+  check_training(parse(debug_config), 1)
   debug_config.sampler_mesh.devices = 4
   with pytest.raises(UserError, match="dynamic_sampling_rounds=2: expected 1"):
-    parse(debug_config).check_training(1)
+    check_training(parse(debug_config), 1)
 
 
 def test_a_policy_is_no_classifier(debug_config):
