@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspo_jax.model import gpu
 from gspo_jax.model.rounding import rounded, wide
-from gspo_jax.runtime import sharding
+from gspo_jax.runtime import sharding, tpus
 
 _BLOCK = 512  # queries and keys of a tile of scores in VMEM
 # Queries and keys of a step of splash, in tiles of _BLOCK keys. A step that is
@@ -480,9 +480,9 @@ def _splash_sizes(
 def _fused_block(tokens: int, wide_block: int, query_bytes: int) -> int:
   """Keys of a block of the fused backward pass; 0 if it has too many parts."""
   blocks = [wide_block]
-  if wide_block == 2048 and sharding.device_kind() == "TPU7x":
-    # They do not fit in the VMEM of a v5p.
-    blocks += [4096] * (tokens % 4096 == 0)
+  longest = tpus.of_kind(sharding.device_kind()).longest_block
+  if wide_block == 2048 and tokens % longest == 0:
+    blocks.append(longest)
   fits = lambda block: tokens // block * query_bytes <= _PARTS_BYTES
   return next(filter(fits, blocks), 0)
 

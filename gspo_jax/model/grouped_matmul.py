@@ -15,7 +15,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from gspo_jax.model import gpu
 from gspo_jax.model.rounding import rounded, wide
-from gspo_jax.runtime import sharding
+from gspo_jax.runtime import sharding, tpus
 
 _MIN_BLOCK, _MAX_BLOCK = 8, 64  # rows of a block, a multiple of the first
 _MAX_EXPERT_BLOCK = 128  # rows of a block that passes both products
@@ -64,7 +64,7 @@ def matmul(x_AD, weights_eDF, sizes_e):
     return gpu.grouped_matmul(x_AD, weights_eDF, sizes_e)
   if sharding.platform() != "tpu":
     return in_blocks(x_AD, weights_eDF, sizes_e)
-  if sharding.device_kind().startswith("TPU v5"):
+  if tpus.of_kind(sharding.device_kind()).chooses_tiles:
     return in_tiles(x_AD, weights_eDF, sizes_e)
   return jax.lax.ragged_dot(x_AD, weights_eDF, sizes_e)
 

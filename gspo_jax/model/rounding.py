@@ -24,17 +24,6 @@ from gspo_jax.runtime import sharding
 OPTIONS = {"xla_allow_excess_precision": False}
 
 
-def decoding_options(mesh: jax.sharding.Mesh) -> dict:
-  """Compiler options of a program that decodes.
-
-  On a GPU, XLA would copy the weights of small products with one operand into
-  one array in every step: for Qwen3-1.7B as many bytes as all its weights.
-  """
-  if mesh.devices.flat[0].platform != "gpu":
-    return OPTIONS
-  return OPTIONS | {"xla_gpu_dot_merger_threshold_mb": 0}
-
-
 def recomputed(function):
   """`function`, with a backward pass that starts from its arguments alone.
 

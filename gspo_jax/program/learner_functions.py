@@ -28,13 +28,11 @@ from gspo_jax.losses import Metrics
 from gspo_jax.model import rounding
 from gspo_jax.program import abstract, settings
 from gspo_jax.program.config import Config
-from gspo_jax.runtime import sharding
+from gspo_jax.runtime import sharding, tpus
 from gspo_jax.runtime.sharding import mesh_jit
 from gspo_jax.sampler.samples import Prompts, Samples
 
-# Chips that run collectives on SparseCores, beside the matrix units, only if
-# asked to; tpu7x does it by default.
-_SPARSE_CORES = ("TPU v5", "TPU v5p", "TPU v6 lite")
+# Collectives that can run on SparseCores.
 _OFFLOADED = (
   "all_gather",
   "reduce_scatter",
@@ -316,7 +314,8 @@ def _update(state, batch, apply_updates, *, learners, reference_every):
 
 def _training_options(mesh: jax.sharding.Mesh) -> dict:
   """Rounding as in the sampler; collectives run beside matrix products."""
-  if mesh.devices.flat[0].device_kind not in _SPARSE_CORES:
+  tpu = tpus.of_kind(mesh.devices.flat[0].device_kind)
+  if not tpu.asks_for_sparse_cores:
     return rounding.OPTIONS
   offload = "xla_tpu_enable_sparse_core_collective_offload_"
   return rounding.OPTIONS | {offload + kind: True for kind in _OFFLOADED}

@@ -9,6 +9,7 @@ Other wings take these modules:
   compilation_cache  compiled programs on disk, for the next process
   notebook           the jax for a machine, and what it runs on
   sharding           the device mesh, and the table of parameter shardings
+  tpus               what programs do differently on a kind of TPU
   preemption         Preemption: SIGTERM as a flag that all processes agree on
 """
 
@@ -22,4 +23,5 @@ __all__ = (
   "preemption",
   "sharding",
   "spec",
+  "tpus",
 )

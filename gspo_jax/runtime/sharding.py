@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from gspo_jax.runtime import tpus
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.key import ZERO_OR_MORE, check, key
 
@@ -143,16 +144,12 @@ def _require_halves(sampler, processes):
       f"processes half of the {devices} devices, an equal part of each process"
     )
   kind = processes[0][0].device_kind
-  if kind in _NO_PARTS:
+  if not tpus.of_kind(kind).splits_hosts:
     raise UserError(
       f"sampler_mesh.devices={sampler}: expected 0 on several hosts of {kind}: "
       "its compiler (libtpu 0.0.51) crashes where a program has a part of the "
       "chips of each host"
     )
-
-
-# v5e and v6e; programs for v5p and tpu7x compile.
-_NO_PARTS = ("TPU v5 lite", "TPU v6 lite")
 
 
 def beside(mesh: Mesh, devices) -> Mesh:

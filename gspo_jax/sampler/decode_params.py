@@ -1,4 +1,4 @@
-"""The weights in the dtype, the mesh and the memory layout of decoding."""
+"""The weights in the dtype, mesh and layout of decoding; compiler options."""
 
 import functools
 import math
@@ -8,9 +8,20 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspo_jax import model
-from gspo_jax.model import parameters
+from gspo_jax.model import parameters, rounding
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.next_token import VOCAB_AXES
+
+
+def decoding_options(mesh: Mesh) -> dict:
+  """Compiler options of a program that decodes.
+
+  On a GPU, XLA would copy the weights of small products with one operand into
+  one array in every step: for Qwen3-1.7B as many bytes as all its weights.
+  """
+  if mesh.devices.flat[0].platform != "gpu":
+    return rounding.OPTIONS
+  return rounding.OPTIONS | {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def decode_params(params: model.Params, cfg: model.ModelConfig) -> model.Params:

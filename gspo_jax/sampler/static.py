@@ -15,12 +15,11 @@ import jax.numpy as jnp
 
 from gspo_jax import model
 from gspo_jax.model import cache as kv
-from gspo_jax.model import rounding
 from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import BATCH_AXES, MeshJit, constrain
 from gspo_jax.sampler import next_token
-from gspo_jax.sampler.decode_params import decode_params
+from gspo_jax.sampler.decode_params import decode_params, decoding_options
 from gspo_jax.sampler.samples import (
   STOPPED,
   TRUNCATED,
@@ -184,7 +183,7 @@ def build_static_sampler(
     sampler_mesh,
     in_shardings=(params_sharding, batch, replicated),
     out_shardings=samples_sharding(sampler, mesh),
-    compiler_options=rounding.decoding_options(sampler_mesh),
+    compiler_options=decoding_options(sampler_mesh),
   )
   return StaticSampler(sampler, jitted)
 

@@ -16,7 +16,11 @@ from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler.continuous import paged_decode
 from gspo_jax.sampler.continuous.config import ShardSizes
 from gspo_jax.sampler.continuous.paged_decode import DecodeState, SegmentResults
-from gspo_jax.sampler.decode_params import decode_params, decode_params_sharding
+from gspo_jax.sampler.decode_params import (
+  decode_params,
+  decode_params_sharding,
+  decoding_options,
+)
 from gspo_jax.sampler.samples import (
   Prompts,
   SamplerConfig,
@@ -242,7 +246,7 @@ def jit_sampler(
       out_shardings=(state, decode_samples, sharding.replicated(sampler_mesh)),
       static_argnums=7,
       donate_argnums=(1, 2),
-      compiler_options=rounding.decoding_options(sampler_mesh),
+      compiler_options=decoding_options(sampler_mesh),
     ),
     move_pages=jit(
       paged_decode.move_pages, donate_argnums=0, out_shardings=state
