@@ -16,6 +16,7 @@ import observe_run as seen
 import pytest
 from ml_collections import ConfigDict
 from observe_program import B, G, P
+from repository import ROOT
 
 from gspo_jax import model
 from gspo_jax.configs import tiny_cpu
@@ -188,16 +189,6 @@ ROWS = (
     {0: {}, 3: {"q": 3, "k": 3, "v": 3, "o": 3, "gate_up": 3, "down": 3}},
   ),
   Row(
-    "model.lora.targets",
-    built.adapters,
-    {
-      "attention": {"q": 3, "k": 3, "v": 3, "o": 3},
-      "mlp": {"gate_up": 3, "down": 3},
-    },
-    ADAPTERS,
-  ),
-  Row("model.lora.alpha", built.factor, {6.0: 2.0, 12.0: 4.0}, ADAPTERS),
-  Row(
     "model.lora.checkpoint",
     built.first_adapter,
     {"": 0.0, "{files}/peft": 0.125},
@@ -245,19 +236,6 @@ ROWS = (
     {"data.source": f"{FILE_A},{FILE_B}"},
   ),
   Row(
-    "data.eval_source",
-    seen.held_out_kinds,
-    {"": {"A"}, FILE_B: {"B"}},
-    {"data.source": FILE_A},
-  ),
-  Row(
-    "data.problem_field",
-    seen.trained_kinds,
-    {"": {"A": 8}, "other": {"O": 8}},
-    {"data.source": FILE_A},
-  ),
-  Row("data.reference_field", seen.mean_reward, {"": 1.0, "result": 0.0}, OF_A),
-  Row(
     "data.demonstration_field",
     seen.demonstration_starts,
     {"": {"##"}, "worked": {"so"}},
@@ -301,12 +279,6 @@ ROWS = (
     {k: v for k, v in HALF.items() if k != "data.drop_solved"},
   ),
   Row(
-    "data.curriculum",
-    seen.second_kinds,
-    {(): {"A": 8}, ((2, FILE_B),): {"B": 8}},
-    OF_A,
-  ),
-  Row(
     "data.max_prompt_length", seen.prompts_of_a_call, {8: (8, {8}), 9: (8, {9})}
   ),
   Row("data.max_prompt_length", built.row_widths, {8: {20}, 9: {21}}),
@@ -344,24 +316,6 @@ ROWS = (
     "sampler.temperature", built.reference_temperature, {1.0: 1.0, 0.5: 0.5}, KL
   ),
   Row(
-    "sampler.top_k",
-    built.all_likeliest,
-    {0: [False, False, True], 1: [True] * 3},
-    SHORT,
-  ),
-  Row(
-    "sampler.top_p",
-    built.all_likeliest,
-    {1.0: [False, False, True], 1e-6: [True] * 3},
-    SHORT,
-  ),
-  Row(
-    "sampler.min_p",
-    built.all_likeliest,
-    {0.0: [False, False, True], 1.0: [True] * 3},
-    SHORT,
-  ),
-  Row(
     "sampler.kept_ids",
     built.kept_of_a_token,
     {0: [None] * 3, 9: [9, None, None]},
@@ -378,24 +332,6 @@ ROWS = (
     "continuous_batching.slots",
     built.pool,
     {0: None, 4: (4, 4 * 6, 4), 8: (8, 8 * 6, 4)},
-    PAGED,
-  ),
-  Row(
-    "continuous_batching.page_size",
-    built.pool,
-    {4: (8, 8 * 6, 4), 8: (8, 8 * 4, 8)},
-    PAGED,
-  ),
-  Row(
-    "continuous_batching.num_pages",
-    built.pool,
-    {0: (8, 8 * 6, 4), 99: (8, 99, 4)},
-    PAGED,
-  ),
-  Row(
-    "continuous_batching.prefill_chunk",
-    built.prefill_lengths,
-    {4: (4, 8), 8: (8,)},
     PAGED,
   ),
   Row(
@@ -578,24 +514,12 @@ ROWS = (
   ),
   # optim
   Row("optim.learning_rate", built.step_size, {1e-3: 1e-3, 5e-3: 5e-3}),
-  Row("optim.warmup_steps", built.step_size, {0: 1e-3, 4: 2.5e-4}),
-  Row(
-    "optim.name",
-    built.second_moments,
-    {"adamw": {"embed", "router", "gate_up"}, "muon": {"embed", "router"}},
-  ),
   Row(
     "optim.decay",
     built.second_rate,
     {"constant": 1e-3, "linear": 7.5e-4, "cosine": 8.536e-4},
     {"num_steps": 4},
   ),
-  Row(
-    "optim.freeze_moe_router",
-    built.second_moments,
-    {False: {"embed", "router", "gate_up"}, True: {"embed", "gate_up"}},
-  ),
-  Row("optim.clip_norm", built.norm_of_step, {1e-3: 1e-3, 2e-3: 2e-3}),
   # cold_start
   Row("cold_start.steps", seen.cold_start_updates, {0: 0, 1: 1, 3: 3}, COLD),
   Row(
@@ -660,14 +584,33 @@ ROWS = (
 )
 
 
-# Of these test_wiring holds the gradient against loops in float64.
-WIRED = {
-  f"objective.{key}"
-  for key in (
-    *("entropy_coef", "kl_estimator", "mismatch", "truncated"),
-    "off_policy_mask_threshold",
-    *("distillation.coef", "distillation.reward_weight"),
-  )
+# Keys whose section is an argument of what reads it, as a row of another key of
+# the section shows; by the tests of their effect.
+ELSEWHERE = {
+  # The gradient is held against loops in float64.
+  "tests/program/test_wiring.py": (
+    *("objective.entropy_coef", "objective.kl_estimator", "objective.mismatch"),
+    *("objective.truncated", "objective.off_policy_mask_threshold"),
+    "objective.distillation.coef",
+    "objective.distillation.reward_weight",
+  ),
+  "tests/sampler/test_next_token.py": (
+    *("sampler.top_k", "sampler.top_p", "sampler.min_p"),
+  ),
+  "tests/sampler/test_continuous_config.py": (
+    "continuous_batching.page_size",
+    "continuous_batching.num_pages",
+    "continuous_batching.prefill_chunk",
+  ),
+  "tests/learner/test_optimizer.py": (
+    *("optim.name", "optim.freeze_moe_router"),
+    *("optim.warmup_steps", "optim.clip_norm"),
+  ),
+  "tests/data/test_datasets.py": (
+    *("data.curriculum", "data.eval_source"),
+    *("data.problem_field", "data.reference_field"),
+  ),
+  "tests/model/test_lora.py": ("model.lora.alpha", "model.lora.targets"),
 }
 
 
@@ -682,7 +625,7 @@ def files(tmp_path_factory):
     text = "\n".join(map(json.dumps, rows))
     (folder / f"{name}.jsonl").write_text(text)
 
-  ask = lambda letter, n: {"question": f"{letter}{n:03}?", "other": f"O{n:03}?"}
+  ask = lambda letter, n: {"question": f"{letter}{n:03}?"}
   for letter in "AB":
     write(letter, [ask(letter, n) | right for n in range(200)])
   half = [ask("K", n) | (right if n < P else wrong) for n in range(2 * P)]
@@ -727,7 +670,11 @@ def fill(value, files):
 
 
 def test_every_key_has_a_row_and_every_row_a_key():
-  assert {row.key for row in ROWS} | WIRED == {*all_keys()}
+  elsewhere = {key for keys in ELSEWHERE.values() for key in keys}
+  assert {row.key for row in ROWS} ^ elsewhere == {*all_keys()}
+  for file, keys in ELSEWHERE.items():
+    text = (ROOT / file).read_text()
+    assert [key for key in keys if key.rpartition(".")[2] not in text] == []
 
 
 @pytest.mark.parametrize(

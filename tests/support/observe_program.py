@@ -13,7 +13,6 @@ import bigram
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import unpacked
 from observe_run import run_of
 
@@ -126,16 +125,6 @@ def adapters(config):
     for path, x in sharding.leaves_by_path(found).items()
     if path.endswith(model.lora.A)
   }
-
-
-def factor(config):
-  """What multiplies the product of an adapter of ones of rank one."""
-  lora = built(config).cfg.lora
-  one = {f"q{end}": np.ones((1, 1, 1)) for end in (model.lora.A, model.lora.B)}
-  layers = {"attention": one | {"q": np.zeros((1, 1, 1, 1))}}
-  layers["attention"][f"q{model.lora.B}"] = np.ones((1, 1, 1, 1))
-  merged = model.lora.merge({"layers": layers}, lora)
-  return float(merged["layers"]["attention"]["q"].sum())
 
 
 def first_adapter(config):
@@ -360,11 +349,6 @@ def tokens_a_step(config):
   return [1 + generate.sizes.drafts for generate in samplers]
 
 
-def prefill_lengths(config):
-  """Tokens of the forward passes of prompts."""
-  return built(config).sampler.generate.buckets(continues=False)
-
-
 def new_batch(config) -> PackedBatch:
   """The batch of made-up samples, as `make_train_batch` returns it."""
   recorded, learner = config.objective.replay == "r3", built(config).learner
@@ -515,22 +499,9 @@ def step_size(config):
   return float(jnp.abs(moved).max())
 
 
-def second_moments(config):
-  """Of embedding, router and an expert's weights, those that have one."""
-  state = sharding.leaves_by_path(built(config).learner.abstract.opt_state)
-  ends = {path.rpartition("/")[2] for path in state if "/nu/" in path}
-  return ends & {"embed", "router", "gate_up"}
-
-
 def second_rate(config):
   """The learning rate of the second optimizer step."""
   return float(built(config).learner.learning_rate(1))
-
-
-def norm_of_step(config):
-  """The global norm of the first step's gradient, once it is clipped."""
-  after, _ = updated(config)
-  return float(optax.tree.norm(after.opt_state[1][0].mu) / (1 - 0.9))  # b1
 
 
 def cold_start_step(config):

@@ -67,15 +67,6 @@ def trained_kinds(config):
   return kinds(problems(config))
 
 
-def second_kinds(config):
-  return kinds(run_of(config).given("generate")[1])
-
-
-def held_out_kinds(config):
-  (texts,) = run_of(config).given("respond")[:1]
-  return set(kinds(texts))
-
-
 def problem_forms(config):
   return {re.sub(r"\d+", "N", text) for text in problems(config)}
 
