@@ -23,6 +23,8 @@ from gspo_jax import main
 LAUNCH = ROOT / "launch"
 README = (LAUNCH / "README.md").read_text()
 SCRIPTS = sorted(path.name for path in LAUNCH.glob("*.sh"))
+SETUP = configparser.ConfigParser()
+SETUP.read(ROOT / "setup.cfg")
 JOBSET = (LAUNCH / "gke_jobset.yaml").read_text()
 BIN = Path(sys.executable).parent  # where shellcheck and yamllint are
 CHIPS_A_HOST = 4
@@ -254,11 +256,9 @@ def test_an_image_has_the_versions_that_setup_cfg_asks_for(file, extra, beside):
   """If not, make the file anew: launch/README.md."""
   lines = (LAUNCH / f"{file}.txt").read_text().splitlines()
   pins = dict(x.split("==") for x in lines if not x.startswith("#"))
-  setup = configparser.ConfigParser()
-  setup.read(ROOT / "setup.cfg")
-  extras = setup["options.extras_require"]
+  extras = SETUP["options.extras_require"]
   names = "hf", "tfds", "datasets", "wandb", extra
-  asked = setup["options"]["install_requires"]
+  asked = SETUP["options"]["install_requires"]
   asked += "".join(extras[name] for name in names)
   assert "gspo_jax[hf,tfds,datasets,wandb]" in asked
   # libtpu against the pin of jax[tpu]: launch/README.md.
@@ -272,18 +272,11 @@ def test_an_image_has_the_versions_that_setup_cfg_asks_for(file, extra, beside):
 def test_the_wheels_for_a_gpu_are_what_setup_cfg_asks_for():
   """Except for `there`, the packages that the machine has beside JAX."""
   script = re.sub("#.*", "", (LAUNCH / "offline_gpu.sh").read_text())
-  setup = configparser.ConfigParser()
-  setup.read(ROOT / "setup.cfg")
-  extras = setup["options.extras_require"]
-  asked = setup["options"]["install_requires"] + extras["gpu"] + extras["hf"]
+  extras = SETUP["options.extras_require"]
+  asked = SETUP["options"]["install_requires"] + extras["gpu"] + extras["hf"]
   there = "jax", "flax", "optax", "orbax-checkpoint", "numpy", "absl-py"
-  there += (
-    "sentencepiece",
-    "transformers",
-    "safetensors",
-    "tokenizers",
-    "jinja2",
-  )
+  there += "sentencepiece", "transformers", "safetensors", "tokenizers"
+  there += ("jinja2",)
   for line in asked.split():
     requirement = Requirement(line)
     if requirement.name not in (*there, "gspo_jax"):

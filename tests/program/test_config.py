@@ -117,6 +117,7 @@ def test_a_profile_is_of_a_first_and_a_last_iteration(debug_config, value):
 # Keys that do not go together.
 
 
+LORA = "model.lora.rank=4"
 LIMIT = "rollout.max_tokens_per_iteration=4"
 SLOTS = "continuous_batching.slots=4"
 DRAFTS = "continuous_batching.speculation=3"
@@ -181,9 +182,16 @@ AGENT = f"rollout.environment=openai:a.play reward.names=() {SLOTS}"
       )
     ),
     (
-      "model.lora.rank=4 optim.freeze_moe_router=True",
+      f"{LORA} optim.freeze_moe_router=True",
       "optim.freeze_moe_router=True: expected False, for only adapters",
     ),
+    (f"{LORA} objective.name=ppo", "objective.name='ppo': expected another"),
+    (f"{LORA} optim.name=muon", "optim.name='muon': expected 'adamw'"),
+    (
+      f"{LORA} model.lora.checkpoint=x",
+      "model.lora.checkpoint='x': expected '' with a cold start",
+    ),
+    ("model.lora.checkpoint=x", "checkpoint='x': expected '' with .*rank=0"),
     (
       f"{GAME} {SLOTS} {RLOO} objective.credit=turn objective.name=gspo_token",
       "expected 'grpo' with objective.credit='turn', which compares turn with",

@@ -235,26 +235,6 @@ def test_other_weights_below_are_refused(run, tmp_path):
       load(changed)
 
 
-@pytest.mark.parametrize(
-  ("keys", "words"),
-  [
-    ({"objective.name": "ppo"}, "objective.name='ppo': expected another"),
-    ({"optim.name": "muon"}, "optim.name='muon': expected 'adamw'"),
-    (
-      {"cold_start.steps": 3, "model.lora.checkpoint": "x"},
-      "model.lora.checkpoint='x': expected '' with a cold start",
-    ),
-    (
-      {"model.lora.rank": 0, "model.lora.checkpoint": "x"},
-      "model.lora.checkpoint='x': expected '' with model.lora.rank=0",
-    ),
-  ],
-)
-def test_keys_that_do_not_go_together(keys, words):
-  with pytest.raises(UserError, match=words):
-    program_of(config_of(**keys))
-
-
 def test_without_adapters_a_policy_is_its_weights():
   config = config_of(**{"model.lora.rank": 0})
   program = program_of(config)

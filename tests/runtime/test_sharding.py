@@ -57,8 +57,9 @@ def test_each_process_gives_half_of_its_devices_to_the_sampler():
       UserError, match=rf"sampler_mesh\.devices={count}: .* half of the"
     ):
       sharding.split_devices(count, others)
-  with pytest.raises(UserError, match="several hosts of TPU v6 lite"):
-    sharding.split_devices(4, hosts(2, kind="TPU v6 lite"))
+  for kind in ("TPU v5 lite", "TPU v6 lite"):
+    with pytest.raises(UserError, match=f"several hosts of {kind}"):
+      sharding.split_devices(4, hosts(2, kind=kind))
 
 
 def test_a_mesh_beside_another_pairs_devices_of_a_process():
