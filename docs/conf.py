@@ -37,7 +37,6 @@ extensions = [
 default_role = "code"  # single backticks in docstrings
 smartquotes_action = "D"  # dashes alone: values are copied from the pages
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # fields of a class stay out of the contents

@@ -6,47 +6,37 @@ the processes that score answers never need it.
 
 import importlib
 
+# Without the policy losses, which `losses.policy` lists.
 _MODULE_OF = {
   "Terms": "losses",
-  "cispo_loss": "losses",
-  "ctpo_loss": "losses",
-  "dapo_loss": "losses",
-  "dppo_kl_loss": "losses",
-  "dppo_tv_loss": "losses",
-  "dr_grpo_loss": "losses",
   "gdpo_advantages": "losses.advantages",
   "generalized_advantages": "losses.advantages",
-  "gmpo_loss": "losses",
   "group_relative_advantages": "losses.advantages",
-  "grpo_loss": "losses",
-  "gspo_loss": "losses",
-  "gspo_token_loss": "losses",
   "kl_penalty": "losses",
-  "luspo_loss": "losses",
   "max_rl_advantages": "losses.advantages",
   "mismatch_weights": "losses",
   "off_policy_mask": "losses",
   "pass_at_k_advantages": "losses.advantages",
-  "ppo_loss": "losses",
   "reinforce_plus_plus_advantages": "losses.advantages",
   "rloo_advantages": "losses.advantages",
   "router_log_weight": "losses",
-  "rspo_loss": "losses",
-  "sapo_loss": "losses",
   "value_loss": "losses",
-  "vespo_loss": "losses",
   "whiten": "losses.advantages",
 }
 
-__all__ = list(_MODULE_OF)
 __version__ = "0.2.0"
 
 
 def __getattr__(name: str):
-  if name not in _MODULE_OF:
+  if name == "__all__":
+    policy = importlib.import_module("gspo_jax.losses.policy")
+    return [*_MODULE_OF, *policy.__all__]
+  is_policy_loss = name.endswith("_loss") and name in __getattr__("__all__")
+  if name not in _MODULE_OF and not is_policy_loss:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  return getattr(importlib.import_module(f"gspo_jax.{_MODULE_OF[name]}"), name)
+  module = _MODULE_OF.get(name, "losses.policy")
+  return getattr(importlib.import_module(f"gspo_jax.{module}"), name)
 
 
 def __dir__() -> list[str]:
-  return sorted(globals() | _MODULE_OF)
+  return sorted({*globals(), *__getattr__("__all__")})

@@ -24,7 +24,6 @@ KEYS = {*all_keys()} | {f"model.{name}" for name in vars(ModelConfig)}
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
   folder = tmp_path_factory.mktemp("site")
-  # A process of its own: autodoc replaces the defaults of functions.
   build = (sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going")
   doctrees = ("-d", folder / "doctrees")
   done = subprocess.run(

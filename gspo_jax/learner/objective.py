@@ -40,21 +40,15 @@ _ESTIMATOR_RULES = {
   )
 }
 _CRITIC = {f"critic_{f.name}": f for f in dataclasses.fields(CriticConfig)}
-# Ranges of the numbers of methods.
+# Ranges of the numbers of methods: more than 0 unless a row says otherwise.
 _METHOD_RULES = {
+  **{name: POSITIVE for row in METHODS.values() for name in row.numbers},
   "clip_low": ZERO_OR_MORE,
   "clip_high": ZERO_OR_MORE,
-  "cap": POSITIVE,
-  "tau_positive": POSITIVE,
-  "tau_negative": POSITIVE,
-  "k_positive": POSITIVE,
-  "lambda_positive": POSITIVE,
-  "k_negative": POSITIVE,
-  "lambda_negative": POSITIVE,
-  "delta": POSITIVE,
   "dual_clip": Range("more than 1", lambda x: 1 < x < math.inf),
   "router_shift_floor": Range("more than 0, under 1", lambda x: 0 < x < 1),
-} | {name: field.metadata["rule"] for name, field in _CRITIC.items()}
+  **{name: field.metadata["rule"] for name, field in _CRITIC.items()},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +105,8 @@ class ObjectiveConfig:
 
   name: str = key(
     "gspo",
-    "the method: gspo, gspo_token, grpo, dr_grpo, dapo, ppo, gmpo, rspo, "
-    "cispo, sapo, luspo, vespo, dppo_tv, dppo_kl, ctpo, or "
-    "package.module.function; its numbers follow: "
+    f"the method: {', '.join(METHODS)}, or package.module.function; its "
+    "numbers follow: "
     "'gspo:clip_low=3e-4,clip_high=4e-4'",
   )
   old_logps: str = key(

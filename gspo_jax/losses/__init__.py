@@ -24,6 +24,7 @@ which it has no gradient; (2) sequences without a response token are not
 counted.
 """
 
+from gspo_jax.losses import advantages, policy
 from gspo_jax.losses.batch import (
   checked_batch,
   sequence_mean,
@@ -34,23 +35,7 @@ from gspo_jax.losses.kl import kl_penalty
 from gspo_jax.losses.methods import METHODS, Method
 from gspo_jax.losses.metrics import EDGES, Histogram, Mean, Metrics, Std
 from gspo_jax.losses.mismatch import mismatch_weights, off_policy_mask
-from gspo_jax.losses.policy import (
-  cispo_loss,
-  ctpo_loss,
-  dapo_loss,
-  dppo_kl_loss,
-  dppo_tv_loss,
-  dr_grpo_loss,
-  gmpo_loss,
-  grpo_loss,
-  gspo_loss,
-  gspo_token_loss,
-  luspo_loss,
-  ppo_loss,
-  rspo_loss,
-  sapo_loss,
-  vespo_loss,
-)
+from gspo_jax.losses.policy import *  # noqa: F403
 from gspo_jax.losses.surrogate import Surrogate, reduce
 from gspo_jax.losses.terms import NO_TERMS, Terms, router_log_weight
 from gspo_jax.losses.value import value_loss
@@ -68,28 +53,14 @@ __all__ = [
   "Terms",
   "advantages",
   "checked_batch",
-  "cispo_loss",
-  "ctpo_loss",
-  "dapo_loss",
-  "dppo_kl_loss",
-  "dppo_tv_loss",
-  "dr_grpo_loss",
-  "gmpo_loss",
-  "grpo_loss",
-  "gspo_loss",
-  "gspo_token_loss",
   "kl_penalty",
-  "luspo_loss",
   "mismatch_weights",
   "off_policy_mask",
-  "ppo_loss",
   "reduce",
   "router_log_weight",
-  "rspo_loss",
-  "sapo_loss",
   "sequence_mean",
   "sequence_sums",
   "token_mean",
   "value_loss",
-  "vespo_loss",
 ]
+__all__ += policy.__all__

@@ -15,6 +15,7 @@ class TokenBatch(NamedTuple):
 
   # Sums over sequences are [B, N]: N is 1, or T with segment ids.
   logps: jax.Array  # [B, T] x, of the new policy; differentiated
+  old_logps: jax.Array  # [B, T] o, of the old policy
   raw_log_ratio: jax.Array  # [B, T] x - o, clamped, no gradient; for metrics
   log_ratio: jax.Array  # [B, T] x - o + `Terms.log_ratio_shift`, clamped
   advantages: jax.Array  # [B, T], or [B, 1]: one for each sequence
@@ -77,6 +78,21 @@ def token_mean(batch: TokenBatch, values: jax.Array) -> Mean:
   return Mean.of(values, batch.mask)
 
 
+def sum_mean(batch: TokenBatch, values: jax.Array) -> Mean:
+  """Mean over sequences of the sum over the tokens of each sequence."""
+  count = sequence_mean(batch, values).count
+  return Mean(token_mean(batch, values).total, count)
+
+
+def fixed_length_mean(
+  batch: TokenBatch, values: jax.Array, *, max_length: int | None = None
+) -> Mean:
+  """The sum over all tokens / (sequences * `max_length`, by default T)."""
+  length = batch.mask.shape[1] if max_length is None else max_length
+  sums = sum_mean(batch, values)
+  return Mean(sums.total, sums.count * length)
+
+
 def require_float32_BT(floats, mask, segment_ids=None) -> None:
   """Raises unless `floats`, arrays by name, are float32 and all [B, T]."""
   for name, x in floats.items():
@@ -132,7 +148,8 @@ def checked_batch(
   masked = lambda x: jnp.where(mask, x, 0.0)
   constant = lambda x: jax.lax.stop_gradient(masked(x))
   logps = masked(logps)
-  log_ratio = logps - constant(old_logps)
+  old_logps = constant(old_logps)
+  log_ratio = logps - old_logps
   if "penalty" in arrays:
     terms = terms._replace(penalty=masked(arrays.pop("penalty")))
   terms = terms._replace(**{name: constant(x) for name, x in arrays.items()})
@@ -143,6 +160,7 @@ def checked_batch(
     segment_ids = jnp.where(mask, segment_ids, 0)
   return TokenBatch(
     logps=logps,
+    old_logps=old_logps,
     raw_log_ratio=jax.lax.stop_gradient(clamp(log_ratio)),
     log_ratio=clamp(log_ratio if shift is None else log_ratio + shift),
     advantages=constant(advantages),

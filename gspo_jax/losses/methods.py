@@ -1,13 +1,16 @@
 """The table of methods: each policy loss, and what a trainer must know."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 
 import jax
 
-from gspo_jax.losses import policy
-from gspo_jax.losses.metrics import Metrics
+from gspo_jax.losses.batch import checked_batch
+from gspo_jax.losses.metrics import Mean, Metrics
+from gspo_jax.losses.surrogate import Surrogate, reduce
+from gspo_jax.losses.terms import NO_TERMS, Terms
 
 # Arguments of a loss that a trainer gives; the others are the method's numbers.
 TRAINER_ARGUMENTS = (
@@ -62,8 +65,7 @@ class Method:
   @property
   def arguments(self) -> dict[str, object]:
     """The loss's keyword-only arguments with their defaults."""
-    parameters = inspect.signature(self.loss).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return {p.name: p.default for p in _keyword_only(self.loss)}
 
   @property
   def numbers(self) -> dict[str, object]:
@@ -79,21 +81,60 @@ class Method:
     return self.loss(*arrays, **options)
 
 
-# Keys are values of `objective.name`.
-METHODS = {
-  "gspo": Method(policy.gspo_loss, "sequence", "ratio", one_advantage=True),
-  "gspo_token": Method(policy.gspo_token_loss, "sequence", "ratio"),
-  "grpo": Method(policy.grpo_loss, "token", "ratio"),
-  "dr_grpo": Method(policy.dr_grpo_loss, "token", "ratio", normalize_std=False),
-  "dapo": Method(policy.dapo_loss, "token", "ratio"),
-  "ppo": Method(policy.ppo_loss, "token", "ratio", critic=True),
-  "gmpo": Method(policy.gmpo_loss, "token", "log_ratio", one_advantage=True),
-  "rspo": Method(policy.rspo_loss, "token", "log_ratio", one_advantage=True),
-  "cispo": Method(policy.cispo_loss),
-  "sapo": Method(policy.sapo_loss),
-  "luspo": Method(policy.luspo_loss, "sequence", "ratio", one_advantage=True),
-  "vespo": Method(policy.vespo_loss, "sequence"),
-  "dppo_tv": Method(policy.dppo_tv_loss, normalize_std=False),
-  "dppo_kl": Method(policy.dppo_kl_loss, normalize_std=False),
-  "ctpo": Method(policy.ctpo_loss, "token", "log_ratio"),
-}
+METHODS: dict[str, Method] = {}  # keys are values of `objective.name`
+
+
+def method(
+  mean: Callable[..., Mean], **facts
+) -> Callable[[Callable[..., Surrogate]], Callable]:
+  """The decorator of a loss: it checks, reduces and adds a row to `METHODS`.
+
+  The function `NAME_loss` takes a `TokenBatch` and the numbers of the method,
+  and returns the loss of each token. It becomes a loss with the arguments of
+  `gspo_loss`, these numbers, and the keyword-only arguments of `mean`, which is
+  as in `reduce`. `facts` are fields of `Method`.
+  """
+  of_mean = _keyword_only(mean)
+
+  def decorate(tokens):
+    @functools.wraps(tokens, assigned=("__module__", "__qualname__", "__doc__"))
+    def loss(
+      logps: jax.Array,
+      old_logps: jax.Array,
+      advantages: jax.Array,
+      mask: jax.Array,
+      *,
+      normalizer: jax.Array | float | None = None,
+      segment_ids: jax.Array | None = None,
+      terms: Terms = NO_TERMS,
+      **numbers,
+    ) -> tuple[jax.Array, Metrics]:
+      if row.one_advantage and segment_ids is None and advantages.ndim != 1:
+        raise ValueError(
+          f"{name} takes one advantage a sequence, [B], got "
+          f"{advantages.shape=}; gspo_token_loss takes [B, T], packed rows "
+          "need segment_ids"
+        )
+      if row.clips != "ratio" and terms.dual_clip is not None:
+        raise ValueError(f"{name} has no dual clip, got {terms.dual_clip=}")
+      batch = checked_batch(
+        logps, old_logps, advantages, mask, segment_ids, terms
+      )
+      sizes = {p.name: numbers.pop(p.name, p.default) for p in of_mean}
+      aggregate = functools.partial(mean, **sizes)
+      return reduce(batch, tokens(batch, **numbers), aggregate, normalizer)
+
+    name = loss.__name__ = tokens.__name__
+    shared = inspect.signature(loss, follow_wrapped=False)
+    *arguments, _ = shared.parameters.values()  # without **numbers
+    arguments[4:4] = [*_keyword_only(tokens), *of_mean]
+    loss.__signature__ = shared.replace(parameters=arguments)
+    row = METHODS[name.removesuffix("_loss")] = Method(loss, **facts)
+    return loss
+
+  return decorate
+
+
+def _keyword_only(function) -> list[inspect.Parameter]:
+  parameters = inspect.signature(function).parameters.values()
+  return [p for p in parameters if p.kind is p.KEYWORD_ONLY]

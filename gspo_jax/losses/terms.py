@@ -37,12 +37,6 @@ class Terms(NamedTuple):
 NO_TERMS = Terms()
 
 
-def refuse_dual_clip(terms: Terms, loss: str) -> None:
-  """ValueError for a dual clip, in a loss that has none."""
-  if terms.dual_clip is not None:
-    raise ValueError(f"{loss} has no dual clip, got {terms.dual_clip=}")
-
-
 def router_log_weight(
   router_shift: jax.Array, mask: jax.Array, *, floor: float = 0.8
 ) -> jax.Array:
