@@ -282,12 +282,12 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
 
   # Advantages.
   credited = rewards.total.reshape(-1)
-  estimator, _ = config.objective.estimator
+  needed = config.objective.estimator_row.rewards
   if config.objective.credit == "turn":
     credited = scored.conversation["rewards"]
-  elif estimator == "gdpo":
+  elif needed == "each":
     credited = rewards_apart(rewards, config.reward.weights)
-  elif estimator == "pass_at_k":
+  elif needed == "right":
     credited = np.float32(correct(rewards.first, threshold)).reshape(-1)
   train_batch = learner.assign_advantages(
     train_batch,

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.train_batch import PackedBatch
 from gspo_jax.losses.advantages import (
-  ESTIMATORS,
   generalized_advantages,
   turn_advantages,
   whiten,
@@ -50,7 +49,7 @@ def assign_advantages(
   `Samples.finish`, [B * K] where an episode is K sequences of the samples; each
   of them gets what its episode gets.
   """
-  rows, method, critic = batch.rows, objective.method, objective.critic
+  rows = batch.rows
   sequences = len(finish) // len(rewards)
   finish = finish[::sequences]
   mask, response = rows.response_mask, rows.response_index // sequences
@@ -58,57 +57,70 @@ def assign_advantages(
   if objective.has_kl_in_reward:
     gap = rows.old_logps - rows.reference_logps
     penalty = jnp.where(mask, objective.kl_coef * gap, 0.0)
+  groups = lambda x: x.reshape(-1, group_size, *x.shape[1:])
   returns = None
   if objective.credit == "turn":
     by_turn = turn_advantages(
-      rewards.reshape(-1, group_size, rewards.shape[1]),
-      normalize_std=method.normalize_std,
+      groups(rewards), normalize_std=objective.method.normalize_std
     ).reshape(rewards.shape)
     advantages = by_turn[response, jnp.maximum(rows.turns - 1, 0)]
     advantages = jnp.where(mask, advantages, 0.0)
-  elif critic is None:
-    groups = lambda x: x.reshape(-1, group_size, *x.shape[1:])
-    name, options = objective.estimator
-    if name == "grpo":
-      options = {"normalize_std": method.normalize_std}
-    if name == "gdpo":
-      options = {"weights": jnp.array(reward_weights)}
-    if method.advantages:
-      advantages = method.advantages(groups(rewards))
-    else:
-      advantages = ESTIMATORS[name](groups(rewards), **options)
-    if objective.has_kl_in_reward:
-      penalties = groups(
-        jnp.zeros(len(rewards)).at[response].add(penalty, mode="drop")
-      )
-      counted = None
-      if objective.truncated == "mask":  # the others have no log-probs
-        counted = groups(finish != TRUNCATED)
-        counted |= ~counted.any(1, keepdims=True)
-      mean = penalties.mean(1, keepdims=True, where=counted)
-      advantages -= penalties - mean
-    advantages = jnp.where(mask, advantages.reshape(-1)[response], 0.0)
-  else:
-    # [M, A, rows, W] -> [all rows, W]
-    flat = lambda x: x.reshape(-1, x.shape[-1])
-    mask_BR, segments_BR = flat(mask), flat(rows.response_segments)
-    last_BR = _is_last(mask_BR, segments_BR)
-    advantages, returns = generalized_advantages(
-      jnp.where(last_BR, rewards[flat(response)], 0.0) - flat(penalty),
-      flat(rows.values),
-      mask_BR,
-      discount=critic.discount,
-      trace_decay=critic.trace_decay,
-      segment_ids=segments_BR,
+  elif objective.critic:
+    advantages, returns = _of_tokens(
+      rows, rewards[response], penalty, objective.critic
     )
-    advantages = whiten(advantages, mask_BR).reshape(mask.shape)
-    returns = returns.reshape(mask.shape)
+  else:
+    advantages = _of_responses(objective, groups(rewards), reward_weights)
+    if objective.has_kl_in_reward:
+      sums = jnp.zeros(len(rewards)).at[response].add(penalty, mode="drop")
+      advantages -= _less_group_mean(objective, groups(sums), groups(finish))
+    advantages = jnp.where(mask, advantages.reshape(-1)[response], 0.0)
   if objective.truncated == "zero_advantage":
     advantages = jnp.where(finish[response] != TRUNCATED, advantages, 0.0)
   if objective.distillation.teachers:
     advantages *= objective.distillation.reward_weight
   rows = dataclasses.replace(rows, advantages=advantages, returns=returns)
   return batch._replace(rows=rows)
+
+
+def _of_responses(objective, rewards, reward_weights) -> jax.Array:
+  """[P, G]: the advantages of responses, by the method or the estimator."""
+  method, estimator = objective.method, objective.estimator_row
+  if method.advantages:
+    return method.advantages(rewards)
+  _, options = objective.estimator
+  if estimator.rewards == "each":
+    options |= {"weights": jnp.array(reward_weights)}
+  if estimator.method_scales:
+    options |= {"normalize_std": method.normalize_std}
+  return estimator.advantages(rewards, **options)
+
+
+def _less_group_mean(objective, penalties, finish) -> jax.Array:
+  """[P, G]: the penalties of responses minus the mean of their group."""
+  counted = None
+  if objective.truncated == "mask":  # the others have no log-probs
+    counted = finish != TRUNCATED
+    counted |= ~counted.any(1, keepdims=True)
+  return penalties - penalties.mean(1, keepdims=True, where=counted)
+
+
+def _of_tokens(rows, rewards, penalty, critic) -> tuple[jax.Array, jax.Array]:
+  """The advantages and returns of tokens, [M, A, rows, W], with a critic."""
+  # [M, A, rows, W] -> [all rows, W]
+  flat = lambda x: x.reshape(-1, x.shape[-1])
+  mask_BR, segments_BR = flat(rows.response_mask), flat(rows.response_segments)
+  last_BR = _is_last(mask_BR, segments_BR)
+  advantages, returns = generalized_advantages(
+    jnp.where(last_BR, flat(rewards), 0.0) - flat(penalty),
+    flat(rows.values),
+    mask_BR,
+    discount=critic.discount,
+    trace_decay=critic.trace_decay,
+    segment_ids=segments_BR,
+  )
+  advantages = whiten(advantages, mask_BR).reshape(penalty.shape)
+  return advantages, returns.reshape(penalty.shape)
 
 
 def _is_last(mask_BR, segments_BR):

@@ -7,7 +7,7 @@ import math
 from gspo_jax import model
 from gspo_jax.learner.critic import CriticConfig
 from gspo_jax.losses import METHODS, Method
-from gspo_jax.losses.advantages import ESTIMATORS
+from gspo_jax.losses.advantages import ESTIMATORS, Estimator
 from gspo_jax.runtime import spec as specs
 from gspo_jax.runtime.errors import UserError, nearest
 from gspo_jax.runtime.key import (
@@ -49,6 +49,13 @@ _METHOD_RULES = {
   "router_shift_floor": Range("more than 0, under 1", lambda x: 0 < x < 1),
   **{name: field.metadata["rule"] for name, field in _CRITIC.items()},
 }
+
+
+def _example(estimator: str) -> str:
+  """An `advantage_estimator` of this name, with its numbers."""
+  numbers = ESTIMATORS[estimator].numbers.items()
+  typed = ",".join(f"{number}={value}" for number, value in numbers)
+  return f"'{estimator}:{typed}'" if typed else estimator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +160,7 @@ class ObjectiveConfig:
   )
   advantage_estimator: str = key(
     "grpo",
-    "how rewards become advantages: grpo, rloo, reinforce_plus_plus, "
-    "reinforce_plus_plus_baseline, max_rl, 'pass_at_k:k=4', gdpo",
+    f"how rewards become advantages: {', '.join(map(_example, ESTIMATORS))}",
   )
   truncated: str = key(
     "train",
@@ -272,16 +278,22 @@ class ObjectiveConfig:
     if name not in ESTIMATORS:
       hint = nearest(name, ESTIMATORS)
       raise UserError(f"objective.advantage_estimator={spec!r}: {hint}")
-    known = ("k",) if name == "pass_at_k" else ()
+    known = tuple(ESTIMATORS[name].numbers)
     numbers = _typed(
       "advantage_estimator", spec, known, "estimator", _ESTIMATOR_RULES
     )
-    if numbers.keys() < {*known}:
-      raise UserError(
-        f"objective.advantage_estimator={spec!r}: expected k=..., which has no "
-        "default, as in 'pass_at_k:k=4'"
-      )
+    for number in known:
+      if number not in numbers:
+        raise UserError(
+          f"objective.advantage_estimator={spec!r}: expected {number}=..., "
+          f"which has no default, as in {_example(name)}"
+        )
     return name, numbers
+
+  @property
+  def estimator_row(self) -> Estimator:
+    """The row of `ESTIMATORS`."""
+    return ESTIMATORS[self.estimator[0]]
 
   @property
   def has_reference(self) -> bool:
@@ -313,7 +325,7 @@ class ObjectiveConfig:
       self.method.critic
       or self.has_kl_in_reward
       or self.distillation.teachers
-      or self.estimator[0] in ("reinforce_plus_plus", "gdpo")
+      or self.estimator_row.equal_totals_teach
     )
 
   @property

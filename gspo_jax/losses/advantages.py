@@ -6,7 +6,9 @@ the batch: give them the responses of all hosts, before the batch is split into
 minibatches.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -332,16 +334,42 @@ def whiten(
   return jnp.where(equal, 0.0, centered) / (std + jnp.where(equal, 1.0, eps))
 
 
-# Keys are values of `objective.advantage_estimator`. All take rewards [P, G],
-# but `gdpo`, which takes [P, G, N] and weights; `pass_at_k` also needs `k`.
+@dataclasses.dataclass(frozen=True)
+class Estimator:
+  """An advantage estimator, and what a trainer must know about it."""
+
+  # Rewards [P, G] and `numbers` -> advantages [P, G]; with rewards="each"
+  # rewards [P, G, N], `weights` and `numbers`.
+  advantages: Callable[..., jax.Array]
+  # Arguments without a default, each with an example.
+  numbers: dict[str, int] = dataclasses.field(default_factory=dict)
+  # What a response brings: the "total" of its rewards, "each" of them, or
+  # whether it is "right".
+  rewards: str = "total"
+  one_reward: bool = False  # whether it is made for right and wrong
+  compares_group: bool = True  # whether a response is compared with its group
+  method_scales: bool = False  # whether `Method.normalize_std` is an argument
+  unscaled: bool = False  # whether it never divides by a std or a mean
+
+  @property
+  def equal_totals_teach(self) -> bool:
+    """Whether a group of equal total rewards may have advantages."""
+    return self.rewards == "each" or not self.compares_group
+
+
+# Keys are values of `objective.advantage_estimator`.
 ESTIMATORS = {
-  "grpo": group_relative_advantages,
-  "rloo": rloo_advantages,
-  "reinforce_plus_plus": reinforce_plus_plus_advantages,
-  "reinforce_plus_plus_baseline": functools.partial(
-    reinforce_plus_plus_advantages, baseline=True
+  "grpo": Estimator(group_relative_advantages, method_scales=True),
+  "rloo": Estimator(rloo_advantages, unscaled=True),
+  "reinforce_plus_plus": Estimator(
+    reinforce_plus_plus_advantages, compares_group=False
   ),
-  "max_rl": max_rl_advantages,
-  "pass_at_k": pass_at_k_advantages,
-  "gdpo": gdpo_advantages,
+  "reinforce_plus_plus_baseline": Estimator(
+    functools.partial(reinforce_plus_plus_advantages, baseline=True)
+  ),
+  "max_rl": Estimator(max_rl_advantages, one_reward=True),
+  "pass_at_k": Estimator(
+    pass_at_k_advantages, {"k": 4}, rewards="right", one_reward=True
+  ),
+  "gdpo": Estimator(gdpo_advantages, rewards="each"),
 }

@@ -19,7 +19,7 @@ _has_critic = lambda c: c.objective.method.critic
 _has_one_advantage = lambda c: c.objective.method.one_advantage
 _has_kl_in_reward = lambda c: c.objective.has_kl_in_reward
 _weighs_routers = lambda c: "router_shift" in c.objective.method.arguments
-_estimator = lambda c: c.objective.estimator[0]
+_estimator = lambda c: c.objective.estimator_row
 _has_rounds = lambda c: c.rollout.dynamic_sampling_rounds > 1
 _has_no_slots = lambda c: not c.continuous_batching.slots
 _has_teacher_of_each_source = lambda c: (
@@ -67,7 +67,7 @@ _OBJECTIVE = {
     ),
     _ESTIMATOR + "{objective.name}, whose advantages are not divided by a std, "
     "or 'rloo'": lambda c: (
-      not c.objective.method.normalize_std and _estimator(c) != "rloo"
+      not c.objective.method.normalize_std and not _estimator(c).unscaled
     ),
     _ESTIMATOR
     + "{objective.credit}, which compares turn with turn": lambda c: (
@@ -75,7 +75,7 @@ _OBJECTIVE = {
     ),
     _ESTIMATOR + "{objective.kl_estimator}, whose penalty is compared with the "
     "group's": lambda c: (
-      _has_kl_in_reward(c) and _estimator(c) == "reinforce_plus_plus"
+      _has_kl_in_reward(c) and not _estimator(c).compares_group
     ),
   },
 )
@@ -109,7 +109,7 @@ _ENVIRONMENT = _where(
     "{reward.weights}: expected (1.0,), for the environment gives the "
     "reward": lambda c: c.reward.weights not in ((), (1.0,)),
     "{objective.advantage_estimator}: expected another one, for the "
-    "environment gives one reward": lambda c: _estimator(c) == "gdpo",
+    "environment gives one reward": lambda c: _estimator(c).rewards == "each",
     "{rollout.max_tokens_per_iteration}: expected 0, for a conversation ends "
     "in the iteration in which it begins": lambda c: (
       c.rollout.max_tokens_per_iteration
@@ -174,7 +174,7 @@ _ADVANTAGES = {
   "response with the others of its group": lambda c: (
     c.rollout.group_size < 2
     and not _has_critic(c)
-    and _estimator(c) != "reinforce_plus_plus"
+    and _estimator(c).compares_group
     and (
       not c.objective.distillation.teachers
       or c.objective.distillation.reward_weight
@@ -183,14 +183,14 @@ _ADVANTAGES = {
   "{rollout.dynamic_sampling_rounds}: expected 1 with "
   "{objective.advantage_estimator}, which may learn from a group whose total "
   "rewards are equal": lambda c: (
-    _has_rounds(c) and _estimator(c) in ("reinforce_plus_plus", "gdpo")
+    _has_rounds(c) and _estimator(c).equal_totals_teach
   ),
   "{objective.advantage_estimator}: expected k up to {rollout.group_size}": (
     lambda c: c.objective.estimator[1].get("k", 1) > c.rollout.group_size
   ),
   "{reward.names}: expected one with {objective.advantage_estimator}, which is "
   "made for right and wrong": lambda c: (
-    _estimator(c) in ("pass_at_k", "max_rl") and len(c.reward.names) > 1
+    _estimator(c).one_reward and len(c.reward.names) > 1
   ),
 }
 

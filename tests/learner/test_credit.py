@@ -102,7 +102,7 @@ def test_each_estimator_gives_the_advantages_of_responses(batch, name):
     expected = gdpo_advantages(groups, weights)
   else:
     rewards, (_, numbers) = rewards[:, 0], config.estimator
-    expected = ESTIMATORS[name](groups[..., 0], **numbers)
+    expected = ESTIMATORS[name].advantages(groups[..., 0], **numbers)
   out = credit.assign_advantages(
     batch,
     jnp.asarray(rewards, jnp.float32),
