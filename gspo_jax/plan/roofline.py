@@ -54,14 +54,15 @@ def work(
 
 def _cost(name, done, config, program, topology, by_compiler):
   mesh = program.mesh if name in LEARNING else program.sampler.generate.mesh
+  bandwidth, latency = _links(mesh, topology)
 
   def cost_of(micro_batches=0) -> hlo.HloCost:
     return hlo.cost_of(
       done.text,
       topology.chip,
-      _bandwidth(mesh, topology),
+      bandwidth,
       mesh.size,
-      latency=_latency(mesh, topology),
+      latency=latency,
       kernels=done.kernels,
       block_pages=paged_kernel.block_pages,
       branches={
@@ -145,20 +146,13 @@ def place(device: jax.Device) -> chips.DeviceCoordinates:
   )
 
 
-def _bandwidth(mesh, topology):
+def _links(mesh, topology):
+  """Bandwidth and latency between devices of the mesh, by their numbers."""
   places = [*map(place, mesh.devices.flat)]
-
-  @functools.cache
-  def bandwidth(members, to_all):
-    return topology.bandwidth([places[n] for n in members], to_all)
-
-  return bandwidth
-
-
-def _latency(mesh, topology):
-  places = [*map(place, mesh.devices.flat)]
-  return functools.cache(
-    lambda members: topology.latency([places[n] for n in members])
+  group = lambda members: [places[n] for n in members]
+  return (
+    functools.cache(lambda m, to_all: topology.bandwidth(group(m), to_all)),
+    functools.cache(lambda m: topology.latency(group(m))),
   )
 
 
@@ -234,7 +228,8 @@ def _move(program, topology) -> float:
   mesh, sizes = sampler.mesh, sampler.sizes
   tokens = sizes.pages_per_slot * sizes.page_size  # that each shard may send
   size = lower_bounds.cache_bytes(program.cfg, tokens) / mesh.shape["tensor"]
-  return 2 * size / _bandwidth(mesh, topology)(range(mesh.size), True)
+  bandwidth, _ = _links(mesh, topology)
+  return 2 * size / bandwidth(range(mesh.size), True)
 
 
 def _model_flops(name, config, program) -> float:

@@ -118,10 +118,7 @@ PERMUTE = Collective("collective-permute", (0, 1), 64, "send-start")
   [
     ("gather", [Collective("all-gather", FOUR, 256)]),
     ("scatter", [Collective("reduce-scatter", FOUR, 64)]),
-    (
-      "send-start",
-      [Collective("collective-permute", (0, 1), 64, "send-start")],
-    ),
+    ("send-start", [PERMUTE]),
     ("async-start", [Collective("all-gather", FOUR, 256, "channel 7")]),
     ("both-start", [Collective("all-gather", FOUR, 256 + 64, "both-start")]),
     ("middle", []),

@@ -67,10 +67,11 @@ def test_links_follow_where_the_mesh_puts_devices():
   grid = [device(x, y) for x in range(2) for y in range(4)]
   mesh = SimpleNamespace(devices=SimpleNamespace(flat=grid))
   tpu_slice = chips.parse("v5e:2x4")
-  bandwidth = roofline._bandwidth(mesh, tpu_slice)
+  bandwidth, latency = roofline._links(mesh, tpu_slice)
   link = tpu_slice.chip.link
   assert bandwidth((0, 1, 2, 3), False) == bandwidth((0, 4), False) == link
   assert bandwidth(range(8), False) == 2 * link
+  assert latency((0, 3)) == 3 * latency((0, 1)) == 3 * tpu_slice.chip.hop
   # Bytes to the far end of a line of 4 also pass through those between.
   assert bandwidth(range(8), True) == link
 
