@@ -112,8 +112,7 @@ class Recorder(CountingSampler):
 
   def __init__(self, sampler, lengths, limit=None, whole=None):
     block = sampler.sizes.page_size
-    super().__init__(sampler, block, tokens_a_step=1.0)
-    self.lengths = lengths
+    super().__init__(sampler, lengths, block, tokens_a_step=1.0)
     self.limit, self.whole = limit, whole
     self.shared, self.prefills, self.plans, self.results = [], [], [], []
     self.moved = []

@@ -32,12 +32,10 @@ class PartialRollouts:
        sampled.
     2. The prompt and the earlier tokens of a resumed response are prefilled
        again, because the weights have changed.
-    3. Samples depend on the number of shards: a response's key depends on its
-       row in the batch.
 
   `empty_samples` gets a number of prompts. An iteration adds at most
-  `max_tokens` to a response. Each of `shards` parts of the devices has separate
-  prompts. `extra_prompts` are in flight in addition to the P of a batch.
+  `max_tokens` to a response. `extra_prompts` are in flight in addition to the P
+  of a batch; the oldest come first.
   """
 
   def __init__(
@@ -47,16 +45,11 @@ class PartialRollouts:
     functions: SamplerFunctions,
     *,
     max_tokens: int,
-    shards: int,
     extra_prompts: int,
   ):
     self._context, self._functions = context, functions
     self._max_tokens = max_tokens
     self._in_flight = context.prompts + extra_prompts
-    # The index in the batch of each prompt, oldest first. Neighbours in age are
-    # on different shards, so that no shard has all the prompts that end soon.
-    by_shard = np.arange(self._in_flight).reshape(shards, -1)
-    self._by_age = by_shard.T.ravel().astype(np.int32)
     responses = self._in_flight * context.group_size
     self._batch, self.pending = None, empty_samples(self._in_flight)
     # Of each response: the sum over its tokens of the iteration that sampled
@@ -74,7 +67,8 @@ class PartialRollouts:
     policy_step = float(step if policy_step is None else policy_step)
     self._step_sums += (lengths - before) * policy_step
     self._iterations += lengths > before
-    chosen = self._oldest(finished)[: self._context.prompts]
+    chosen = np.flatnonzero(finished)[: self._context.prompts]
+    chosen = chosen.astype(np.int32)
     rows = group_rows(chosen, self._context.group_size)
     scored = self._context.start_scoring(
       batch.pick(chosen),
@@ -90,7 +84,7 @@ class PartialRollouts:
       self._context.curriculum.epochs,
     )
     stays = ~np.isin(np.arange(self._in_flight), chosen)
-    self._keep(batch, samples, self._oldest(stays))
+    self._keep(batch, samples, np.flatnonzero(stays))
     return result
 
   def get_state(self) -> dict:
@@ -98,7 +92,6 @@ class PartialRollouts:
     return {
       "positions": self._batch.positions.tolist() if self._batch else [],
       "steps": self._batch.steps.tolist() if self._batch else [],
-      "order": self._by_age.tolist(),
       "step_sums": self._step_sums.tolist(),
       "iterations": self._iterations.tolist(),
     }
@@ -108,19 +101,16 @@ class PartialRollouts:
     self._batch = (
       curriculum.prompts_at(at, state.get("steps", 0)) if at else None
     )
-    index = np.zeros(self._in_flight, np.int32)
-    index[self._by_age] = state["order"]
-    self.pending = self._functions.take_pending(pending, index)
-    rows = group_rows(index, self._context.group_size)
-    self._step_sums = np.array(state["step_sums"])[rows]
-    self._iterations = np.array(state["iterations"])[rows]
+    self.pending = pending
+    self._step_sums = np.array(state["step_sums"])
+    self._iterations = np.array(state["iterations"])
 
   def _fill(self, step) -> PromptBatch:
     """Adds new prompts as the youngest; returns all in flight as a batch."""
     old = [self._batch] if self._batch else []
     count = self._in_flight - sum(map(len, old))
     new = self._context.curriculum.next_batch(step, count)
-    return join([*old, new]).pick(np.argsort(self._by_age))
+    return join([*old, new])
 
   def _resume(self, params, step, batch, lengths) -> tuple[Samples, int]:
     """Adds up to `max_tokens` to each response; also returns the slot steps.
@@ -154,20 +144,17 @@ class PartialRollouts:
     finished = ended.reshape(self._in_flight, -1).all(1)
     missing = context.prompts - finished.sum()
     if missing > 0:
-      oldest = self._oldest(~finished)[:missing]
+      oldest = np.flatnonzero(~finished)[:missing]
       to_the_end = np.isin(np.arange(self._in_flight), oldest).repeat(G)
       stop_at = np.where(to_the_end, limit, 0)
       samples = sample(samples, stop_at, to_the_end & ~ended)
       slot_steps += int(samples.slot_steps)
     return samples, slot_steps
 
-  def _oldest(self, which_Q) -> np.ndarray:
-    return self._by_age[which_Q[self._by_age]]
-
   def _keep(self, batch, samples, left):
-    """Keeps the groups `left` as the oldest ones; empties the others."""
+    """Keeps the groups `left` as the first ones; empties the others."""
     index = np.full(self._in_flight, -1, np.int32)
-    index[self._by_age[: len(left)]] = left
+    index[: len(left)] = left
     self.pending = self._functions.take_pending(samples, index)
     self._batch = batch.pick(left) if len(left) else None
     rows = group_rows(index, self._context.group_size)

@@ -25,13 +25,11 @@ def make_source(
   last_step: int,
 ) -> Source:
   if rollout.max_tokens_per_iteration:
-    sampler = context.generate
     source = PartialRollouts(
       context,
-      sampler.jitted.empty_samples,
+      context.generate.jitted.empty_samples,
       functions,
       max_tokens=rollout.max_tokens_per_iteration,
-      shards=sampler.shards,
       extra_prompts=context.prompts,
     )
   else:

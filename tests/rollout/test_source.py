@@ -136,7 +136,7 @@ def take():
   return jax.jit(functools.partial(take_groups, cfg=DENSE, sampler=SAMPLING))
 
 
-def start(pool, kind, *, policy=None, last=STEPS, P=P, extra=EXTRA, shards=2):
+def start(pool, kind, *, policy=None, last=STEPS, P=P, extra=EXTRA):
   """The source of a kind, and its curriculum."""
   context = make_context(pool, policy or ScriptedPolicy(), P)
   if kind.endswith("partial"):
@@ -145,7 +145,6 @@ def start(pool, kind, *, policy=None, last=STEPS, P=P, extra=EXTRA, shards=2):
       empty,
       SimpleNamespace(take_batch=take(), take_pending=take()),
       max_tokens=MAX_TOKENS,
-      shards=shards,
       extra_prompts=extra,
     )
   else:
@@ -285,24 +284,6 @@ def test_pending_responses_go_through_a_checkpoint(pool, run, kind):
   curriculum.set_state(saved[1])
   resumed.set_state(pending, saved[0])
   assert before + iterate(resumed, first=4) == run(kind)
-
-
-def test_pending_responses_resume_on_another_number_of_shards(pool, run):
-  """The same responses to the same problems, the oldest first."""
-  source, curriculum = start(pool, "partial")
-  before = iterate(source, last=3)
-  saved = source.get_state(), curriculum.get_state()
-  resumed, curriculum = start(pool, "partial", shards=1)
-  curriculum.set_state(saved[1])
-  resumed.set_state(source.pending, saved[0])
-  # The next batch takes all of the resumed responses: its sums hide the order.
-  for name in ("step_sums", "iterations"):
-    old, new = (
-      np.array(state[name]).reshape(-1, G)[state["order"]].tolist()
-      for state in (saved[0], resumed.get_state())
-    )
-    assert old == new != old[::-1]
-  assert before + iterate(resumed, first=4) == run("partial")
 
 
 @pytest.mark.parametrize("kind", KINDS)

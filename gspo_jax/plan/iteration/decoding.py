@@ -54,7 +54,7 @@ class _Zeros(NamedTuple):
     return [SimpleNamespace(index=(slice(0, None),), data=data)]
 
 
-class _CountingSampler:
+class CountingSampler:
   """Counts in place of the device functions of `JittedSampler`.
 
   `block` tokens of a row are read at a time.
@@ -109,7 +109,6 @@ class _CountingSampler:
     pages = SimpleNamespace(active=inactive)
     state = SimpleNamespace(num_tokens=zeros, pages=pages, response=zeros)
     self._prefixes = np.zeros(B, int)
-    self._stop_at = np.zeros(len(samples.lengths), int)
     written = {n: getattr(samples, n).copy() for n in ("lengths", "finish")}
     return state, dataclasses.replace(samples, **written)
 
@@ -126,10 +125,8 @@ class _CountingSampler:
     self._prefixes = np.where(plan.new, new, self._prefixes)
     num_tokens = np.where(plan.new, plan.num_tokens, state.num_tokens)
     response = np.where(plan.new, plan.response, state.response)
-    self._stop_at[plan.response[plan.new]] = plan.stop_at[plan.new]
     active = plan.active
-    end = np.minimum(self._lengths, self._stop_at)[response]
-    left = np.where(active, end - num_tokens, 0)
+    left = np.where(active, self._lengths[response] - num_tokens, 0)
     pace = self._tokens_a_step if drafts else 1.0
     # After s steps, slots with more than s * pace tokens left are active.
     until = np.sort(left)[::-1][int(min_active)] / pace
@@ -151,7 +148,7 @@ class _CountingSampler:
       num_tokens=num_tokens,
       active=active,
       response=response,
-      stop_at=self._stop_at[response],
+      stop_at=np.full_like(response, self._max_new_tokens),
       num_cached=(self._prefixes + num_tokens).astype(int),
       num_sampled=sampled.sum(),
       drafts=None,
@@ -212,7 +209,7 @@ def replay(
   `block` tokens of a row's cache are read at a time. A step that drafts adds
   `tokens_a_step` to a response, on average.
   """
-  counts = _CountingSampler(sampler, lengths.responses, block, tokens_a_step)
+  counts = CountingSampler(sampler, lengths.responses, block, tokens_a_step)
   cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
   dry = dataclasses.replace(sampler, jitted=counts, batch_sharding=cpu)
   P = len(lengths.prompts)
