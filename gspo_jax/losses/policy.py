@@ -1,6 +1,6 @@
 """The policy losses: the mathematics of each, from a batch to its tokens.
 
-`method` makes a loss with the arguments of `gspo_loss` of each function.
+`method` turns each function into a loss with the arguments of `gspo_loss`.
 """
 
 import jax
