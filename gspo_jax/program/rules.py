@@ -1,7 +1,8 @@
-"""Which keys of a config go together: by its error, when a config is wrong.
+"""Tables of rules: which keys of a config go together.
 
-Only training needs these rules: a policy can be evaluated on other devices. In
-an error {section.key} stands for section.key=value.
+A rule is an error and a function, which says whether a config is wrong. In an
+error {section.key} stands for section.key=value. Only training needs the rules:
+a policy can be evaluated on other devices.
 """
 
 import operator
@@ -18,11 +19,11 @@ Rules = dict[str, Callable[[Config], Any]]
 _has_critic = lambda c: c.objective.method.critic
 _has_one_advantage = lambda c: c.objective.method.one_advantage
 _has_kl_in_reward = lambda c: c.objective.has_kl_in_reward
-_weighs_routers = lambda c: "router_shift" in c.objective.method.arguments
+_takes_router_shift = lambda c: "router_shift" in c.objective.method.arguments
 _estimator = lambda c: c.objective.estimator_row
 _has_rounds = lambda c: c.rollout.dynamic_sampling_rounds > 1
 _has_no_slots = lambda c: not c.continuous_batching.slots
-_has_teacher_of_each_source = lambda c: (
+_maps_sources_to_teachers = lambda c: (
   len(c.objective.distillation.teachers) > 1
   and not c.objective.distillation.teacher_key
 )
@@ -148,11 +149,11 @@ _TEACHERS = _where(
     ),
     "{data.curriculum}: expected () without "
     "objective.distillation.teacher_key": lambda c: (
-      _has_teacher_of_each_source(c) and c.data.curriculum
+      _maps_sources_to_teachers(c) and c.data.curriculum
     ),
     "{data.source}: expected as many sources as teachers without "
     "objective.distillation.teacher_key": lambda c: (
-      _has_teacher_of_each_source(c)
+      _maps_sources_to_teachers(c)
       and c.data.source.count(",") + 1 != len(c.objective.distillation.teachers)
     ),
   },
@@ -238,7 +239,7 @@ TRAINING: Rules = {
 }
 
 _NO_ROUTER = ", for the model is dense and has no router"
-DENSE: Rules = {
+DENSE: Rules = {  # of a model without experts
   "{model.float32_router}: expected False" + _NO_ROUTER: lambda c: (
     c.model.float32_router
   ),
@@ -256,7 +257,7 @@ DENSE: Rules = {
   ),
   "{objective.name} weighs tokens by how far the router moved, and the model "
   "is dense; of the methods here, 'gmpo' is 'rspo' without "
-  "it": _weighs_routers,
+  "it": _takes_router_shift,
   "{objective.name}: expected no router_shift_floor" + _NO_ROUTER: lambda c: (
     c.objective.numbers["router_shift_floor"] is not None
   ),
