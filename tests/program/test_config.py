@@ -238,7 +238,9 @@ def test_keys_that_do_not_go_together(debug_config, overrides, words):
 @pytest.mark.parametrize(
   "override",
   ["objective.replay=r3", "objective.name=gspo:router_shift_floor=0.8",
-   "objective.name=rspo"],
+   "objective.name=rspo", "objective.router_aux_loss_coef=.1",
+   "objective.router_z_loss_coef=.1", "model.float32_router=True",
+   "optim.freeze_moe_router=True"],
 )  # fmt: skip
 def test_a_dense_model_has_no_routing(debug_config, override):
   debug_config.model.variant = "qwen3-0.6b"
