@@ -3,6 +3,7 @@
 import dataclasses
 
 from gspo_jax.model.config import Layer, ModelConfig, changed
+from gspo_jax.model.hf.families import FAMILIES
 from gspo_jax.model.rotary import Llama3Scaling, YarnScaling
 from gspo_jax.runtime.errors import UserError, nearest
 
@@ -36,8 +37,12 @@ _SMALL = dataclasses.replace(
 )
 
 
-def _qwen3(layers, width, heads, kv_heads, mlp, **changes) -> ModelConfig:
-  sizes = {"vocab_size": 151_936, "head_dim": 128} | changes
+def _qwen3(
+  layers, width, heads, kv_heads, mlp, *, family="qwen3", **changes
+) -> ModelConfig:
+  """A model of the family, whose other fields are Qwen3's."""
+  sizes = {"vocab_size": 151_936, "head_dim": 128}
+  sizes |= FAMILIES[family].fields | changes
   return ModelConfig(
     num_layers=layers,
     embed_dim=width,
@@ -48,12 +53,9 @@ def _qwen3(layers, width, heads, kv_heads, mlp, **changes) -> ModelConfig:
   )
 
 
-def _qwen2(*sizes, **changes) -> ModelConfig:
-  return _qwen3(*sizes, attention_bias=True, qk_norm=False, **changes)
-
-
 def _llama(*sizes, **changes) -> ModelConfig:
-  return _qwen3(*sizes, qk_norm=False, norm_eps=1e-5, **changes)
+  fields = {"family": "llama", "norm_eps": 1e-5}
+  return _qwen3(*sizes, **fields | changes)
 
 
 def _llama3(*sizes, rope_factor, **changes) -> ModelConfig:
@@ -84,12 +86,11 @@ _QWEN3_235B = _qwen3(
 
 def _glm(*sizes, first, **changes) -> ModelConfig:
   fields = {
+    "family": "glm4_moe",
     "vocab_size": 151_552,
     "first": (Layer(experts=False),) * first,
     "pattern": (Layer(),),
     "experts_per_token": 8,
-    "scoring_func": "sigmoid",
-    "choice_bias": True,
     "attention_bias": True,
     "rotary_dim": 64,
     "norm_eps": 1e-5,
@@ -99,11 +100,9 @@ def _glm(*sizes, first, **changes) -> ModelConfig:
 
 def _minimax(*sizes, **changes) -> ModelConfig:
   fields = {
+    "family": "minimax_m2",
     "vocab_size": 200_064,
     "experts_per_token": 8,
-    "scoring_func": "sigmoid",
-    "choice_bias": True,
-    "qk_norm_over_heads": True,
     "rotary_dim": 64,
     "rope_theta": 5e6,
   }
@@ -112,21 +111,15 @@ def _minimax(*sizes, **changes) -> ModelConfig:
 
 def _gpt_oss(*sizes, window=128, **changes) -> ModelConfig:
   fields = {
+    "family": "gpt_oss",
     "vocab_size": 201_088,
     "head_dim": 64,
     "pattern": (Layer(window=window), Layer()),
     "experts_per_token": 4,
-    "router_bias": True,
-    "expert_bias": True,
     "swiglu_limit": 7.0,
     "rope_theta": 1.5e5,
     "rope_scaling": YarnScaling(32.0, 4096, truncate=False),
-    "attention_bias": True,
-    "output_bias": True,
-    "sinks": True,
-    "qk_norm": False,
     "norm_eps": 1e-5,
-    "norm_rounds_last": True,
   }
   return _qwen3(*sizes, **fields | changes)
 
@@ -135,22 +128,18 @@ def _qwen3_next(*sizes, experts=True, delta_nets=3, **changes) -> ModelConfig:
   """`delta_nets` gated DeltaNets, then attention, and so on."""
   layers = (Layer(mixer="delta_net"),) * delta_nets + (Layer(),)
   fields = {
+    "family": "qwen3_next" if experts else "qwen3_5_text",
     "head_dim": 256,
     "pattern": tuple(
       dataclasses.replace(layer, experts=experts) for layer in layers
     ),
     "rope_theta": 1e7,
     "rotary_dim": 64,
-    "output_gate": True,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
-    "norm_rounds_last": True,
-    "norm_plus_one": True,
   }
-  if experts:
-    fields["shared_gate"] = True
   return _qwen3(*sizes, **fields | changes)
 
 
@@ -160,16 +149,14 @@ def _qwen3_5(*sizes, **changes) -> ModelConfig:
 
 def _deepseek(layers, width, heads, mlp, *, first, **changes) -> ModelConfig:
   fields = {
+    "family": "deepseek_v3",
     "head_dim": 192,
     "first": (Layer(mixer="mla", experts=False),) * first,
     "pattern": (Layer(mixer="mla"),),
-    "scoring_func": "sigmoid",
-    "choice_bias": True,
     "rotary_dim": 64,
     "rope_interleave": True,
     "kv_lora_rank": 512,
     "v_head_dim": 128,
-    "qk_norm": False,
   }
   sizes = layers, width, heads, heads, mlp
   return _qwen3(*sizes, **fields | changes)
@@ -221,11 +208,15 @@ VARIANTS = {
     experts_per_token=8,
     rope_theta=1e7,
   ),
-  "qwen2.5-0.5b": _qwen2(
-    24, 896, 14, 2, 4864, head_dim=64, tie_embeddings=True
+  "qwen2.5-0.5b": _qwen3(
+    *(24, 896, 14, 2, 4864), family="qwen2", head_dim=64, tie_embeddings=True
   ),
-  "qwen2.5-1.5b": _qwen2(28, 1536, 12, 2, 8960, tie_embeddings=True),
-  "qwen2.5-7b": _qwen2(28, 3584, 28, 4, 18944, vocab_size=152_064),
+  "qwen2.5-1.5b": _qwen3(
+    *(28, 1536, 12, 2, 8960), family="qwen2", tie_embeddings=True
+  ),
+  "qwen2.5-7b": _qwen3(
+    *(28, 3584, 28, 4, 18944), family="qwen2", vocab_size=152_064
+  ),
   "llama3.2-1b": _llama3(
     *(16, 2048, 32, 8, 8192), rope_factor=32.0, head_dim=64, tie_embeddings=True
   ),
@@ -235,27 +226,28 @@ VARIANTS = {
   "smollm2-1.7b": _smollm2(24, 2048, 32, 32, 8192, rope_theta=1.3e5),
   "olmoe-1b-7b": _qwen3(
     *(16, 2048, 16, 16, 1024),
+    family="olmoe",
     vocab_size=50_304,
     num_experts=64,
     experts_per_token=8,
     norm_topk_prob=False,
     rope_theta=1e4,
-    qk_norm_over_heads=True,
     norm_eps=1e-5,
   ),
   "mixtral-8x7b": _llama(
     *(32, 4096, 32, 8, 14336),
+    family="mixtral",
     vocab_size=32_000,
     num_experts=8,
     experts_per_token=2,
   ),
-  "qwen1.5-moe-a2.7b": _qwen2(
+  "qwen1.5-moe-a2.7b": _qwen3(
     *(24, 2048, 16, 16, 1408),
+    family="qwen2_moe",
     num_experts=60,
     experts_per_token=4,
     norm_topk_prob=False,
     shared_dim=5632,
-    shared_gate=True,
   ),
   "glm-4.5-air": _glm(
     *(46, 4096, 96, 8, 1408),

@@ -123,7 +123,11 @@ def _model_config(path, raw) -> ModelConfig:
   head_dim = get("head_dim", default=head_dim)
   theta, scaling = rope(path, raw, family)
   dtype = next((raw[key] for key in _DTYPES if raw.get(key)), None)
-  fields = family.fields | family.read(path, raw)
+  numbers = {
+    field: get(key, default=default, kind=kind)
+    for key, (field, kind, default) in family.numbers.items()
+  }
+  fields = family.fields | family.read(path, raw) | numbers
   if family.experts:
     expert_count, expert_width = family.experts
     fields = {
@@ -287,4 +291,6 @@ def _written(cfg, name) -> dict:
     }
     if "norm_topk_prob" not in family.fields:
       raw["norm_topk_prob"] = cfg.norm_topk_prob
-  return raw | family.write(cfg)
+  keys = family.numbers.items()
+  numbers = {key: getattr(cfg, field) for key, (field, *_) in keys}
+  return raw | family.constants | numbers | family.write(cfg)

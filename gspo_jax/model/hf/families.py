@@ -4,7 +4,8 @@ A family is an architecture of transformers.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from etils import epath
@@ -24,7 +25,10 @@ class Family(NamedTuple):
   # The keys of its number of experts and of their hidden width.
   experts: tuple[str, str] | None = None
   rope_theta: float = 1e4  # where config.json has none
-  supported: dict | None = None  # as `_SUPPORTED`, for this family
+  supported: Mapping = MappingProxyType({})  # as `_SUPPORTED`
+  # The only supported values of keys that an export has, because servers read
+  # them that run the model's own code.
+  constants: Mapping = MappingProxyType({})
   # Of its tensors, the first that a parameter has in its `other_names`.
   names: tuple[str, ...] = ()
   # The rotated share of a head where config.json has none; None: always all.
@@ -32,6 +36,8 @@ class Family(NamedTuple):
   # Keys that must be there: without them transformers takes a number of the
   # published model.
   required: tuple[str, ...] = ()
+  # By key of a number above 0: its field of ModelConfig, its type, the default.
+  numbers: Mapping = MappingProxyType({})
   # (path, config.json) -> more fields of ModelConfig, and the inverse.
   read: Callable[[epath.Path, dict], dict] = lambda path, raw: {}
   write: Callable[[ModelConfig], dict] = lambda cfg: {}
@@ -43,7 +49,7 @@ def _read_glm(path, raw):
     "pattern": (Layer(),),
     "attention_bias": bool(raw.get("attention_bias")),
     "qk_norm": bool(raw.get("use_qk_norm")),
-  } | _read_deepseek_experts(path, raw, default=1)
+  } | _read_deepseek_experts(path, raw)
 
 
 def _dense_layers(path, raw):
@@ -55,18 +61,14 @@ def _dense_layers(path, raw):
   return first
 
 
-def _read_deepseek_experts(path, raw, default=None):
+def _read_deepseek_experts(path, raw):
   """DeepSeek-V3's router and shared expert (arXiv 2412.19437, sec. 2.1.2)."""
   width = number(path, raw, ["moe_intermediate_size"])
   shared = number(path, raw, ["n_shared_experts"])
-  kinds = {"routed_scaling_factor": float, "n_group": int, "topk_group": int}
   return {
     "dense_mlp_dim": number(path, raw, ["intermediate_size"]),
     "shared_dim": width * shared,
     "norm_topk_prob": raw.get("norm_topk_prob") in (None, True),
-  } | {
-    key: number(path, raw, [key], default=default, kind=kind)
-    for key, kind in kinds.items()
   }
 
 
@@ -75,9 +77,6 @@ def _write_deepseek_experts(cfg):
     "intermediate_size": cfg.dense_dim,
     "n_shared_experts": cfg.shared_dim // cfg.mlp_dim,
     "first_k_dense_replace": len(cfg.first),
-    "routed_scaling_factor": cfg.routed_scaling_factor,
-    "n_group": cfg.n_group,
-    "topk_group": cfg.topk_group,
     "num_nextn_predict_layers": 0,
   }
 
@@ -98,7 +97,6 @@ def _read_mla(path, raw):
   is_plain = raw["q_lora_rank"] is None
   return {
     "q_lora_rank": 0 if is_plain else width("q_lora_rank"),
-    "kv_lora_rank": width("kv_lora_rank"),
     "head_dim": width("qk_nope_head_dim") + rope,
     "rotary_dim": rope,
     "v_head_dim": width("v_head_dim"),
@@ -109,16 +107,11 @@ def _read_mla(path, raw):
 def _write_mla(cfg):
   return _write_deepseek_experts(cfg) | {
     "q_lora_rank": cfg.q_lora_rank or None,
-    "kv_lora_rank": cfg.kv_lora_rank,
     "qk_nope_head_dim": cfg.head_dim - cfg.rotary_width,
     "qk_rope_head_dim": cfg.rotary_width,
     "head_dim": cfg.rotary_width,  # what transformers writes
     "v_head_dim": cfg.value_dim,
     "rope_interleave": cfg.rope_interleave,
-    # What servers read that run the model's own code.
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "moe_layer_freq": 1,
   }
 
 
@@ -165,11 +158,6 @@ def _layers(path, raw, key, default, kinds) -> tuple[Layer, ...]:
 
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
-_LINEAR_WIDTHS = (
-  *("linear_num_key_heads", "linear_num_value_heads"),
-  *("linear_key_head_dim", "linear_value_head_dim"),
-)
-_LINEAR_WINDOW = "linear_conv_kernel_dim"
 
 
 def _read_hybrid(path, raw, *, experts: bool):
@@ -183,10 +171,7 @@ def _read_hybrid(path, raw, *, experts: bool):
   }
   default = [turns[i % interval] for i in range(count)]
   layers = _layers(path, raw, "layer_types", default, kinds)
-  return {
-    "pattern": _period(layers),
-    _LINEAR_WINDOW: number(path, raw, [_LINEAR_WINDOW], default=4),
-  } | {key: number(path, raw, [key]) for key in _LINEAR_WIDTHS}
+  return {"pattern": _period(layers)}
 
 
 def _period(layers: Sequence[Layer]) -> tuple[Layer, ...]:
@@ -199,26 +184,14 @@ def _period(layers: Sequence[Layer]) -> tuple[Layer, ...]:
   )
 
 
-def _read_hybrid_moe(path, raw):
-  return _read_hybrid(path, raw, experts=True) | _read_qwen2_moe(path, raw)
-
-
 def _read_qwen3_next(path, raw):
   normed = raw.get("norm_topk_prob") in (None, True)
-  return _read_hybrid_moe(path, raw) | {"norm_topk_prob": normed}
+  return _read_hybrid(path, raw, experts=True) | {"norm_topk_prob": normed}
 
 
 def _write_hybrid(cfg):
-  keys = *_LINEAR_WIDTHS, _LINEAR_WINDOW
   names = {"delta_net": _LINEAR, "attention": _FULL}
-  return {key: getattr(cfg, key) for key in keys} | {
-    "layer_types": [names.get(layer.mixer) for layer in cfg.layers],
-    "attn_output_gate": True,
-  }
-
-
-def _write_hybrid_moe(cfg):
-  return _write_hybrid(cfg) | _write_qwen2_moe(cfg)
+  return {"layer_types": [names.get(layer.mixer) for layer in cfg.layers]}
 
 
 def _read_olmoe(path, raw):
@@ -252,12 +225,7 @@ def _read_gpt_oss(path, raw):
   # Without these keys transformers takes the YaRN of the published model.
   if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
     raise UserError(f"{path}: rope_scaling is missing")
-  return {
-    "pattern": (Layer(window=window), Layer()),
-    "swiglu_limit": number(
-      path, raw, ["swiglu_limit"], default=7.0, kind=float
-    ),
-  }
+  return {"pattern": (Layer(window=window), Layer())}
 
 
 def _write_gpt_oss(cfg):
@@ -268,8 +236,6 @@ def _write_gpt_oss(cfg):
   return {
     "sliding_window": windowed.window,
     "layer_types": [names[layer] for layer in cfg.layers],
-    "swiglu_limit": cfg.swiglu_limit,
-    "attention_bias": True,
     # With None transformers takes the YaRN of the published model.
     "rope_scaling": scaling_to_hf(cfg.rope_scaling)
     if cfg.rope_scaling
@@ -277,42 +243,50 @@ def _write_gpt_oss(cfg):
   }
 
 
-def _read_qwen2_moe(path, raw):
-  key = "shared_expert_intermediate_size"
-  return {"shared_dim": number(path, raw, [key])}
-
-
-def _write_qwen2_moe(cfg):
-  return {"shared_expert_intermediate_size": cfg.shared_dim} | _ALL_LAYERS
-
-
 # Every layer has experts.
 _ALL_LAYERS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
-_SUPPORTED_ALL_LAYERS = {key: (value,) for key, value in _ALL_LAYERS.items()}
+_SHARED = {"shared_expert_intermediate_size": ("shared_dim", int, None)}
+
+
+def _numbers(*names, kind=int, default=None):
+  """Rows of `Family.numbers` whose keys are the fields."""
+  return {name: (name, kind, default) for name in names}
+
+
+def _router(default):
+  scale = _numbers("routed_scaling_factor", kind=float, default=default)
+  return scale | _numbers("n_group", "topk_group", default=default)
+
+
+_LINEAR_NUMBERS = _numbers(
+  *("linear_num_key_heads", "linear_num_value_heads"),
+  *("linear_key_head_dim", "linear_value_head_dim"),
+) | _numbers("linear_conv_kernel_dim", default=4)
+_MLA_NUMBERS = _router(None) | _numbers("kv_lora_rank")
 _HYBRID_FIELDS = {
   "output_gate": True,
   "norm_plus_one": True,
   "norm_rounds_last": True,
 }
-_HYBRID_SUPPORTED = {"attn_output_gate": (True,), "layer_types": None}
+_HYBRID = {"attn_output_gate": True}
 _HYBRID_MOE_SUPPORTED = {
-  **_HYBRID_SUPPORTED,
-  **_SUPPORTED_ALL_LAYERS,
+  "layer_types": None,
   "shared_expert_intermediate_size": None,
 }
 _MLA_FIELDS = {"scoring_func": "sigmoid", "choice_bias": True, "qk_norm": False}
-_MLA_SUPPORTED = {
-  "n_shared_experts": None,
-  "scoring_func": ("sigmoid",),
-  "topk_method": ("noaux_tc",),
-  "moe_layer_freq": (1,),
+_MLA = {
+  "scoring_func": "sigmoid",
+  "topk_method": "noaux_tc",
+  "moe_layer_freq": 1,
 }
 _DEEPSEEK = Family(
   "DeepseekV3ForCausalLM",
   _MLA_FIELDS,
   experts=("n_routed_experts", "moe_intermediate_size"),
-  supported=_MLA_SUPPORTED,
+  supported={"n_shared_experts": None},
+  constants=_MLA,
   required=("num_key_value_heads",),
+  numbers=_MLA_NUMBERS,
   read=_read_deepseek,
   write=_write_mla,
 )
@@ -323,8 +297,7 @@ FAMILIES = {
     "Qwen3MoeForCausalLM",
     {},
     experts=("num_experts", "moe_intermediate_size"),
-    supported=_SUPPORTED_ALL_LAYERS,
-    write=lambda cfg: _ALL_LAYERS,
+    constants=_ALL_LAYERS,
   ),
   "qwen2": Family(
     "Qwen2ForCausalLM",
@@ -336,14 +309,13 @@ FAMILIES = {
     {"attention_bias": True, "qk_norm": False, "shared_gate": True},
     experts=("num_experts", "moe_intermediate_size"),
     supported={
-      **_SUPPORTED_ALL_LAYERS,
       "attention_bias": (False, True),
       "qkv_bias": (True,),
       "shared_expert_intermediate_size": None,
     },
+    constants=_ALL_LAYERS,
     names=("qwen2_moe",),
-    read=_read_qwen2_moe,
-    write=_write_qwen2_moe,
+    numbers=_SHARED,
   ),
   "llama": Family("LlamaForCausalLM", {"qk_norm": False}),
   "olmoe": Family(
@@ -371,6 +343,7 @@ FAMILIES = {
     },
     partial_rotary_factor=0.5,
     required=("head_dim", "num_key_value_heads"),
+    numbers=_router(1),
     read=_read_glm,
     write=_write_glm,
   ),
@@ -386,24 +359,19 @@ FAMILIES = {
     rope_theta=5e6,
     supported={
       "router_jitter_noise": (0,),
-      "scoring_func": ("sigmoid",),
-      "use_qk_norm": (True,),
-      "qk_norm_type": ("per_layer",),
-      "use_routing_bias": (True,),
       "shared_intermediate_size": (0,),
       "rotary_dim": None,
+    },
+    constants={
+      "scoring_func": "sigmoid",
+      "use_qk_norm": True,
+      "qk_norm_type": "per_layer",
+      "use_routing_bias": True,
     },
     names=("mixtral",),
     partial_rotary_factor=1.0,
     read=_read_minimax,
-    write=lambda cfg: {
-      "rotary_dim": cfg.rotary_width,
-      # What servers read that run the model's own code.
-      "scoring_func": "sigmoid",
-      "use_routing_bias": True,
-      "use_qk_norm": True,
-      "qk_norm_type": "per_layer",
-    },
+    write=lambda cfg: {"rotary_dim": cfg.rotary_width},
     required=("head_dim", "num_key_value_heads"),
   ),
   "gpt_oss": Family(
@@ -420,13 +388,11 @@ FAMILIES = {
     },
     experts=("num_local_experts", "intermediate_size"),
     rope_theta=1.5e5,
-    supported={
-      "attention_bias": (True,),
-      "swiglu_alpha": (1.702,),
-      "layer_types": None,
-    },
+    supported={"swiglu_alpha": (1.702,), "layer_types": None},
+    constants={"attention_bias": True},
     names=("gpt_oss",),
     required=("head_dim", "num_key_value_heads"),
+    numbers=_numbers("swiglu_limit", kind=float, default=7.0),
     read=_read_gpt_oss,
     write=_write_gpt_oss,
   ),
@@ -435,29 +401,35 @@ FAMILIES = {
     _HYBRID_FIELDS | {"shared_gate": True, "norm_topk_prob": True},
     experts=("num_experts", "moe_intermediate_size"),
     supported=_HYBRID_MOE_SUPPORTED | {"norm_topk_prob": (True,)},
+    constants=_HYBRID | _ALL_LAYERS,
     names=("qwen2_moe",),
     partial_rotary_factor=0.25,
     required=("head_dim", "num_key_value_heads"),
-    read=_read_hybrid_moe,
-    write=_write_hybrid_moe,
+    numbers=_LINEAR_NUMBERS | _SHARED,
+    read=functools.partial(_read_hybrid, experts=True),
+    write=_write_hybrid,
   ),
   "qwen3_next": Family(
     "Qwen3NextForCausalLM",
     _HYBRID_FIELDS | {"shared_gate": True},
     experts=("num_experts", "moe_intermediate_size"),
     supported=_HYBRID_MOE_SUPPORTED,
+    constants=_HYBRID | _ALL_LAYERS,
     names=("qwen3_next", "qwen2_moe"),
     partial_rotary_factor=0.25,
     required=("head_dim", "num_key_value_heads"),
+    numbers=_LINEAR_NUMBERS | _SHARED,
     read=_read_qwen3_next,
-    write=_write_hybrid_moe,
+    write=_write_hybrid,
   ),
   "qwen3_5_text": Family(
     "Qwen3_5ForCausalLM",
     _HYBRID_FIELDS,
-    supported=_HYBRID_SUPPORTED,
+    supported={"layer_types": None},
+    constants=_HYBRID,
     partial_rotary_factor=0.25,
     required=("head_dim", "num_key_value_heads"),
+    numbers=_LINEAR_NUMBERS,
     read=functools.partial(_read_hybrid, experts=False),
     write=_write_hybrid,
   ),
@@ -467,8 +439,10 @@ FAMILIES = {
     "Glm4MoeLiteForCausalLM",
     _MLA_FIELDS,
     experts=("n_routed_experts", "moe_intermediate_size"),
-    supported=_MLA_SUPPORTED,
+    supported={"n_shared_experts": None},
+    constants=_MLA,
     required=("num_key_value_heads",),
+    numbers=_MLA_NUMBERS,
     read=_read_glm_lite,
     write=_write_glm_lite,
   ),
@@ -503,7 +477,8 @@ def require_family(path, model_type) -> Family:
 def require_supported(path, raw, family: Family) -> None:
   """UserError if a value means what `ModelConfig` lacks."""
   quantised.require_supported(path, raw.get("quantization_config"))
-  supported = _SUPPORTED | (family.supported or {})
+  constants = {key: (value,) for key, value in family.constants.items()}
+  supported = _SUPPORTED | family.supported | constants
   for key, values in supported.items():
     if values is None or raw.get(key) is None or raw[key] in values:
       continue

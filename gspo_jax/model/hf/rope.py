@@ -52,7 +52,7 @@ def rotary_dim(path, raw, family, head_dim) -> int | None:
   default = family.partial_rotary_factor or 1.0
   share = raw.get("partial_rotary_factor", default)
   share = _keys(raw).get("partial_rotary_factor", share)
-  if "rotary_dim" in (family.supported or {}) and raw.get("rotary_dim"):
+  if "rotary_dim" in family.supported and raw.get("rotary_dim"):
     share = number(path, raw, ["rotary_dim"]) / head_dim
   if share in (None, 1):  # transformers reads null as all
     return None
