@@ -357,6 +357,17 @@ def test_the_config_of_a_variant_is_read_back(name, tmp_path):
   assert hf.config_from_hf(tmp_path, **same) == cfg
 
 
+def test_an_export_says_what_servers_read():
+  written = lambda name: hf_checkpoint.config_to_hf(
+    model.variant(name), "bfloat16", None
+  )
+  mla, minimax = written("tiny-moonlight"), written("tiny-minimax-m2")
+  assert mla["scoring_func"] == minimax["scoring_func"] == "sigmoid"
+  assert (mla["topk_method"], mla["moe_layer_freq"]) == ("noaux_tc", 1)
+  assert minimax["qk_norm_type"] == "per_layer"
+  assert minimax["use_qk_norm"] is minimax["use_routing_bias"] is True
+
+
 def test_each_layer_and_the_rest_have_a_file(tmp_path):
   name = "qwen3_moe"
   hf.save_hf(loaded(name), config(name), tmp_path / "out")
