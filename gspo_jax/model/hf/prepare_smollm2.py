@@ -26,6 +26,8 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
+from gspo_jax.model.hf.config import config_to_hf
+from gspo_jax.model.variants import variant
 from gspo_jax.runtime import command
 from gspo_jax.runtime.errors import UserError, missing_package
 
@@ -45,6 +47,8 @@ _TENSORS = {
   "ffn_up": "mlp.up_proj",
   "ffn_down": "mlp.down_proj",
 }
+# Special tokens, by their names in GGUF.
+_SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 _CONTROL = 3  # the type of a control token in GGUF
 
 
@@ -136,26 +140,18 @@ def _named(tensor, dequantize) -> tuple[str, np.ndarray]:
   return f"model.layers.{layer}.{_TENSORS[part]}.weight", values
 
 
-def _config(get) -> dict:
+def _ids(get) -> dict:
+  """The special tokens that models have, not `unk`."""
   return {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": get("llama.vocab_size"),
-    "hidden_size": get("llama.embedding_length"),
-    "intermediate_size": get("llama.feed_forward_length"),
-    "num_hidden_layers": get("llama.block_count"),
-    "num_attention_heads": _HEADS["attn_q"],
-    "num_key_value_heads": _HEADS["attn_k"],
-    "max_position_embeddings": get("llama.context_length"),
-    "rope_theta": get("llama.rope.freq_base"),
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-    "bos_token_id": get("tokenizer.ggml.bos_token_id"),
-    "eos_token_id": get("tokenizer.ggml.eos_token_id"),
-    "pad_token_id": get("tokenizer.ggml.padding_token_id"),
-    "torch_dtype": "float32",
+    f"{key}_token_id": get(f"tokenizer.ggml.{_SPECIAL[key]}_token_id")
+    for key in ("bos", "eos", "pad")
   }
+
+
+def _config(get) -> dict:
+  raw = config_to_hf(variant("smollm2-135m"), "float32", None)
+  length = get("llama.context_length")
+  return raw | _ids(get) | {"max_position_embeddings": length}
 
 
 def _write_tokenizer(folder: Path, get) -> None:
@@ -176,18 +172,15 @@ def _write_tokenizer(folder: Path, get) -> None:
     [t for t, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
   )
   fast.save(str(folder / "tokenizer.json"))
-  names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-  ids = {k: get(f"tokenizer.ggml.{name}_token_id") for k, name in names.items()}
-  settings = {f"{key}_token": tokens[i] for key, i in ids.items()} | {
+  token = lambda name: tokens[get(f"tokenizer.ggml.{name}_token_id")]
+  settings = {f"{key}_token": token(x) for key, x in _SPECIAL.items()} | {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "model_max_length": get("llama.context_length"),
     "clean_up_tokenization_spaces": False,
     "chat_template": get("tokenizer.chat_template"),
   }
   _write(folder / "tokenizer_config.json", settings)
-  ids.pop("unk")
-  generation = {f"{key}_token_id": i for key, i in ids.items()}
-  _write(folder / "generation_config.json", generation)
+  _write(folder / "generation_config.json", _ids(get))
 
 
 def _write(path: Path, content: dict) -> None:
