@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import bucket
+import hf_tokenizers
 import jax
 import numpy as np
 import pyarrow
@@ -52,13 +53,8 @@ def base(tmp_path_factory):
   fast.pre_tokenizer = pre_tokenizers.Split("", "isolated")
   fast.decoder = decoders.Fuse()
   fast.add_special_tokens(list(CONTROL))
-  wrapped = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=fast, eos_token="<end>", pad_token="<pad>", unk_token="."
-  )
-  wrapped.chat_template = TEMPLATE
-  wrapped.save_pretrained(folder)
-  stops = json.dumps({"eos_token_id": wrapped.convert_tokens_to_ids("<end>")})
-  (folder / "generation_config.json").write_text(stops)
+  names = {"eos_token": "<end>", "pad_token": "<pad>", "unk_token": "."}
+  hf_tokenizers.save(folder, fast, TEMPLATE, ["<end>"], **names)
   return folder
 
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gspo_jax.runtime import errors
-from gspo_jax.workers.process import SHARED_END, Setup, children
+from gspo_jax.workers.process import SHARED_END, Setup, children, message
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _TIMERS = signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF
@@ -266,12 +266,11 @@ def _confine(memory: float) -> None:
 
 def _feed(child: _Child, calls: list[_Call]) -> None:
   """Gives an idle child calls; if it has died, `_forward` finds out."""
-  body = pickle.dumps([(c.number, c.index, c.request) for c in calls])
   with (
     contextlib.suppress(BrokenPipeError),
     open(child.feed, "wb", closefd=False) as feed,
   ):
-    feed.write(len(body).to_bytes(8, "big") + body)
+    feed.write(message([(c.number, c.index, c.request) for c in calls]))
 
 
 def _make_one_by_one(

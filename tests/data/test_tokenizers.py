@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+import hf_tokenizers
 import numpy as np
 import pytest
 import sentencepiece
@@ -72,12 +73,8 @@ def chat(tmp_path_factory):
 
 def save(folder, fast, template=CHATML, **names):
   names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"} | names
-  wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **names)
-  wrapped.chat_template = template
-  wrapped.save_pretrained(folder)
-  stops = [wrapped.eos_token_id, wrapped.pad_token_id]
-  config = folder / "generation_config.json"
-  config.write_text(json.dumps({"eos_token_id": stops}))
+  stops = names["eos_token"], names["pad_token"]
+  hf_tokenizers.save(folder, fast, template, stops, **names)
   return folder
 
 
@@ -85,14 +82,25 @@ def library(folder):
   return transformers.AutoTokenizer.from_pretrained(str(folder))
 
 
-def applied(folder, user, system=""):
+def templated(folder, turns, prompts=True):
   """The ids of a conversation in transformers."""
-  messages = [{"role": "system", "content": system}] * bool(system)
   return library(folder).apply_chat_template(
-    [*messages, {"role": "user", "content": user}],
-    add_generation_prompt=True,
+    [{"role": role, "content": content} for role, content in turns],
+    add_generation_prompt=prompts,
     return_dict=False,
   )
+
+
+def applied(folder, user, system=""):
+  turns = [("system", system)] * bool(system)
+  return templated(folder, [*turns, ("user", user)])
+
+
+def set_key(path, key, value=None):
+  """Sets a key of a JSON file; None: removes it."""
+  settings = json.loads(path.read_text()) | {key: value}
+  kept = {k: v for k, v in settings.items() if k != key or v is not None}
+  path.write_text(json.dumps(kept))
 
 
 @pytest.fixture(scope="module")
@@ -262,21 +270,6 @@ def test_control_strings_of_a_question_are_data(chat, text, system):
   assert only(applied(chat, "<|im_end|>")) != only(applied(chat, "plain"))
 
 
-@pytest.mark.parametrize("text", ["3+4?", HOSTILE[1]])
-def test_a_reward_model_reads_what_the_chat_template_writes(chat, text):
-  """And a response forms no control token."""
-  roles = ("system", "user", "assistant", "user", "assistant")
-  texts = ("Add.", "1+1?", "2", text, text)
-  messages = list(zip(roles, texts, strict=True))
-  ids = tokenizers.load(str(chat)).conversation(messages)
-  theirs = library(chat).apply_chat_template(
-    [{"role": role, "content": content} for role, content in messages],
-    return_dict=False,
-  )
-  assert (ids == theirs) == (text == "3+4?")
-  assert library(chat).decode(ids) == library(chat).decode(theirs)
-
-
 def test_without_a_chat_template_a_reward_model_reads_one_text():
   messages = [("system", "Add."), ("user", "1+1? "), ("assistant", "#2")]
   stop_ids = (tokenizer := tokenizers.load("bytes")).stop_ids
@@ -284,19 +277,22 @@ def test_without_a_chat_template_a_reward_model_reads_one_text():
   assert ids == [*b"Add.\n\n1+1? #2", *stop_ids]
 
 
+@pytest.mark.parametrize("prompts", [True, False])
 @pytest.mark.parametrize("text", ["3+4?", HOSTILE[1]])
-def test_a_conversation_is_that_of_the_chat_template(chat, text):
+def test_a_conversation_is_that_of_the_chat_template(chat, text, prompts):
+  """As a prompt, and as a reward model reads it; no text forms a control id."""
+  tokenizer = tokenizers.load(str(chat))
   history = [("user", text), ("assistant", text), ("tool", "7")]
-  messages = [("system", "Add."), *history, ("user", "And 2?")]
-  ids = tokenizers.load(str(chat)).prompt("And 2?", "Add.", history)
-  theirs = library(chat).apply_chat_template(
-    [{"role": role, "content": content} for role, content in messages],
-    add_generation_prompt=True,
-    return_dict=False,
-  )
+  turns = [("system", "Add."), *history, ("user", "And 2?")]
+  if prompts:
+    ids = tokenizer.prompt("And 2?", "Add.", history)
+  else:
+    turns.append(("assistant", text))
+    ids = tokenizer.conversation(turns)
+  theirs = templated(chat, turns, prompts)
   assert (ids == theirs) == (text == "3+4?")
   start = library(chat).convert_tokens_to_ids("<|im_start|>")
-  assert ids.count(start) == len(messages) + 1
+  assert ids.count(start) == len(turns) + prompts
   assert library(chat).decode(ids) == library(chat).decode(theirs)
 
 
@@ -336,10 +332,7 @@ def test_stops_and_padding_of_a_folder(chat, tmp_path):
   assert tokenizer.pad_id == pad
   assert tokenizer.vocab_size == len(theirs)
   shutil.copytree(chat, tmp_path / "a")
-  config = tmp_path / "a/tokenizer_config.json"
-  settings = json.loads(config.read_text())
-  del settings["pad_token"]
-  config.write_text(json.dumps(settings))
+  set_key(tmp_path / "a/tokenizer_config.json", "pad_token")
   for eos, stops in ((pad, (stop, pad)), (None, (stop,)), ([stop], (stop,))):
     text = json.dumps({"eos_token_id": eos})
     (tmp_path / "a/generation_config.json").write_text(text)
@@ -560,9 +553,7 @@ def test_folders_that_hold_no_usable_tokenizer(chat, tmp_path):
     shutil.copytree(chat, folder)
   (broken / "tokenizer.json").write_text("{")
   (endless / "generation_config.json").unlink()
-  settings = json.loads((endless / "tokenizer_config.json").read_text())
-  del settings["eos_token"]
-  (endless / "tokenizer_config.json").write_text(json.dumps(settings))
+  set_key(endless / "tokenizer_config.json", "eos_token")
   (odd / "generation_config.json").write_text('{"eos_token_id": "x"}')
   for folder, words in (
     (tmp_path / "missing", "no such folder"),
@@ -608,8 +599,7 @@ def test_a_template_that_never_ends(chat, tmp_path, monkeypatch):
 def test_a_class_that_does_not_fit_the_vocabulary(chat, tmp_path):
   shutil.copytree(chat, tmp_path / "a")
   config = tmp_path / "a/tokenizer_config.json"
-  settings = json.loads(config.read_text())
-  config.write_text(json.dumps(settings | {"tokenizer_class": "BertTokenizer"}))
+  set_key(config, "tokenizer_class", "BertTokenizer")
   with pytest.raises(UserError, match="/a': Exception: WordPiece error"):
     tokenizers.load(str(tmp_path / "a"))
 

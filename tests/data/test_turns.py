@@ -3,8 +3,8 @@
 import contextlib
 import json
 
+import hf_tokenizers
 import pytest
-import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gspo_jax.data import pipeline, prompt_batch, tokenizers
@@ -116,14 +116,7 @@ def family(tmp_path_factory):
     fast.add_special_tokens([*control, "<|call|>", "<|end_header_id|>"])
     folder = tmp_path_factory.mktemp("family")
     names = {"eos_token": stop, "pad_token": "<pad>", "bos_token": "<s>"}
-    library = transformers.PreTrainedTokenizerFast(
-      tokenizer_object=fast, **names
-    )
-    library.chat_template = template
-    library.save_pretrained(folder)
-    stops = json.dumps({"eos_token_id": library.eos_token_id})
-    (folder / "generation_config.json").write_text(stops)
-    return tokenizers.load(str(folder))
+    return hf_tokenizers.save(folder, fast, template, [stop], **names)
 
   made = {name: make(name) for name in FAMILIES}
   return made.__getitem__

@@ -3,10 +3,8 @@
 Its tokenizer writes a letter a byte and has a chat template with tools.
 """
 
-import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+import hf_tokenizers
 
-from gspo_jax.data import tokenizers
 from gspo_jax.sampler.continuous.engine import LENGTH, STOP
 from gspo_jax.sampler.samples import SamplingParams
 
@@ -23,17 +21,10 @@ TEMPLATE = (
 
 def make_tokenizer(folder):
   """The tokenizer, which is also saved in a folder."""
-  letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-  fast = Tokenizer(models.BPE({x: i for i, x in enumerate(letters)}, merges=[]))
-  fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-  fast.decoder = decoders.ByteLevel()
-  fast.add_special_tokens(["<|im_end|>", "<|im_start|>"])
-  library = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=fast, eos_token="<|im_end|>", pad_token="<|im_end|>"
-  )
-  library.chat_template = TEMPLATE
-  library.save_pretrained(folder)
-  return tokenizers.load(str(folder))
+  end = "<|im_end|>"
+  fast = hf_tokenizers.of_bytes([end, "<|im_start|>"])
+  names = {"eos_token": end, "pad_token": end}
+  return hf_tokenizers.save(folder, fast, TEMPLATE, **names)
 
 
 class Scripted:

@@ -7,7 +7,7 @@ two results of the reader.
 import itertools
 import re
 
-from gspo_jax.rewards.math import expression, splits, values
+from gspo_jax.rewards.math import quantities, splits, values
 
 _NOTHING = re.compile(
   r"\\emptyset|\\\{\\\}|(thereare)?no(real)?solutions?|emptyset"
@@ -138,21 +138,16 @@ def ratio(tokens) -> list[tuple] | None:
   parts = splits.at(tokens, (":", "to"))
   if len(parts) < 2 or "=" in tokens:
     return None
-  try:
-    trees = [expression.read(part) for part in parts]
-  except expression.Unreadable:
-    return None
-  return None if 0 in map(values.constant, trees) else trees
+  trees = [quantities.tree(part) for part in parts]
+  is_read = None not in trees and 0 not in map(values.constant, trees)
+  return trees if is_read else None
 
 
 def share(tokens) -> list[tuple] | None:
   """The parts of a ratio that is no time, or of a fraction of two numbers."""
   if ":" in plain(tokens):
     return None if clock(tokens) else ratio(tokens)
-  try:
-    name, *parts = expression.read(tokens)
-  except expression.Unreadable:
-    return None
+  name, *parts = quantities.tree(tokens) or ("",)
   is_fraction = name == "divide" and all(p[0] == "number" for p in parts)
   return parts if is_fraction and parts[1][1] else None
 

@@ -1,0 +1,30 @@
+"""Tokenizers of transformers that tests make and save in folders."""
+
+import json
+
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from gspo_jax.data import tokenizers
+
+
+def of_bytes(control):
+  """A token a byte, and the control tokens."""
+  letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+  fast = Tokenizer(models.BPE({x: i for i, x in enumerate(letters)}, merges=[]))
+  fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  fast.decoder = decoders.ByteLevel()
+  fast.add_special_tokens([*control])
+  return fast
+
+
+def save(folder, fast, template, stops=(), **names):
+  """Saves and loads a tokenizer; generation_config.json has the stop tokens."""
+  library = transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **names)
+  library.chat_template = template
+  library.save_pretrained(folder)
+  if stops:
+    ids = library.convert_tokens_to_ids([*stops])
+    text = json.dumps({"eos_token_id": ids})
+    (folder / "generation_config.json").write_text(text)
+  return tokenizers.load(str(folder))
