@@ -72,13 +72,8 @@ class Answer:
       choice["message"] = _for_client(self.message)
     else:
       choice["text"] = self._text
-    choice["logprobs"] = self._logprobs(0, len(self.generation.tokens))
     body = self._body({"usage": self._usage()})
-    if self.call.return_token_ids:
-      choice["token_ids"] = self.generation.tokens
-      place = body if self.call.messages else choice
-      place["prompt_token_ids"] = self.generation.prompt
-    return body | {"choices": [choice]}
+    return self._with_tokens(body, choice, 0, len(self.generation.tokens))
 
   def new_part(self) -> dict[str, Any] | None:
     """What is new since the last one, as a chunk of a stream; not the end."""
@@ -118,8 +113,11 @@ class Answer:
       choice["delta"] = ({} if first else {"role": "assistant"}) | delta
     else:
       choice["text"] = delta["content"]
+    return self._with_tokens(self._body({}), choice, first, end)
+
+  def _with_tokens(self, body, choice, first: int, end: int) -> dict[str, Any]:
+    """The body with its choice; both get what the call asks of the tokens."""
     choice["logprobs"] = self._logprobs(first, end)
-    body = self._body({})
     if self.call.return_token_ids:
       choice["token_ids"] = self.generation.tokens[first:end]
       if not first:

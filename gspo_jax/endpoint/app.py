@@ -43,18 +43,14 @@ class Endpoint:
     self._tokenizer, self._config = tokenizer, config
     self._clients: dict[bytes, Client] = {}
     self._told: set[str] = set()  # fields that the log has named
-    route = lambda path, *args: Route(path, *args)
+    post = lambda path, parse: Route(
+      path, self._handler(parse), methods=["POST"]
+    )
     self.app = Starlette(
       routes=[
-        route("/v1/models", self._models),
-        Route(
-          "/v1/chat/completions", self._handler(requests.chat), methods=["POST"]
-        ),
-        Route(
-          "/v1/completions",
-          self._handler(requests.completion),
-          methods=["POST"],
-        ),
+        Route("/v1/models", self._models),
+        post("/v1/chat/completions", requests.chat),
+        post("/v1/completions", requests.completion),
       ],
       exception_handlers={ApiError: _refusal},
     )
