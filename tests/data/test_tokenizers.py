@@ -82,18 +82,10 @@ def library(folder):
   return transformers.AutoTokenizer.from_pretrained(str(folder))
 
 
-def templated(folder, turns, prompts=True):
-  """The ids of a conversation in transformers."""
-  return library(folder).apply_chat_template(
-    [{"role": role, "content": content} for role, content in turns],
-    add_generation_prompt=prompts,
-    return_dict=False,
-  )
-
-
 def applied(folder, user, system=""):
   turns = [("system", system)] * bool(system)
-  return templated(folder, [*turns, ("user", user)])
+  turns.append(("user", user))
+  return hf_tokenizers.templated(library(folder), turns)
 
 
 def set_key(path, key, value=None):
@@ -289,7 +281,7 @@ def test_a_conversation_is_that_of_the_chat_template(chat, text, prompts):
   else:
     turns.append(("assistant", text))
     ids = tokenizer.conversation(turns)
-  theirs = templated(chat, turns, prompts)
+  theirs = hf_tokenizers.templated(library(chat), turns, prompts)
   assert (ids == theirs) == (text == "3+4?")
   start = library(chat).convert_tokens_to_ids("<|im_start|>")
   assert ids.count(start) == len(turns) + prompts

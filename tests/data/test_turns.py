@@ -124,11 +124,7 @@ def family(tmp_path_factory):
 
 def whole(tokenizer, conversation):
   """The ids of the chat template, applied once."""
-  return tokenizer._library.apply_chat_template(
-    [{"role": role, "content": text} for role, text in conversation],
-    add_generation_prompt=True,
-    return_dict=False,
-  )
+  return hf_tokenizers.templated(tokenizer._library, conversation)
 
 
 @pytest.mark.parametrize(

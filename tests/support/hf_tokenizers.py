@@ -28,3 +28,12 @@ def save(folder, fast, template, stops=(), **names):
     text = json.dumps({"eos_token_id": ids})
     (folder / "generation_config.json").write_text(text)
   return tokenizers.load(str(folder))
+
+
+def templated(library, turns, prompts=True):
+  """The ids of a conversation in transformers."""
+  return library.apply_chat_template(
+    [{"role": role, "content": content} for role, content in turns],
+    add_generation_prompt=prompts,
+    return_dict=False,
+  )
