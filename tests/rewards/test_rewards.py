@@ -80,20 +80,6 @@ def test_mistakes_in_a_spec_are_errors(text, message):
 @pytest.mark.parametrize(
   ("text", "message"),
   [
-    ("1 / 0", "ZeroDivisionError: division by zero"),
-    ("import sys; sys.exit(3)", "SystemExit: 3"),
-    ("def f(:", "SyntaxError"),
-  ],
-)
-def test_a_module_that_fails_is_a_user_error(module, text, message):
-  module("broken_reward", text)
-  with pytest.raises(UserError, match=message):
-    rewards.named("broken_reward.f")
-
-
-@pytest.mark.parametrize(
-  ("text", "message"),
-  [
     ("def f(prompt, response): return 1.0",
      r"takes \(prompt, response\): expected \(prompt, response, reference\).*"
      "too many positional arguments"),
@@ -108,10 +94,15 @@ def test_a_module_that_fails_is_a_user_error(module, text, message):
     ("def f(prompts, completions, completion_ids, **kwargs): pass",
      r"as in TRL: call it in a reward \(prompt, responses, reference\)"),
     ("f = max", "no signature found.*: expected a Python function"),
+    ("1 / 0", "ZeroDivisionError: division by zero"),
+    ("import sys; sys.exit(3)", "SystemExit: 3"),
+    ("def f(:", "SyntaxError"),
     ("def f(p, a, r): pass\nf.columns = len", "attribute 'columns' is not"),
   ],
 )  # fmt: skip
-def test_a_wrong_signature_is_refused(module, text, message):
+def test_a_module_that_fails_or_a_wrong_signature_is_refused(
+  module, text, message
+):
   module("odd_reward", text)
   with pytest.raises(UserError, match=message) as error:
     rewards.named("odd_reward.f")
