@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
   c.model = ConfigDict()  # the policy
   # A Hugging Face folder: the first weights, the sizes and the tokenizer
   c.model.checkpoint = ""
-  # Without a checkpoint: a name in gspo_jax/model/variants.py
+  # Without a checkpoint: a name in gspo_jax/model/variants.json
   c.model.variant = "tiny"
   # Of activations; parameters are float32 [float32 | bfloat16]
   c.model.dtype = "bfloat16"

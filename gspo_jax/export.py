@@ -19,10 +19,10 @@ from absl import flags
 
 from gspo_jax import model
 from gspo_jax.model import hf
-from gspo_jax.program import command, load_params
+from gspo_jax.program import command, load_params, settings
 from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.functions import build_program
-from gspo_jax.runtime import multihost, sharding
+from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
 
 _TO = flags.DEFINE_string("to", None, "The folder; new or empty.")
@@ -80,12 +80,7 @@ def export(
   config = multihost.run_on_all(lambda: parse(config))
   if peft:
     _require_base(config)
-  mesh = multihost.run_on_all(
-    lambda: sharding.make_mesh(
-      sharding.split_devices(config.sampler_mesh.devices)[0],
-      **dataclasses.asdict(config.mesh),
-    )
-  )
+  mesh, _ = multihost.run_on_all(lambda: settings.make_meshes(config))
   with jax.set_mesh(mesh):
     program = multihost.run_on_all(
       lambda: build_program(config, mesh, training=False)

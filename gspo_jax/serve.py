@@ -11,7 +11,6 @@ key instead. SIGTERM and Ctrl-C end it. docs/agents.md has what is served.
 """
 
 import contextlib
-import dataclasses
 from pathlib import Path
 
 from absl import flags
@@ -46,11 +45,10 @@ def _serve() -> int:
   # Not at the top: these import JAX, and a package of the extra `serve`.
   import jax
 
-  from gspo_jax.program import load_params
+  from gspo_jax.program import load_params, settings
   from gspo_jax.program.config import parse
   from gspo_jax.program.functions import build_program
   from gspo_jax.program.sampler_functions import serving_sampler
-  from gspo_jax.runtime import sharding
 
   folder = _CHECKPOINT.value or command.WORKDIR.value
   if not folder:
@@ -60,8 +58,7 @@ def _serve() -> int:
     )
   key = read_key(_KEY_FILE.value) if _KEY_FILE.value else ""
   config = load_params.with_checkpoint(parse(flags.FLAGS.config), folder)
-  devices, _ = sharding.split_devices(config.sampler_mesh.devices)
-  mesh = sharding.make_mesh(devices, **dataclasses.asdict(config.mesh))
+  mesh, _ = settings.make_meshes(config)
   with jax.set_mesh(mesh):
     program = build_program(config, mesh, training=False, sampling=False)
     sampler = serving_sampler(

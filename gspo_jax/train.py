@@ -100,11 +100,8 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
   """
   multihost.require_joined()
   config = multihost.run_on_all(lambda: parse(config))
-  devices, sampler_devices = multihost.run_on_all(
-    lambda: sharding.split_devices(config.sampler_mesh.devices)
-  )
-  mesh = multihost.run_on_all(
-    lambda: sharding.make_mesh(devices, **dataclasses.asdict(config.mesh))
+  mesh, sampler_devices = multihost.run_on_all(
+    lambda: settings.make_meshes(config)
   )
   multihost.print_once(_devices(mesh, sampler_devices))
   multihost.run_on_all(lambda: _check_log(config.log))

@@ -1,6 +1,5 @@
 """Evaluates a policy on benchmarks, and writes all responses and results."""
 
-import dataclasses
 import functools
 import json
 import shlex
@@ -24,7 +23,7 @@ from gspo_jax.evaluate.policy_sampler import PolicySampler
 from gspo_jax.program import load_params
 from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.experiment import make_reward_model
-from gspo_jax.program.settings import length_warning
+from gspo_jax.program.settings import length_warning, make_meshes
 from gspo_jax.record import checkpoint
 from gspo_jax.record.identity import flatten
 from gspo_jax.record.progress import Progress
@@ -33,7 +32,7 @@ from gspo_jax.rewards.reward import EXAMPLE
 from gspo_jax.rollout import reward_model
 from gspo_jax.rollout.reward_model import RewardModel
 from gspo_jax.rollout.scoring import wait_for_calls
-from gspo_jax.runtime import multihost, sharding
+from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.workers import sandbox_files
 
@@ -80,9 +79,7 @@ def evaluate(
       )
     chosen = _read(parsed, sets, samples, limit, reward)
     parsed = load_params.with_checkpoint(parsed, folder)
-    devices, _ = sharding.split_devices(parsed.sampler_mesh.devices)
-    mesh = sharding.make_mesh(devices, **dataclasses.asdict(parsed.mesh))
-    return parsed, chosen, mesh
+    return parsed, chosen, make_meshes(parsed)[0]
 
   parsed, chosen, mesh = multihost.run_on_all(prepare)
   for benchmark in chosen if multihost.is_primary() else ():

@@ -93,7 +93,7 @@ class Layer:
 class ModelConfig:
   """A decoder, dense or Mixture-of-Experts; the defaults are Qwen3's.
 
-  Qwen3 is arXiv 2505.09388, sec. 2. `variants.py` has the fields of the other
+  Qwen3 is arXiv 2505.09388, sec. 2. `variants.json` has the sizes of the other
   families: Qwen2 (arXiv 2412.15115), Llama 3 (2407.21783), Mixtral
   (2401.04088), OLMoE (2409.02060), GLM-4.5 (2508.06471), gpt-oss (2508.10925),
   DeepSeek-V3 (2412.19437), Moonlight (2502.16982), MiniMax-M2, Qwen3-Next and
@@ -376,7 +376,7 @@ class PolicyConfig:
     "a Hugging Face folder: the first weights, the sizes and the tokenizer",
   )
   variant: str = key(
-    "tiny", "without a checkpoint: a name in gspo_jax/model/variants.py"
+    "tiny", "without a checkpoint: a name in gspo_jax/model/variants.json"
   )
   dtype: str = key(
     "bfloat16", "of activations; parameters are float32", Choice(DTYPES)

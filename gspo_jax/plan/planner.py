@@ -1,6 +1,5 @@
 """Compiles the functions of a config for TPUs or GPUs, and costs them."""
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 
@@ -11,10 +10,10 @@ from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan import memory as plan_memory
 from gspo_jax.plan.iteration import cost as iteration_cost
 from gspo_jax.plan.iteration import lengths as plan_lengths
+from gspo_jax.program import settings
 from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.functions import Program, build_program
 from gspo_jax.record.progress import Progress
-from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError, nearest
 
 FUNCTIONS = lower.FUNCTIONS
@@ -55,10 +54,9 @@ def plan(
       f"--speculation={speculation:g}: expected the tokens of a step, from 1 "
       f"to 1 + continuous_batching.speculation={drafts}"
     )
-  devices, sampler_devices = sharding.split_devices(
-    config.sampler_mesh.devices, plan_compile.devices(topology, slices)
+  mesh, sampler_devices = settings.make_meshes(
+    config, plan_compile.devices(topology, slices)
   )
-  mesh = sharding.make_mesh(devices, **dataclasses.asdict(config.mesh))
   program = build_program(config, mesh, sampler_devices=sampler_devices)
   plan_memory.reward_model_bytes(config, mesh)  # raises before it compiles
   transfer = _transfer(program, topology) if sampler_devices else None

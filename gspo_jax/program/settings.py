@@ -4,9 +4,10 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import jax
 from etils import epath
 
 from gspo_jax import model
@@ -22,9 +23,18 @@ from gspo_jax.learner.policy_loss import policy_loss
 from gspo_jax.learner.train_step import Learner
 from gspo_jax.model import PolicyConfig, hf
 from gspo_jax.program.config import Config, parse_model
+from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError, how_to_download, with_reason
 from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.samples import SamplerConfig
+
+
+def make_meshes(
+  config: Config, devices: Sequence[jax.Device] | None = None
+) -> tuple[jax.sharding.Mesh, list[jax.Device]]:
+  """The mesh of training, and the sampler's own devices; [] for none."""
+  devices, own = sharding.split_devices(config.sampler_mesh.devices, devices)
+  return sharding.make_mesh(devices, **dataclasses.asdict(config.mesh)), own
 
 
 def model_config(c: PolicyConfig) -> model.ModelConfig:

@@ -42,7 +42,7 @@ def config_from_hf(folder: epath.PathLike, **changes) -> ModelConfig:
   path = epath.Path(folder) / "config.json"
   raw = read(path)
   with content_of(str(path)):
-    cfg = _model_config(path, raw)
+    cfg = model_config(path, raw)
   return changed(cfg, **changes)
 
 
@@ -109,7 +109,7 @@ def _language_model(path, raw) -> dict:
   return outer | text | {"model_type": WITH_IMAGES[raw["model_type"]]}
 
 
-def _model_config(path, raw) -> ModelConfig:
+def model_config(path, raw) -> ModelConfig:
   raw = _language_model(path, raw)
   model_type = raw.get("model_type")
   family = require_family(path, model_type)
@@ -223,7 +223,7 @@ def family_name(cfg: ModelConfig) -> str | None:
   path = epath.Path("config.json")
   for name in FAMILIES:
     try:
-      again = _model_config(path, _written(cfg, name))
+      again = model_config(path, _written(cfg, name))
     except (UserError, ValueError):
       continue
     if _plain(again) == _plain(cfg):
