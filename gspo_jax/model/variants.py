@@ -4,11 +4,12 @@ variants.json has the config.json of each, as `hf` reads it: the keys that the
 family needs or whose values are not its defaults. Published sizes are from the
 checkpoints' own files; layers, heads, experts and tying of Qwen3 are also in
 tables 1 and 2 of arXiv 2505.09388. GLM-4.6 and 4.7 have the sizes of GLM-4.5,
-DeepSeek-R1 has the sizes of DeepSeek-V3, and `kimi-k2` is Kimi-K2-Instruct-0905.
+and DeepSeek-R1 has the sizes of DeepSeek-V3. `kimi-k2` is
+Kimi-K2-Instruct-0905.
 
 `tiny` is the embedded default (see tasks/chain.py): it learns in minutes on two
 cores. Its vocabulary is the 256 bytes, padding and end of text. `small` is for
-text on two cores (configs/gsm8k_small.py); `tiny-FAMILY` is for trying a family.
+text on two cores (configs/gsm8k_small.py), `tiny-FAMILY` for trying a family.
 """
 
 from pathlib import Path
