@@ -55,6 +55,11 @@ _NOWHERE = 2**31 - 1  # a column behind the last one
 # share the work.
 _SECONDS, _SECONDS_TOGETHER = 1.0, 0.02
 
+# What processes that share rows tell each other of a Generation.
+_SENT = (
+  *("prompt", "max_new_tokens", "params", "row", "response", "num_tokens"),
+  *("num_recorded", "goes_on", "streams"),
+)
 # Values of `Generation.finish`, as in OpenAI's API.
 STOP, LENGTH, ABORT = "stop", "length", "abort"
 
@@ -455,43 +460,21 @@ class Engine:
     Processes that share rows must plan them alike. A request of another process
     has a Generation here, too, which nobody reads.
     """
-    process, count = jax.process_index(), jax.process_count()
-    fields = "response", "num_tokens", "num_recorded", "goes_on", "streams"
-    lines = [[row] for row in ended]
-    for g in new:
-      values = [int(getattr(g, name)) for name in fields]
-      params = np.float32(g.params or self.params)
-      values += params.view(np.int32).tolist()
-      lines.append([g.row, g.max_new_tokens, *values, *g.prompt])
-    size = np.zeros((count, 2), np.int32)
-    size[process] = sum(map(len, lines)) + len(lines), is_open
-    sizes, are_open = multihost.sum_of_all(size).T
-    is_open = bool(are_open.any())
-    if not sizes.any():
-      return [], [], is_open
-    sent = np.zeros((count, sizes.max()), np.int32)
-    flat = [x for line in lines for x in (len(line), *line)]
-    sent[process, : len(flat)] = flat
-    mine, all_new, all_ended = iter(new), [], []
-    for sender, values in enumerate(multihost.sum_of_all(sent).tolist()):
-      at = 0
-      while at < sizes[sender]:
-        row, *line = values[at + 1 : at + 1 + values[at]]
-        at += 1 + values[at]
-        if not line:
-          all_ended.append(row)
-        elif sender == process:
-          all_new.append(next(mine))
-        else:
-          n = 1 + len(fields)
-          most, *values = line[:n]
-          params = np.int32(line[n : n + 4]).view(np.float32).tolist()
-          g = Generation(line[n + 4 :], most, params=SamplingParams(*params))
-          g.row = row
-          for name, value in zip(fields, values, strict=True):
-            setattr(g, name, value)
-          all_new.append(g)
-    return all_new, all_ended, is_open
+    own = [[getattr(g, name) for name in _SENT] for g in new]
+    said = multihost.allgather_json((own, ended, is_open))
+    all_new, all_ended = [], []
+    for process, (requests, rows, _) in enumerate(said):
+      all_ended += rows
+      if process == jax.process_index():
+        all_new += new
+        continue
+      for prompt, most, params, *values in requests:
+        params = params and SamplingParams(*params)
+        g = Generation(prompt, most, params=params)
+        for name, value in zip(_SENT[3:], values, strict=True):
+          setattr(g, name, value)
+        all_new.append(g)
+    return all_new, all_ended, any(is_open for *_, is_open in said)
 
   def _choose_row(self, generation: Generation) -> bool:
     """A row that no request has, on the shard that knows most of the prompt."""

@@ -125,7 +125,7 @@ class Placement:
     for queue, count in zip(self._queues, facts_D["queued"], strict=True):
       while len(queue) > count:
         queue.popleft()
-    pairs = []
+    swaps = []
     for giver, taker in self._loans(**facts_D):
       response = self._queues[giver].pop()
       self._queues[taker].append(response)
@@ -136,18 +136,8 @@ class Placement:
         request = self._request_of(response)
         new_row = request.row = own[taker].free_row()
         own[taker].submit(request)
-      pairs.append((giver, row, taker, new_row))
-    calls = []
-    while pairs:
-      call, left = _MoveList(self._shards, self._few, self._rows), []
-      for giver, row, taker, new_row in pairs:
-        if call.has_room(giver, taker) and call.has_room(taker, giver):
-          call.add(giver, row, taker, new_row)
-          call.add(taker, new_row, giver, row)
-        else:
-          left.append((giver, row, taker, new_row))
-      calls.append(call.moves(self._own))
-      pairs = left
+      swaps.append(((giver, row, taker, new_row), (taker, new_row, giver, row)))
+    calls = self._in_calls(swaps, self._few, self._rows)
     self.swaps += calls
     return calls
 
@@ -209,7 +199,13 @@ class Placement:
       return None
     self.swaps.append(rows.moves(self._own))
     return Migration(
-      self._page_moves(pages),
+      # A quarter of a slot's pages from each shard: all layers of them are in
+      # memory twice.
+      self._in_calls(
+        [(page,) for page in pages],
+        -(-sizes.pages_per_slot // 4),
+        sizes.num_pages,
+      ),
       slots.moves(self._own),
       slot_rows[self._own].ravel(),
       self.swaps[-1],
@@ -258,23 +254,19 @@ class Placement:
       gives_D[giver] -= 1
       takes_D[taker] -= 1
 
-  def _page_moves(self, pages) -> list[Moves]:
-    """Moves of pages (from shard, page, to shard, page).
-
-    A call moves a quarter of a slot's pages from each shard, because all layers
-    of them are in memory twice.
-    """
-    calls, n = [], -(-self._sizes.pages_per_slot // 4)
-    while pages:
-      call = _MoveList(self._shards, n, self._sizes.num_pages)
-      left = []
-      for page in pages:
-        if call.has_room(page[0], page[2]):
-          call.add(*page)
+  def _in_calls(self, groups, n: int, nowhere: int) -> list[Moves]:
+    """Moves (from shard, slice, to shard, slice); a group is in one call."""
+    calls = []
+    while groups:
+      call, left = _MoveList(self._shards, n, nowhere), []
+      for group in groups:
+        if all(call.has_room(giver, taker) for giver, _, taker, _ in group):
+          for move in group:
+            call.add(*move)
         else:
-          left.append(page)
+          left.append(group)
       calls.append(call.moves(self._own))
-      pages = left
+      groups = left
     return calls
 
 
