@@ -261,7 +261,7 @@ def test_some_advantages_need_no_group(debug_config, key, value):
 def test_rloo_goes_with_a_method_that_divides_by_no_std(debug_config):
   debug_config.objective.name = "dr_grpo"
   debug_config.objective.advantage_estimator = "rloo"
-  parse(debug_config).check_training(1)
+  check_training(parse(debug_config), 1)
 
 
 def test_a_profile_is_within_the_run(debug_config):
