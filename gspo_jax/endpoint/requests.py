@@ -7,30 +7,28 @@ that would change the answer is refused.
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo_jax.sampler.samples import SamplingParams
 
-# What a request may say of sampling: honoured where a policy is served, and
-# ignored everywhere.
-HONOURED = *SamplingParams._fields, "seed"
-_IGNORED = (
-  *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-  *("min_tokens", "stop_token_ids"),
-)
-# Values of the former: what is expected, and whether a number is that.
+# What a request may choose of a served policy: in words, and as a test.
 _RANGES = {
-  "temperature": ("0 or more", lambda x: 0 <= x < math.inf),
+  "temperature": ("0, or .001 to 100", lambda x: x == 0 or 0.001 <= x <= 100),
   "top_k": (
-    "a whole number; 0 or -1: all",
-    lambda x: type(x) is int and x >= -1,
+    "-1 to 10**6, whole",
+    lambda x: type(x) is int and -1 <= x <= 10**6,
   ),
   "top_p": ("more than 0, at most 1", lambda x: 0 < x <= 1),
   "min_p": ("0 to 1", lambda x: 0 <= x <= 1),
   "seed": ("a whole number", lambda x: type(x) is int),
 }
+HONOURED = tuple(_RANGES)
+# What is ignored of any policy.
+_IGNORED = (
+  *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+  *("min_tokens", "stop_token_ids"),
+)
 # Refused, unless they have one of these values or are null.
 _ONLY = {
   "n": (1,),

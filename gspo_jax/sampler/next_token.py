@@ -154,6 +154,7 @@ def _truncate(logps_BV, params: SamplingParams):
   # likeliest token always stays.
   probs_BV = jax.nn.softmax(jnp.where(best_BV < least_B1, -jnp.inf, best_BV))
   stays_BV = jnp.cumsum(probs_BV, -1) - probs_BV < params.top_p
+  stays_BV = stays_BV.at[:, 0].set(True)  # also where top_p rounds to 0
   last_B1 = jnp.where(stays_BV, best_BV, jnp.inf).min(-1, keepdims=True)
   last_B1 = jnp.where(jnp.asarray(params.top_p) < 1, last_B1, -jnp.inf)
   least_B1 = jnp.maximum(least_B1, last_B1)

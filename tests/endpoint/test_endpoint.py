@@ -366,7 +366,8 @@ def test_a_request_chooses_how_a_served_policy_samples(ask):
 @pytest.mark.parametrize(
   "wrong",
   [{"temperature": -0.1}, {"top_p": 0}, {"top_k": 1.5}, {"min_p": 2},
-   {"seed": 0.5}, {"temperature": True}, {"temperature": "1"}],
+   {"seed": 0.5}, {"temperature": True}, {"temperature": "1"},
+   {"temperature": 10**400}, {"temperature": 1e-9}, {"top_k": 10**400}],
 )  # fmt: skip
 def test_wrong_sampling_is_refused(ask, wrong):
   engine, client = ask

@@ -118,6 +118,7 @@ SAMPLING = [
   SamplingParams(0.0),
   SamplingParams(1.4, top_k=5),
   SamplingParams(1.2, top_p=0.6),
+  SamplingParams(1.2, top_p=1e-50),
   SamplingParams(0.7, min_p=0.1),
   SamplingParams(1.5, top_k=9, top_p=0.8, min_p=0.02),
   SamplingParams(0.0, top_k=1),
@@ -133,7 +134,7 @@ def test_each_request_is_sampled_with_its_params(devices):
   generate, key = built(config, devices, by_row=True), jax.random.key(1)
   with generate.open(weights(), key, SMALL.slots) as e:
     made = []
-    for prompt, params in zip(PROMPTS, SAMPLING, strict=True):
+    for prompt, params in zip([*PROMPTS, [7]], SAMPLING, strict=True):
       made.append(Generation(prompt[:S], 20, params=params, logprobs=True))
       e.submit(made[-1])
     run(e, *made)

@@ -55,11 +55,8 @@ _NOWHERE = 2**31 - 1  # a column behind the last one
 # share the work.
 _SECONDS, _SECONDS_TOGETHER = 1.0, 0.02
 
-# What processes that share rows tell each other of a Generation.
-_SENT = (
-  *("prompt", "max_new_tokens", "params", "row", "response", "num_tokens"),
-  *("num_recorded", "goes_on", "streams"),
-)
+# What processes that share rows also tell each other of a Generation.
+_SENT = "row", "response", "num_tokens", "num_recorded", "goes_on", "streams"
 # Values of `Generation.finish`, as in OpenAI's API.
 STOP, LENGTH, ABORT = "stop", "length", "abort"
 
@@ -460,7 +457,10 @@ class Engine:
     Processes that share rows must plan them alike. A request of another process
     has a Generation here, too, which nobody reads.
     """
-    own = [[getattr(g, name) for name in _SENT] for g in new]
+    own = [
+      (g.prompt, g.max_new_tokens, g.params, {k: getattr(g, k) for k in _SENT})
+      for g in new
+    ]
     said = multihost.allgather_json((own, ended, is_open))
     all_new, all_ended = [], []
     for process, (requests, rows, _) in enumerate(said):
@@ -468,12 +468,10 @@ class Engine:
       if process == jax.process_index():
         all_new += new
         continue
-      for prompt, most, params, *values in requests:
+      for prompt, most, params, others in requests:
         params = params and SamplingParams(*params)
-        g = Generation(prompt, most, params=params)
-        for name, value in zip(_SENT[3:], values, strict=True):
-          setattr(g, name, value)
-        all_new.append(g)
+        all_new.append(Generation(prompt, most, params=params))
+        vars(all_new[-1]).update(others)
     return all_new, all_ended, any(is_open for *_, is_open in said)
 
   def _choose_row(self, generation: Generation) -> bool:
