@@ -1,13 +1,13 @@
 """The attention kernels against the formula, in float64."""
 
 import functools
-import importlib.util
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import needs_libtpu
 from paged_oracle import attention as attention_of_one_token
 
 from gspo_jax.model import attention
@@ -494,9 +494,7 @@ def test_the_platform_is_that_of_the_mesh():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="no libtpu"
-)
+@needs_libtpu
 @pytest.mark.parametrize(
   ("tokens", "heads", "options", "gib"),
   [

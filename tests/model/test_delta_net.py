@@ -1,12 +1,12 @@
 """The gated delta rule against its recurrence in float64, token by token."""
 
 import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import needs_libtpu
 
 from gspo_jax.model import delta_net
 from gspo_jax.plan import chips, hlo
@@ -263,9 +263,7 @@ def test_equal_keys_without_decay_stay_finite():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="no libtpu"
-)
+@needs_libtpu
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
 def test_a_layer_of_qwen3_6_compiles_for_a_tpu(topology):
   """Forward and backward pass of 4,096 tokens; the plan knows all of it."""

@@ -3,12 +3,12 @@
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import needs_libtpu
 from jax.sharding import NamedSharding, PartitionSpec
 from paged_oracle import (
   HUGE,
@@ -325,9 +325,7 @@ def test_donated_pages_are_written_in_place(name):
   assert temporaries(name, "float32", 16, 4096) < 0.25
 
 
-@pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="no libtpu"
-)
+@needs_libtpu
 @pytest.mark.parametrize(
   ("name", "dtype", "H"),
   [

@@ -1,12 +1,12 @@
 """The TPU kernel for pages: several queries a row, two cores, compiled."""
 
 import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import needs_libtpu
 from jax.experimental.pallas import tpu as pltpu
 
 from gspo_jax.model import paged_attention, paged_kernel
@@ -91,9 +91,7 @@ LAYERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="no libtpu"
-)
+@needs_libtpu
 @pytest.mark.parametrize(
   "kind", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
 )

@@ -1,11 +1,11 @@
 """Bundles of kernels: the dump, and how often a call runs each part."""
 
-import importlib.util
 import itertools
 
 import jax
 import jax.numpy as jnp
 import pytest
+from compilers import needs_libtpu
 
 from gspo_jax.model import paged_kernel
 from gspo_jax.plan import chips, hlo
@@ -189,9 +189,7 @@ def test_a_kernel_takes_its_bundles_or_its_bytes(bundles, both, window):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="no libtpu"
-)
+@needs_libtpu
 @pytest.mark.parametrize(
   ("mode", "page", "tokens", "issued", "renewed"),
   [

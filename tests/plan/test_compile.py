@@ -1,21 +1,17 @@
 """Compiling without a TPU: memory sizes, refusals and dumps."""
 
-import importlib.util
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from compilers import needs_libtpu
 from jax.sharding import SingleDeviceSharding
 
 from gspo_jax.plan import chips
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan.hlo.module import parse
 from gspo_jax.runtime.errors import UserError
-
-needs_libtpu = pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="no libtpu"
-)
 
 
 def compiled(topology, function, shape, dtype=jnp.float32):

@@ -6,7 +6,6 @@ larger than the compiler keeps in fast memory, or are used only once. What
 """
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import needs_libtpu
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,9 +21,7 @@ from jax.sharding import PartitionSpec as P
 from gspo_jax.plan import chips, hlo
 from gspo_jax.plan import compile as plan_compile
 
-pytestmark = pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="no libtpu"
-)
+pytestmark = needs_libtpu
 
 SLICES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x1x1")
 NARROW, WIDE, WHOLE = jnp.bfloat16, jnp.float32, jnp.int32

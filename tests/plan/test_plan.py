@@ -1,12 +1,12 @@
 """`python -m gspo_jax.plan`: what it prints, and when it refuses."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 
 import jax
 import pytest
+from compilers import needs_libtpu
 from repository import ROOT
 
 from gspo_jax import plan
@@ -26,10 +26,6 @@ TINY = (
   "--config.model.dtype=bfloat16",
 )
 SLICE = "--topology=v5e:2x4"
-
-needs_libtpu = pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="no libtpu"
-)
 
 
 def run(*arguments, command=("-m", "gspo_jax.plan")):

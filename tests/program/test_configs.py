@@ -7,6 +7,7 @@ import math
 
 import jax
 import pytest
+from compilers import needs_libtpu
 from repository import ROOT
 
 from gspo_jax import model
@@ -308,9 +309,7 @@ def test_debug_builds_a_recipe_with_adapters():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="no libtpu"
-)
+@needs_libtpu
 def test_olmoe_fits_on_eight_chips_with_the_pages_of_its_recipe():
   keys = load("moe_tpu", "variant=olmoe-1b-7b")
   report = plan(

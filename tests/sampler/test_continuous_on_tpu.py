@@ -4,12 +4,12 @@ The model is Qwen3-30B-A3B at full size. Nothing runs: bytes are counted in the
 compiled program.
 """
 
-import importlib.util
 import math
 
 import jax
 import numpy as np
 import pytest
+from compilers import needs_libtpu
 
 from gspo_jax.configs import moe_tpu_v5
 from gspo_jax.plan import chips, roofline
@@ -21,12 +21,7 @@ from gspo_jax.runtime import sharding as sh
 from gspo_jax.sampler.decode_params import decode_params_sharding
 from gspo_jax.sampler.samples import Prompts
 
-pytestmark = [
-  pytest.mark.slow,
-  pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="no libtpu"
-  ),
-]
+pytestmark = [pytest.mark.slow, needs_libtpu]
 
 PAGE = 128
 SLOTS = {"v5p:2x2x2": 64, "v5e:4x4": 20}  # slots a device
