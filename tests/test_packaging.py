@@ -9,6 +9,7 @@ import sys
 import zipfile
 
 import pytest
+from processes import python
 from repository import ROOT
 
 import gspo_jax
@@ -53,14 +54,8 @@ datasets.load(config.data, config.seed)
 
 
 def test_the_embedded_task_needs_no_extra():
-  done = subprocess.run(
-    [sys.executable, "-c", WITHOUT],
-    cwd=ROOT,
-    env=os.environ | {"PYTHONPATH": str(ROOT)},
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
+  env = os.environ | {"PYTHONPATH": str(ROOT)}
+  done = python("-c", WITHOUT, env=env)
   assert done.returncode == 0, done.stderr
 
 

@@ -1,12 +1,11 @@
 """The order of slow tests, their time, and the record of their last pass."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from processes import python
 from slow_tests import in_turn
 
 HOUR = 3600
@@ -56,13 +55,8 @@ def run(tmp_path, monkeypatch):
   )
 
   def run(*arguments):
-    done = subprocess.run(
-      [sys.executable, "-m", "pytest", "-m", "slow", *arguments],
-      cwd=tmp_path,
-      capture_output=True,
-      text=True,
-    )
-    return done.stdout
+    command = "-m", "pytest", "-m", "slow", *arguments
+    return python(*command, cwd=tmp_path).stdout
 
   return run
 

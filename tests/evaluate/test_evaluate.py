@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -13,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from absl.testing import flagsaver
+from processes import free_port, python
 from repository import ROOT, xla_flags
 
 from gspo_jax.configs import calculator_cpu, tiny_cpu
@@ -468,14 +468,8 @@ def test_a_reward_that_fails_too_often_stops_it(
 
 
 def command(*arguments):
-  return subprocess.run(
-    [sys.executable, "-m", "gspo_jax.evaluate", *arguments],
-    cwd=ROOT,
-    env=os.environ | {"XLA_FLAGS": xla_flags(1)},
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  env = os.environ | {"XLA_FLAGS": xla_flags(1)}
+  return python("-m", "gspo_jax.evaluate", *arguments, env=env)
 
 
 def test_the_command(workdir, files, tmp_path):
@@ -538,9 +532,7 @@ def test_two_processes_respond_as_one(workdir, files, tmp_path):
       text=True,
     )
 
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    where = f"--coordinator=127.0.0.1:{free.getsockname()[1]}"
+  where = f"--coordinator=127.0.0.1:{free_port()}"
   pair = (where, "--num_processes=2")
   jobs = [start("one", 2), *(start("two", 1, *pair, f"--process_id={i}")
           for i in range(2))]  # fmt: skip

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
+from processes import free_port
 from repository import ROOT, xla_flags
 from safetensors import safe_open
 from safetensors.numpy import load_file, save, save_file
@@ -493,9 +493,7 @@ def test_only_the_primary_process_writes(tmp_path, monkeypatch):
 
 @pytest.mark.slow  # the tests above have one process
 def test_two_processes_load_and_one_writes(tmp_path):
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    port = free.getsockname()[1]
+  port = free_port()
   folders = (GOLDENS / "qwen3", tmp_path / "out")
   jobs = [
     subprocess.Popen(

@@ -2,11 +2,9 @@
 
 import importlib.metadata
 import json
-import subprocess
-import sys
 
 import pytest
-from repository import ROOT
+from processes import python
 
 from gspo_jax.plan import gpus, hlo
 from gspo_jax.plan import table as plan_table
@@ -183,16 +181,10 @@ def test_a_config_compiled_for_a_gpu(topology):
     importlib.metadata.version(package)
   except importlib.metadata.PackageNotFoundError:
     pytest.skip(f"no {package}: needs the extra `plan-gpu`")
-  done = subprocess.run(
-    [
-      *(sys.executable, "-m", "gspo_jax.plan", "--json"),
-      f"--topology={topology}",
-      f"--config={ROOT}/configs/tiny_cpu.py:debug",
-      *("--config.model.dtype=bfloat16", "--lengths=lognormal:mean=.4,sigma=1"),
-    ],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
+  done = python(
+    *("-m", "gspo_jax.plan", "--json", f"--topology={topology}"),
+    "--config=configs/tiny_cpu.py:debug",
+    *("--config.model.dtype=bfloat16", "--lengths=lognormal:mean=.4,sigma=1"),
     timeout=600,
   )
   assert done.returncode == 0, done.stderr

@@ -1,12 +1,11 @@
 """`python -m gspo_jax.plan`: what it prints, and when it refuses."""
 
 import json
-import subprocess
-import sys
 
 import jax
 import pytest
 from compilers import needs_libtpu
+from processes import python
 from repository import ROOT
 
 from gspo_jax import plan
@@ -28,14 +27,8 @@ TINY = (
 SLICE = "--topology=v5e:2x4"
 
 
-def run(*arguments, command=("-m", "gspo_jax.plan")):
-  return subprocess.run(
-    [sys.executable, *command, *arguments],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+def run(*arguments):
+  return python("-m", "gspo_jax.plan", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +228,7 @@ def test_a_fault_is_not_taken_for_a_misfit():
     "door.plan = lambda *_, **__: 1 // 0\n"
     "door.main()"
   )
-  done = run(*TINY, SLICE, command=("-c", broken))
+  done = python("-c", broken, *TINY, SLICE)
   assert (done.returncode, done.stdout) == (3, "")
   assert done.stderr.startswith("Traceback")
   assert "ZeroDivisionError" in done.stderr

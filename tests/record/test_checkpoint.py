@@ -4,8 +4,6 @@ import dataclasses
 import functools
 import os
 import signal
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -15,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from processes import python
 from repository import ROOT, xla_flags
 
 from gspo_jax.record.checkpoint import Checkpoints, checksums
@@ -315,10 +314,7 @@ def run_child(code, directory, devices):
     "from test_checkpoint import Checkpoints, make_state, put\n"
   )
   folders = (ROOT / "tests/record", ROOT / "tests/support")
-  args = [sys.executable, "-c", head + code, *map(str, (directory, *folders))]
-  return subprocess.run(
-    args, env=env, capture_output=True, text=True, timeout=60
-  )
+  return python("-c", head + code, directory, *folders, env=env)
 
 
 KILLED = """

@@ -5,7 +5,6 @@ import math
 import os
 import re
 import struct
-import subprocess
 import sys
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 from etils.epath import backend
 from fsspec.implementations.memory import MemoryFileSystem
-from repository import ROOT
+from processes import python
 from tensorboardX.proto import event_pb2
 
 from gspo_jax.losses import EDGES, Histogram
@@ -53,14 +52,7 @@ def test_training_does_not_import_torch(tmp_path):
   """tensorboardX would; a program of the user's still can."""
   (tmp_path / "torch.py").write_text("print('imported')")
   code = "import gspo_jax.train; print('train'); import torch"
-  done = subprocess.run(
-    [sys.executable, "-c", code],
-    cwd=ROOT,
-    env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
+  done = python("-c", code, env=os.environ | {"PYTHONPATH": str(tmp_path)})
   assert done.stdout == "train\nimported\n", done.stderr
 
 
@@ -171,17 +163,12 @@ def test_a_process_that_never_closes_loses_nothing(tmp_path):
     "\n"
     "w.write(1, {'x': 1.0}, {}, [('q', '\\u4e2d', 'r', 1.0)]); os._exit(0)"
   )
-  done = subprocess.run(
-    [sys.executable, "-c", code, tmp_path],
-    env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""},
-    check=True,
-    capture_output=True,
-    timeout=60,
-  )
+  narrow = {"PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}
+  done = python("-c", code, tmp_path, env=os.environ | narrow, check=True)
   assert records_of(tmp_path) == [{"step": 1, "x": 1.0}]
   assert tensorboard_values(tmp_path)["x", 1] == 1.0
   # Neither is a line of stdout lost; an ASCII stdout does not end the run.
-  assert b"\\u4e2d" in done.stdout
+  assert "\\u4e2d" in done.stdout
 
 
 def test_a_line_is_a_single_write(tmp_path, monkeypatch):

@@ -1,12 +1,10 @@
 """A profile has the iterations that were asked for, and is written once."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
 import pytest
-from repository import ROOT
+from processes import python
 
 from gspo_jax.record import profile
 from gspo_jax.record.profile import Profile
@@ -101,13 +99,7 @@ with Profile((2, 2), sys.argv[1]) as traced:
 
 def test_the_trace_has_the_calls_of_an_iteration(tmp_path):
   """In a process of its own: other tests load libtpu, which would crash."""
-  done = subprocess.run(
-    [sys.executable, "-c", TRACED, str(tmp_path)],
-    cwd=ROOT,
-    check=True,
-    capture_output=True,
-    text=True,
-  )
+  done = python("-c", TRACED, tmp_path, check=True)
   (file,) = tmp_path.rglob("*.xplane.pb")
   trace = file.read_bytes()
   assert b"PjitFunction(sin)" in trace

@@ -2,7 +2,6 @@
 
 import json
 import struct
-import subprocess
 import sys
 import time
 import types
@@ -10,6 +9,7 @@ import types
 import numpy as np
 import pytest
 from etils import epath
+from processes import python
 
 from gspo_jax.losses import EDGES
 from gspo_jax.record import wandb_run
@@ -118,15 +118,8 @@ def test_without_a_login_and_a_terminal_it_is_an_error_at_once(tmp_path):
     "try: wandb_run.require_login('p')\n"
     "except ValueError as error: print(error)"
   )
-  done = subprocess.run(
-    [sys.executable, "-c", code],
-    env={"HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
-    stdin=subprocess.DEVNULL,
-    capture_output=True,
-    check=True,
-    timeout=60,
-    text=True,
-  )
+  env = {"HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+  done = python("-c", code, env=env, input="", check=True)
   assert done.stdout.startswith("log.wandb='p': ")
   assert "`wandb login`" in done.stdout
   assert "WANDB_MODE=offline" in done.stdout

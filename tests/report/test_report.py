@@ -17,7 +17,7 @@ from html.parser import HTMLParser
 import pytest
 from make_run import CONFIG, add_sample, make_run
 from plotly.offline import get_plotlyjs
-from repository import ROOT
+from processes import python
 
 from gspo_jax.report import __main__ as report_main
 from gspo_jax.report.page import page
@@ -209,13 +209,7 @@ def test_several_runs_lie_over_one_another(tmp_path):
 def test_the_command_writes_beside_the_run_or_to_a_file(
   run, tmp_path, monkeypatch, capsys
 ):
-  done = subprocess.run(
-    [sys.executable, "-m", "gspo_jax.report", str(run)],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
+  done = python("-m", "gspo_jax.report", run)
   assert (done.returncode, done.stderr) == (0, "")
   assert done.stdout == f"{run / 'report.html'}\n"
   path = tmp_path / "new/x.html"

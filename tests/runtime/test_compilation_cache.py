@@ -2,13 +2,12 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import pytest
-from repository import ROOT, xla_flags
+from processes import python
+from repository import xla_flags
 
 from gspo_jax.runtime import compilation_cache
 
@@ -114,16 +113,12 @@ def test_a_second_process_compiles_nothing(tmp_path, slots):
   """Of another hash seed: a program must not depend on the order of a set."""
   entries = []
   for seed in "12":
-    subprocess.run(
-      [
-        *(sys.executable, "-m", "gspo_jax.main"),
-        "--config=configs/tiny_cpu.py:debug",
-        f"--config.continuous_batching.slots={slots}",
-        "--config.num_steps=1",
-        f"--workdir={tmp_path / seed}",
-        f"--compilation_cache={tmp_path / 'compiled'}",
-      ],
-      cwd=ROOT,
+    python(
+      *("-m", "gspo_jax.main", "--config=configs/tiny_cpu.py:debug"),
+      f"--config.continuous_batching.slots={slots}",
+      "--config.num_steps=1",
+      f"--workdir={tmp_path / seed}",
+      f"--compilation_cache={tmp_path / 'compiled'}",
       env=os.environ | {"PYTHONHASHSEED": seed, "XLA_FLAGS": xla_flags(1)},
       check=True,
     )

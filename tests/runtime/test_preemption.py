@@ -2,9 +2,6 @@
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -92,43 +89,3 @@ def test_outside_the_main_thread_no_handler_is_set():
   thread.start()
   thread.join()
   assert results == [(False, before)]
-
-
-CHILD = """
-import os, signal, sys
-from gspo_jax.runtime import multihost
-from gspo_jax.runtime.preemption import Preemption
-rank, count, port = map(int, sys.argv[1:])
-multihost.start(f"127.0.0.1:{port}", count, rank)
-with Preemption() as preemption:
-  for step in range(1, 9):
-    if rank == count - 1 and step == 3:
-      os.kill(os.getpid(), signal.SIGTERM)
-    if preemption.reached():
-      break
-print("stopped", step, preemption.reached(), flush=True)
-"""
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_sigterm_to_one_process_stops_all_at_the_same_step(count, tmp_path):
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    port = free.getsockname()[1]
-  children, logs = [], []
-  for rank in range(count):
-    logs.append(tmp_path / f"{rank}.log")
-    args = [sys.executable, "-c", CHILD, str(rank), str(count), str(port)]
-    with logs[-1].open("w") as log:
-      children.append(
-        subprocess.Popen(args, stdout=log, stderr=subprocess.STDOUT)
-      )
-  try:
-    codes = [child.wait(timeout=60) for child in children]
-  finally:
-    for child in children:
-      child.kill()
-  texts = [log.read_text() for log in logs]
-  assert codes == [0] * count, texts
-  for text in texts:
-    assert "stopped 3 True" in text

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import jax
 import numpy as np
 import pytest
 from metrics_of import metrics_of
+from processes import free_port
 from repository import ROOT, xla_flags
 
 from gspo_jax import model
@@ -93,12 +93,6 @@ class Job:
     codes = [process.wait(seconds) for process in self.processes]
     assert codes == [code] * len(codes), "\n".join(self.outputs())
     return self.outputs()
-
-
-def free_port():
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    return free.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,11 @@
-"""What runs on this machine."""
+"""What runs on this machine, and new processes of the tests' Python."""
 
 import os
+import socket
+import subprocess
+import sys
+
+from repository import ROOT
 
 
 def commands():
@@ -11,3 +16,18 @@ def commands():
         yield file.read().replace("\0", " ")
     except OSError:
       pass
+
+
+def python(*arguments, timeout=300, **options):
+  """Runs Python in the repository's root, and keeps its output as text."""
+  return subprocess.run(
+    [sys.executable, *map(str, arguments)],
+    **{"cwd": ROOT, "timeout": timeout, "capture_output": True, "text": True}
+    | options,
+  )
+
+
+def free_port() -> int:
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    return free.getsockname()[1]
