@@ -305,24 +305,6 @@ def test_the_script_has_the_slices_of_the_table(shell, kind):
   assert f"--accelerator-type={kind}" in command
 
 
-@pytest.mark.parametrize(
-  ("kind", "expected"),
-  [
-    ("v5p-72", "64 or a multiple of 128"),
-    ("v5p-0", "a number"),
-    ("v5e-64", "v5litepod-64"),
-    ("v5litepod-48", "1, 4, 8, 16"),
-    ("v6e-512", "128 or 256"),
-    ("v4-64", "--runtime-version"),
-  ],
-)
-@pytest.mark.parametrize("verb", ["create", "queue"])
-def test_impossible_slices_are_refused(shell, verb, kind, expected):
-  settings = HOME | {"accelerator-type": kind}
-  assert_error(shell("tpu_vm.sh", verb, *flags(settings)), expected)
-  assert shell.calls() == []
-
-
 # Dry runs.
 
 
@@ -486,9 +468,22 @@ def test_missing_settings_are_named(shell, script, verb, missing, more):
   assert shell.calls() == []
 
 
+# (accelerator type, what the error has)
+IMPOSSIBLE = (
+  ("v5p-72", "64 or a multiple of 128"),
+  ("v5p-0", "a number"),
+  ("v5e-64", "v5litepod-64"),
+  ("v5litepod-48", "1, 4, 8, 16"),
+  ("v6e-512", "128 or 256"),
+  ("v4-64", "--runtime-version"),
+)
+
+
 @pytest.mark.parametrize(
   ("script", "words", "named"),
   [
+    *(("tpu_vm.sh", [verb, *flags(HOME | {"accelerator-type": kind})], words)
+      for verb in ("create", "queue") for kind, words in IMPOSSIBLE),
     ("tpu_vm.sh", ["start"], "start"),
     ("tpu_vm.sh", ["run", "--wrkdir=gs://b"], "--wrkdir"),
     ("tpu_vm.sh", ["run", *flags(HOME), "--workdir=runs/x"], "runs/x"),
@@ -612,43 +607,32 @@ echo "$*" >>"$CALLS"
 """
 
 
-@pytest.fixture
-def slurm(tmp_path, shell):
-  """Runs the job with an exit code of its last task: the job's, the calls."""
+@pytest.mark.parametrize(
+  ("code", "after"), [(0, []), (75, ["requeue 12345"]), (2, [])]
+)
+def test_slurm_starts_a_process_on_each_node_and_requeues_a_stopped_run(
+  shell, tmp_path, code, after
+):
+  """`code`: of its last process."""
   for name, text in {"scontrol": SCONTROL, "srun": SRUN, "task": TASK}.items():
     (tmp_path / "bin" / name).write_text(text)
     (tmp_path / "bin" / name).chmod(0o755)
-
-  def run(code):
-    env = {
-      "CALLS": str(tmp_path / "tasks"),
-      "CODE": str(code),
-      "GSPO_PYTHON": "task",
-      "GSPO_WORKDIR": "/w",
-      "SLURM_JOB_ID": "12345",
-      "SLURM_JOB_NODELIST": "n[1-2]",
-      "SLURM_NTASKS": "2",
-    }
-    done = shell("slurm.sh", "--config=a b.py", env=env)
-    return done.returncode, (tmp_path / "tasks").read_text().splitlines()
-
-  return run
-
-
-def test_slurm_starts_a_process_on_each_node(slurm):
-  code, calls = slurm(0)
+  env = {
+    "CALLS": str(tmp_path / "tasks"),
+    "CODE": str(code),
+    "GSPO_PYTHON": "task",
+    "GSPO_WORKDIR": "/w",
+    "SLURM_JOB_ID": "12345",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_NTASKS": "2",
+  }
+  assert shell("slurm.sh", "--config=a b.py", env=env).returncode == code
   command = (
     "-u -m gspo_jax.main --workdir=/w --coordinator=n1:22345 "
     "--config=a b.py --num_processes=2 --process_id="
   )
-  assert (code, calls) == (0, [f"{command}0", f"{command}1"])
-
-
-@pytest.mark.parametrize("code", [75, 2])
-def test_slurm_requeues_a_run_that_was_stopped(slurm, code):
-  ended, calls = slurm(code)
-  assert ended == code
-  assert calls[2:] == (["requeue 12345"] if code == 75 else [])
+  calls = (tmp_path / "tasks").read_text().splitlines()
+  assert calls == [f"{command}0", f"{command}1", *after]
 
 
 def test_slurm_needs_a_workdir(shell):

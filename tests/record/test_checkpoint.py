@@ -154,11 +154,6 @@ def test_due_and_invalid_settings(tmp_path):
       Checkpoints(tmp_path, every=every, keep=keep)
 
 
-def test_keeps_the_latest(tmp_path):
-  save_steps(tmp_path, (1, 2, 3, 4), keep=2)
-  assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]
-
-
 def test_a_save_leaves_no_thread_and_no_descriptor_open(tmp_path):
   """Else the limit of open files ends a long run."""
   found = []

@@ -28,6 +28,7 @@ def test_a_run_is_what_its_writer_wrote(tmp_path):
     writer.write(0, {"eval/x": 0.5})
     for step in (1, 2):
       spread = {"ratio/x": counts, "moe/x": [step, math.nan]}
+      spread["moe/layer_x"] = [0.5] * len(counts)  # as many layers as bins
       samples = [("q", "ä\x00", "r", 1.0)] * (step == 2)
       loss = math.nan if step == 1 else 2.0
       writer.write(step, {"loss": loss}, spread, samples)
@@ -38,7 +39,7 @@ def test_a_run_is_what_its_writer_wrote(tmp_path):
   histogram, layers = workdir.spreads["ratio/x"], workdir.spreads["moe/x"]
   np.testing.assert_array_equal(histogram.values, [counts, counts])
   np.testing.assert_allclose(histogram.edges[1:-1], EDGES[1:-1], rtol=1e-5)
-  assert layers.edges is None
+  assert layers.edges is workdir.spreads["moe/layer_x"].edges is None
   np.testing.assert_array_equal(layers.values, [[1, np.nan], [2, np.nan]])
   assert workdir.samples == {2: [(2, "q", "ä\x00", "r", 1.0)]}
   assert (workdir.last_step, workdir.config) == (2, {})
@@ -105,18 +106,6 @@ def test_outside_the_clip_range_the_loss_has_no_gradient(tmp_path, method):
     ]
   )(jnp.array(log_ratios))
   assert gradient.any(1).tolist() == [True, False, True, False]
-
-
-def test_as_many_layers_as_bins_are_layers_still(tmp_path):
-  bins = len(EDGES) - 1
-  spread = {"moe/layer_x": [0.5] * bins, "ratio/x": [1] * bins}
-  with metric_writer.MetricWriter(
-    tmp_path, total_steps=1, resume_step=0, edges=EDGES
-  ) as writer:
-    writer.write(1, {}, spread)
-  spreads = read(tmp_path).spreads
-  assert spreads["moe/layer_x"].edges is None
-  assert len(spreads["ratio/x"].edges) == bins + 1
 
 
 @pytest.mark.parametrize(

@@ -395,12 +395,31 @@ def test_a_reward_function_that_fails_stops_all(launch, reference, tmp_path):
   assert "error:" not in second
 
 
-DAMAGE = """
-import pathlib, sys, time, jax, numpy as np
-from gspo_jax.runtime import multihost
+JOIN = """
+import pathlib, sys, time, jax, jax.numpy as jnp, numpy as np
+from gspo_jax.record import checkpoint
 from gspo_jax.record.checkpoint import Checkpoints
+from gspo_jax.runtime import multihost, sharding
 from jax.sharding import NamedSharding, PartitionSpec as P
 multihost.start(sys.argv[1], 2, int(sys.argv[2]))
+"""
+
+
+def run_two(script, environment, folder, devices=1):
+  """The outputs of two processes; arguments: address, index and a folder."""
+  address = f"127.0.0.1:{free_port()}"
+  commands = [
+    ["-c", JOIN + script, address, i, folder / "work"] for i in (0, 1)
+  ]
+  job = Job(commands, folder / "logs", environment, devices)
+  try:
+    return job.finish(seconds=120)
+  finally:
+    for process in job.processes:
+      process.kill()
+
+
+DAMAGE = """
 mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
 rows = NamedSharding(mesh, P("x"))
 make = lambda step: multihost.to_global(
@@ -429,18 +448,6 @@ with Checkpoints(sys.argv[3], every=1, keep=9) as checkpoints:
 """
 
 
-def run_two(script, environment, folder, devices=1):
-  """The outputs of two processes; arguments: address, index and a folder."""
-  address = f"127.0.0.1:{free_port()}"
-  commands = [["-c", script, address, i, folder / "work"] for i in (0, 1)]
-  job = Job(commands, folder / "logs", environment, devices)
-  try:
-    return job.finish(seconds=120)
-  finally:
-    for process in job.processes:
-      process.kill()
-
-
 def test_a_checkpoint_that_one_cannot_read_is_skipped_by_all(
   environment, tmp_path
 ):
@@ -453,10 +460,6 @@ def test_a_checkpoint_that_one_cannot_read_is_skipped_by_all(
 
 
 BUSY = """
-import sys, jax, jax.numpy as jnp, numpy as np
-from gspo_jax.runtime import multihost, sharding
-from jax.sharding import NamedSharding, PartitionSpec as P
-multihost.start(sys.argv[1], 2, int(sys.argv[2]))
 mesh = sharding.make_mesh(data=2, fsdp=2)
 by_row = NamedSharding(mesh, P(("data", "fsdp")))
 rows = np.ones((4, 2048), np.float32)
@@ -488,11 +491,6 @@ def test_sums_of_processes_wait_for_the_program_before(environment, tmp_path):
 
 
 COPIES = """
-import sys, jax, numpy as np
-from gspo_jax.record import checkpoint
-from gspo_jax.runtime import multihost, sharding
-from jax.sharding import NamedSharding, PartitionSpec as P
-multihost.start(sys.argv[1], 2, int(sys.argv[2]))
 mesh = sharding.make_mesh(data=2, fsdp=2)
 copies, rows = (NamedSharding(mesh, P(axis)) for axis in ("fsdp", "data"))
 x = np.arange(8, dtype=np.float32).reshape(4, 2) - 3
@@ -506,7 +504,7 @@ def spy(folder, tree, **options):
   read.extend(name for name, x in tree.items() if x is not ...)
   return load(folder, tree, **options)
 checkpoint.ocp.load = spy
-with checkpoint.Checkpoints(sys.argv[3], every=1, keep=9) as checkpoints:
+with Checkpoints(sys.argv[3], every=1, keep=9) as checkpoints:
   checkpoints.save(1, state, {})
   with jax.set_mesh(mesh):
     restored = checkpoints.restore(like, lambda *_: None)
@@ -528,13 +526,9 @@ def test_one_of_two_copies_is_read_and_the_other_process_gets_it(
 
 
 AGREEMENT = """
-import os, pathlib, sys
-import numpy as np
 from etils import epath
-from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
 index, folder = int(sys.argv[2]), pathlib.Path(sys.argv[3])
-multihost.start(sys.argv[1], 2, index)
 def attempt(check):
   try:
     print("passed", check())
@@ -557,6 +551,7 @@ def lose_connection():
     raise TimeoutError("no answer")
   fail()
 attempt(lambda: multihost.run_on_all(lose_connection))
+attempt(lambda: multihost.run_on_all(lambda: index or lose_connection()))
 attempt(lambda: multihost.require_same({"steps": 3, "seed": 5}))
 attempt(lambda: multihost.require_same({"steps": 3, "seed": index}))
 attempt(lambda: multihost.require_same({str(index): 3}))
@@ -584,6 +579,7 @@ def test_agreement(environment, tmp_path):
     "passed ran",
     "agreed: process 1: no such file",
     "fault: no answer",
+    "fault: no answer",
     "passed None",
     "agreed: seed is not the same everywhere: process 1 has another value than "
     "process 0",
@@ -596,8 +592,8 @@ def test_agreement(environment, tmp_path):
   assert first == expected
   # A process raises its own message, else that of the first other process.
   expected[5] = "agreed: no such file"
-  expected[6] = "fault: process 0: TimeoutError: no answer"
-  expected[11] = f"agreed: process 0: --workdir='{work}/0' {apart}"
+  expected[6] = expected[7] = "fault: process 0: TimeoutError: no answer"
+  expected[12] = f"agreed: process 0: --workdir='{work}/0' {apart}"
   assert second == expected[:-1]
 
 
@@ -645,12 +641,7 @@ def test_agents_of_two_processes_play_with_one_policy(launch, tmp_path):
 
 
 MIGRATION = """
-import sys
-import jax
-jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-import numpy as np
 from gspo_jax import model, sampler
-from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler import continuous
 from gspo_jax.sampler.continuous import placement
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
