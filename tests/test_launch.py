@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 from repository import ROOT
 
 from gspo_jax import main
+from gspo_jax.plan.chips import parse
 
 LAUNCH = ROOT / "launch"
 README = (LAUNCH / "README.md").read_text()
@@ -286,6 +287,14 @@ def test_the_wheels_for_a_gpu_are_what_setup_cfg_asks_for():
 
 
 # The table and the sizes.
+
+
+def test_a_plan_knows_the_slices_of_the_table():
+  assert len(table()) > 20
+  for name, (family, topology, chips, _) in table().items():
+    found = parse(name)
+    assert str(found) == f"{family}:{topology}"
+    assert math.prod(found.shape) == chips
 
 
 @pytest.mark.parametrize("kind", table())

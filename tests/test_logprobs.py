@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_model import weights
 
 from gspo_jax import logprobs, model
 from gspo_jax.runtime import sharding
@@ -33,14 +34,6 @@ DENSE = model.variant(
 MOE = dataclasses.replace(
   DENSE, num_layers=2, num_experts=4, experts_per_token=2, tie_embeddings=False
 )
-
-
-@functools.cache
-def weights(cfg):
-  rng = np.random.default_rng(0)
-  shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
-  fill = lambda x: rng.normal(0, 0.6, x.shape).astype(np.float32)
-  return jax.tree.map(fill, shapes)
 
 
 def inputs():
@@ -391,10 +384,7 @@ def test_a_dense_tied_model_on_a_mesh_equals_one_device(
   mask[1::2, 5:] = 2
   tokens = rng.integers(0, 74, mask.shape).astype(np.int32)
   positions = np.arange(12) - np.where(mask == 2, 5, 0)
-  shapes = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
-  params = jax.tree.map(
-    lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes
-  )
+  params = weights(cfg)
   cotangent = rng.normal(size=(8, 6)).astype(np.float32)
   wanted = rng.random(cotangent.shape) < 0.3 if some else None
   kept = None
@@ -419,7 +409,7 @@ def test_a_dense_tied_model_on_a_mesh_equals_one_device(
   expected = jax.device_get(run(params))
   mesh = sharding.make_mesh(**{"fsdp": 2, "tensor": 2, axis: 2})
   with jax.set_mesh(mesh):
-    sharded = jax.device_put(params, model.shardings(shapes, mesh))
+    sharded = jax.device_put(params, model.shardings(params, mesh))
     actual = jax.device_get(run(sharded))
   for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
     np.testing.assert_allclose(a, b, atol=2e-5 * max(np.abs(b).max(), 1))

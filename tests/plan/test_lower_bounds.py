@@ -23,8 +23,7 @@ VARIANTS = [
 
 def matrices(cfg):
   """Sizes of the parameters that multiply something, by path."""
-  shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
-  leaves = leaves_by_path(shapes)
+  leaves = leaves_by_path(model.shapes(cfg))
   vectors = re.compile("scale|bias|sinks|A_log|conv")
   return {
     path: x.size for path, x in leaves.items() if not vectors.search(path)
@@ -90,7 +89,7 @@ LATENT = model.variant(
 
 def compiled_flops(cfg, batch, new, cached=0):
   """XLA's count, of the tokens' logits too."""
-  params = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
+  params = model.shapes(cfg)
   tokens = jax.ShapeDtypeStruct((batch, new), jnp.int32)
   run = functools.partial(model.forward, cfg=cfg)
   if cached:

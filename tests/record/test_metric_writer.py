@@ -429,6 +429,16 @@ class Bucket(MemoryFileSystem):
     return super()._open(path, mode.replace("a", "w"), **kwargs)
 
 
+@pytest.fixture
+def bucket(monkeypatch):
+  """An empty bucket, and a clock that stands still until it is set."""
+  now = [1000.0]
+  Bucket.store.clear()
+  monkeypatch.setattr(type(backend.fsspec_backend), "fs", lambda *_: Bucket())
+  monkeypatch.setattr(run_files.time, "monotonic", lambda: now[0])
+  return now
+
+
 def contents(files):
   """Names and contents of the plain files, and the numbers of events."""
   plain = {k: v for k, v in files.items() if "tfevents" not in k}
@@ -436,9 +446,7 @@ def contents(files):
   return plain.keys(), plain, events
 
 
-def test_a_bucket_holds_the_same_as_a_folder(tmp_path, monkeypatch):
-  kind = type(backend.fsspec_backend)
-  monkeypatch.setattr(kind, "fs", lambda *_: Bucket())
+def test_a_bucket_holds_the_same_as_a_folder(tmp_path, bucket):
   for folder in ("gs://bucket/run", tmp_path):
     for tag in "ab":
       run_steps(folder, range(4), tag=tag)
@@ -448,23 +456,13 @@ def test_a_bucket_holds_the_same_as_a_folder(tmp_path, monkeypatch):
     for p in tmp_path.rglob("*")
     if p.is_file()
   }
-  bucket = {
+  uploaded = {
     name.removeprefix("/bucket/run/"): file.getvalue()
     for name, file in Bucket.store.items()
   }
-  assert contents(bucket) == contents(local)
+  assert contents(uploaded) == contents(local)
   moved = {"metrics.jsonl.1", "distributions.jsonl.1"}
   assert moved | {"samples.1/step_000003.jsonl"} < contents(local)[0]
-
-
-@pytest.fixture
-def bucket(monkeypatch):
-  """An empty bucket, and a clock that stands still until it is set."""
-  now = [1000.0]
-  Bucket.store.clear()
-  monkeypatch.setattr(type(backend.fsspec_backend), "fs", lambda *_: Bucket())
-  monkeypatch.setattr(run_files.time, "monotonic", lambda: now[0])
-  return now
 
 
 def steps_in_bucket(name="metrics.jsonl"):

@@ -4,19 +4,15 @@ import re
 
 import numpy as np
 import pytest
-from make_run import CONFIG, make_run
+from make_run import CONFIG, make_run, runs
 from metrics_page import ROWS
 
 from gspo_jax.losses import EDGES
-from gspo_jax.report import charts, workdir
+from gspo_jax.report import charts
 from gspo_jax.report.charts import COLOURS, number, of_section, thin
 from gspo_jax.report.workdir import RunRecord, Series, Spread
 
 BINS = len(EDGES) - 1
-
-
-def runs(*folders):
-  return workdir.read([str(folder) for folder in folders])
 
 
 def written(folder, *rows):

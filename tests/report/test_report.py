@@ -15,13 +15,12 @@ from html import unescape
 from html.parser import HTMLParser
 
 import pytest
-from make_run import CONFIG, add_sample, make_run
+from make_run import CONFIG, add_sample, make_run, runs
 from plotly.offline import get_plotlyjs
 from processes import python
 
 from gspo_jax.report import __main__ as report_main
 from gspo_jax.report.page import page
-from gspo_jax.report.workdir import read
 
 HOSTILE = (
   "</pre></script><script>alert(1)</script><img src=x onerror=alert(2)>'\""
@@ -66,7 +65,7 @@ class Page(HTMLParser):
 
 
 def html_of(*folders):
-  return page(read([str(folder) for folder in folders]))
+  return page(runs(*folders))
 
 
 def charts_of(page):

@@ -2,14 +2,14 @@
 
 import re
 
-from make_run import add_sample, make_run
+from make_run import add_sample, make_run, runs
 
 from gspo_jax.record.run_files import Sample, write_samples
-from gspo_jax.report import samples, workdir
+from gspo_jax.report import samples
 
 
 def block(folder):
-  return samples.of_runs(workdir.read([str(folder)]))
+  return samples.of_runs(runs(folder))
 
 
 def written(folder, *rows):

@@ -2,14 +2,10 @@
 
 import re
 
-from make_run import CONFIG, make_run
+from make_run import CONFIG, make_run, runs
 
-from gspo_jax.report import tables, workdir
+from gspo_jax.report import tables
 from gspo_jax.report.charts import of_section
-
-
-def runs(*folders):
-  return workdir.read([str(folder) for folder in folders])
 
 
 def test_a_run_that_goes_on_is_not_called_finished(tmp_path):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from make_run import CONFIG, make_run
+from make_run import CONFIG, make_run, runs
 
 from gspo_jax import losses
 from gspo_jax.losses import EDGES
@@ -17,7 +17,7 @@ from gspo_jax.runtime.errors import UserError
 
 
 def read(folder):
-  return workdir.read([str(folder)])[0]
+  return runs(folder)[0]
 
 
 def test_a_run_is_what_its_writer_wrote(tmp_path):

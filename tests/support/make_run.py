@@ -6,6 +6,7 @@ import numpy as np
 
 from gspo_jax.losses import EDGES
 from gspo_jax.record.run_files import Sample, write_samples
+from gspo_jax.report import workdir
 
 CONFIG = {
   "num_steps": 20,
@@ -42,6 +43,11 @@ def make_run(
   if config:
     (folder / "run_config.json").write_text(json.dumps(config))
   return folder
+
+
+def runs(*folders):
+  """The runs of these folders, as a report reads them."""
+  return workdir.read([str(folder) for folder in folders])
 
 
 def add_sample(folder, step, *, problem="q?", response="a", reference="r"):
