@@ -1,12 +1,13 @@
 """TFDS sets from local files, by name, without TensorFlow or a network."""
 
+import functools
 import json
-import subprocess
 import sys
 
 import datasets
 import pytest
 import tensorflow_datasets as tfds
+from processes import python
 
 from gspo_jax.data import prepare_tfds, sources
 from gspo_jax.runtime.errors import UserError
@@ -96,12 +97,7 @@ def test_mistakes(tmp_path):
 
 
 def test_the_command(tmp_path):
-  run = lambda *flags: subprocess.run(
-    [sys.executable, "-m", "gspo_jax.data.prepare_tfds", *flags],
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
+  run = functools.partial(python, "-m", "gspo_jax.data.prepare_tfds")
   done = run(
     "--name=my_set",
     f"--train={write(tmp_path / 'a', 5)}",

@@ -1,11 +1,11 @@
 """Training a tokenizer: the same text, the same file, and nothing is lost."""
 
+import functools
 import json
-import subprocess
-import sys
 
 import pytest
 import transformers
+from processes import python
 
 from gspo_jax.data import tokenizers
 from gspo_jax.data.tokenizers import train
@@ -78,12 +78,7 @@ def test_the_fields_of_all_files(tmp_path):
 
 def test_the_command(tmp_path):
   path = write(tmp_path / "a", *({"q": text} for text in TEXTS))
-  run = lambda *flags: subprocess.run(
-    [sys.executable, "-m", "gspo_jax.data.tokenizers.train", *flags],
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
+  run = functools.partial(python, "-m", "gspo_jax.data.tokenizers.train")
   out = tmp_path / "new/a.model"
   flags = (f"--input={path}", "--fields=q", f"--output={out}")
   done = run(*flags, "--vocab_size=320")

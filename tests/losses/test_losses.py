@@ -2,8 +2,6 @@
 
 import functools
 import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +9,7 @@ import numpy as np
 import oracles
 import pytest
 from oracles import B, T, random_case
+from processes import python
 from run_loss import (
   assert_close,
   assert_is_oracle,
@@ -325,11 +324,6 @@ try:
 except RuntimeError:
   print("the first touch of a device fails")
 """
-  done = subprocess.run(
-    [sys.executable, "-c", code],
-    env=os.environ | {"JAX_PLATFORMS": "nowhere"},
-    capture_output=True,
-    text=True,
-    timeout=60,
-  )
+  env = os.environ | {"JAX_PLATFORMS": "nowhere"}
+  done = python("-c", code, env=env)
   assert "first touch" in done.stdout, done.stderr

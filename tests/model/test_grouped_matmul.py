@@ -1,13 +1,11 @@
 """Grouped matmul: each row times the matrix of its group, in both forms."""
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from expert_oracle import random_experts, weighted_sum
+from processes import python
 
 from gspo_jax.model import grouped_matmul, moe
 
@@ -132,9 +130,7 @@ def test_tiles_of_compiled_products_divide_their_widths(
   """
   pytest.importorskip("libtpu")
   script = TILES.replace("{topology}", topology)
-  out = subprocess.run(
-    [sys.executable, "-c", script], check=True, capture_output=True, text=True
-  ).stdout
+  out = python("-c", script, check=True).stdout
   assert sorted(out.splitlines()) == [
     *["(10240, 2880) 128,2880,512"] * 2,
     "(10240, 2880) 128,5760,256",

@@ -1,14 +1,11 @@
 """Activations are rounded at the same places in every compiled program."""
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from repository import ROOT
+from processes import python
 
 from gspo_jax.model.rounding import matmul, matmul_float32, rounded, stored
 from gspo_jax.runtime import sharding
@@ -33,13 +30,7 @@ print(float(jnp.mean(whole != apart)))
 
 def test_no_compiler_drops_a_rounding():
   """With XLA's default optimizations, some of which other tests turn off."""
-  result = subprocess.run(
-    [sys.executable, "-c", COMPARE],
-    cwd=ROOT,
-    check=True,
-    capture_output=True,
-    text=True,
-  )
+  result = python("-c", COMPARE, check=True)
   # 29 % without `rounded`; the rest are sums in another order.
   assert float(result.stdout) < 1e-3
 

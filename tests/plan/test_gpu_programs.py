@@ -4,12 +4,12 @@ Two layers of Qwen3-30B-A3B, with all experts. Nothing runs.
 """
 
 import functools
-import importlib.util
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from compilers import needs_cuda
 
 from gspo_jax.configs import common
 from gspo_jax.model import attention, grouped_matmul
@@ -20,13 +20,7 @@ from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 
-pytestmark = [
-  pytest.mark.slow,
-  pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason="needs the extra `plan-gpu`",
-  ),
-]
+pytestmark = [pytest.mark.slow, needs_cuda]
 
 TRITON, MOSAIC = "__gpu$xla.gpu.triton", "mosaic_gpu_v2"
 GPUS = {"a100:1": TRITON, "l4:1": TRITON, "h100:1": MOSAIC}

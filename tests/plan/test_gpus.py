@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 
 import pytest
+from compilers import needs_cuda
 from processes import python
 
 from gspo_jax.plan import gpus, hlo
@@ -159,14 +160,10 @@ def test_a_kernel_without_a_rule_is_listed():
   assert found.unknown_kernels == {"call.1": 1}
 
 
+@needs_cuda
 @pytest.mark.slow  # compiles three functions: 30 s of CPU
 @pytest.mark.parametrize("topology", ["l4:1", "h100:1"])
 def test_a_config_compiled_for_a_gpu(topology):
-  package = "jax-cuda12-plugin"
-  try:
-    importlib.metadata.version(package)
-  except importlib.metadata.PackageNotFoundError:
-    pytest.skip(f"no {package}: needs the extra `plan-gpu`")
   done = python(
     *("-m", "gspo_jax.plan", "--json", f"--topology={topology}"),
     "--config=configs/tiny_cpu.py:debug",
@@ -177,8 +174,8 @@ def test_a_config_compiled_for_a_gpu(topology):
   lines = done.stderr.splitlines()
   assert all(line.startswith(("compiling", "scheduling")) for line in lines)
   told = json.loads(done.stdout)
-  version = importlib.metadata.version(package)
-  assert told["compiled_by"] == f"{package} {version}"
+  version = importlib.metadata.version("jax-cuda12-plugin")
+  assert told["compiled_by"] == f"jax-cuda12-plugin {version}"
   assert list(told["functions"]) == ["update", "old_logps", "generate"]
   for function in told["functions"].values():
     assert function["compiler"] is None

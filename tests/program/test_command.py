@@ -10,6 +10,7 @@ import time
 import pytest
 from absl import flags
 from absl.testing import flagsaver
+from processes import python
 from repository import ROOT
 
 from gspo_jax import main, train
@@ -324,13 +325,7 @@ def test_the_command_prints_one_line_and_exits_with_2(
 ):
   (tmp_path / "file").write_text("")
   flags = TINY, f"--workdir={tmp_path}/{workdir}", *arguments
-  done = subprocess.run(
-    [sys.executable, "-m", "gspo_jax.main", *flags],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
+  done = python("-m", "gspo_jax.main", *flags)
   assert done.returncode == 2
   assert "rror" not in done.stdout
   line = done.stderr.removeprefix("loading jax\n")

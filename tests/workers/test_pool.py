@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -11,6 +10,7 @@ from concurrent import futures
 
 import numpy as np
 import pytest
+from processes import python
 
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.workers import process, worker
@@ -562,14 +562,8 @@ act = lambda *request: pool.start([Call(0, request)])
 
 def run(folder, rest):
   path = os.pathsep.join([str(folder), *filter(None, sys.path)])
-  return subprocess.run(
-    [sys.executable, "-c", RUN + rest],
-    env=os.environ | {"PYTHONPATH": path},
-    start_new_session=True,
-    capture_output=True,
-    text=True,
-    timeout=60,
-  )
+  env = os.environ | {"PYTHONPATH": path}
+  return python("-c", RUN + rest, env=env, start_new_session=True, timeout=60)
 
 
 def test_signals_to_the_run_do_not_end_its_workers(folder):
