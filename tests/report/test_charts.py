@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from make_run import CONFIG, make_run, runs
+from make_run import make_run, runs
 from metrics_page import ROWS
 
 from gspo_jax.losses import EDGES
@@ -220,22 +220,20 @@ def test_a_clip_range_lies_beside_what_it_clips(tmp_path, method, unit):
   clips = {"token": 2e-2, "sequence": 2e-4}.get(unit, 2e-3)
   name = f"{method}:clip_low={clips},clip_high={clips}"
   objective = {"name": method if unit == "no" else name}
-  config = {**CONFIG, "objective": objective}
-  folder = make_run(tmp_path / "a", 12, config=config)
+  folder = make_run(tmp_path / "a", 12, objective=objective)
   ends = ("ratio/{}_log", "mismatch/{}_gap", "mismatch/{}_abs_mean")
   expected = {name.format(unit) for name in ends} if unit != "no" else set()
   assert marked(folder) == expected
   # Of several runs where all have the same range.
-  same = make_run(tmp_path / "b", 12, config=config)
+  same = make_run(tmp_path / "b", 12, objective=objective)
   assert marked(folder, same) == expected
-  other = {**CONFIG, "objective": {"name": "dapo"}}
-  assert marked(folder, make_run(tmp_path / "c", 12, config=other)) == set()
+  other = make_run(tmp_path / "c", 12, objective={"name": "dapo"})
+  assert marked(folder, other) == set()
 
 
 def test_a_mark_is_where_the_log_ratio_is_clipped(tmp_path):
   """GRPO's 1 - 0.2 is a log-ratio of -0.223, and its size that on a curve."""
-  config = {**CONFIG, "objective": {"name": "grpo"}}
-  folder = make_run(tmp_path / "a", 12, config=config)
+  folder = make_run(tmp_path / "a", 12, objective={"name": "grpo"})
   (plot,) = of_section(["mismatch/token_abs_mean"], runs(folder))
   _, low, high = plot.figure.data
   assert (low.name, high.name) == ("clip low 0.223", "clip high 0.239")

@@ -184,12 +184,7 @@ def test_long_runs_are_small_and_quick(tmp_path):
 def test_several_runs_lie_over_one_another(tmp_path):
   runs = [
     make_run(tmp_path / "gspo", 20),
-    make_run(
-      tmp_path / "grpo",
-      7,
-      moe=False,
-      config={**CONFIG, "objective": {"name": "grpo"}},
-    ),
+    make_run(tmp_path / "grpo", 7, moe=False, objective={"name": "grpo"}),
   ]
   html = html_of(*runs)
   page = Page(html)

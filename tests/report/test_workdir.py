@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from make_run import CONFIG, make_run, runs
+from make_run import make_run, runs
 
 from gspo_jax import losses
 from gspo_jax.losses import EDGES
@@ -47,8 +47,8 @@ def test_a_run_is_what_its_writer_wrote(tmp_path):
 
 def test_steps_without_signal_are_those_without_a_mixed_group(tmp_path):
   def steps(name, objective="gspo", **row):
-    config = {**CONFIG, "objective": {"name": objective}}
-    folder = make_run(tmp_path / name, 3, config=config, scalars=row)
+    named = {"name": objective}
+    folder = make_run(tmp_path / name, 3, objective=named, scalars=row)
     return read(folder).without_signal().tolist()
 
   none = {"reward/mixed_groups": 0.0}
@@ -77,8 +77,7 @@ def test_steps_without_signal_are_those_without_a_mixed_group(tmp_path):
 def test_clips_are_log_ratios_of_what_is_clipped(
   tmp_path, objective, unit, ratios
 ):
-  config = {**CONFIG, "objective": objective}
-  run = read(make_run(tmp_path / "a", 1, config=config))
+  run = read(make_run(tmp_path / "a", 1, objective=objective))
   other = {"token", "sequence"} - {unit}
   assert all(run.clips(unit) == {} for unit in other)
   bounds = dict(zip(("clip low", "clip high"), ratios, strict=False))
@@ -91,8 +90,7 @@ def test_clips_are_log_ratios_of_what_is_clipped(
   "method", ["gspo", "grpo", "dr_grpo", "dapo", "ppo", "gmpo"]
 )
 def test_outside_the_clip_range_the_loss_has_no_gradient(tmp_path, method):
-  config = {**CONFIG, "objective": {"name": method}}
-  run = read(make_run(tmp_path / method, 1, config=config))
+  run = read(make_run(tmp_path / method, 1, objective={"name": method}))
   clips = run.clips("token") or run.clips("sequence")
   low, high = clips["clip low"], clips["clip high"]
   log_ratios = np.outer(

@@ -17,7 +17,15 @@ CONFIG = {
 
 
 def make_run(
-  folder, steps, *, moe=True, config=CONFIG, seed=0, scalars=None, average=1
+  folder,
+  steps,
+  *,
+  moe=True,
+  config=CONFIG,
+  objective=CONFIG["objective"],
+  seed=0,
+  scalars=None,
+  average=1,
 ):
   """Writes a run of that many steps under `folder`; returns `folder`.
 
@@ -41,7 +49,8 @@ def make_run(
   _write(folder / "metrics.jsonl", rows)
   _write(folder / "distributions.jsonl", spreads)
   if config:
-    (folder / "run_config.json").write_text(json.dumps(config))
+    saved = json.dumps(config | {"objective": objective})
+    (folder / "run_config.json").write_text(saved)
   return folder
 
 
