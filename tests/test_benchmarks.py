@@ -242,35 +242,22 @@ def test_sampler_gap():
   assert "int8 experts" in models["experts"]
 
 
-class Chat:
-  """Bytes, and a prompt that is the problem itself."""
-
-  def __init__(self):
-    self._bytes = tokenizers.load("bytes")
-    self.stop_ids = self._bytes.stop_ids
-    self.vocab_size = self._bytes.vocab_size
-
-  def encode(self, text):
-    return self._bytes.encode(text)
-
-  def prompt(self, text, system):
-    return self.encode(f"{text} ")
+def replace_python(folder, monkeypatch, does):
+  """Lets a shell script stand in for Python."""
+  command = folder / "command"
+  command.write_text(f"#!/bin/sh\n{does}\n")
+  command.chmod(0o755)
+  monkeypatch.setattr(sys, "executable", str(command))
 
 
 def train(folder, monkeypatch, rows, *, end="exit 0"):
   """`seeds.train`, where the command writes these rows, then does that."""
   lines = "".join(json.dumps(row) + "\n" for row in rows)
-  command = folder / "command"
-  command.write_text(
-    f"""#!/bin/sh
-cat > "{folder}/metrics.jsonl" <<'END'
+  does = f"""cat > "{folder}/metrics.jsonl" <<'END'
 {lines}END
 echo "$@" > "{folder}/arguments"
-{end}
-"""
-  )
-  command.chmod(0o755)
-  monkeypatch.setattr(sys, "executable", str(command))
+{end}"""
+  replace_python(folder, monkeypatch, does)
   return seeds.train("a.py", folder, seed=3)
 
 
@@ -330,7 +317,7 @@ while :; do sleep 0.05; done"""
 @pytest.fixture(scope="module")
 def policies():
   """A tokenizer, a config and two policies."""
-  chat = Chat()
+  chat = tokenizers.load("bytes")
   cfg = model.ModelConfig(
     vocab_size=chat.vocab_size, num_layers=1, embed_dim=16, num_heads=2,
     num_kv_heads=2, head_dim=8, mlp_dim=16,
@@ -367,10 +354,11 @@ def test_kl_is_of_the_tokens_of_the_first_responses_and_their_stop(policies):
     {"problem": "long", "response": "defg", "finish": "length", "sample": 0},
     {"problem": "long", "response": "xyz", "finish": "stopped", "sample": 1},
   ]
+  system = smollm2.smollm2_cpu.get_config().data.system_prompt
   found = smollm2._kl(policy, first, cfg, chat, answers)
   each = []
   for answer, stop in zip(answers, (chat.stop_ids[:1], ()), strict=False):
-    prompt = chat.prompt(answer["problem"], "")
+    prompt = chat.prompt(answer["problem"], system)
     ids = [*prompt, *chat.encode(answer["response"]), *stop]
     log_p, log_q = (log_probs_of_next(p, cfg, ids) for p in (policy, first))
     kl = (np.exp(log_p) * (log_p - log_q)).sum(-1)
@@ -445,16 +433,13 @@ def test_rows_of_a_gpu_are_saved_and_kept(tmp_path, monkeypatch):
   ],
 )
 def test_a_row_of_a_gpu_says_why_it_failed(does, found, tmp_path, monkeypatch):
-  fake = tmp_path / "python"
-  fake.write_text(f"#!/bin/sh\n{does}\n")
-  fake.chmod(0o755)
-  monkeypatch.setattr(sys, "executable", str(fake))
+  replace_python(tmp_path, monkeypatch, does)
   got = gpu._measure("a", False, seconds=1)
   if found and "failed" in found:
     assert re.match(found["failed"], got["failed"])
   else:
     assert got == found
-  fake.write_text(f"#!/bin/sh\nexit {gpu._NO_GPU}\n")
+  replace_python(tmp_path, monkeypatch, f"exit {gpu._NO_GPU}")
   with pytest.raises(SystemExit):
     gpu._measure("a", False, seconds=5)
 
