@@ -19,27 +19,26 @@ def first_of(body, *, computations=""):
   return module, module.entry, module.entry.get("it")
 
 
-def test_a_matrix_product():
-  work = first_of(
-    "  %a = bf16[3,32,64]{2,1,0} parameter(0)\n"
-    "  %b = bf16[3,64,16]{2,1,0} parameter(1)\n"
-    "  ROOT %it = f32[3,32,16]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, "
-    "lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}"
-  )
-  assert hlo_work.flops(*work) == 2 * 3 * 32 * 64 * 16
-  read, written = 2 * 3 * 64 * (32 + 16), 4 * 3 * 32 * 16
-  assert hlo_work.hbm_bytes(*work) == read + written
-
-
-def test_a_batched_product_written_as_a_convolution():
-  """As on TPUs: 8 products [32, 64] x [64, 16], mostly padding."""
+@pytest.mark.parametrize(
+  "product",
+  [
+    "dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, "
+    "rhs_batch_dims={0}, rhs_contracting_dims={1}",
+    # As on TPUs: a convolution, mostly of padding.
+    "convolution(%a, %b), window={size=8 stride=7 lhs_dilate=8}, "
+    "dim_labels=0bf_0io->0bf",
+  ],
+)
+def test_batched_matrix_products(product):
+  """8 products [32, 64] x [64, 16]."""
   work = first_of(
     "  %a = bf16[8,32,64]{2,1,0} parameter(0)\n"
     "  %b = bf16[8,64,16]{2,1,0} parameter(1)\n"
-    "  ROOT %it = f32[8,32,16]{2,1,0} convolution(%a, %b), "
-    "window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf"
+    f"  ROOT %it = f32[8,32,16]{{2,1,0}} {product}"
   )
   assert hlo_work.flops(*work) == 2 * 8 * 32 * 64 * 16
+  read, written = 2 * 8 * 64 * (32 + 16), 4 * 8 * 32 * 16
+  assert hlo_work.hbm_bytes(*work) == read + written
 
 
 def test_overlaps_against_brute_force():
