@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compilers import needs_libtpu
+from compilers import absent_devices, needs_libtpu
 from paged_oracle import attention as attention_of_one_token
 
 from gspo_jax.model import attention
-from gspo_jax.plan import chips
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.runtime import sharding
 
@@ -521,10 +520,7 @@ def test_one_layer_on_a_v5p(tokens, heads, options, gib):
 
   `heads` are those of the queries, those of the keys, and their width.
   """
-  plan_compile.prepare()
-  mesh = sharding.make_mesh(
-    plan_compile.devices(chips.parse("v5p:2x2x1"), 1)[:1]
-  )
+  mesh = sharding.make_mesh(absent_devices("v5p:2x2x1")[:1])
   shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(
     dims, dtype, sharding=sharding.replicated(mesh)
   )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compilers import needs_libtpu
+from compilers import absent_devices, needs_libtpu
 from jax.sharding import NamedSharding, PartitionSpec
 from paged_oracle import (
   HUGE,
@@ -21,8 +21,6 @@ from paged_oracle import (
 from gspo_jax import model
 from gspo_jax.model import paged_attention
 from gspo_jax.model import paged_cache as paged
-from gspo_jax.plan import chips
-from gspo_jax.plan import compile as plan_compile
 from gspo_jax.runtime import sharding
 
 K, N, H, S, W, L = 2, 6, 6, 4, 5, 2
@@ -340,8 +338,7 @@ def test_donated_pages_are_written_in_place(name):
 )
 def test_a_tpu_writes_in_place_too(name, dtype, H):
   """It does not copy all pages between the writes and the kernel either."""
-  plan_compile.prepare()
-  device = plan_compile.devices(chips.parse("v5e:2x2"), 1)[0]
+  device = absent_devices("v5e:2x2")[0]
   exact = jax.default_matmul_precision("highest")
   with (
     jax.set_mesh(sharding.make_mesh([device])),

@@ -6,12 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compilers import needs_libtpu
+from compilers import absent_devices, needs_libtpu
 from jax.experimental.pallas import tpu as pltpu
 
 from gspo_jax.model import paged_attention, paged_kernel
-from gspo_jax.plan import chips
-from gspo_jax.plan import compile as plan_compile
 from gspo_jax.runtime import sharding
 
 U, H, S, W = 3, 128, 8, 6
@@ -96,9 +94,7 @@ LAYERS = {
   "kind", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
 )
 def test_it_compiles_without_copies_of_pages(kind):
-  plan_compile.prepare()
-  device = plan_compile.devices(chips.parse(kind), 1)[0]
-  mesh = sharding.make_mesh([device])
+  mesh = sharding.make_mesh(absent_devices(kind)[:1])
   place = jax.NamedSharding(mesh, jax.P())
   shape = lambda dtype, *dims: jax.ShapeDtypeStruct(dims, dtype, sharding=place)
   for name, (B, T, K, U, H, t, window, has_sinks) in LAYERS.items():

@@ -5,7 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from compilers import needs_libtpu
+from compilers import absent_devices, needs_libtpu
 from jax.sharding import SingleDeviceSharding
 
 from gspo_jax.plan import chips
@@ -16,8 +16,7 @@ from gspo_jax.runtime.errors import UserError
 
 def compiled(topology, function, shape, dtype=jnp.float32):
   """The function compiled for one device, with its argument donated."""
-  plan_compile.prepare()
-  device = plan_compile.devices(chips.parse(topology), 1)[0]
+  device = absent_devices(topology)[0]
   argument = jax.ShapeDtypeStruct(
     shape, dtype, sharding=SingleDeviceSharding(device)
   )
@@ -71,8 +70,7 @@ def test_the_compilers_hbm_limit_is_that_of_the_chip(topology):
 
 @needs_libtpu
 def test_devices_of_two_slices():
-  plan_compile.prepare()
-  devices = plan_compile.devices(chips.parse("v5e:2x2"), 2)
+  devices = absent_devices("v5e:2x2", slices=2)
   assert len(devices) == 8
   assert {d.slice_index for d in devices} == {0, 1}
 

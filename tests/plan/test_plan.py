@@ -4,13 +4,12 @@ import json
 
 import jax
 import pytest
-from compilers import needs_libtpu
+from compilers import absent_devices, needs_libtpu
 from processes import python
 from repository import ROOT
 
 from gspo_jax import plan
 from gspo_jax.plan import chips, planner
-from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan import table as plan_table
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
@@ -301,10 +300,7 @@ def test_more_tokens_a_step_than_are_fed(debug_config):
 @needs_libtpu
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
 def test_collectives_go_to_sparse_cores(debug_config, monkeypatch, topology):
-  plan_compile.prepare()
-  mesh = sharding.make_mesh(
-    plan_compile.devices(chips.parse(topology), 1), fsdp=4
-  )
+  mesh = sharding.make_mesh(absent_devices(topology), fsdp=4)
   options = options_of_update(debug_config, mesh, monkeypatch)
   assert options["xla_allow_excess_precision"] is False
   for kind in ("all_gather", "reduce_scatter", "all_reduce"):

@@ -5,11 +5,10 @@ import functools
 import jax
 import numpy as np
 import pytest
+from compilers import absent_devices, needs_libtpu
 from jax.experimental.layout import Format
 
 from gspo_jax import model
-from gspo_jax.plan import chips
-from gspo_jax.plan import compile as plan_compile
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler.decode_params import decode_params, decode_params_sharding
@@ -65,12 +64,9 @@ def test_a_vocabulary_of_uneven_parts_is_split_over_tensor_alone():
   assert vocab(CFG) == ("expert", "tensor")
 
 
+@needs_libtpu
 def test_heads_come_first_where_a_tpu_multiplies_by_them():
-  pytest.importorskip("libtpu")
-  plan_compile.prepare()
-  mesh = sharding.make_mesh(
-    plan_compile.devices(chips.parse("v5e:2x2"), 1), tensor=4
-  )
+  mesh = sharding.make_mesh(absent_devices("v5e:2x2"), tensor=4)
   heads_first = lambda cfg: {
     jax.tree_util.keystr(path[-1:], simple=True)
     for path, leaf in jax.tree.leaves_with_path(

@@ -1,8 +1,11 @@
-"""Marks for tests that compile for TPUs or GPUs: what they need."""
+"""What tests that compile for absent TPUs or GPUs need."""
 
 import importlib.util
 
 import pytest
+
+from gspo_jax.plan import chips
+from gspo_jax.plan import compile as plan_compile
 
 
 def _needs(module, reason):
@@ -12,3 +15,10 @@ def _needs(module, reason):
 
 needs_libtpu = _needs("libtpu", "no libtpu")
 needs_cuda = _needs("jax_cuda12_plugin", "needs the extra `plan-gpu`")
+
+
+def absent_devices(topology: str, slices: int = 1) -> list:
+  """The devices of slices, or of a host with GPUs, to compile for."""
+  where = chips.parse(topology)
+  plan_compile.prepare(where.platform)
+  return plan_compile.devices(where, slices)
