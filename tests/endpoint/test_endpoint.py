@@ -42,15 +42,22 @@ def served(tokenizer):
     yield engine, endpoint, s.url
 
 
+@contextlib.contextmanager
+def connected(endpoint, url, client):
+  """OpenAI's client, with the key of a client of the endpoint."""
+  key = endpoint.admit(client)
+  with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as api:
+    yield api
+  endpoint.dismiss(key)
+
+
 @pytest.fixture
 def ask(served, tokenizer):
   """(engine, client) with a key and a transcript of its own."""
   engine, endpoint, url = served
   engine.texts, engine.made = [], []
-  key = endpoint.admit(app.Client(engine, tokenizer))
-  with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
+  with connected(endpoint, url, app.Client(engine, tokenizer)) as client:
     yield engine, client
-  endpoint.dismiss(key)
 
 
 def user(text):
@@ -383,10 +390,9 @@ def test_the_run_chooses_how_its_episodes_are_sampled(
   _, endpoint, url = served
   client = app.Client(engine := Scripted(tokenizer), tokenizer)
   client.honours, engine.texts = (), ["a", "b"]
-  key = endpoint.admit(client)
   with (
     caplog.at_level(logging.WARNING, logger="absl"),
-    openai.OpenAI(base_url=url, api_key=key, max_retries=0) as api,
+    connected(endpoint, url, client) as api,
   ):
     for _ in range(2):
       chat(api, [user("a")], temperature=0.7, top_p=1.0)
@@ -409,10 +415,8 @@ def endless(served, tokenizer):
   _, endpoint, url = served
   engine = Endless(tokenizer)
   client = app.Client(engine, tokenizer)
-  key = endpoint.admit(client)
-  with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as api:
+  with connected(endpoint, url, client) as api:
     yield engine, client, api
-  endpoint.dismiss(key)
 
 
 def wait_for(condition, seconds=10):

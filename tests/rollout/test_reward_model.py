@@ -131,13 +131,13 @@ def test_responses_may_be_on_several_hosts(scorer, scores, monkeypatch):
 
 def test_the_last_token_is_none_of_the_padding(folder, tmp_path):
   """As in transformers, where the stop token may be the padding."""
-  raw = json.loads((folder / "config.json").read_text())
-  linked(folder, tmp_path, raw | {"pad_token_id": BYTES.stop_ids[0]})
+  linked(folder, tmp_path, pad_token_id=BYTES.stop_ids[0])
   assert bytes(load(tmp_path).ids(response("7"))) == b"Add.\n\n6+1=? Go: 7"
 
 
-def linked(folder, copy, config):
-  """The folder's files, and another config.json."""
+def linked(folder, copy, **changes):
+  """The folder's files, with changes of config.json."""
+  config = json.loads((folder / "config.json").read_text()) | changes
   for file in folder.iterdir():
     if file.name != "config.json":
       (copy / file.name).symlink_to(file)
@@ -145,8 +145,7 @@ def linked(folder, copy, config):
 
 
 def test_a_conversation_that_is_too_long_has_no_reward(folder, tmp_path):
-  raw = json.loads((folder / "config.json").read_text())
-  linked(folder, tmp_path, raw | {"max_position_embeddings": 60})
+  linked(folder, tmp_path, max_position_embeddings=60)
   rewards = load(tmp_path)(RESPONSES, 6)
   np.testing.assert_array_equal(rewards.failed, [0, 0, 1, 0, 0, 0])
   (reason,) = rewards.reasons
@@ -185,13 +184,12 @@ def test_a_score_that_is_not_finite_is_a_failure(scorer, params, monkeypatch):
 def test_what_is_no_reward_model_is_refused(
   changes, words, folder, tmp_path, debug_config
 ):
-  raw = json.loads((folder / "config.json").read_text())
-  linked(folder, tmp_path, raw | changes)
+  linked(folder, tmp_path, **changes)
   refused(tmp_path, words, debug_config)
 
 
 def test_a_bias_is_refused(folder, tmp_path, debug_config):
-  linked(folder, tmp_path, json.loads((folder / "config.json").read_text()))
+  linked(folder, tmp_path)
   file = sorted(tmp_path.glob("*.safetensors"))[-1]
   tensors = load_file(file) | {"score.bias": np.ones(1, np.float32)}
   file.unlink()
@@ -258,8 +256,7 @@ def test_rewards_are_a_sum_of_rules_and_the_model(scorer, scores, streamed):
 
 def test_a_model_may_be_the_only_reward(folder, tmp_path, scores):
   """And a failure of it gets no more than the others of its group."""
-  raw = json.loads((folder / "config.json").read_text())
-  linked(folder, tmp_path, raw | {"max_position_embeddings": 60})
+  linked(folder, tmp_path, max_position_embeddings=60)
   samples = samples_of(TEXTS)
   batch = pipeline.take(PROBLEMS, PROMPTS, 2)
   responses = scoring.decode_responses(samples, batch, BYTES)

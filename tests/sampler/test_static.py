@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_model import weights as random_weights
 
 from gspo_jax import model
 from gspo_jax.learner import train_batch
@@ -45,14 +46,8 @@ def weights(stop=0.0, cfg=CFG):
 
   Feature 0 of the stream is large and positive whatever the tokens are.
   """
-  rng = np.random.default_rng(8)  # gives responses of many lengths
-  shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
-
-  def fill(path, leaf):
-    mean = 1.0 if path[-1].key == "scale" else 0.0
-    return rng.normal(mean, 0.3, leaf.shape).astype(np.float32)
-
-  params = jax.tree.map_with_path(fill, shapes)
+  # Seed 8 gives responses of many lengths.
+  params = jax.tree.map(np.copy, random_weights(cfg, seed=8))
   if stop:
     params["embed"][:, 0] = 20
     params["final_norm"]["scale"][0] = 1
