@@ -98,6 +98,7 @@ class Host(ContinuousSampler):
   """The sampler of the host that has the shards `own`."""
 
   own: Sequence[int] = ()
+  shares_rows: bool = False
 
   def to_devices(self, tree):
     return tree
