@@ -30,7 +30,6 @@ from gspo_jax.record.progress import Progress
 from gspo_jax.rewards.pool import PendingRewards, RewardPool, too_many
 from gspo_jax.rewards.reward import EXAMPLE
 from gspo_jax.rollout import reward_model
-from gspo_jax.rollout.reward_model import RewardModel
 from gspo_jax.rollout.scoring import wait_for_calls
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
@@ -208,7 +207,12 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
   key = jax.random.key(config.seed)
   key = jax.random.fold_in(key, zlib.crc32(name.encode()))
   scorer = multihost.run_on_all(
-    lambda: _reward_model(config, benchmark, sampler)
+    lambda: make_reward_model(
+      [benchmark.reward],
+      f"--reward={benchmark.reward}",
+      config,
+      sampler.program,
+    )
   )
   reward_pool = multihost.run_on_all(
     lambda: None if file is None or scorer else _reward_pool(config, benchmark)
@@ -293,15 +297,6 @@ def _save_batch(
     f"{len(benchmark.problems)} problems, average {np.mean(values):.3f}",
     file=sys.stderr,
   )
-
-
-def _reward_model(config, benchmark, sampler) -> RewardModel | None:
-  if not (folder := reward_model.folder_of([benchmark.reward])):
-    return None
-  try:
-    return make_reward_model(folder, config, sampler.program)
-  except UserError as error:
-    raise UserError(f"--reward={benchmark.reward}: {error}") from error
 
 
 def _reward_pool(config, benchmark) -> RewardPool:

@@ -9,7 +9,7 @@ from gspo_jax.learner.critic import CriticConfig
 from gspo_jax.losses import METHODS, Method
 from gspo_jax.losses.advantages import ESTIMATORS, Estimator
 from gspo_jax.runtime import spec as specs
-from gspo_jax.runtime.errors import UserError, nearest
+from gspo_jax.runtime.errors import UserError, nearest, prefixed
 from gspo_jax.runtime.key import (
   FINITE,
   POSITIVE,
@@ -196,10 +196,8 @@ class ObjectiveConfig:
     typed = f"objective.name={self.name!r}"
     if "." not in name:
       raise UserError(f"{typed}: {nearest(name, METHODS)}")
-    try:
+    with prefixed(typed):
       method = specs.imported(name, {}, "method")
-    except UserError as error:
-      raise UserError(f"{typed}: {error}") from error
     if not isinstance(method, Method):
       method = Method(method)
     arguments = method.arguments.keys()
@@ -356,10 +354,8 @@ def _typed(name, spec, known, kind, rules) -> dict:
   first, colon, text = spec.partition(":")
   if not colon:
     return {}
-  try:
+  with prefixed(f"objective.{name}={spec!r}"):
     typed = specs.values(first, known, text, kind)
-  except UserError as error:
-    raise UserError(f"objective.{name}={spec!r}: {error}") from error
   defaults = known if isinstance(known, dict) else {}
   for number, value in typed.items():
     rule = rules.get(number)

@@ -24,7 +24,6 @@ from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program, build_program, check_heads
 from gspo_jax.record.checkpoint import checksums
 from gspo_jax.record.progress import Progress
-from gspo_jax.rewards.config import RewardConfig
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rewards.reward import EXAMPLE
 from gspo_jax.rollout import environment, reward_model
@@ -34,7 +33,7 @@ from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.reward_model import RewardModel
 from gspo_jax.rollout.sequences import SequenceLimits
 from gspo_jax.runtime import multihost
-from gspo_jax.runtime.errors import UserError, missing_package
+from gspo_jax.runtime.errors import UserError, missing_package, prefixed
 from gspo_jax.workers import sandbox_files
 
 # The version of an RL checkpoint's layout. Raise it when arrays or metadata
@@ -150,9 +149,7 @@ def prepare(
     program=program,
     reward_pool=_environment_pool(config, program.tokenizer, problems, workdir)
     if config.rollout.environment
-    else _reward_pool(
-      config.reward, problems, workdir, _reward_model(config, program)
-    ),
+    else _reward_pool(config, program, problems, workdir),
     datasets=problems,
     held_out=pipeline.take(
       problems.held_out, program.prompt_config, config.eval.prompts
@@ -198,7 +195,7 @@ def _with_tools(program: Program, rollout: RolloutConfig) -> Program:
   may not be several sequences.
   """
   tokenizer, spec = program.tokenizer, rollout.environment
-  try:
+  with prefixed(f"rollout.environment={spec!r}"):
     tools, tool_format = environment.tools(spec, tokenizer.tool_format)
     if tools and rollout.max_sequences > 1:
       raise UserError(
@@ -216,8 +213,6 @@ def _with_tools(program: Program, rollout: RolloutConfig) -> Program:
           f"{error}; or rollout.max_sequences={rollout.max_turns}, which makes "
           "a sequence of each turn"
         ) from error
-  except UserError as error:
-    raise UserError(f"rollout.environment={spec!r}: {error}") from error
   prompts = dataclasses.replace(program.prompt_config, tools=tools)
   return dataclasses.replace(program, prompt_config=prompts)
 
@@ -233,27 +228,20 @@ def _environment_pool(
     "concurrency": c.concurrency,
     "workdir": workdir,
   }
-  try:
-    if config.rollout.plays_agents:
-      return _agent_pool(config, tokenizer, limits)
-    return EnvironmentPool(
-      spec,
-      tool_format=tokenizer.tool_format,
-      examples=_first_problems(problems),
-      **limits,
-    )
-  except UserError as error:
-    raise UserError(f"rollout.environment={spec!r}: {error}") from error
-
-
-def _agent_pool(config: Config, tokenizer, limits):
-  try:  # not at the top: it needs packages of an extra
-    from gspo_jax.rollout.agents import AgentPool
-  except ImportError as error:
-    raise missing_package(error, "serve", "an agent") from error
-  sampling = settings.sampler_config(config, tokenizer)
-  spec = config.rollout.environment
-  return AgentPool(spec, tokenizer, sampling, **limits)
+  with prefixed(f"rollout.environment={spec!r}"):
+    if not config.rollout.plays_agents:
+      return EnvironmentPool(
+        spec,
+        tool_format=tokenizer.tool_format,
+        examples=_first_problems(problems),
+        **limits,
+      )
+    try:  # not at the top: it needs packages of an extra
+      from gspo_jax.rollout.agents import AgentPool
+    except ImportError as error:
+      raise missing_package(error, "serve", "an agent") from error
+    sampling = settings.sampler_config(config, tokenizer)
+    return AgentPool(spec, tokenizer, sampling, **limits)
 
 
 def _first_problems(problems: Datasets) -> list[Problem]:
@@ -263,38 +251,33 @@ def _first_problems(problems: Datasets) -> list[Problem]:
   return [source[0] for source in sources if len(source)]
 
 
-def _reward_model(config: Config, program: Program) -> RewardModel | None:
-  names = config.reward.names
+def make_reward_model(
+  names: Sequence[str], typed: str, config: Config, program: Program
+) -> RewardModel | None:
+  """The reward model of `names`, if any; a pass has a micro-batch's rows.
+
+  `typed` is the key or flag that has the names, for errors.
+  """
   if not (folder := reward_model.folder_of(names)):
     return None
-  try:
-    return make_reward_model(folder, config, program)
-  except UserError as error:
-    raise UserError(f"reward.names={names}: {error}") from error
-
-
-def make_reward_model(
-  folder: str, config: Config, program: Program
-) -> RewardModel:
-  """The reward model in a folder; a pass has the rows of a micro-batch."""
-  scorer = RewardModel(
-    folder,
-    program.prompt_config,
-    program.mesh,
-    dtype=config.model.dtype,
-    rows=config.learner.micro_batch_size,
-  )
-  check_heads(scorer.cfg, program.mesh)
+  with prefixed(typed):
+    scorer = RewardModel(
+      folder,
+      program.prompt_config,
+      program.mesh,
+      dtype=config.model.dtype,
+      rows=config.learner.micro_batch_size,
+    )
+    check_heads(scorer.cfg, program.mesh)
   return scorer
 
 
 def _reward_pool(
-  c: RewardConfig,
-  problems: Datasets,
-  workdir: str,
-  scorer: RewardModel | None = None,
+  config: Config, program: Program, problems: Datasets, workdir: str
 ) -> RewardPool:
-  try:
+  c, typed = config.reward, f"reward.names={config.reward.names}"
+  scorer = make_reward_model(c.names, typed, config, program)
+  with prefixed(typed):
     return RewardPool(
       c.names,
       c.weights,
@@ -305,8 +288,6 @@ def _reward_pool(
       model=scorer,
       workdir=workdir,
     )
-  except UserError as error:
-    raise UserError(f"reward.names={c.names}: {error}") from error
 
 
 def checkpoint_identity(

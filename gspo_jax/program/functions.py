@@ -25,7 +25,7 @@ from gspo_jax.program.learner_functions import (
 )
 from gspo_jax.program.sampler_functions import sampler_functions
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, prefixed
 from gspo_jax.runtime.sharding import MeshJit, mesh_jit
 from gspo_jax.sampler.functions import SamplerFunctions
 
@@ -135,7 +135,7 @@ def build_program(
 
 def _teacher(config, folder, mesh, cfg, tokenizer) -> Program:
   """The model of a teacher; UserError if its token ids mean something else."""
-  with settings.of_teacher(folder):
+  with prefixed(f"objective.distillation.teachers={folder!r}"):
     teacher = build_program(
       settings.teacher_config(config, folder),
       mesh,

@@ -17,7 +17,7 @@ from gspo_jax.program.functions import Program
 from gspo_jax.record.checkpoint import Checkpoints, checksums
 from gspo_jax.record.identity import match
 from gspo_jax.runtime import multihost
-from gspo_jax.runtime.errors import UserError, how_to_download
+from gspo_jax.runtime.errors import UserError, how_to_download, prefixed
 
 # The fields of a model in every saved run. Others, and later ones of layers and
 # rotary scalings, are saved if they are not the default.
@@ -183,7 +183,7 @@ def load_teachers(config: Config, program: Program) -> tuple[model.Params, ...]:
   loaded = []
   folders = config.objective.distillation.folders.values()
   for folder, teacher in zip(folders, program.teachers, strict=True):
-    with settings.of_teacher(folder):
+    with prefixed(f"objective.distillation.teachers={folder!r}"):
       params = load(settings.teacher_config(config, folder), teacher, folder)
     cast = functools.partial(model.parameters.cast, cfg=teacher.cfg)
     place = shardings(teacher.abstract_policy)

@@ -15,7 +15,7 @@ from gspo_jax.program import abstract, settings
 from gspo_jax.program.config import Config
 from gspo_jax.program.rules import multiple
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, prefixed
 from gspo_jax.runtime.sharding import mesh_jit
 from gspo_jax.sampler import continuous, samples, static
 from gspo_jax.sampler.continuous import ContinuousSampler
@@ -182,10 +182,8 @@ def _decoding_mesh(config, mesh, devices=()):
 def _sampler_mesh(config, mesh, params, devices):
   """The mesh of decoding: its steps gather no weights."""
   sampler_mesh = _decoding_mesh(config, mesh, devices)
-  try:
+  with prefixed("on sampler_mesh"):
     model.shardings(params, sampler_mesh)
-  except UserError as error:
-    raise UserError(f"on sampler_mesh: {error}") from error
   shards = sharding.batch_shards(sampler_mesh)
   multiple("data.prompts", config.data.prompts, "sampler_mesh", shards)
   return sampler_mesh

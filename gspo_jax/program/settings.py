@@ -1,10 +1,9 @@
 """The frozen settings that a config gives each wing."""
 
-import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -83,17 +82,6 @@ def teacher_config(config: Config, folder: str) -> Config:
   saved = json.loads(path.read_text())
   tokenizer["tokenizer"] = saved["data"]["tokenizer"]
   return config.replace(model=parse_model(saved["model"]), data=tokenizer)
-
-
-@contextlib.contextmanager
-def of_teacher(folder: str) -> Iterator[None]:
-  """Names the teacher in a UserError."""
-  try:
-    yield
-  except UserError as error:
-    raise type(error)(
-      f"objective.distillation.teachers={folder!r}: {error}"
-    ) from error
 
 
 def run_and_step(checkpoint: str) -> tuple[epath.Path, int | None]:

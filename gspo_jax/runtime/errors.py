@@ -84,6 +84,15 @@ def content_of(subject: str) -> Iterator[None]:
     raise UserError(f"{subject}: {reason[:200]}") from error
 
 
+@contextlib.contextmanager
+def prefixed(subject: str) -> Iterator[None]:
+  """Puts "SUBJECT: " before the message of a UserError."""
+  try:
+    yield
+  except UserError as error:
+    raise type(error)(f"{subject}: {error}") from error
+
+
 _ERRNOS_OF_CALLERS = {
   *(errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSPC, errno.EROFS),
   *(errno.EACCES, errno.EPERM, errno.EDQUOT, errno.EFBIG, errno.ENOTEMPTY),

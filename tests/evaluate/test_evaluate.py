@@ -280,6 +280,8 @@ class Pool:
 class Echo:
   """Responds "1", "2", ... to problems "1", "2", ..., but fails at sample 1."""
 
+  program = None  # of no reward model
+
   def __init__(self, batch_size, events=(), samples=3):
     self.batch_size, self.samples = batch_size, samples
     self.events, self.keys = events, []
@@ -373,7 +375,7 @@ def test_a_reward_model_scores_on_every_process(five, run_on, monkeypatch):
     failed = np.arange(size) == 2
     return Rewards(scores, {"model": scores}, failed, ("too long",))
 
-  monkeypatch.setattr(evaluator, "_reward_model", lambda *_: scorer)
+  monkeypatch.setattr(evaluator, "make_reward_model", lambda *_: scorer)
   (records,) = run_on(five, Echo(5), Pool())
   assert [r["score"] for r in records] == [len(r["response"]) for r in records]
   assert [r["failed"] for r in records] == [n == 2 for n in range(15)]
@@ -382,7 +384,7 @@ def test_a_reward_model_scores_on_every_process(five, run_on, monkeypatch):
     multihost, "allgather_text", lambda text: [next(first, text)]
   )
   score = lambda responses, size: calls.append(size) or scorer(responses, size)
-  monkeypatch.setattr(evaluator, "_reward_model", lambda *_: score)
+  monkeypatch.setattr(evaluator, "make_reward_model", lambda *_: score)
   evaluator._run(parse(config()), five, Echo(5), None, None)
   assert calls == [15]
 

@@ -210,7 +210,7 @@ def test_a_mistaken_reward_is_named_with_its_key(debug_config):
   debug_config.reward.names = ("operator.neg",)
   message = r"names=\('operator.neg',\): reward 'operator.neg' takes \(a, /\)"
   with pytest.raises(UserError, match=message):
-    experiment._reward_pool(parse(debug_config).reward, datasets_of({}, {}), "")
+    reward_pool(debug_config, {}, {})
 
 
 @pytest.mark.parametrize("lacks", [1, 2])
@@ -229,9 +229,12 @@ def test_every_source_has_the_columns_of_a_reward(
     rf"one of lvl \(the problem 'Problem {lacks}'"
   )
   with pytest.raises(UserError, match=message):
-    experiment._reward_pool(
-      parse(debug_config).reward, datasets_of(*columns), ""
-    )
+    reward_pool(debug_config, *columns)
+
+
+def reward_pool(config, *columns):
+  problems = datasets_of(*columns)
+  return experiment._reward_pool(parse(config), None, problems, "")
 
 
 def datasets_of(*columns):
