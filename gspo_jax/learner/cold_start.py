@@ -17,13 +17,8 @@ from gspo_jax import model
 from gspo_jax.data.pipeline import Batches
 from gspo_jax.learner import train_batch, train_step
 from gspo_jax.learner.optimizer import OptimConfig
-from gspo_jax.learner.packing import (
-  Packing,
-  PackingConfig,
-  pack,
-  pack_responses,
-)
-from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
+from gspo_jax.learner.packing import PackingConfig, pack
+from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean, Metrics
 from gspo_jax.record.checkpoint import Checkpoints
@@ -78,19 +73,6 @@ def cross_entropy(
   return train_step.LossOutput(
     loss, {"loss/imitation": jax.lax.stop_gradient(loss)}
   )
-
-
-def demonstration_batch(
-  prompts: Prompts,
-  responses: jax.Array,
-  lengths: jax.Array,
-  turns: jax.Array | None,
-  packing: Packing,
-  cfg: PackingConfig,
-) -> PackedBatch:
-  """Packs the arrays of a `DemonstrationBatch` into one minibatch."""
-  batch = pack_responses(prompts, responses, lengths, packing, cfg, turns=turns)
-  return batch._replace(rows=dataclasses.replace(batch.rows, turns=None))
 
 
 @dataclasses.dataclass(frozen=True)

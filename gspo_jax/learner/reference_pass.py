@@ -39,32 +39,32 @@ def add_reference_and_values(
   if teacher is not None:
     rows = dataclasses.replace(rows, teacher=teacher[rows.response_index])
 
+  passes = {}  # by the field that a pass fills in
+  if state.reference is not None:
+    reference = train_step.with_base(state.base, state.reference)
+    passes["reference_logps"] = lambda one: (
+      train_batch.response_logps(
+        reference, cfg, one, temperature=temperature
+      ).logps
+    )
+  if teachers:
+    passes["teacher_logps"] = lambda one: _teacher_logps(
+      teachers, teacher_models, one, temperature
+    )
+  if state.critic is not None:
+    passes["values"] = lambda one: critic.values(state.critic.params, cfg, one)
+
   def minibatch(m, fields):
     def micro_batch(a, fields):
-      one, new = jax.tree.map(lambda x: x[m, a], rows), {}
-      if state.reference is not None:
-        reference = train_step.with_base(state.base, state.reference)
-        new["reference_logps"] = train_batch.response_logps(
-          reference, cfg, one, temperature=temperature
-        ).logps
-      if teachers:
-        new["teacher_logps"] = _teacher_logps(
-          teachers, teacher_models, one, temperature
-        )
-      if state.critic is not None:
-        new["values"] = critic.values(state.critic.params, cfg, one)
-      return {name: x.at[m, a].set(new[name]) for name, x in fields.items()}
+      one = jax.tree.map(lambda x: x[m, a], rows)
+      return {
+        name: x.at[m, a].set(passes[name](one)) for name, x in fields.items()
+      }
 
     with jax.named_scope(MICRO_BATCHES):
       return jax.lax.fori_loop(0, counts[m], micro_batch, fields)
 
-  fields = {}
-  if state.reference is not None:
-    fields["reference_logps"] = rows.reference_logps
-  if teachers:
-    fields["teacher_logps"] = rows.teacher_logps
-  if state.critic is not None:
-    fields["values"] = rows.values
+  fields = {name: getattr(rows, name) for name in passes}
   fields = jax.lax.fori_loop(0, len(counts), minibatch, fields)
   return PackedBatch(dataclasses.replace(rows, **fields), counts)
 

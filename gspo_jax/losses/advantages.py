@@ -182,7 +182,7 @@ def gdpo_advantages(
       f"expected rewards [P, G, N] and weights [N], got {rewards.shape=}, "
       f"{weights.shape=}"
     )
-  apart = _group_relative(rewards, ~jnp.isnan(rewards), eps=eps)
+  apart = _relative(rewards, ~jnp.isnan(rewards), eps=eps)
   return _over_batch_std((apart * weights).sum(-1), eps)
 
 
@@ -219,21 +219,22 @@ def turn_advantages(
   has_turn = ~jnp.isnan(rewards)
   rewards = jnp.where(has_turn, rewards, 0.0)
   to_go = jnp.cumsum(rewards[..., ::-1], axis=-1)[..., ::-1]
-  return _group_relative(to_go, has_turn, normalize_std=normalize_std, eps=eps)
+  return _relative(to_go, has_turn, normalize_std=normalize_std, eps=eps)
 
 
-def _group_relative(x, has, *, normalize_std=True, eps):
-  """(x - mean) / (std + eps) over axis 1 of [P, G, K], of those that `has`."""
-  count = jnp.maximum(has.sum(1, keepdims=True), 1)
-  mean = jnp.where(has, x, 0.0).sum(1, keepdims=True) / count
-  lowest = jnp.where(has, x, jnp.inf).min(1, keepdims=True)
-  highest = jnp.where(has, x, -jnp.inf).max(1, keepdims=True)
+def _relative(x, has, *, axis=1, normalize_std=True, eps):
+  """(x - mean) / (std + eps) over an axis or all, of what `has`; else 0."""
+  over = {"axis": axis, "keepdims": True}
+  count, x_or_0 = jnp.maximum(has.sum(**over), 1), jnp.where(has, x, 0.0)
+  mean = x_or_0.sum(**over) / count
+  lowest = jnp.where(has, x, jnp.inf).min(**over)
+  highest = jnp.where(has, x, -jnp.inf).max(**over)
   # Compared for the same reason as in group_relative_advantages.
   equal = lowest >= highest
-  centered = jnp.where(has & ~equal, x - mean, 0.0)
+  centered = jnp.where(has & ~equal, x_or_0 - mean, 0.0)
   if not normalize_std:
     return centered
-  std = jnp.sqrt((centered**2).sum(1, keepdims=True) / count)
+  std = jnp.sqrt((centered**2).sum(**over) / count)
   return centered / (std + jnp.where(equal, 1.0, eps))
 
 
@@ -321,17 +322,8 @@ def whiten(
   """
   if advantages.shape != mask.shape:
     raise ValueError(f"expected {mask.shape=}, got {advantages.shape=}")
-  mask = jnp.asarray(mask, bool)
   advantages = jnp.asarray(advantages, jnp.float32)
-  zero_padded = jnp.where(mask, advantages, 0.0)
-  count = jnp.maximum(mask.sum(), 1)
-  centered = jnp.where(mask, zero_padded - zero_padded.sum() / count, 0.0)
-  # Compared for the same reason as in group_relative_advantages.
-  lowest = jnp.min(jnp.where(mask, advantages, jnp.inf))
-  highest = jnp.max(jnp.where(mask, advantages, -jnp.inf))
-  equal = lowest >= highest
-  std = jnp.sqrt((centered**2).sum() / count)
-  return jnp.where(equal, 0.0, centered) / (std + jnp.where(equal, 1.0, eps))
+  return _relative(advantages, jnp.asarray(mask, bool), axis=None, eps=eps)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gspo_jax import model
 from gspo_jax.learner import (
-  cold_start,
   credit,
   critic,
   optimizer,
@@ -230,8 +229,10 @@ def cold_start_functions(
   state, init_state = _init_state(make_state, params, mesh)
   states, replicated = abstract.shardings(state), sharding.replicated(mesh)
 
-  def cold_start_update(state, *demonstrations_and_packing):
-    batch = cold_start.demonstration_batch(*demonstrations_and_packing, rows)
+  def cold_start_update(state, prompts, responses, lengths, turns, packed):
+    batch = packing.pack_responses(
+      prompts, responses, lengths, packed, rows, turns=turns
+    )
     state, _, metrics = train_step.update(state, batch, learner=learner)
     return state, metrics
 

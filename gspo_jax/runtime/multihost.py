@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -196,6 +196,14 @@ def is_primary() -> bool:
   return jax.process_index() == 0
 
 
+def by_process(devices: Iterable[jax.Device]) -> list[list[jax.Device]]:
+  """The devices of each process, in the order of their ids."""
+  processes = {}
+  for device in sorted(devices, key=lambda d: d.id):
+    processes.setdefault(device.process_index, []).append(device)
+  return [processes[index] for index in sorted(processes)]
+
+
 def print_once(*text) -> None:
   if is_primary():
     print(*text, flush=True)
@@ -368,18 +376,14 @@ def _joined(local, join) -> np.ndarray:
     return np.array(join(local[None]))
   mesh = jax.sharding.get_mesh()
   devices = jax.devices() if mesh.empty else mesh.devices.flat
-  by_process = {}
-  for device in devices:
-    by_process.setdefault(device.process_index, []).append(device)
-  rows = [by_process[i] for i in sorted(by_process)]
-  mesh = Mesh(rows, ("process", "device"))
+  mesh = Mesh(by_process(devices), ("process", "device"))
   split, whole = (
     NamedSharding(mesh, spec)
     for spec in (PartitionSpec("process"), PartitionSpec())
   )
   with jax.set_mesh(mesh):
     gathered = jax.make_array_from_callback(
-      (len(rows), *local.shape), split, lambda _: local[None]
+      (len(mesh.devices), *local.shape), split, lambda _: local[None]
     )
     joined = jax.jit(join, out_shardings=whole)(gathered)
   return np.array(joined.addressable_data(0))

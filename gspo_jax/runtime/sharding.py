@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from gspo_jax.runtime import tpus
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.key import ZERO_OR_MORE, check, key
+from gspo_jax.runtime.multihost import by_process
 
 AXES = ("data", "fsdp", "context", "expert", "tensor")
 BATCH_AXES = ("data", "fsdp", "context", "expert")  # of samples
@@ -115,7 +116,7 @@ def split_devices(sampler: int, devices=None) -> tuple[list, list]:
   devices = list(jax.devices() if devices is None else devices)
   if not sampler:
     return devices, []
-  processes = _by_process(devices)
+  processes = by_process(devices)
   if len(processes) > 1:
     _require_halves(sampler, processes)
     trainer = [d for group in processes for d in group[: len(group) // 2]]
@@ -127,13 +128,6 @@ def split_devices(sampler: int, devices=None) -> tuple[list, list]:
       "both in turns"
     )
   return devices[:-sampler], devices[-sampler:]
-
-
-def _by_process(devices) -> list[list]:
-  processes = {}
-  for device in sorted(devices, key=lambda d: d.id):
-    processes.setdefault(device.process_index, []).append(device)
-  return [processes[index] for index in sorted(processes)]
 
 
 def _require_halves(sampler, processes):
@@ -154,7 +148,7 @@ def _require_halves(sampler, processes):
 
 def beside(mesh: Mesh, devices) -> Mesh:
   """The same mesh, each device replaced by another of its process."""
-  processes = _by_process(mesh.devices.flat), _by_process(devices)
+  processes = by_process(mesh.devices.flat), by_process(devices)
   pairs = {}
   for old, new in zip(*processes, strict=True):
     pairs |= zip(old, new, strict=True)
@@ -340,24 +334,22 @@ def ambient():
 
 def platform() -> str:
   """The platform of the mesh's devices, present or not; else the default."""
-  device = _abstract_device()
-  return device.platform if device else jax.default_backend()
+  return _device().platform
 
 
 def device_kind() -> str:
   """The kind of the devices of `platform`, such as "TPU v5"."""
-  return (_abstract_device() or jax.devices()[0]).device_kind
+  return _device().device_kind
 
 
 def cores() -> int:
   """TensorCores of a TPU device: 2 on v5p, and on v4 unless JAX splits it."""
-  device = _abstract_device() or jax.devices()[0]
-  return getattr(device, "num_cores", None) or 1
+  return getattr(_device(), "num_cores", None) or 1
 
 
-def _abstract_device():
+def _device():
   mesh = ambient()
-  return mesh.abstract_device if mesh else None
+  return (mesh and mesh.abstract_device) or jax.devices()[0]
 
 
 def size(*axes: str) -> int:

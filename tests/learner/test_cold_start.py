@@ -11,7 +11,7 @@ from gspo_jax import model
 from gspo_jax.data.prompt_batch import DemonstrationBatch
 from gspo_jax.learner import cold_start
 from gspo_jax.learner.cold_start import ColdStartConfig, ColdStartFunctions
-from gspo_jax.learner.packing import PackingConfig, pack
+from gspo_jax.learner.packing import PackingConfig, pack, pack_responses
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean
 from gspo_jax.record import progress
@@ -150,9 +150,7 @@ def test_cross_entropy():
   responses, lengths = ids(4), np.array([4, 1], np.int32)
   rows = PackingConfig(width=9, minibatches=1, micro_batch_size=2)
   packing = pack(np.array([7, 3]), np.arange(2), rows)
-  packed = cold_start.demonstration_batch(
-    prompts, responses, lengths, None, packing, rows
-  )
+  packed = pack_responses(prompts, responses, lengths, packing, rows)
   batch = jax.tree.map(lambda x: x[0, 0], packed.rows)
 
   @jax.jit
