@@ -148,7 +148,9 @@ class Iterations:
       return learner.pack(prompt_lengths, np.asarray(samples.lengths), key)
     groups = len(prompt_lengths)
     order = packing.shuffled_groups(key, groups, self._group_size)
-    return packing.one_a_row(order, learner.packing)
+    return packing.pack(
+      np.full(len(order), learner.packing.width), order, learner.packing
+    )
 
 
 def _set_lengths(batch: PromptBatch, longest: int) -> None:

@@ -82,7 +82,7 @@ class Learning:
     self.program = build_program(self.config, self.mesh)
     params = self.program.init_params(jax.random.key(0))
     self.state = self.program.learner.init_state(params)
-    learner = settings.learners(self.config, self.program.cfg).policy
+    learner = settings.policy_learner(self.config, self.program.cfg)
     self._bucket_step = jax.jit(
       functools.partial(_bucket_step, learner=learner), static_argnames="cfg"
     )
@@ -168,7 +168,7 @@ def measure(learning: Learning, config, name: str, repeats: int) -> dict:
     key, config.data.prompts, config.rollout.group_size
   )
   placements = {
-    "padded": packing.one_a_row(order, cfg),
+    "padded": packing.pack(np.full(B, cfg.width), order, cfg),
     "packed": learner.pack(np.asarray(prompts.lengths), new_tokens, key),
   }
   times = {k: {"score": [], "update": []} for k in placements}

@@ -264,7 +264,7 @@ class TabularPolicy:
 
   def __init__(self, config):
     config = parse(config)
-    learner = settings.learners(config, CFG).policy
+    learner = settings.policy_learner(config, CFG)
     self.optimizer = optax.sgd(1.0)
     self.jitted = jax.jit(
       functools.partial(

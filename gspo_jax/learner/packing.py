@@ -132,17 +132,6 @@ def needed_blocks(
   return _needed_blocks(row, packing.offset[placed], tokens, cfg.width, blocks)
 
 
-def one_a_row(order: np.ndarray, cfg: PackingConfig) -> Packing:
-  """One sequence a row; `order` as in `pack`."""
-  B = len(order)
-  micro_batches = B // cfg.minibatches // cfg.micro_batch_size
-  return Packing(
-    row=np.argsort(order).astype(np.int32),
-    offset=np.zeros(B, np.int32),
-    num_micro_batches=np.full(cfg.minibatches, micro_batches, np.int32),
-  )
-
-
 def row_tokens(
   lengths: np.ndarray,
   packing: Packing,

@@ -13,6 +13,7 @@ sampler's log-probs are the old ones.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -232,23 +233,13 @@ def gradient(
   along the mesh axis `data`, which may be slices, add up once, at the end.
   """
   count = len(micro_batches.tokens) if count is None else count
-  static = apply_updates is True
   rows = PartitionSpec(None, "data")
   whole = PartitionSpec()
-
-  def body(params, base, micro_batches, count, applying, first):
-    return _sums(
-      params,
-      base,
-      micro_batches,
-      learner,
-      count=count,
-      apply_updates=True if static else applying,
-      first=first,
-    )
-
+  always = apply_updates is True
   add_up = sharding.sum_over_data(
-    body, (whole, whole, rows, whole, whole, whole), rows
+    functools.partial(_sums, learner=learner, always=always),
+    (whole, whole, rows, whole, whole, whole),
+    rows,
   )
   applying, first = jnp.asarray(apply_updates), jnp.asarray(first)
   (grads, divisor, metrics), old = add_up(
@@ -260,10 +251,12 @@ def gradient(
   return grads, old, metrics
 
 
-def _sums(params, base, micro_batches, learner, *, count, apply_updates, first):
+def _sums(
+  params, base, micro_batches, count, applying, first, *, learner, always
+):
   """((gradient, its divisor, metrics), fields): of `gradient`, not divided."""
   A = len(micro_batches.tokens)
-  applying = jnp.asarray(apply_updates)
+  apply_updates = always or applying  # True compiles no conditional
   is_old_policy = first | ~applying
 
   def add(j, carry):

@@ -22,12 +22,6 @@ def shardings(abstract):
   return jax.tree.map(lambda x: x.sharding, abstract)
 
 
-def without_shardings(abstract):
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), abstract
-  )
-
-
 @functools.cache
 def params(cfg: model.ModelConfig, mesh: jax.sharding.Mesh) -> model.Params:
   """The weights of `model.init`."""

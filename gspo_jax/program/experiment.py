@@ -81,22 +81,21 @@ class Experiment:
     rollout = self.config.rollout
     if not rollout.environment:
       return None
-    of_program = {
-      "pool": self.reward_pool,
-      "prompt_config": self.program.prompt_config,
-      "stop": self.program.sampler.stop,
-    }
+    play = Conversations
+    if rollout.plays_agents:
+      from gspo_jax.rollout.agents import Agents as play
     limits = SequenceLimits(
       turns=rollout.max_turns,
       sequences=rollout.max_sequences,
       width=self.config.data.max_prompt_length,
       longest=self.config.sampler.max_new_tokens,
     )
-    if rollout.plays_agents:
-      from gspo_jax.rollout.agents import Agents
-
-      return Agents(**of_program, limits=limits)
-    return Conversations(**of_program, limits=limits)
+    return play(
+      pool=self.reward_pool,
+      prompt_config=self.program.prompt_config,
+      stop=self.program.sampler.stop,
+      limits=limits,
+    )
 
 
 def teacher_of(c: DistillationConfig, problem: Problem) -> int:

@@ -19,10 +19,10 @@ from gspo_jax.learner import (
   reference_pass,
   train_step,
 )
-from gspo_jax.learner.cold_start import ColdStartFunctions
+from gspo_jax.learner.cold_start import ColdStartFunctions, cross_entropy
 from gspo_jax.learner.packing import Packing, PackingConfig, RowTokens
 from gspo_jax.learner.train_batch import PackedBatch
-from gspo_jax.learner.train_step import InitState, TrainState
+from gspo_jax.learner.train_step import InitState, Learner, TrainState
 from gspo_jax.losses import Metrics
 from gspo_jax.model import rounding
 from gspo_jax.program import abstract, settings
@@ -132,8 +132,11 @@ def learner_functions(
   teachers: Sequence[tuple[model.ModelConfig, model.Params]] = (),
 ) -> LearnerFunctions:
   """The learner's functions, for abstract weights; compiles nothing yet."""
-  learners = settings.learners(config, cfg)
-  make_state = functools.partial(_new_state, learners, config, cfg)
+  learner = settings.policy_learner(config, cfg)
+  value_learner = settings.critic_learner(config, cfg)
+  make_state = functools.partial(
+    _new_state, learner, value_learner, config, cfg
+  )
   state, init_state = _init_state(make_state, policy, mesh)
   weights = tuple(
     abstract.sharded(
@@ -159,7 +162,7 @@ def learner_functions(
     packing=rows,
     group_size=config.rollout.group_size * config.rollout.max_sequences,
     needs_old_logps=settings.needs_old_logps(config, cfg),
-    recompute_first_minibatch=learners.policy.recompute_first_minibatch,
+    recompute_first_minibatch=learner.recompute_first_minibatch,
     make_train_batch=mesh_jit(
       functools.partial(
         packing.train_batch_from_samples,
@@ -201,7 +204,8 @@ def learner_functions(
     step=mesh_jit(
       functools.partial(
         _update,
-        learners=learners,
+        learner=learner,
+        value_learner=value_learner,
         reference_every=config.objective.reference_every,
       ),
       mesh,
@@ -221,7 +225,10 @@ def cold_start_functions(
   mesh: jax.sharding.Mesh,
 ) -> ColdStartFunctions:
   """The cold start's functions, for abstract weights; compiles nothing yet."""
-  learner = settings.learners(config, cfg).cold_start
+  learner = Learner(
+    loss=functools.partial(cross_entropy, cfg=cfg),
+    optimizer=optimizer.optimizer(config.cold_start.optim),
+  )
   rows = settings.cold_start_packing(config, sharding.row_shards(mesh))
   make_state = functools.partial(
     train_step.init_state, optimizer=learner.optimizer
@@ -256,8 +263,7 @@ def cold_start_functions(
 
 
 def _init_state(make_state, policy, mesh) -> tuple[TrainState, InitState]:
-  shapes = jax.eval_shape(make_state, abstract.without_shardings(policy))
-  state = abstract.sharded(shapes, mesh)
+  state = abstract.sharded(jax.eval_shape(make_state, policy), mesh)
   init_state = mesh_jit(
     make_state,
     mesh,
@@ -268,32 +274,34 @@ def _init_state(make_state, policy, mesh) -> tuple[TrainState, InitState]:
   return state, init_state
 
 
-def _new_state(learners, config, cfg, policy) -> TrainState:
+def _new_state(learner, value_learner, config, cfg, policy) -> TrainState:
   """The first state of a policy, with a reference and a critic if needed."""
-  state = train_step.init_state(policy, optimizer=learners.policy.optimizer)
+  state = train_step.init_state(policy, optimizer=learner.optimizer)
   reference = value = None
   if config.objective.has_reference:
     # The forward pass would cast to this dtype anyway.
     reference = model.parameters.cast(state.params, cfg)
     if cfg.lora and not config.objective.reference_every:
       reference = {}
-  if learners.critic:
+  if value_learner:
     value = train_step.init_state(
-      critic.init(policy), optimizer=learners.critic.optimizer
+      critic.init(policy), optimizer=value_learner.optimizer
     )
   return dataclasses.replace(state, reference=reference, critic=value)
 
 
-def _update(state, batch, apply_updates, *, learners, reference_every):
+def _update(
+  state, batch, apply_updates, *, learner, value_learner, reference_every
+):
   """Computes old log-probs, or updates policy, critic and reference."""
   new, batch, metrics = train_step.update(
-    state, batch, learner=learners.policy, apply_updates=apply_updates
+    state, batch, learner=learner, apply_updates=apply_updates
   )
-  if learners.critic:
+  if value_learner:
 
     def learn():
       value, _, metrics = train_step.update(
-        state.critic, batch, learner=learners.critic
+        state.critic, batch, learner=value_learner
       )
       metrics["critic/grad_norm"] = metrics.pop("grad/norm")
       return value, metrics

@@ -146,8 +146,7 @@ def load(config: Config, program: Program, checkpoint: str) -> model.Params:
   folder, step = settings.run_and_step(checkpoint)
   wanted = identity(program) | lora_identity(program)
   # These may differ without adapters: the weights are then float32.
-  numerics = "dtype", "float32_head", "float32_router"
-  free = () if program.cfg.lora else numerics
+  free = () if program.cfg.lora else settings.NUMERICS
   fixed = lambda keys: (
     keys | {"model": {k: v for k, v in keys["model"].items() if k not in free}}
   )

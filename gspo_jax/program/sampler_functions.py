@@ -46,8 +46,7 @@ def sampler_functions(
   prompts, width = config.data.prompts, config.data.max_prompt_length
   separate, params = None, policy
   if devices:  # of the sampler alone; else it uses the devices of `mesh`
-    shapes = abstract.without_shardings(policy)
-    params = abstract.sharded(shapes, sampler_mesh)
+    params = abstract.sharded(policy, sampler_mesh)
     places = [
       samples_sharding(sampling, m, turns=turns) for m in (mesh, sampler_mesh)
     ]

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 from etils import epath
@@ -15,7 +14,6 @@ from gspo_jax.data.config import DataConfig
 from gspo_jax.data.prompt_batch import PromptConfig
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.learner import critic, optimizer
-from gspo_jax.learner.cold_start import cross_entropy
 from gspo_jax.learner.optimizer import OptimConfig
 from gspo_jax.learner.packing import PackingConfig
 from gspo_jax.learner.policy_loss import policy_loss
@@ -26,6 +24,9 @@ from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError, how_to_download, with_reason
 from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.samples import SamplerConfig
+
+# Keys of `model` that decide in which dtypes it computes.
+NUMERICS = ("dtype", "float32_head", "float32_router")
 
 
 def make_meshes(
@@ -45,9 +46,8 @@ def model_config(c: PolicyConfig) -> model.ModelConfig:
       "model.classifier: expected a policy; a reward model is named in "
       "reward.names=model:FOLDER"
     )
-  changes = dict(c.sizes) | {"dtype": c.dtype, "remat": c.remat, "lora": lora}
-  names = "float32_head", "float32_router"
-  changes |= {name: getattr(c, name) for name in names}
+  changes = dict(c.sizes) | {"remat": c.remat, "lora": lora}
+  changes |= {name: getattr(c, name) for name in NUMERICS}
   if not c.checkpoint:
     return model.variant(c.variant, **changes)
   with with_reason(f"model.checkpoint={c.checkpoint!r}"):
@@ -69,8 +69,7 @@ def teacher_config(config: Config, folder: str) -> Config:
   """
   tokenizer = {"tokenizer": "", "template_args": ""}
   if (epath.Path(folder) / "config.json").exists():
-    numerics = "dtype", "float32_head", "float32_router"
-    same = {key: getattr(config.model, key) for key in numerics}
+    same = {key: getattr(config.model, key) for key in NUMERICS}
     policy = PolicyConfig(checkpoint=folder, **same)
     return config.replace(model=policy, data=tokenizer)
   path = run_and_step(folder)[0] / "run_config.json"
@@ -205,17 +204,9 @@ def changed_decay(config: Config, saved: dict, step: int) -> str | None:
   return f"{line}the learning rate goes on at {now:.3g}, not {before:.3g}"
 
 
-class Learners(NamedTuple):
-  """The learner of each part of a run."""
-
-  policy: Learner
-  critic: Learner | None  # of PPO
-  cold_start: Learner
-
-
-def learners(config: Config, cfg: model.ModelConfig) -> Learners:
+def policy_learner(config: Config, cfg: model.ModelConfig) -> Learner:
   in_advance = needs_old_logps(config, cfg)
-  policy = Learner(
+  return Learner(
     loss=functools.partial(
       policy_loss,
       cfg=cfg,
@@ -228,16 +219,10 @@ def learners(config: Config, cfg: model.ModelConfig) -> Learners:
     has_old_logps=in_advance or config.objective.has_sampler_logps,
     recompute_first_minibatch=config.objective.recompute_first_minibatch,
   )
-  cold_start = Learner(
-    loss=functools.partial(cross_entropy, cfg=cfg),
-    optimizer=optimizer.optimizer(config.cold_start.optim),
-  )
-  return Learners(policy, _critic_learner(config, cfg, policy), cold_start)
 
 
-def _critic_learner(
-  config: Config, cfg: model.ModelConfig, policy: Learner
-) -> Learner | None:
+def critic_learner(config: Config, cfg: model.ModelConfig) -> Learner | None:
+  """The learner of PPO's critic; None without one."""
   c = config.objective.critic
   if c is None:
     return None
@@ -248,7 +233,7 @@ def _critic_learner(
     warmup_steps=c.warmup_steps,
     freeze_moe_router=False,
   )
-  return policy._replace(
+  return policy_learner(config, cfg)._replace(
     loss=functools.partial(critic.loss, cfg=cfg, clip=c.clip),
     optimizer=optimizer.optimizer(optim),
   )

@@ -63,7 +63,9 @@ def placements(learner, prompts, samples):
   key = jax.random.key(3)
   packed = learner.pack(prompts.lengths, samples.lengths, key)
   order = packing.shuffled_groups(key, P, G)
-  alone = packing.one_a_row(order, learner.packing)
+  alone = packing.pack(
+    np.full(len(order), learner.packing.width), order, learner.packing
+  )
   assert packed.num_micro_batches.sum() < alone.num_micro_batches.sum()
   return packed, alone
 
@@ -162,7 +164,7 @@ def gradients_of(config):
   mesh = sharding.make_mesh(jax.devices()[:1])
   program = build_program(parse(config), mesh)
   cfg = dataclasses.replace(program.cfg, num_experts=0, experts_per_token=0)
-  learner = settings.learners(parse(config), cfg).policy
+  learner = settings.policy_learner(parse(config), cfg)
   objective = parse(config).objective
   rng = np.random.default_rng(0)
   params = {

@@ -32,8 +32,8 @@ def test_old_logps_are_computed_where_an_update_lacks_them(
   cfg = settings.model_config(parse(debug_config).model)
   assert settings.needs_old_logps(parse(debug_config), cfg) == needed
   in_reward = needed and minibatches == 1
-  learners = settings.learners(parse(debug_config), cfg)
-  assert learners.policy.recompute_first_minibatch == in_reward
+  learner = settings.policy_learner(parse(debug_config), cfg)
+  assert learner.recompute_first_minibatch == in_reward
   debug_config.log.instruments = False  # then no routing is read
   dense = dataclasses.replace(cfg, num_experts=0, experts_per_token=0)
   trusted = objective.get("old_logps") == "sampler"

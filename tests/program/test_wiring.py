@@ -387,7 +387,7 @@ def test_loss_and_gradient_are_those_of_the_oracle(policy, name, term):
   rows = assign(config, rows)
   advantages, _ = expected_advantages(config, rows)
   assert_close(rows.advantages, of_tokens(advantages))
-  learner, *_ = settings.learners(parse(config), CFG)
+  learner = settings.policy_learner(parse(config), CFG)
   value, grads = loss_and_gradient(learner.loss, params, rows)
   loss, slope = oracle(name, term)
   assert_close(value, loss)
@@ -399,7 +399,7 @@ def test_loss_and_gradient_are_those_of_the_oracle(policy, name, term):
 
 def start(config, params):
   """A state, and an update by plain gradient descent."""
-  learner, *_ = settings.learners(parse(config), CFG)
+  learner = settings.policy_learner(parse(config), CFG)
   learner = learner._replace(optimizer=optax.sgd(1.0))
   state = train_step.init_state(
     jax.tree.map(jnp.asarray, params), optimizer=learner.optimizer
@@ -566,7 +566,7 @@ def test_the_critics_loss_has_the_numbers_of_the_config(policy):
   rows = assign(config, rows)
   _, returns = expected_advantages(config, rows)
   np.testing.assert_allclose(rows.returns, returns, atol=1e-5)
-  _, critic_learner, _ = settings.learners(parse(config), CFG)
+  critic_learner = settings.critic_learner(parse(config), CFG)
   value, grads = loss_and_gradient(critic_learner.loss, params, rows)
   losses, cuts, slopes = oracles.value_loss(
     params["values"], rows.values, returns, MASK, clip=0.1
