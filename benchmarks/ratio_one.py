@@ -136,7 +136,7 @@ def _with_old_logps_alone(run, state, batch):
 
   def score(params, rows):
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), rows)
-    flat = sharding.constrain_batch(flat, axis=0)
+    flat = sharding.constrain(flat, sharding.BATCH_AXES)
     return train_batch.response_logps(params, run.cfg, flat).logps
 
   rows = dataclasses.replace(batch.rows, experts=None)

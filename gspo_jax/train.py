@@ -126,9 +126,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
     )
     multihost.require_shared(experiment.workdir)
     checkpoints = Checkpoints(
-      experiment.workdir / "checkpoints",
-      every=config.checkpoint.every,
-      keep=config.checkpoint.keep,
+      experiment.workdir / "checkpoints", keep=config.checkpoint.keep
     )
     with experiment.reward_pool, checkpoints, ExitStack() as sampling:
       curriculum = Curriculum(
@@ -205,7 +203,7 @@ def _train(
       unwritten = row if evaluates else None
       if stop and (step < last or evaluates):
         return _stop(run, writer, step, state, unwritten)
-      if step == last or run.checkpoints.due(step):
+      if _due(config.checkpoint.every, step, last):
         writer.flush()  # a checkpoint has all the rows before it
         _save(run, step, state, unwritten)
       if evaluates:
@@ -522,7 +520,7 @@ def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
     "cold_start": as_dict(cold) | {"from": config.model.checkpoint},
   }
   folder = experiment.workdir / "cold_start"
-  with Checkpoints(folder, every=cold.check_every, keep=1) as checkpoints:
+  with Checkpoints(folder, keep=1) as checkpoints:
     return cold_start.run(
       program.cold_start,
       lambda: program.init_params(k_init),

@@ -81,7 +81,7 @@ def responses(
 @jax.jit
 def _one_a_row(prompts, responses, lengths):
   rows = train_batch.unpacked(prompts, responses, lengths)
-  return sharding.constrain_batch(rows, axis=0)
+  return sharding.constrain(rows, sharding.BATCH_AXES)
 
 
 @functools.partial(

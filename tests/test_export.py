@@ -74,7 +74,7 @@ def save_run(keys, workdir, step=2):
     program = build_program(config, mesh, training=False)
     params = program.init_params(jax.random.key(0))
     params = jax.tree.map(lambda x: x + 0.01, params)
-    with Checkpoints(workdir / "checkpoints", every=1, keep=1) as checkpoints:
+    with Checkpoints(workdir / "checkpoints", keep=1) as checkpoints:
       identity = {"identity": load_params.identity(program)}
       checkpoints.save(step, {"params": params}, identity)
   return jax.device_get(params)

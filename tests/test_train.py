@@ -174,7 +174,7 @@ def final_state(build_once, workdir, **overrides):
   learner = build_once(parse(config_of(**overrides)), mesh).learner
   fields = vars(learner.abstract).items()
   trained = {k: x for k, x in fields if x is not None and k != "step"}
-  with Checkpoints(workdir / "checkpoints", every=1, keep=9) as checkpoints:
+  with Checkpoints(workdir / "checkpoints", keep=9) as checkpoints:
     restored = checkpoints.restore(trained, lambda *_: None, part=True)
   return restored.step, jax.tree.leaves(restored.state)
 

@@ -41,15 +41,10 @@ def group_relative_advantages(
     raise ValueError(
       f"expected rewards [P, G], G >= {max(2, ddof + 1)}, got {rewards.shape=}"
     )
-  centered = rewards - rewards.mean(axis=1, keepdims=True)
-  # The mean of equal rewards may be off by a rounding error, and the std is
-  # then as small as this error. So rewards are compared, not subtracted.
-  equal = jnp.all(rewards == rewards[:, :1], axis=1, keepdims=True)
-  centered = jnp.where(equal, 0.0, centered)
-  if not normalize_std:
-    return centered
-  variance = jnp.sum(centered**2, 1, keepdims=True) / (rewards.shape[1] - ddof)
-  return centered / (jnp.sqrt(variance) + jnp.where(equal, 1.0, eps))
+  every = jnp.ones(rewards.shape, bool)
+  return _relative(
+    rewards, every, normalize_std=normalize_std, ddof=ddof, eps=eps
+  )
 
 
 def rloo_advantages(rewards: jax.Array) -> jax.Array:
@@ -222,19 +217,20 @@ def turn_advantages(
   return _relative(to_go, has_turn, normalize_std=normalize_std, eps=eps)
 
 
-def _relative(x, has, *, axis=1, normalize_std=True, eps):
+def _relative(x, has, *, axis=1, normalize_std=True, ddof=0, eps):
   """(x - mean) / (std + eps) over an axis or all, of what `has`; else 0."""
   over = {"axis": axis, "keepdims": True}
   count, x_or_0 = jnp.maximum(has.sum(**over), 1), jnp.where(has, x, 0.0)
   mean = x_or_0.sum(**over) / count
   lowest = jnp.where(has, x, jnp.inf).min(**over)
   highest = jnp.where(has, x, -jnp.inf).max(**over)
-  # Compared for the same reason as in group_relative_advantages.
+  # The mean of equal rewards may be off by a rounding error, and the std is
+  # then as small as this error. So rewards are compared, not subtracted.
   equal = lowest >= highest
   centered = jnp.where(has & ~equal, x_or_0 - mean, 0.0)
   if not normalize_std:
     return centered
-  std = jnp.sqrt((centered**2).sum(**over) / count)
+  std = jnp.sqrt((centered**2).sum(**over) / jnp.maximum(count - ddof, 1))
   return centered / (std + jnp.where(equal, 1.0, eps))
 
 

@@ -53,27 +53,18 @@ class Checkpoints:
   """A context manager for the checkpoints of one run, one folder per step.
 
   Call every method on every process. All processes skip a checkpoint that one
-  cannot read. `directory` may be in a bucket. `due` is true at multiples of
-  `every`. The newest `keep` checkpoints stay on disk; None opens a folder for
-  reading only, while a run may be writing to it.
+  cannot read. `directory` may be in a bucket. The newest `keep` checkpoints
+  stay on disk; None opens a folder for reading only, while a run may be writing
+  to it.
 
   If a save in the background fails, the next `save`, `wait` or end of the
   `with` block raises RuntimeError, once.
   """
 
-  def __init__(
-    self,
-    directory: str | os.PathLike,
-    *,
-    every: int = 1,
-    keep: int | None = None,
-  ):
+  def __init__(self, directory: str | os.PathLike, keep: int | None = None):
     writes = keep is not None
-    if every < 1 or (writes and keep < 1):
-      raise UserError(f"checkpoints: {every=}, {keep=}: expected 1 or more")
     if not in_bucket(directory):
       directory = os.path.abspath(directory)  # Orbax refuses a relative path
-    self._every = every
     self._skipped: set[int] = set()
     self._last_save: int | None = None
     self._response: ocp.AsyncResponse | None = None  # of the last save
@@ -96,9 +87,6 @@ class Checkpoints:
       logging.error("%s", failed_save)  # the first error propagates
     finally:
       self._orbax.close()
-
-  def due(self, step: int) -> bool:
-    return step % self._every == 0
 
   def save(self, step: int, state: Any, metadata: dict[str, Any]) -> None:
     """Copies `state` to the host, then writes it in the background.

@@ -38,7 +38,9 @@ def enable(folder: str | None) -> None:
     return
   try:
     if folder is None:
-      folder = _writable(_users())
+      # Our folder in the one that the XDG specification has for caches.
+      caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+      folder = _writable(Path(caches) / "gspo_jax" / "compiled")
       _evict(Path(folder), MAX_BYTES)
     elif "://" not in folder:
       folder = _writable(Path(folder))
@@ -48,12 +50,6 @@ def enable(folder: str | None) -> None:
   jax.config.update("jax_compilation_cache_dir", folder)
   # All of them: the many small ones take seconds together.
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def _users() -> Path:
-  """Our folder in the one that the XDG specification has for caches."""
-  caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-  return Path(caches) / "gspo_jax" / "compiled"
 
 
 def _writable(path: Path) -> str:

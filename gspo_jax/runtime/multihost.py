@@ -214,8 +214,6 @@ def barrier() -> None:
 
 
 def any_process(flag: bool) -> bool:
-  if jax.process_count() == 1:
-    return flag
   return bool(_allgather(np.bool_(flag)).any())
 
 

@@ -373,11 +373,6 @@ def constrain(tree, *axes):
   return jax.tree.map(lambda x: constrain_leaf(x, spec), tree)
 
 
-def constrain_batch(tree, axis: int):
-  """Constrains axis `axis` of each leaf to `BATCH_AXES`."""
-  return constrain(tree, *[None] * axis, BATCH_AXES)
-
-
 def constrain_state(tree, axes: LogicalAxes):
   """Constrains each leaf to its `spec`."""
   mesh = ambient()

@@ -174,7 +174,7 @@ def build_static_sampler(
 
   def generate_static(params, prompts, key):
     # Arrays of another mesh must be moved to this one before they are used.
-    prompts = sharding.constrain_batch(prompts, axis=0)
+    prompts = sharding.constrain(prompts, sharding.BATCH_AXES)
     return generate(params, cfg, prompts, constrain(key), sampler=sampler)
 
   batch, replicated = sharding.batch_sharding(mesh), sharding.replicated(mesh)

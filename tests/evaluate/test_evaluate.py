@@ -48,7 +48,7 @@ def workdir(tmp_path_factory):
   with jax.set_mesh(mesh):
     program = build_program(parse(c), mesh, training=False)
     saved = {"identity": load_params.identity(program)}
-    with Checkpoints(folder / "checkpoints", every=1, keep=2) as checkpoints:
+    with Checkpoints(folder / "checkpoints", keep=2) as checkpoints:
       for step in (1, 2):
         params = program.init_params(jax.random.key(step))
         checkpoints.save(step, {"params": params}, saved)

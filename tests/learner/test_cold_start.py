@@ -74,7 +74,7 @@ def run(folder, accuracies, *, seed=0, gate=0.9, stop=None):
   functions, steps = Functions(accuracies), itertools.count(1)
   preemption = Preemption()
   preemption.reached = lambda: next(steps) == stop
-  with Checkpoints(folder, every=2, keep=1) as checkpoints:
+  with Checkpoints(folder, keep=1) as checkpoints:
     state = cold_start.run(
       ColdStartFunctions(
         abstract=first,

@@ -44,7 +44,7 @@ def run(program, params, tmp_path_factory):
   saved = {"identity": load_params.identity(program) | {"seed": 7}}
   with (
     jax.set_mesh(program.mesh),
-    Checkpoints(folder / "checkpoints", every=1, keep=2) as checkpoints,
+    Checkpoints(folder / "checkpoints", keep=2) as checkpoints,
   ):
     for step, weights in params.items():
       checkpoints.save(step, {"params": weights, "moments": weights}, saved)

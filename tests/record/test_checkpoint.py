@@ -81,14 +81,14 @@ accept_any = lambda step, metadata: None
 
 
 def save_steps(directory, steps, keep=10, devices=1):
-  with Checkpoints(directory, every=1, keep=keep) as checkpoints:
+  with Checkpoints(directory, keep=keep) as checkpoints:
     for step in steps:
       checkpoints.save(step, put(make_state(step), devices), {"cursor": step})
 
 
 def restore(directory, accept=accept_any, like=None, devices=1):
   like = make_state(0) if like is None else like
-  with Checkpoints(directory, every=1, keep=10) as checkpoints:
+  with Checkpoints(directory, keep=10) as checkpoints:
     return checkpoints.restore(abstract(like, devices), accept)
 
 
@@ -104,7 +104,7 @@ def warnings(caplog):
 def test_round_trip_on_other_device_counts(tmp_path, caplog, capfd):
   metadata = {"data": {"next_index": 7}, "config": {"lr": 1e-6, "name": "é"}}
   state = put(make_state(3), 8)
-  with Checkpoints(tmp_path, every=1, keep=2) as checkpoints:
+  with Checkpoints(tmp_path, keep=2) as checkpoints:
     checkpoints.save(3, state, metadata)
   for devices in (8, 4, 1):
     restored = restore(tmp_path, devices=devices)
@@ -125,7 +125,7 @@ def test_buffers_may_be_donated_right_after_save(tmp_path):
   def make(step):
     return put({"w": jnp.full((1024, 1024), float(step))}, 8)
 
-  with Checkpoints(tmp_path, every=1, keep=9) as checkpoints:
+  with Checkpoints(tmp_path, keep=9) as checkpoints:
     for step in range(4):
       state = make(step)
       checkpoints.save(step, state, {})
@@ -144,14 +144,6 @@ def test_a_relative_directory(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   save_steps("here", (1,))
   assert restore(tmp_path / "here").step == 1
-
-
-def test_due_and_invalid_settings(tmp_path):
-  with Checkpoints(tmp_path, every=5, keep=1) as checkpoints:
-    assert [s for s in range(1, 12) if checkpoints.due(s)] == [5, 10]
-  for every, keep in ((0, 1), (1, 0)):
-    with pytest.raises(UserError, match=f"{every=}, {keep=}"):
-      Checkpoints(tmp_path, every=every, keep=keep)
 
 
 def test_a_save_leaves_no_thread_and_no_descriptor_open(tmp_path):
@@ -199,7 +191,7 @@ DAMAGE = [flip_bit, truncate, empty, lose_state, lose_metadata]
 def test_a_damaged_checkpoint_is_skipped_and_replaced(tmp_path, caplog, damage):
   save_steps(tmp_path, (1, 2))
   damage(tmp_path / "2")
-  with Checkpoints(tmp_path, every=1, keep=1) as checkpoints:
+  with Checkpoints(tmp_path, keep=1) as checkpoints:
     restored = checkpoints.restore(abstract(make_state(0)), accept_any)
     assert (restored.step, restored.metadata) == (1, {"cursor": 1})
     assert_same(restored.state, make_state(1))
@@ -237,7 +229,7 @@ def test_a_rejected_state_is_freed_before_the_next_is_loaded(
 def test_skipped_steps_do_not_count_as_the_latest(tmp_path):
   save_steps(tmp_path, (10, 20))
   empty(tmp_path / "20")
-  with Checkpoints(tmp_path, every=5, keep=1) as checkpoints:
+  with Checkpoints(tmp_path, keep=1) as checkpoints:
     assert checkpoints.restore(abstract(make_state(0)), accept_any).step == 10
     assert (tmp_path / "20").exists()
     checkpoints.save(15, make_state(15), {})
@@ -250,7 +242,7 @@ def test_a_good_checkpoint_is_not_written_again_and_a_bad_one_is(tmp_path):
   save_steps(tmp_path, (1,))
   assert_same(restore(tmp_path).state, make_state(1))
   before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-  with Checkpoints(tmp_path, every=1, keep=2) as checkpoints:
+  with Checkpoints(tmp_path, keep=2) as checkpoints:
     checkpoints.save(1, make_state(7), {})
     checkpoints.save(2, make_state(2), {})
     checkpoints.save(2, make_state(7), {})
@@ -313,7 +305,7 @@ def run_child(code, directory, devices):
 
 
 KILLED = """
-with Checkpoints(sys.argv[1], every=1, keep=3) as checkpoints:
+with Checkpoints(sys.argv[1], keep=3) as checkpoints:
   checkpoints.save(1, put(make_state(1), 2), {"cursor": 1})
   noise = np.random.default_rng(0).random((2048, 4096), np.float32)
   checkpoints.save(2, {"w": jnp.asarray(noise)}, {"cursor": 2})
@@ -329,7 +321,7 @@ def test_a_kill_during_a_save_keeps_the_previous_checkpoint(tmp_path):
   assert child.returncode == -signal.SIGKILL, child.stderr
   names = sorted(path.name for path in tmp_path.iterdir())
   assert names == ["1", "2.orbax-checkpoint-tmp"]
-  with Checkpoints(tmp_path, every=1, keep=3) as checkpoints:
+  with Checkpoints(tmp_path, keep=3) as checkpoints:
     restored = checkpoints.restore(abstract(make_state(0), 8), accept_any)
     assert restored.step == 1
     assert_same(restored.state, make_state(1))
@@ -344,7 +336,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 noise = {"w": jnp.sin(jnp.arange(1 << 20, dtype=jnp.float32))}
 def attempt(close):
   try:
-    with Checkpoints(sys.argv[1], every=1, keep=3) as checkpoints:
+    with Checkpoints(sys.argv[1], keep=3) as checkpoints:
       limit(1 << 16)
       checkpoints.save(1, noise, {})
       if close == "crash":

@@ -144,7 +144,7 @@ def final_params(workdir):
   saved = json.loads((workdir / "run_config.json").read_text())
   config.model.variant = saved["model"]["variant"]
   abstract = build_program(parse(config), mesh).learner.abstract
-  with Checkpoints(workdir / "checkpoints", every=1, keep=9) as checkpoints:
+  with Checkpoints(workdir / "checkpoints", keep=9) as checkpoints:
     restored = checkpoints.restore(
       {"params": abstract.params}, lambda *_: None, part=True
     )
@@ -426,7 +426,7 @@ make = lambda step: multihost.to_global(
   {"w": np.arange(2 ** 16, dtype=np.float32).reshape(2, -1) + step}, rows)
 like = jax.tree.map(
   lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), make(0))
-with Checkpoints(sys.argv[3], every=1, keep=9) as checkpoints:
+with Checkpoints(sys.argv[3], keep=9) as checkpoints:
   for step in (1, 2):
     checkpoints.save(step, make(step), {})
 multihost.barrier()
@@ -435,7 +435,7 @@ if multihost.is_primary():
   for file in folder.iterdir():
     file.write_bytes(file.read_bytes()[:100])
 multihost.barrier()
-with Checkpoints(sys.argv[3], every=1, keep=9) as checkpoints:
+with Checkpoints(sys.argv[3], keep=9) as checkpoints:
   began = time.monotonic()
   restored = checkpoints.restore(like, lambda *_: None)
   print("restored", restored.step, time.monotonic() - began < 30)
@@ -504,7 +504,7 @@ def spy(folder, tree, **options):
   read.extend(name for name, x in tree.items() if x is not ...)
   return load(folder, tree, **options)
 checkpoint.ocp.load = spy
-with Checkpoints(sys.argv[3], every=1, keep=9) as checkpoints:
+with Checkpoints(sys.argv[3], keep=9) as checkpoints:
   checkpoints.save(1, state, {})
   with jax.set_mesh(mesh):
     restored = checkpoints.restore(like, lambda *_: None)

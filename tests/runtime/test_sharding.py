@@ -258,14 +258,15 @@ def test_a_batch_is_sharded_over_all_axes_but_tensor(sizes, held):
   assert sorted(sum(set(pieces), ())) == list(range(8))
 
 
-def test_constrain_batch():
-  constrain = jax.jit(lambda x: sharding.constrain_batch(x, axis=1))
+def test_constrain():
+  axes = None, sharding.BATCH_AXES
+  constrain = jax.jit(lambda x: sharding.constrain(x, *axes))
   tree = {"a": np.ones((3, 8)), "b": np.ones((2, 16, 5))}
   with jax.set_mesh(CUBE):
     out = constrain(tree)
   assert out["a"].sharding.shard_shape((3, 8)) == (3, 2)
   assert out["b"].sharding.shard_shape((2, 16, 5)) == (2, 4, 5)
-  assert sharding.constrain_batch(tree, axis=1) is tree
+  assert sharding.constrain(tree, *axes) is tree
 
 
 # Shard maps.
