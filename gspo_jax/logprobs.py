@@ -168,7 +168,9 @@ def logps_and_entropy(
       logits_Cv = model.project_logits(hidden_CD, head_Dv, cfg) / temperature
       allowed = column_v >= 0
       for ids_CK in kept_ids_CK:
-        allowed &= _are_kept(ids_CK, column_v)
+        # Compared one by one, in one fused loop: a TPU would scatter them in
+        # turn.
+        allowed &= (ids_CK[:, None, :] == column_v[:, None]).any(-1)
       logits_Cv = jnp.where(allowed, logits_Cv, -1e30)
       return _log_softmax(logits_Cv, targets_C, column_v)
 
@@ -214,12 +216,6 @@ def _vocabulary_shard(head):
   column_v = sharding.index("expert") * v + jnp.arange(v)
   id_v = sharding.index("tensor") * columns + column_v
   return head_Dv, jnp.where(column_v < columns, id_v, -1)
-
-
-def _are_kept(ids_CK, column_v):
-  """[C, v] bool: whether a column is among a token's ids."""
-  # Compared one by one, in one fused loop: a TPU would scatter them in turn.
-  return (ids_CK[:, None, :] == column_v[:, None]).any(-1)
 
 
 def _log_softmax(logits_Cv, targets_C, column_v):

@@ -93,7 +93,7 @@ def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
     return chain
   label = lambda row: "frozen" if row.router else "trained"
   parts = {"trained": chain, "frozen": optax.set_to_zero()}
-  return optax.partition(parts, functools.partial(_by_row, label))
+  return optax.partition(parts, _by_row(label))
 
 
 def _adamw(rate, *, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0):
@@ -101,8 +101,9 @@ def _adamw(rate, *, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0):
   UNDER_1.check("optim.name: b2", b2)
   POSITIVE.check("optim.name: eps", eps)
   ZERO_OR_MORE.check("optim.name: weight_decay", weight_decay)
+  decays = _by_row(lambda row: row.decays)  # but scales of norms and biases
   return optax.adamw(
-    rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=_decays
+    rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays
   )
 
 
@@ -116,34 +117,31 @@ def _muon(rate, *, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0):
     rate,
     weight_decay=weight_decay,
     consistent_rms=0.2,
-    muon_weight_dimension_numbers=_dimension_numbers,
+    muon_weight_dimension_numbers=_by_row(_dimension_numbers),
   )
   # Muon takes an expert's gate and up projections, stored together, as one.
   parts = {"adamw": adamw, "muon": muon, "experts": _each_expert(muon)}
-  return optax.partition(parts, _labels)
+  return optax.partition(parts, _by_row(_label))
 
 
 _OPTIMIZERS = {"adamw": _adamw, "muon": _muon}
 
 
-def _labels(params):
-  """The name of the optimizer of each parameter."""
-
-  def label(row):
-    # Embeddings, head, norms, biases, adapters, and the router, whose output is
-    # a choice.
-    if not row.target:
-      return "adamw"
-    experts, _, _ = row.groups
-    return "experts" if experts else "muon"
-
-  return _by_row(label, params)
+def _label(row):
+  """The name of the optimizer of a parameter."""
+  # Embeddings, head, norms, biases, adapters, and the router, whose output is a
+  # choice.
+  if not row.target:
+    return "adamw"
+  experts, _, _ = row.groups
+  return "experts" if experts else "muon"
 
 
-def _by_row(function, params):
-  """The tree of `function(row)`, with the row of each parameter."""
+def _by_row(function):
+  """Parameters -> the tree of `function(row)`, with the row of each."""
   row = lambda keys: parameters.find(sharding.path_name(keys))
-  return jax.tree.map_with_path(lambda keys, _: function(row(keys)), params)
+  of_leaf = lambda keys, _: function(row(keys))
+  return functools.partial(jax.tree.map_with_path, of_leaf)
 
 
 def _each_expert(muon) -> optax.GradientTransformation:
@@ -161,20 +159,11 @@ def _each_expert(muon) -> optax.GradientTransformation:
   return optax.GradientTransformation(muon.init, update)
 
 
-def _dimension_numbers(params):
+def _dimension_numbers(row):
   """The axes of a parameter's matrices that Muon takes; None: no Muon."""
-
-  def numbers(row):
-    if not row.target:
-      return None
-    _, inputs, outputs = row.groups
-    last = outputs[-1] + 1
-    from_end = lambda axes: tuple(axis - last for axis in axes)
-    return MuonDimensionNumbers(from_end(inputs), from_end(outputs))
-
-  return _by_row(numbers, params)
-
-
-def _decays(params):
-  """True but for the scales of norms and biases."""
-  return _by_row(lambda row: row.decays, params)
+  if not row.target:
+    return None
+  _, inputs, outputs = row.groups
+  last = outputs[-1] + 1
+  from_end = lambda axes: tuple(axis - last for axis in axes)
+  return MuonDimensionNumbers(from_end(inputs), from_end(outputs))

@@ -229,7 +229,9 @@ def cold_start_functions(
     loss=functools.partial(cross_entropy, cfg=cfg),
     optimizer=optimizer.optimizer(config.cold_start.optim),
   )
-  rows = settings.cold_start_packing(config, sharding.row_shards(mesh))
+  rows = settings.packing(config, sharding.row_shards(mesh))
+  micro = min(rows.micro_batch_size, config.cold_start.batch)
+  rows = dataclasses.replace(rows, minibatches=1, micro_batch_size=micro)
   make_state = functools.partial(
     train_step.init_state, optimizer=learner.optimizer
   )

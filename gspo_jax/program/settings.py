@@ -165,13 +165,6 @@ def packing(config: Config, shards: int) -> PackingConfig:
   return dataclasses.replace(config.learner, width=width, shards=shards)
 
 
-def cold_start_packing(config: Config, shards: int) -> PackingConfig:
-  micro = min(config.learner.micro_batch_size, config.cold_start.batch)
-  return dataclasses.replace(
-    packing(config, shards), minibatches=1, micro_batch_size=micro
-  )
-
-
 def optim_config(config: Config) -> OptimConfig:
   """The policy's optimizer; its schedule ends with the run."""
   total = config.num_steps * config.learner.minibatches

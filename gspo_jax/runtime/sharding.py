@@ -378,9 +378,8 @@ def constrain_state(tree, axes: LogicalAxes):
   mesh = ambient()
   if not mesh or mesh.are_all_axes_manual:
     return tree
-  place = lambda keys, x: spec(path_name(keys), x.shape, mesh, axes)
-  specs = jax.tree.map_with_path(place, tree)
-  return jax.lax.with_sharding_constraint(tree, specs)
+  places = state_shardings(tree, mesh, axes)
+  return jax.lax.with_sharding_constraint(tree, places)
 
 
 def shard_map(body: Callable, in_specs, out_specs) -> Callable:
