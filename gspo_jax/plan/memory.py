@@ -16,7 +16,7 @@ from gspo_jax.program import abstract
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
 from gspo_jax.rollout import reward_model
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import prefixed
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.continuous.config import PROMPT_ROWS
 
@@ -81,10 +81,8 @@ def reward_model_bytes(config: Config, mesh: jax.sharding.Mesh) -> int:
   if not (folder := reward_model.folder_of(config.reward.names)):
     return 0
   dtype = config.model.dtype
-  try:
+  with prefixed(f"reward.names={config.reward.names}"):
     weights = abstract.params(reward_model.config(folder, dtype), mesh)
-  except UserError as error:
-    raise UserError(f"reward.names={config.reward.names}: {error}") from error
   return array_bytes(weights) * jnp.dtype(dtype).itemsize // 4  # of float32
 
 

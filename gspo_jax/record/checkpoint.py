@@ -61,7 +61,7 @@ class Checkpoints:
   `with` block raises RuntimeError, once.
   """
 
-  def __init__(self, directory: str | os.PathLike, keep: int | None = None):
+  def __init__(self, directory: str | os.PathLike, *, keep: int | None = None):
     writes = keep is not None
     if not in_bucket(directory):
       directory = os.path.abspath(directory)  # Orbax refuses a relative path
