@@ -47,14 +47,8 @@ def read(spec: str) -> Records:
     lines = list(json_lines(rest))
     names = [line.where for line in lines]
     return Records([line.record for line in lines], names.__getitem__)
-  if kind == "parquet":
-    rows = parquet(rest)
-  elif kind == "hf":
-    rows = hugging_face(rest)
-  elif kind == "tfds":
-    rows = tfds(rest)
-  else:
-    rows = from_factory(spec)
+  sets = {"parquet": parquet, "hf": hugging_face, "tfds": tfds}
+  rows = sets[kind](rest) if kind in sets else from_factory(spec)
   return Records(rows, functools.partial(_name, spec))
 
 

@@ -113,7 +113,8 @@ def devices(topology: Topology, slices: int) -> list:
 
 def compile_one(lowered: jax.stages.Lowered, platform: str = "tpu") -> Compiled:
   start = time.monotonic()
-  _clear(_bundles_folder())
+  for file in Path(_bundles_folder().name).iterdir():
+    file.unlink()
   with tempfile.TemporaryDirectory() as folder:
     # `as_text` crashes on many modules; the compiler's dump is complete.
     options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
@@ -161,11 +162,6 @@ def _text(folder, platform: str = "tpu") -> str:
 def _bundles_folder() -> tempfile.TemporaryDirectory:
   """One for this process: libtpu reads its arguments once."""
   return tempfile.TemporaryDirectory()
-
-
-def _clear(folder: tempfile.TemporaryDirectory) -> None:
-  for file in Path(folder.name).iterdir():
-    file.unlink()
 
 
 _KERNEL = re.compile(

@@ -130,11 +130,14 @@ def model_config(path, raw) -> ModelConfig:
   fields = family.fields | family.read(path, raw) | numbers
   if family.experts:
     expert_count, expert_width = family.experts
+    normed = raw.get("norm_topk_prob")
     fields = {
       "mlp_dim": get(expert_width),
       "num_experts": get(expert_count, "num_experts", "num_local_experts"),
       "experts_per_token": get("num_experts_per_tok"),
-      "norm_topk_prob": bool(raw.get("norm_topk_prob")),
+      "norm_topk_prob": bool(
+        family.norm_topk_prob if normed is None else normed
+      ),
     } | fields
   else:
     fields["mlp_dim"] = get("intermediate_size")

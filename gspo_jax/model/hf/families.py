@@ -3,7 +3,6 @@
 A family is an architecture of transformers.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -25,6 +24,7 @@ class Family(NamedTuple):
   # The keys of its number of experts and of their hidden width.
   experts: tuple[str, str] | None = None
   rope_theta: float = 1e4  # where config.json has none
+  norm_topk_prob: bool = False  # where config.json has none or null
   supported: Mapping = MappingProxyType({})  # as `_SUPPORTED`
   # The only supported values of keys that an export has, because servers read
   # them that run the model's own code.
@@ -68,7 +68,6 @@ def _read_deepseek_experts(path, raw):
   return {
     "dense_mlp_dim": number(path, raw, ["intermediate_size"]),
     "shared_dim": width * shared,
-    "norm_topk_prob": raw.get("norm_topk_prob") in (None, True),
   }
 
 
@@ -160,8 +159,9 @@ def _layers(path, raw, key, default, kinds) -> tuple[Layer, ...]:
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
 
-def _read_hybrid(path, raw, *, experts: bool):
+def _read_hybrid(path, raw):
   """Layers of gated DeltaNets and of attention."""
+  experts = bool(FAMILIES[raw["model_type"]].experts)
   count = number(path, raw, ["num_hidden_layers"])
   interval = number(path, raw, ["full_attention_interval"], default=4)
   turns = [_LINEAR] * (interval - 1) + [_FULL]
@@ -182,11 +182,6 @@ def _period(layers: Sequence[Layer]) -> tuple[Layer, ...]:
     for k in range(1, n + 1)
     if n % k == 0 and layers[:k] * (n // k) == layers
   )
-
-
-def _read_qwen3_next(path, raw):
-  normed = raw.get("norm_topk_prob") in (None, True)
-  return _read_hybrid(path, raw, experts=True) | {"norm_topk_prob": normed}
 
 
 def _write_hybrid(cfg):
@@ -262,31 +257,39 @@ _LINEAR_NUMBERS = _numbers(
   *("linear_num_key_heads", "linear_num_value_heads"),
   *("linear_key_head_dim", "linear_value_head_dim"),
 ) | _numbers("linear_conv_kernel_dim", default=4)
-_MLA_NUMBERS = _router(None) | _numbers("kv_lora_rank")
 _HYBRID_FIELDS = {
   "output_gate": True,
   "norm_plus_one": True,
   "norm_rounds_last": True,
 }
 _HYBRID = {"attn_output_gate": True}
-_HYBRID_MOE_SUPPORTED = {
-  "layer_types": None,
-  "shared_expert_intermediate_size": None,
-}
-_MLA_FIELDS = {"scoring_func": "sigmoid", "choice_bias": True, "qk_norm": False}
-_MLA = {
-  "scoring_func": "sigmoid",
-  "topk_method": "noaux_tc",
-  "moe_layer_freq": 1,
-}
+_QWEN3_NEXT = Family(
+  "Qwen3NextForCausalLM",
+  _HYBRID_FIELDS | {"shared_gate": True},
+  experts=("num_experts", "moe_intermediate_size"),
+  norm_topk_prob=True,
+  supported={"layer_types": None, "shared_expert_intermediate_size": None},
+  constants=_HYBRID | _ALL_LAYERS,
+  names=("qwen3_next", "qwen2_moe"),
+  partial_rotary_factor=0.25,
+  required=("head_dim", "num_key_value_heads"),
+  numbers=_LINEAR_NUMBERS | _SHARED,
+  read=_read_hybrid,
+  write=_write_hybrid,
+)
 _DEEPSEEK = Family(
   "DeepseekV3ForCausalLM",
-  _MLA_FIELDS,
+  {"scoring_func": "sigmoid", "choice_bias": True, "qk_norm": False},
   experts=("n_routed_experts", "moe_intermediate_size"),
+  norm_topk_prob=True,
   supported={"n_shared_experts": None},
-  constants=_MLA,
+  constants={
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+  },
   required=("num_key_value_heads",),
-  numbers=_MLA_NUMBERS,
+  numbers=_router(None) | _numbers("kv_lora_rank"),
   read=_read_deepseek,
   write=_write_mla,
 )
@@ -337,6 +340,7 @@ FAMILIES = {
     "Glm4MoeForCausalLM",
     {"scoring_func": "sigmoid", "choice_bias": True},
     experts=("n_routed_experts", "moe_intermediate_size"),
+    norm_topk_prob=True,
     supported={
       "attention_bias": (False, True),  # never on the output
       "n_shared_experts": None,
@@ -396,31 +400,12 @@ FAMILIES = {
     read=_read_gpt_oss,
     write=_write_gpt_oss,
   ),
-  "qwen3_5_moe_text": Family(
-    "Qwen3_5MoeForCausalLM",
-    _HYBRID_FIELDS | {"shared_gate": True, "norm_topk_prob": True},
-    experts=("num_experts", "moe_intermediate_size"),
-    supported=_HYBRID_MOE_SUPPORTED | {"norm_topk_prob": (True,)},
-    constants=_HYBRID | _ALL_LAYERS,
+  "qwen3_next": _QWEN3_NEXT,
+  "qwen3_5_moe_text": _QWEN3_NEXT._replace(
+    loads_with="Qwen3_5MoeForCausalLM",
+    fields=_QWEN3_NEXT.fields | {"norm_topk_prob": True},
+    supported=_QWEN3_NEXT.supported | {"norm_topk_prob": (True,)},
     names=("qwen2_moe",),
-    partial_rotary_factor=0.25,
-    required=("head_dim", "num_key_value_heads"),
-    numbers=_LINEAR_NUMBERS | _SHARED,
-    read=functools.partial(_read_hybrid, experts=True),
-    write=_write_hybrid,
-  ),
-  "qwen3_next": Family(
-    "Qwen3NextForCausalLM",
-    _HYBRID_FIELDS | {"shared_gate": True},
-    experts=("num_experts", "moe_intermediate_size"),
-    supported=_HYBRID_MOE_SUPPORTED,
-    constants=_HYBRID | _ALL_LAYERS,
-    names=("qwen3_next", "qwen2_moe"),
-    partial_rotary_factor=0.25,
-    required=("head_dim", "num_key_value_heads"),
-    numbers=_LINEAR_NUMBERS | _SHARED,
-    read=_read_qwen3_next,
-    write=_write_hybrid,
   ),
   "qwen3_5_text": Family(
     "Qwen3_5ForCausalLM",
@@ -430,19 +415,13 @@ FAMILIES = {
     partial_rotary_factor=0.25,
     required=("head_dim", "num_key_value_heads"),
     numbers=_LINEAR_NUMBERS,
-    read=functools.partial(_read_hybrid, experts=False),
+    read=_read_hybrid,
     write=_write_hybrid,
   ),
   "deepseek_v3": _DEEPSEEK,
   "kimi_k2": _DEEPSEEK,
-  "glm4_moe_lite": Family(
-    "Glm4MoeLiteForCausalLM",
-    _MLA_FIELDS,
-    experts=("n_routed_experts", "moe_intermediate_size"),
-    supported={"n_shared_experts": None},
-    constants=_MLA,
-    required=("num_key_value_heads",),
-    numbers=_MLA_NUMBERS,
+  "glm4_moe_lite": _DEEPSEEK._replace(
+    loads_with="Glm4MoeLiteForCausalLM",
     read=_read_glm_lite,
     write=_write_glm_lite,
   ),

@@ -90,18 +90,11 @@ _SCALINGS = {"llama3": (Llama3Scaling, _llama3), "yarn": (YarnScaling, _yarn)}
 
 
 def scaling_to_hf(scaling: RopeScaling) -> dict:
-  if isinstance(scaling, Llama3Scaling):
-    return {
-      "rope_type": "llama3",
-      "factor": scaling.factor,
-      "low_freq_factor": scaling.low,
-      "high_freq_factor": scaling.high,
-      _LENGTH: scaling.length,
-    }
-  raw = dataclasses.asdict(scaling)
-  raw[_LENGTH] = raw.pop("length")
-  if raw["attention_factor"] is None:
-    del raw["attention_factor"]
-  if not raw["mscale_all_dim"]:
-    del raw["mscale_all_dim"]
-  return {"rope_type": "yarn"} | raw
+  kind = "llama3" if isinstance(scaling, Llama3Scaling) else "yarn"
+  names = {"low": "low_freq_factor", "high": "high_freq_factor"}
+  names["length"] = _LENGTH
+  raw = {names.get(k, k): v for k, v in dataclasses.asdict(scaling).items()}
+  for optional in ("attention_factor", "mscale_all_dim"):
+    if not raw.get(optional):
+      raw.pop(optional, None)
+  return {"rope_type": kind} | raw
