@@ -110,7 +110,7 @@ def num_fitting(part: Sequence[Problem], cfg: PromptConfig) -> int:
   if cfg.too_long == "error":
     return len(part)
   make = functools.partial(_prompt, cfg=cfg)
-  return _count(_Positioned(0, part), make, len(part))
+  return _count(*_with_positions(part), make, len(part))
 
 
 def take(source: Source, cfg: PromptConfig, count: int) -> PromptBatch:
@@ -221,30 +221,23 @@ def _demonstration(
   )
 
 
-class _Positioned(Sequence):
-  """Problems, each with its position in the data of one stage."""
-
-  def __init__(self, part: int, source: Sequence[Problem]):
-    self._part, self._source = part, source
-
-  def __len__(self) -> int:
-    return len(self._source)
-
-  def __getitem__(self, i: int) -> tuple[Problem, tuple[int, int, int]]:
-    return self._source[i], (0, self._part, i)
-
-
-def _with_positions(source: Source) -> list[_Positioned]:
-  return list(itertools.starmap(_Positioned, enumerate(parts(source))))
+def _with_positions(source: Source) -> list[grain.MapDataset]:
+  """Of each part, problems with their positions in the data of one stage."""
+  # Grain counts on from epoch to epoch.
+  at = lambda n, size: lambda i, problem: (problem, (0, n, i % size))
+  return [
+    grain.MapDataset.source(part).map_with_index(at(n, len(part)))
+    for n, part in enumerate(parts(source))
+  ]
 
 
 def _stream(source, make: Callable, seed: int) -> grain.DatasetIterator:
   seeds = itertools.count(seed)
 
-  def shuffled(part):
-    return grain.MapDataset.source(part).seed(next(seeds) % 2**32).shuffle()
-
-  each = [shuffled(part).repeat() for part in _with_positions(source)]
+  each = [
+    part.seed(next(seeds) % 2**32).shuffle().repeat()
+    for part in _with_positions(source)
+  ]
   if isinstance(source, Mixture):
     dataset = grain.MapDataset.mix(each, weights=source.weights)
   else:
@@ -279,7 +272,7 @@ def _check(source, make: Callable, cfg: PromptConfig, batch: int) -> None:
     )
 
 
-def _count(part: _Positioned, make: Callable, limit: int) -> int:
+def _count(part: Sequence, make: Callable, limit: int) -> int:
   """The number of problems that are not dropped, up to `limit`."""
   kept = (i for i in range(len(part)) if make(*part[i]) is not None)
   return sum(1 for _ in itertools.islice(kept, limit))

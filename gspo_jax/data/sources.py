@@ -165,7 +165,7 @@ def _demonstration(solution) -> str:
   items = solution if isinstance(solution, list) else [solution]
   if any(isinstance(item, list | dict) for item in items):
     return ""  # the reference is JSON
-  return _PREFIX + _text_of_reference(solution)
+  return _PREFIX + readers.text(solution).strip()
 
 
 def _require(text: str, column: str, key: str, place: str) -> None:
@@ -335,14 +335,7 @@ def _reference(solution, column: str, place: str) -> str:
         f"{place}: {column!r} ({_KEYS.reference}) is {item!r}, a float, which "
         "has 53 bits: write the number as text"
       )
-  reference = _text_of_reference(solution)
+  reference = readers.text(solution).strip() if marked is None else marked
   missing = reference.lower() == "nan"  # as pandas writes it
   _require("" if missing else reference, column, _KEYS.reference, place)
   return reference
-
-
-def _text_of_reference(solution) -> str:
-  if not isinstance(solution, str):
-    return readers.text(solution)
-  marked = numbers.marked(solution)
-  return solution.strip() if marked is None else marked

@@ -57,7 +57,9 @@ class DeltaNet(nn.Module):
     inputs, z_BTMV = _project(x_BTD, weights)
     by_head = {name: weights[name] for name in _BY_HEAD}
     mix = sharding.shard_map(
-      _continue,
+      lambda inputs, weights, real_BT, states: mix(
+        inputs, weights, jnp.zeros(real_BT.shape, int), real_BT, states
+      ),
       in_specs=(
         (_HEADS,) * len(inputs),
         PartitionSpec("tensor"),
@@ -164,10 +166,6 @@ def _without_padding(segments_BT):
   token_T = jnp.arange(segments_BT.shape[1])
   real = jax.lax.cummax(jnp.where(segments_BT != 0, token_T, 0), axis=1)
   return jnp.take_along_axis(segments_BT, real, axis=1)
-
-
-def _continue(inputs, weights, real_BT, states):
-  return mix(inputs, weights, jnp.zeros(real_BT.shape, int), real_BT, states)
 
 
 def mix(inputs, weights, segments_BT, real_BT, states):

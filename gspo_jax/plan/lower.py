@@ -28,57 +28,49 @@ def functions(
   prompts. With `fewer_slots` there are also the segments `generate SLOTS`.
   """
   with gpu.for_absent(program.mesh.devices.flat[0]):
-    return _functions(config, program, fewer_slots)
-
-
-def _functions(config, program, fewer_slots):
-  rows = functools.partial(_with_batch_sharding, program.mesh)
-  sampled = functools.partial(_with_batch_sharding, program.sampler.mesh)
-  shape, S = jax.ShapeDtypeStruct, config.data.max_prompt_length
-  prompts = lambda P: Prompts(shape((P, S), jnp.int32), shape((P,), jnp.int32))
-  P = config.data.prompts
-  batching = program.sampler.generate.batching
-  subsets = {"subsets": fewer_slots} if batching else {}
-  lowered = program.sampler.generate.lower(
-    sampler_weights(program),
-    sampled(prompts(config.prompts_in_flight)),
-    jax.eval_shape(lambda: jax.random.key(0)),
-    continues=config.rollout.continues,
-    **subsets,
-  )
-  samples = program.sampler.empty_samples.lower().out_info
-  B = P * program.learner.group_size
-  trained_prompts = samples.prompts or prompts(P)
-  ints = lambda size: shape((size,), jnp.int32)
-  rows_of_batch = ints(B)
-  packing = Packing(
-    rows_of_batch, rows_of_batch, ints(program.learner.packing.minibatches)
-  )
-  batch = jax.tree.map(
-    lambda x: shape(x.shape, x.dtype),
-    program.learner.make_train_batch.lower(
-      rows(trained_prompts), rows(samples), packing
-    ).out_info,
-  )
-  learner = program.learner
-  if learner.add_reference_and_values:
-    teacher = rows(rows_of_batch) if len(learner.teachers) > 1 else None
-    taught = (learner.teachers, teacher) if learner.teachers else ()
-    lowered["reference_and_values"] = learner.add_reference_and_values.lower(
-      learner.abstract, batch, *taught
+    rows = functools.partial(_with_batch_sharding, program.mesh)
+    sampled = functools.partial(_with_batch_sharding, program.sampler.mesh)
+    shape, S = jax.ShapeDtypeStruct, config.data.max_prompt_length
+    prompts = lambda P: Prompts(
+      shape((P, S), jnp.int32), shape((P,), jnp.int32)
     )
-  lowered["update"] = learner.step.lower(
-    learner.abstract, batch, shape((), jnp.bool_)
-  )
-  if learner.needs_old_logps:
-    lowered["old_logps"] = lowered["update"]  # the same program
-  return lowered
-
-
-def sampler_devices(program: Program) -> list[jax.Device]:
-  """The devices of a separate sampler; [] if it shares the trainer's."""
-  sampler = program.sampler
-  return [*sampler.mesh.devices.flat] if sampler.separate else []
+    P = config.data.prompts
+    batching = program.sampler.generate.batching
+    subsets = {"subsets": fewer_slots} if batching else {}
+    lowered = program.sampler.generate.lower(
+      sampler_weights(program),
+      sampled(prompts(config.prompts_in_flight)),
+      jax.eval_shape(lambda: jax.random.key(0)),
+      continues=config.rollout.continues,
+      **subsets,
+    )
+    samples = program.sampler.empty_samples.lower().out_info
+    B = P * program.learner.group_size
+    trained_prompts = samples.prompts or prompts(P)
+    ints = lambda size: shape((size,), jnp.int32)
+    rows_of_batch = ints(B)
+    packing = Packing(
+      rows_of_batch, rows_of_batch, ints(program.learner.packing.minibatches)
+    )
+    batch = jax.tree.map(
+      lambda x: shape(x.shape, x.dtype),
+      program.learner.make_train_batch.lower(
+        rows(trained_prompts), rows(samples), packing
+      ).out_info,
+    )
+    learner = program.learner
+    if learner.add_reference_and_values:
+      teacher = rows(rows_of_batch) if len(learner.teachers) > 1 else None
+      taught = (learner.teachers, teacher) if learner.teachers else ()
+      lowered["reference_and_values"] = learner.add_reference_and_values.lower(
+        learner.abstract, batch, *taught
+      )
+    lowered["update"] = learner.step.lower(
+      learner.abstract, batch, shape((), jnp.bool_)
+    )
+    if learner.needs_old_logps:
+      lowered["old_logps"] = lowered["update"]  # the same program
+    return lowered
 
 
 def has_pages(name: str, program: Program) -> bool:

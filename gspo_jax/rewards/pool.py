@@ -64,7 +64,7 @@ class PendingCall(NamedTuple):
 
   @property
   def has_ended(self) -> bool:
-    return bool(self.started.results[self.place]) or self.started.done.done()
+    return self.started.has_ended(self.place)
 
   def number(self) -> Number:
     results = self.started.results

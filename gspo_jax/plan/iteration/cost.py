@@ -28,20 +28,13 @@ from gspo_jax.runtime import sharding
 _SAMPLING = "generate", "weights"  # parts of an iteration
 
 
-class _StepCost(NamedTuple):
-  """Seconds of a device in a decode step."""
-
-  without_cache: float
-  row: float  # to begin to read a row
-  block: float  # to read a block of a row
-
-
 class _SamplerCost(NamedTuple):
   """Seconds. In each step all devices wait for the fullest shard."""
 
   weights: float  # to prepare the weights, once an iteration
   prefill: float  # for a token
-  steps: dict[int, _StepCost]  # by the rows that all shards compute
+  # By the rows that all shards compute: `roofline.decode_step` of one step.
+  steps: dict[int, dict]
   shards: int
   move: float  # of pages between shards, a call
 
@@ -49,10 +42,10 @@ class _SamplerCost(NamedTuple):
     steps = reading = waiting = 0.0
     for rows, sums in decoding.by_rows.items():
       step = self.steps[rows]
-      steps += sums.steps * step.without_cache
-      reading += step.block * sums.blocks
-      reading += step.row * sums.steps * rows / self.shards
-      waiting += step.block * (sums.most_blocks - sums.blocks)
+      row, block = step["reading"]["row"], step["reading"]["block"]
+      steps += sums.steps * step["without_cache"]
+      reading += block * sums.blocks + row * sums.steps * rows / self.shards
+      waiting += block * (sums.most_blocks - sums.blocks)
     return {
       "prefill": decoding.prefilled * self.prefill,
       "steps": steps,
@@ -96,7 +89,9 @@ def cost(
     topology.chip.flops
     * (program.sampler.mesh.size if name in _SAMPLING else program.mesh.size)
   )
-  devices = program.mesh.size + len(lower.sampler_devices(program))
+  devices = program.mesh.size
+  if program.sampler.separate:
+    devices += program.sampler.mesh.size
   peak = topology.chip.flops * devices
   parts_of = lambda reports: _parts(
     reports, config, program, topology, decoding, sampled, tokens, needed, flops
@@ -321,10 +316,7 @@ def _sampler_cost(functions, config, program, topology) -> _SamplerCost:
   return _SamplerCost(
     weights=weights,
     prefill=prefill / prefilled,
-    steps={
-      n: _StepCost(step["without_cache"], **step["reading"])
-      for n, step in rows.items()
-    },
+    steps=rows,
     shards=sharding.batch_shards(mesh),
     move=move,
   )

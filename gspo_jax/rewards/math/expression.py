@@ -131,9 +131,9 @@ class _Reader:
       elif number(token):
         tree = self.mixed(tree)
       elif self.begins_atom():
-        fraction = token == "\\frac"
         factor = self.power()
-        if fraction and _is_whole(tree) and _is_proper(factor):
+        proper = factor[0] == "divide" and all(map(_is_whole, factor[1:]))
+        if token == "\\frac" and _is_whole(tree) and proper:
           tree = ("mixed", tree, factor)
         elif token == "(" and (before == ")" or factor[0] == "number"):
           tree = ("times", tree, factor)
@@ -300,7 +300,3 @@ def _inverse(name, tree) -> tuple:
 
 def _is_whole(tree) -> bool:
   return tree[0] == "number" and tree[1].denominator == 1 and not tree[2]
-
-
-def _is_proper(tree) -> bool:
-  return tree[0] == "divide" and all(map(_is_whole, tree[1:]))

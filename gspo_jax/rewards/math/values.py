@@ -55,7 +55,9 @@ def proportional(expected: tuple, result: tuple, positive: bool) -> bool:
   pairs = _common(expected, result)
   tolerance = _tolerance(expected, result)
   a, b, _ = next((pair for pair in pairs if all(pair[:2])), (0, 0, 0))
-  if not (a and b) or (positive and not _is_positive(a / b)):
+  if not (a and b):
+    return False
+  if positive and (isinstance(a / b, complex) or a / b <= 0):
     return False
   try:
     scale = float(max(abs(a), abs(b)))
@@ -89,10 +91,6 @@ def _places(tree) -> int:
 
 def _is_whole(value) -> bool:
   return isinstance(value, Fraction) and value.denominator == 1
-
-
-def _is_positive(value) -> bool:
-  return not isinstance(value, complex) and value > 0
 
 
 def _close(a, b, size, tolerance) -> bool:
