@@ -217,10 +217,7 @@ class ModelConfig:
       )
     self._check_layers()
     self._check_router()
-    if self.dtype not in DTYPES:
-      raise UserError(
-        f"model.dtype={self.dtype!r}: {nearest(self.dtype, DTYPES)}"
-      )
+    Choice(DTYPES).check("model.dtype", self.dtype)
     if self.lora is not None and not self.lora.rank:
       raise UserError("model.lora.rank=0: expected lora=None")
     for name in self.kept or ():
@@ -292,9 +289,7 @@ class ModelConfig:
 
   def _check_router(self):
     E, n = self.num_experts, self.n_group
-    if self.scoring_func not in SCORES:
-      hint = nearest(self.scoring_func, SCORES)
-      raise UserError(f"model.scoring_func={self.scoring_func!r}: {hint}")
+    Choice(SCORES).check("model.scoring_func", self.scoring_func)
     if n < 1 or E % n or (n > 1 and E // n < 2):
       raise UserError(
         f"model.n_group={n}: expected a divisor of model.num_experts={E}, with"

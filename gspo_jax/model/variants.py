@@ -17,7 +17,7 @@ from pathlib import Path
 from gspo_jax.model.config import ModelConfig, changed
 from gspo_jax.model.hf.config import model_config
 from gspo_jax.record import json_file
-from gspo_jax.runtime.errors import UserError, nearest
+from gspo_jax.runtime.key import Choice
 
 _FILE = Path(__file__).with_suffix(".json")
 
@@ -40,6 +40,5 @@ def variant(name: str, **changes) -> ModelConfig:
   Raises:
     UserError: an unknown name or field, or an invalid value.
   """
-  if name not in VARIANTS:
-    raise UserError(f"model.variant={name!r}: {nearest(name, VARIANTS)}")
+  Choice(tuple(VARIANTS)).check("model.variant", name)
   return changed(VARIANTS[name], **changes)

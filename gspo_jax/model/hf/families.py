@@ -400,13 +400,13 @@ FAMILIES = {
     read=_read_gpt_oss,
     write=_write_gpt_oss,
   ),
-  "qwen3_next": _QWEN3_NEXT,
   "qwen3_5_moe_text": _QWEN3_NEXT._replace(
     loads_with="Qwen3_5MoeForCausalLM",
     fields=_QWEN3_NEXT.fields | {"norm_topk_prob": True},
     supported=_QWEN3_NEXT.supported | {"norm_topk_prob": (True,)},
     names=("qwen2_moe",),
   ),
+  "qwen3_next": _QWEN3_NEXT,
   "qwen3_5_text": Family(
     "Qwen3_5ForCausalLM",
     _HYBRID_FIELDS,

@@ -15,7 +15,8 @@ from etils import epath
 from gspo_jax.model.config import DTYPES
 from gspo_jax.model.hf.tensors import INDEX, SINGLE, import_safetensors
 from gspo_jax.record.run_files import in_bucket
-from gspo_jax.runtime.errors import UserError, nearest, with_reason
+from gspo_jax.runtime.errors import UserError, with_reason
+from gspo_jax.runtime.key import Choice
 
 _CHUNK = 64 << 20  # bytes of a file in memory while it is copied
 
@@ -23,8 +24,7 @@ _CHUNK = 64 << 20  # bytes of a file in memory while it is copied
 def require_new(folder: epath.PathLike, dtype: str) -> None:
   """Raises UserError unless `save_hf` can write to `folder` in `dtype`."""
   import_safetensors()
-  if dtype not in DTYPES:
-    raise UserError(f"{dtype=}: {nearest(dtype, DTYPES)}")
+  Choice(DTYPES).check("dtype", dtype)
   with writing(folder):
     path = epath.Path(folder)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):

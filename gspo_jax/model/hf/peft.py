@@ -29,7 +29,7 @@ from gspo_jax.model.hf.tensors import (
   FLOATS,
   PLAIN,
   Layout,
-  Part,
+  TensorMap,
   import_safetensors,
   layout_in,
   layout_of,
@@ -73,12 +73,9 @@ class _Matrix(NamedTuple):
   is_parameter: bool  # whether PEFT adapts a parameter, not a linear layer
   key: str  # the tensor's name, for `.format(i=layer)`
   is_b: bool
-  layers: tuple[int, ...]  # that have it
+  weight: TensorMap  # that it adapts
   shape: tuple[int, ...]  # of one layer
   sizes: tuple[int, int, int]  # of this shape: experts, rows, columns
-  # The outputs of gates and ups take turns in the file.
-  interleaved: bool
-  part: Part | None  # its rows of the linear layer's weight; None: all
   number: int  # of its weight, among those of this linear layer
   count: int  # of these weights
 
@@ -88,8 +85,8 @@ class _Matrix(NamedTuple):
     count = self.count if is_wide else 1
     if not self.is_b:  # (weight, expert, rank) by input
       return count * experts * columns, rows
-    if self.part:
-      columns = self.part.groups * self.part.size
+    if part := self.weight.part:
+      columns = part.groups * part.size
     return columns, count * rows * experts  # output by (weight, rank, expert)
 
   def put(self, array: np.ndarray, tensors: dict, layer: int) -> None:
@@ -111,11 +108,12 @@ class _Matrix(NamedTuple):
       size = experts * (rows if self.is_b else columns)
       own = slice(self.number * size, (self.number + 1) * size)
       tensor = tensor[:, own] if self.is_b else tensor[own]
-    return self.part.of(tensor) if self.is_b and self.part else tensor
+    part = self.weight.part
+    return part.of(tensor) if self.is_b and part else tensor
 
   def to_peft(self, array: np.ndarray) -> np.ndarray:
     grid = array.reshape(self.sizes)
-    if self.interleaved:
+    if self.is_b and self.weight.interleaved:
       grid = swap_last(grid, (2, -1))
     grid = grid.T if self.is_b else grid.swapaxes(1, 2)
     return np.ascontiguousarray(grid)
@@ -126,7 +124,7 @@ class _Matrix(NamedTuple):
       grid = tensor.reshape(columns, rows, experts).T
     else:
       grid = tensor.reshape(experts, columns, rows).swapaxes(1, 2)
-    if self.interleaved:
+    if self.is_b and self.weight.interleaved:
       grid = swap_last(grid, (-1, 2))
     return grid.astype(np.float32).reshape(self.shape)
 
@@ -163,11 +161,9 @@ def _matrices(cfg: ModelConfig, layout: Layout) -> list[_Matrix]:
           is_parameter,
           key,
           kind == "B",
-          row.layers(cfg),
+          tensor,
           shape,
           sizes,
-          kind == "B" and tensor.interleaved,
-          tensor.part,
           number,
           count,
         )
@@ -200,7 +196,7 @@ def _tensors(matrices, arrays: dict) -> dict[str, np.ndarray]:
   """By name, from stacks of layers by path."""
   tensors = {}
   for matrix in matrices:
-    for i, layer in zip(matrix.layers, arrays[matrix.path], strict=True):
+    for i, layer in zip(matrix.weight.layers, arrays[matrix.path], strict=True):
       matrix.put(layer, tensors, i)
   return tensors
 
@@ -267,7 +263,9 @@ def _read(folder: epath.Path, cfg) -> dict[str, np.ndarray]:
     if (got := raw.get(key) or {}) != wanted:
       raise UserError(f"{folder / CONFIG}: {key}={got}: expected {wanted}")
   shapes = {
-    x.key.format(i=i): x.file_shape(is_wide) for x in matrices for i in x.layers
+    x.key.format(i=i): x.file_shape(is_wide)
+    for x in matrices
+    for i in x.weight.layers
   }
   kinds = {name: (tuple(t["shape"]), t["dtype"]) for name, t in stored.items()}
   require_tensors(folder, kinds, shapes, _DTYPES, "among model.lora.targets")
@@ -279,7 +277,7 @@ def _read(folder: epath.Path, cfg) -> dict[str, np.ndarray]:
   if infinite:
     raise UserError(f"{folder}: {listed('NaN or infinite weights', infinite)}")
   arrays = {
-    x.path: np.stack([x.take(tensors, i, is_wide) for i in x.layers])
+    x.path: np.stack([x.take(tensors, i, is_wide) for i in x.weight.layers])
     for x in matrices
   }
   if is_wide:

@@ -202,9 +202,7 @@ class _Walk:
       issuing = self._kernel_seconds(total, kernel, computation, i, w)
       seconds = max(seconds, issuing)
     cycles = work.estimated_cycles(i)
-    compiler_seconds = seconds
-    if cycles:
-      compiler_seconds = cycles / chip.clock
+    compiler_seconds = cycles / chip.clock if cycles else seconds
     if cycles and self.by_compiler:
       total.estimated_seconds += compiler_seconds
     total.flops += w.flops

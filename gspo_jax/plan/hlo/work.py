@@ -132,10 +132,14 @@ def _read_of(fused, name, size, bits, as_result) -> float:
 
 def _copied(fused, name) -> bool:
   """Whether a value is a copy, not a parameter or an alias of one."""
-  i = fused.get(name)
-  while i.op == "bitcast":
+  return _origin(fused, fused.get(name), ("bitcast",)).op in _COPIES
+
+
+def _origin(fused, i, aliases) -> Instruction:
+  """The value of which operations of these kinds made `i`."""
+  while i.op in aliases:
     i = fused.get(i.operands[0])
-  return i.op in _COPIES
+  return i
 
 
 def _written(module, i) -> float:
@@ -155,21 +159,14 @@ def _changed(fused, i) -> float:
   """Bytes of a value that are new; the rest aliases a parameter."""
   if i.op == "parameter" or is_collective(i):
     return 0.0
-  if i.op == "bitcast" or (i.op in _COPIES and _is_update(fused, i)):
+  # Updated in place, perhaps in a new layout or type.
+  is_update = _origin(fused, i, _COPIES).op in _IN_PLACE
+  if i.op == "bitcast" or (i.op in _COPIES and is_update):
     return _changed(fused, fused.get(i.operands[0]))
   if i.op in _IN_PLACE:
-    old = fused.get(i.operands[0])
-    while old.op in _COPIES:
-      old = fused.get(old.operands[0])
+    old = _origin(fused, fused.get(i.operands[0]), _COPIES)
     return min(i.bytes, _changed(fused, old) + _updated(fused, i))
   return i.bytes
-
-
-def _is_update(fused, i) -> bool:
-  """Whether a value is updated in place, perhaps in a new layout or type."""
-  while i.op in _COPIES:
-    i = fused.get(i.operands[0])
-  return i.op in _IN_PLACE
 
 
 def _updated(computation, i) -> float:

@@ -96,6 +96,8 @@ def cost(
   parts_of = lambda reports: _parts(
     reports, config, program, topology, decoding, sampled, tokens, needed, flops
   )
+  chips = devices / topology.chip.on_chip
+  throughput = lambda seconds: _throughput(lengths, seconds, chips)
   parts, compiler = parts_of(functions), None
   for name, part in parts.items():
     if "model_flops" in part:
@@ -110,7 +112,7 @@ def cost(
   if topology.chip.clock is not None:
     by_compiler = parts_of(_by_compiler(functions))
     seconds = _combine(by_compiler, config, transfer)
-    compiler = {
+    compiler = throughput(seconds) | {
       "seconds": seconds,
       "mfu": _ratio(model_flops, seconds * peak),
       "parts": {name: part["seconds"] for name, part in by_compiler.items()},
@@ -125,12 +127,8 @@ def cost(
     "computed_tokens": computed,
     "useful_fraction": _ratio(real, computed),
     "mfu": _ratio(model_flops, total * peak),
-    **_throughput(lengths, total, devices / topology.chip.on_chip),
-    "compiler": compiler
-    and compiler
-    | _throughput(
-      lengths, compiler["seconds"], devices / topology.chip.on_chip
-    ),
+    **throughput(total),
+    "compiler": compiler,
   }
 
 
