@@ -204,18 +204,12 @@ RULES = {
 }
 
 
-class RuleNames(NamedTuple):
-  """Names of rules, sorted: for the first place and for the second."""
-
-  first: Sequence[str]
-  second: Sequence[str]
-
-
-TRAINED_RULES = RuleNames(
+# Names of rules, sorted: for the first place and for the second.
+TRAINED_RULES = (
   ("end", "include", "numbered", "sentences", "start", "words_between"),
   ("avoid", "lower_case", "no_commas", "no_digits", "no_first_person"),
 )
-HELD_OUT_RULES = RuleNames(
+HELD_OUT_RULES = (
   ("bullets", "characters_between", "paragraphs", "twice"),
   ("no_questions", "without_letter"),
 )
@@ -247,10 +241,10 @@ def _problems(name, count, requests, names) -> list[Problem]:
 def _problem(rng: random.Random, subjects, requests, names) -> Problem:
   subject = rng.choice(subjects)
   while True:
-    first = rng.choice(names.first)
+    first = rng.choice(names[0])
     values = {first: RULES[first].draw(rng)}
     if rng.random() < 0.3:
-      second = rng.choice(names.second)
+      second = rng.choice(names[1])
       values[second] = RULES[second].draw(rng)
     if _is_possible(subject, values):
       break

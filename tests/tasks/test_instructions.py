@@ -49,10 +49,8 @@ def test_held_out_subjects_and_rules_are_not_trained_on():
   assert subjects["training"].isdisjoint(subjects["new_subjects"])
   assert subjects["training"].isdisjoint(subjects["new_rules"])
   assert rules["training"].isdisjoint(rules["new_rules"])
-  asked = {
-    *instructions.TRAINED_RULES.first,
-    *instructions.TRAINED_RULES.second,
-  }
+  first, second = instructions.TRAINED_RULES
+  asked = {*first, *second}
   assert rules["training"] == rules["new_subjects"] == asked
 
 
