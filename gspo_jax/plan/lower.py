@@ -39,7 +39,8 @@ def functions(
     subsets = {"subsets": fewer_slots} if batching else {}
     lowered = program.sampler.generate.lower(
       sampler_weights(program),
-      sampled(prompts(config.prompts_in_flight)),
+      # With partial responses, as many prompts more are in flight.
+      sampled(prompts(2 * P if config.rollout.max_tokens_per_iteration else P)),
       jax.eval_shape(lambda: jax.random.key(0)),
       continues=config.rollout.continues,
       **subsets,

@@ -105,12 +105,6 @@ class Config:
   def __post_init__(self):
     check(self, "")
 
-  @property
-  def prompts_in_flight(self) -> int:
-    """Prompts of an iteration, plus prompts with partial responses."""
-    partial = self.rollout.max_tokens_per_iteration > 0
-    return self.data.prompts * (2 if partial else 1)
-
   def as_json(self) -> dict:
     """The keys as nested dicts of JSON's types, for a checkpoint."""
     tree = as_dict(self)

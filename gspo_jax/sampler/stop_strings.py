@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax.data.tokenizers.base import UNKNOWN, Tokenizer
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, prefixed
 
 _MAX_TABLE = 32 << 20  # bytes; a constant of the compiled samplers
 
@@ -87,10 +87,8 @@ def build(strings: tuple[str, ...], tokenizer: Tokenizer) -> StopStrings:
 
   UserError if the tokens' bytes are unknown, or the table is too large.
   """
-  try:
+  with prefixed(f"sampler.stop={strings!r}"):
     token_bytes = [*tokenizer.token_bytes(), UNKNOWN.encode()]
-  except UserError as error:
-    raise UserError(f"sampler.stop={strings!r}: {error}") from error
   step, ends = _automaton(strings)
   A = len(step)
   dtype = np.min_scalar_type(2 * A - 1)
