@@ -3,6 +3,7 @@
 import functools
 import sys
 
+import continuous_sampler
 import jax
 import numpy as np
 import pytest
@@ -15,7 +16,6 @@ from gspo_jax.rollout.conversations import Conversations
 from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.sequences import SequenceLimits
 from gspo_jax.runtime import sharding
-from gspo_jax.sampler.continuous import build_continuous_sampler
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, SamplerConfig
 
@@ -87,17 +87,10 @@ def weights():
 
 
 @functools.cache
-def sampler(mesh):
-  shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), CFG))
-  return build_continuous_sampler(
-    CFG,
-    SamplerConfig(G, R, stop_ids=STOP_IDS, pad_id=256),
-    batching=ContinuousBatchingConfig(slots=4, page_size=4, prefill_chunk=16),
-    max_prompt_length=S,
-    params_sharding=model.shardings(shapes, mesh),
-    mesh=mesh,
-    sampler_mesh=mesh,
-  )
+def sampler():
+  config = SamplerConfig(G, R, stop_ids=STOP_IDS, pad_id=256)
+  batching = ContinuousBatchingConfig(slots=4, page_size=4, prefill_chunk=16)
+  return continuous_sampler.build(CFG, config, batching, S)
 
 
 def converse(pool, *names, sequences=1, rewrites=False, turns=4):
@@ -119,9 +112,7 @@ def converse(pool, *names, sequences=1, rewrites=False, turns=4):
   limits = SequenceLimits(turns, sequences, S, R)
   play = Conversations(pool, limits, config, None)
   with jax.set_mesh(mesh):
-    return play(
-      sampler(mesh), weights(), batch, jax.random.key(1), label="test"
-    )
+    return play(sampler(), weights(), batch, jax.random.key(1), label="test")
 
 
 def sequences_of(scored):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import continuous_sampler
 import jax
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from random_model import weights
 from gspo_jax import model
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler import continuous, stop_strings
 from gspo_jax.sampler import samples as sampling
+from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.continuous import config as continuous_config
 from gspo_jax.sampler.continuous import programs, speculation
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
@@ -44,15 +45,8 @@ def prompts():
 @functools.cache
 def build(config=CONFIG, cfg=DENSE, batching=BATCHING, devices=1):
   axes = {"data": 2, "expert": 2, "tensor": 2} if devices == 8 else {}
-  mesh = sharding.make_mesh(jax.devices()[:devices], **axes)
-  return continuous.build_continuous_sampler(
-    cfg,
-    config,
-    batching=batching,
-    max_prompt_length=S,
-    params_sharding=model.shardings(weights(cfg), mesh),
-    mesh=mesh,
-    sampler_mesh=mesh,
+  return continuous_sampler.build(
+    cfg, config, batching, S, devices=devices, **axes
   )
 
 
