@@ -56,7 +56,7 @@ class DeltaNet(nn.Module):
       return _mix_without_cache(x_BTD, weights, segments_BT, self.cfg)
     inputs, z_BTMV = _project(x_BTD, weights)
     by_head = {name: weights[name] for name in _BY_HEAD}
-    mix = sharding.shard_map(
+    apply = sharding.shard_map(
       lambda inputs, weights, real_BT, states: mix(
         inputs, weights, jnp.zeros(real_BT.shape, int), real_BT, states
       ),
@@ -68,7 +68,7 @@ class DeltaNet(nn.Module):
       ),
       out_specs=(_HEADS, _STATES),
     )
-    out_BTMV, states = mix(inputs, by_head, segments_BT != 0, cache.states[i])
+    out_BTMV, states = apply(inputs, by_head, segments_BT != 0, cache.states[i])
     return _output(out_BTMV, z_BTMV, weights, self.cfg), states
 
 

@@ -4,6 +4,7 @@ import functools
 import sys
 import types
 
+import continuous_sampler
 import jax
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from gspo_jax.rollout import agent
 from gspo_jax.rollout.sequences import SequenceLimits
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.continuous import build_continuous_sampler, engine
+from gspo_jax.sampler.continuous import engine
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import SamplerConfig
 
@@ -156,21 +157,9 @@ def one_device():
 
 @functools.cache
 def policy():
-  mesh = sharding.make_mesh(jax.devices()[:1])
   params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), CFG)
-  shapes = jax.eval_shape(lambda: params)
-  sampler = build_continuous_sampler(
-    CFG,
-    CONFIG,
-    batching=ContinuousBatchingConfig(
-      slots=8, page_size=4, segment_steps=4, prefill_chunk=40
-    ),
-    max_prompt_length=S,
-    params_sharding=model.shardings(shapes, mesh),
-    mesh=mesh,
-    sampler_mesh=mesh,
-  )
-  return sampler, params
+  batching = ContinuousBatchingConfig(8, 4, prefill_chunk=40, segment_steps=4)
+  return continuous_sampler.build(CFG, CONFIG, batching, S), params
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from types import SimpleNamespace
 
+import continuous_sampler
 import jax
 import numpy as np
 import pytest
@@ -16,9 +17,9 @@ from gspo_jax import model, sampler
 from gspo_jax.learner import train_batch
 from gspo_jax.plan.iteration.decoding import replay
 from gspo_jax.plan.iteration.lengths import Lengths
-from gspo_jax.runtime import multihost, sharding
+from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler import continuous, stop_strings
+from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.continuous import config as continuous_config
 from gspo_jax.sampler.continuous import placement, programs
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
@@ -54,16 +55,9 @@ def prompts():
 
 
 def build(batching=SMALL, config=SAMPLED, prompt=S, cfg=CFG, **axes):
-  mesh = sharding.make_mesh(jax.devices()[: 8 if axes else 1], **axes)
-  abstract = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
-  return continuous.build_continuous_sampler(
-    cfg,
-    config,
-    batching=batching,
-    max_prompt_length=prompt,
-    params_sharding=model.shardings(abstract, mesh),
-    mesh=mesh,
-    sampler_mesh=mesh,
+  devices = 8 if axes else 1
+  return continuous_sampler.build(
+    cfg, config, batching, prompt, devices=devices, **axes
   )
 
 

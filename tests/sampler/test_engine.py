@@ -5,6 +5,7 @@ import functools
 import itertools
 import threading
 
+import continuous_sampler
 import jax
 import numpy as np
 import pytest
@@ -15,9 +16,8 @@ from gspo_jax import model, sampler
 from gspo_jax.data import tokenizers
 from gspo_jax.learner import train_batch
 from gspo_jax.logprobs import token_logprobs
-from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler import continuous, stop_strings
+from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.continuous.engine import Engine, Generation
 from gspo_jax.sampler.samples import (
@@ -43,23 +43,13 @@ def weights(cfg=CFG):
   return jax.jit(model.init, static_argnums=1)(jax.random.key(0), CFG)
 
 
-def places(devices, cfg=CFG):
-  axes = {"data": 2} if devices > 1 else {}
-  mesh = sharding.make_mesh(jax.devices()[:devices], **axes)
-  shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
-  shardings = model.shardings(shapes, mesh)
-  return {"params_sharding": shardings, "mesh": mesh, "sampler_mesh": mesh}
-
-
 @functools.cache
-def built(config=GREEDY, devices=1, batching=SMALL, cfg=CFG, by_row=False):
-  return continuous.build_continuous_sampler(
-    cfg,
-    config,
-    batching=batching,
-    max_prompt_length=S,
-    by_row=by_row,
-    **places(devices, cfg),
+def built(
+  config=GREEDY, devices=1, batching=SMALL, cfg=CFG, prompt=S, by_row=False
+):
+  axes = {"data": 2} if devices > 1 else {}
+  return continuous_sampler.build(
+    cfg, config, batching, prompt, devices=devices, by_row=by_row, **axes
   )
 
 
@@ -71,9 +61,7 @@ def opened(config=GREEDY, devices=1, key=1):
 @functools.cache
 def expected():
   """The greedy responses of one call of a ContinuousSampler."""
-  generate = continuous.build_continuous_sampler(
-    CFG, GREEDY, batching=SMALL, max_prompt_length=17, **places(1)
-  )
+  generate = built(prompt=17)
   tokens = np.zeros((len(PROMPTS), 17), np.int32)
   for row, prompt in zip(tokens, PROMPTS, strict=True):
     row[17 - len(prompt) :] = prompt

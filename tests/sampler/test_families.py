@@ -7,16 +7,15 @@ the prompt, in a page or between pages.
 import dataclasses
 import functools
 
+import continuous_sampler
 import jax
 import numpy as np
 import pytest
 from families import FAMILIES, each_family
 from random_model import weights
 
-from gspo_jax import model
 from gspo_jax.learner import train_batch
-from gspo_jax.runtime import sharding
-from gspo_jax.sampler import continuous, static
+from gspo_jax.sampler import static
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import UNFINISHED, Prompts, SamplerConfig
 
@@ -46,16 +45,8 @@ def expected(name):
 
 def build(cfg, config):
   """The continuous sampler on eight devices."""
-  mesh = sharding.make_mesh(data=2, expert=2, tensor=2)
-  return continuous.build_continuous_sampler(
-    cfg,
-    config,
-    batching=BATCHING,
-    max_prompt_length=S,
-    params_sharding=model.shardings(weights(cfg), mesh),
-    mesh=mesh,
-    sampler_mesh=mesh,
-  )
+  axes = {"data": 2, "expert": 2, "tensor": 2}
+  return continuous_sampler.build(cfg, config, BATCHING, S, devices=8, **axes)
 
 
 def assert_same(samples, whole):

@@ -4,15 +4,14 @@ import dataclasses
 import functools
 from types import SimpleNamespace
 
+import continuous_sampler
 import jax
 import numpy as np
 import pytest
 from families import FAMILIES
 from random_model import weights
 
-from gspo_jax import model
-from gspo_jax.runtime import sharding
-from gspo_jax.sampler import continuous, static
+from gspo_jax.sampler import static
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import Prompts, SamplerConfig
 
@@ -31,22 +30,10 @@ def prompts(*lengths):
 @functools.cache
 def sampler(slots=3, num_pages=0):
   """Of less than four slots, every segment computes all."""
-  mesh = sharding.make_mesh(jax.devices()[:1])
-  return continuous.build_continuous_sampler(
-    CFG,
-    CONFIG,
-    batching=ContinuousBatchingConfig(
-      slots=slots,
-      num_pages=num_pages,
-      page_size=4,
-      segment_steps=4,
-      prefill_chunk=8,
-    ),
-    max_prompt_length=S,
-    params_sharding=model.shardings(weights(CFG), mesh),
-    mesh=mesh,
-    sampler_mesh=mesh,
+  batching = ContinuousBatchingConfig(
+    slots, 4, num_pages, prefill_chunk=8, segment_steps=4
   )
+  return continuous_sampler.build(CFG, CONFIG, batching, S)
 
 
 def spied(spy, **keys):

@@ -7,7 +7,9 @@ from gspo_jax.runtime import sharding
 from gspo_jax.sampler import continuous
 
 
-def build(cfg, config, batching, max_prompt_length, *, devices=1, **axes):
+def build(
+  cfg, config, batching, max_prompt_length, *, devices=1, by_row=False, **axes
+):
   mesh = sharding.make_mesh(jax.devices()[:devices], **axes)
   shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
   return continuous.build_continuous_sampler(
@@ -18,4 +20,5 @@ def build(cfg, config, batching, max_prompt_length, *, devices=1, **axes):
     params_sharding=model.shardings(shapes, mesh),
     mesh=mesh,
     sampler_mesh=mesh,
+    by_row=by_row,
   )
