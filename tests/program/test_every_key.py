@@ -104,7 +104,6 @@ PAGED = {
 TALK = PAGED | OF_A | {"reward.names": ()}
 GRPO = {"objective.name": "grpo"}
 KL = GRPO | {"objective.kl_coef": 0.3}
-ADAPTERS = {"model.lora.rank": 3}
 MICRO = {"learner.micro_batch_size": 4}
 KEPT = {"sampler_logps"}  # of a rollout, by every objective
 ROUTED = KEPT | {"experts", "router_logps"}
@@ -164,14 +163,12 @@ ROWS = (
   *(
     Row(
       f"model.float32_{part}",
-      observe,
-      {False: [{"bfloat16"}] * 2, True: [{"float32"}] * 2},
-      {"model.dtype": "bfloat16", "model.remat": "stream"},
+      lambda config, part=part: getattr(
+        built.built(config).cfg, f"float32_{part}"
+      ),
+      {False: False, True: True},
     )
-    for part, observe in (
-      ("head", built.operands_of_head),
-      ("router", built.operands_of_router),
-    )
+    for part in ("head", "router")
   ),
   Row(
     "model.remat",
@@ -182,17 +179,6 @@ ROWS = (
       "stream": {"stream"},
       "attention, stream": {"attention", "stream"},
     },
-  ),
-  Row(
-    "model.lora.rank",
-    built.adapters,
-    {0: {}, 3: {"q": 3, "k": 3, "v": 3, "o": 3, "gate_up": 3, "down": 3}},
-  ),
-  Row(
-    "model.lora.checkpoint",
-    built.first_adapter,
-    {"": 0.0, "{files}/peft": 0.125},
-    ADAPTERS,
   ),
   # mesh
   *(
@@ -334,12 +320,6 @@ ROWS = (
     {0: None, 4: (4, 4 * 6, 4), 8: (8, 8 * 6, 4)},
     PAGED,
   ),
-  Row(
-    "continuous_batching.speculation",
-    built.tokens_a_step,
-    {0: [1, 1], 3: [4, 4]},
-    PAGED,
-  ),
   # rollout
   Row("rollout.max_staleness", seen.order_of_phases, {0: "gugu", 1: "gguu"}),
   Row(
@@ -384,12 +364,6 @@ ROWS = (
   Row(
     "reward.max_failed",
     seen.stopped_by_failures,
-    {0.0: ("iteration 1", 0), 0.25: ("iteration 1", 4), 1.0: None},
-    OF_A | {"reward.names": ("made_run.broken:of=A",)},
-  ),
-  Row(
-    "reward.max_failed",
-    seen.stopped_by_failures,
     {0.25: ("the held-out problems", 8), 1.0: None},
     OF_A | {"reward.names": ("made_run.broken:of=B",)},
   ),
@@ -414,22 +388,9 @@ ROWS = (
     },
   ),
   Row(
-    "objective.old_logps",
-    built.old_logps_source,
-    {"recompute": "policy's", "sampler": "sampler's"},
-  ),
-  Row(
     "objective.kl_coef",
     built.batch_fields,
     {0.0: KEPT, 0.3: KEPT | {"reference_logps"}},
-  ),
-  *(
-    Row(
-      f"objective.router_{loss}_loss_coef",
-      built.batch_fields,
-      {0.0: KEPT, 0.01: KEPT | {"loss_per_token"}},
-    )
-    for loss in ("aux", "z")
   ),
   Row(
     "objective.reference_every",
@@ -439,31 +400,9 @@ ROWS = (
   ),
   Row(
     "objective.replay",
-    built.replayed_experts,
-    {"none": None, "r2": "policy's", "r3": "sampler's"},
-  ),
-  Row(
-    "objective.replay",
     built.records_routing,
     {"r2": [False, False, False], "r3": [True, False, False]},
     SHORT,
-  ),
-  Row(
-    "objective.advantage_estimator",
-    seen.credited,
-    {"grpo": (B,), "gdpo": (B, 2)},
-    {"reward.names": ("length", "number"), "reward.weights": (1.0, 0.5)},
-  ),
-  Row(
-    "objective.credit",
-    seen.credited,
-    {"response": (B,), "turn": (B, 2)},
-    TALK
-    | {
-      "rollout.environment": "made_run.Endless",
-      "rollout.max_turns": 2,
-      "objective.name": "gspo_token",
-    },
   ),
   Row(
     "objective.distillation.teachers",
@@ -534,12 +473,6 @@ ROWS = (
     {1e-3: 1e-3, 5e-3: 5e-3},
     {"cold_start.batch": B},
   ),
-  Row(
-    "cold_start.gate",
-    seen.cold_start_updates,
-    {0.0: 51, 0.5: 50},  # greedy is 1.0 at the first check
-    COLD_A | {"cold_start.steps": 51},
-  ),
   # eval
   Row("eval.every", seen.evaluated_at, {1: [0, 1, 2], 10: [0, 2], 0: []}),
   Row("eval.prompts", seen.problems_evaluated, {8: (8, 8), 16: (16, 16)}),
@@ -591,6 +524,7 @@ ELSEWHERE = {
   "tests/program/test_wiring.py": (
     *("objective.entropy_coef", "objective.kl_estimator", "objective.mismatch"),
     *("objective.truncated", "objective.off_policy_mask_threshold"),
+    "objective.old_logps",
     "objective.distillation.coef",
     "objective.distillation.reward_weight",
   ),
@@ -611,6 +545,15 @@ ELSEWHERE = {
     *("data.problem_field", "data.reference_field"),
   ),
   "tests/model/test_lora.py": ("model.lora.alpha", "model.lora.targets"),
+  "tests/program/test_lora.py": ("model.lora.rank", "model.lora.checkpoint"),
+  "tests/sampler/test_speculation.py": ("continuous_batching.speculation",),
+  "tests/program/test_packed_update.py": (
+    *("objective.router_aux_loss_coef", "objective.router_z_loss_coef"),
+  ),
+  "tests/test_iteration.py": (
+    *("objective.advantage_estimator", "objective.credit"),
+  ),
+  "tests/learner/test_cold_start.py": ("cold_start.gate",),
 }
 
 
@@ -635,7 +578,6 @@ def files(tmp_path_factory):
     [ask("A", n) | right for n in range(2 * P)] + [ask("A", 10**9) | right],
   )
   _write_checkpoint(folder / "hf")
-  _write_adapters(folder / "peft")
   plain.Bytes().save(folder / "chat")
   (folder / "chat/chat_template.jinja").write_text(
     "{{ messages[0].content }}{{ '.' if aloud is false else '!' }}"
@@ -650,14 +592,6 @@ def _write_checkpoint(folder):
   weights = jax.tree.map(lambda x: np.full(x.shape, 0.125, x.dtype), shapes)
   hf.save_hf(weights, cfg, folder)
   plain.Bytes().save(folder)
-
-
-def _write_adapters(folder):
-  """Adapters of rank 3, of the tiny model, that are 0.125."""
-  cfg = model.variant("tiny", lora=model.LoraConfig(3, 32.0))
-  shapes = jax.eval_shape(lambda: model.lora.init(jax.random.key(0), cfg))
-  adapters = jax.tree.map(lambda x: np.full(x.shape, 0.125, x.dtype), shapes)
-  hf.save_peft(adapters, cfg, folder, base="")
 
 
 def fill(value, files):

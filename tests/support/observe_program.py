@@ -16,11 +16,9 @@ import numpy as np
 import unpacked
 from observe_run import run_of
 
-from gspo_jax import model
 from gspo_jax.learner import packing, train_batch
 from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
 from gspo_jax.learner.train_step import TrainState
-from gspo_jax.program import load_params
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
@@ -117,24 +115,6 @@ def first_weights(config):
   return float(init(jax.random.key(0))["embed"][0, 0])
 
 
-def adapters(config):
-  """The rank of the adapter of each weight, by the weight's name."""
-  _, found = model.lora.split(built(config).abstract_policy)
-  return {
-    path.split("/")[-1].removesuffix(model.lora.A): x.shape[-1]
-    for path, x in sharding.leaves_by_path(found).items()
-    if path.endswith(model.lora.A)
-  }
-
-
-def first_adapter(config):
-  """A number of the first adapters."""
-  made = built(config)
-  params = made.init_params(jax.random.key(0))
-  policy = load_params.first_policy(parse(config).model, made, params)
-  return float(policy["layers"]["attention"]["q_lora_b"][0, 0, 0, 0])
-
-
 def each_once(observe):
   """Calls a function of a config once for each config."""
   made = {}
@@ -194,27 +174,6 @@ def types_of_products(config):
   return result
 
 
-def operands_of_head(config):
-  """The types of the operands of logits, in a step and in generate."""
-  return _operands(config, built(config).cfg.vocab_size)
-
-
-def operands_of_router(config):
-  return _operands(config, built(config).cfg.num_experts)
-
-
-def _operands(config, columns):
-  return [
-    {
-      str(o.invars[0].aval.dtype)
-      for o in traced
-      if o.primitive.name == "dot_general"
-      and o.outvars[0].aval.shape[-1] == columns
-    }
-    for traced in (step_traced(config), generate_traced(config))
-  ]
-
-
 def kept_names(config):
   """The values that an update stores for its backward pass; None: all."""
   traced = step_traced(config)
@@ -241,14 +200,12 @@ EXPERTS = np.random.default_rng(2).permuted(
 )[..., : bigram.K]
 
 
-def made_samples(experts=None) -> Samples:
+def made_samples() -> Samples:
   """Samples of random tokens."""
   tokens = np.random.default_rng(3).integers(0, 256, (B, R)).astype(np.int32)
   finish = np.where(np.arange(B) % 4, STOPPED, TRUNCATED)
   steps = np.int32(B * R)
-  return Samples(
-    tokens, numbers(B, R), LENGTHS, finish.astype(np.int8), steps, experts
-  )
+  return Samples(tokens, numbers(B, R), LENGTHS, finish.astype(np.int8), steps)
 
 
 @functools.cache
@@ -342,22 +299,6 @@ def pool(config):
   return len(state.num_tokens), *state.pages.kv[0][0].shape[1:3]
 
 
-def tokens_a_step(config):
-  """Most tokens that a response reads in a step, by each sampler."""
-  functions = built(config).sampler
-  samplers = functions.generate, functions.respond
-  return [1 + generate.sizes.drafts for generate in samplers]
-
-
-def new_batch(config) -> PackedBatch:
-  """The batch of made-up samples, as `make_train_batch` returns it."""
-  recorded, learner = config.objective.replay == "r3", built(config).learner
-  with bigram.by_the_operation():
-    samples = made_samples(EXPERTS if recorded else None)
-    where = learner.pack(PROMPTS.lengths, LENGTHS, KEY)
-    return learner.make_train_batch(PROMPTS, samples, where)
-
-
 def row_widths(config):
   """Columns of a row, in an update and in a cold start."""
   made = built(config)
@@ -369,14 +310,11 @@ def batch_fields(config):
   fields = dataclasses.fields(TrainBatch)
   always = "response_index"
   optional = [f for f in fields if f.default is None and f.name != always]
-  rows = new_batch(config).rows
+  learner = built(config).learner
+  with bigram.by_the_operation():
+    where = learner.pack(PROMPTS.lengths, LENGTHS, KEY)
+    rows = learner.make_train_batch(PROMPTS, made_samples(), where).rows
   return {f.name for f in optional if getattr(rows, f.name) is not None}
-
-
-def with_old_logps(config) -> dict[str, np.ndarray]:
-  """Fields of the responses [B, R, ...] after `compute_old_logps`."""
-  batch = step(built(config), new_batch(config), "compute_old_logps")[1]
-  return unpacked.by_response(batch, LENGTHS, R)
 
 
 def reference_temperature(config):
@@ -384,40 +322,13 @@ def reference_temperature(config):
   with bigram.by_the_operation():
     state = made.learner.init_state(bigram.params(7))
     batch = made.learner.add_reference_and_values(state, cut(made))
-  rows = unpacked.join(batch)
-  return _fits(rows.reference_logps, bigram.params(7))
-
-
-def _fits(logps, params):
-  mask, rows = made_batch().response_mask, made_batch()
+  logps, rows = unpacked.join(batch).reference_logps, made_batch()
+  mask = rows.response_mask
   for temperature in (1.0, 0.5):
-    expected, _ = logps_and_entropy(params, rows, temperature)
+    expected, _ = logps_and_entropy(bigram.params(7), rows, temperature)
     if np.allclose(logps[mask], expected[mask], atol=1e-4):
       return temperature
   raise AssertionError("no temperature fits the log-probs")
-
-
-def old_logps_source(config):
-  """Whose log-probs are the old ones."""
-  old, mask = with_old_logps(config)["old_logps"], made_batch().response_mask
-  if np.array_equal(old[mask], made_samples().logps[mask]):
-    return "sampler's"
-  return "policy's" if _fits(old, bigram.params()) == 1 else None
-
-
-def replayed_experts(config):
-  """Whose experts a batch has for an update: none, policy's, sampler's."""
-  experts = with_old_logps(config).get("experts")
-  if experts is None:
-    return None
-  mask = made_batch().response_mask
-  of_responses = lambda x: np.moveaxis(x[:, :, S:], 1, 2)[mask]
-  if np.array_equal(experts[mask], of_responses(EXPERTS)):
-    return "sampler's"
-  tokens = made_batch().tokens
-  routing = bigram.hidden_states(bigram.params(), None, tokens, 0, 0).routing
-  own = of_responses(routing.experts.swapaxes(0, 1))
-  return "policy's" if np.array_equal(experts[mask], own) else "other"
 
 
 def instruments(config):
@@ -431,15 +342,10 @@ def instruments(config):
 def updated(config) -> tuple[TrainState, dict]:
   """The state after one update on the made-up batch, and the metrics."""
   made = built(config)
-  after, _, metrics = step(made, cut(made), "update")
-  return after, metrics
-
-
-def step(made, batch, name):
-  """Calls a function of the learner, by its name, on a fresh state."""
   with bigram.by_the_operation():
     state = made.learner.init_state(bigram.params())
-    return getattr(made.learner, name)(state, batch)
+    after, _, metrics = made.learner.update(state, cut(made))
+  return after, metrics
 
 
 def reference_after(config):

@@ -130,11 +130,6 @@ def turns(config):
   return found, mean_reward(config)
 
 
-def credited(config):
-  """The shape of the rewards that become advantages."""
-  return np.shape(run_of(config).given("rewards")[0])
-
-
 def reward_seconds(config):
   return run_of(config).pools[0].seconds
 
