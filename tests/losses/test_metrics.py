@@ -17,16 +17,18 @@ def test_values_of_metrics(scalar):
   assert np.isnan(Std(scalar(0), scalar(0), scalar(0)).value())
 
 
-@pytest.mark.parametrize("count", [4.0, [4.0, 2.0, 0.0]])
-def test_mean_of_vectors(count):
+@pytest.mark.parametrize(
+  ("count", "expected"),
+  [
+    (4.0, [1, 1.5, 0]),
+    ([4.0, 2.0, 0.0], [1, 3, np.nan]),
+    (0.0, [np.nan] * 3),
+  ],
+)
+def test_mean_of_vectors(count, expected):
   mean = Mean(jnp.array([4.0, 6.0, 0.0]), jnp.array(count)).value()
-  expected = [1, 1.5, 0] if count == 4.0 else [1, 3, np.nan]
   np.testing.assert_array_equal(mean, expected)
   assert isinstance(mean, np.ndarray)
-
-
-def test_an_empty_mean_of_vectors_is_nan():
-  assert np.isnan(Mean(jnp.zeros(3), jnp.float32(0)).value()).all()
 
 
 def test_std_is_that_of_the_values_under_the_mask():
@@ -52,29 +54,14 @@ def test_histogram_is_that_of_numpy():
   values = 10 ** rng.uniform(-8, 2, (50, 40)) * rng.choice([-1, 1], (50, 40))
   values = values.astype(np.float32)
   values[0, :5] = 0, np.inf, -np.inf, 1e30, -1e30
+  values[1, :5] = np.nan  # never counted
   mask = rng.random((50, 40)) < 0.7
   counts = jax.jit(Histogram.of)(jnp.array(values), jnp.array(mask)).value()
   edges = EDGES.astype(np.float32)
-  expected, _ = np.histogram(values[mask], edges)
-  np.testing.assert_array_equal(counts, expected)
-  assert counts.sum() == mask.sum()
+  counted = values[mask & ~np.isnan(values)]
+  np.testing.assert_array_equal(counts, np.histogram(counted, edges)[0])
+  assert counts.sum() == len(counted) < mask.sum()
   assert counts.dtype == np.float32
-
-
-def test_histogram_leaves_out_masked_values_and_nan():
-  values = jnp.array([[np.nan, 0.5, 1e-7, np.nan]])
-  counts = Histogram.of(values, jnp.array([[1, 1, 1, 0]])).value()
-  assert counts[29] == 1
-  assert counts.sum() == 2
-
-
-def test_histograms_add():
-  values = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
-  mask = np.ones_like(values, bool)
-  whole = Histogram.of(jnp.array(values), mask)
-  halves = [Histogram.of(jnp.array(v), mask[:3]) for v in np.split(values, 2)]
-  added = jax.tree.map(jnp.add, *halves)
-  np.testing.assert_array_equal(added.value(), whole.value())
 
 
 def test_a_common_shift_counts_in_the_std_about_zero_only():

@@ -37,12 +37,6 @@ def test_dual_clip_equals_the_oracle(name, extreme):
   assert dual[high].value() > without[high]
 
 
-def test_dual_clip_bounds_the_loss():
-  case = random_case("grpo", extreme=True)
-  losses = [run("grpo", case, {"dual_clip": c})[0] for c in (None, 3.0)]
-  assert losses[1] < 3 * np.abs(case.a).max() < losses[0]
-
-
 @pytest.mark.parametrize("name", ["gspo", "rspo", "cispo"])
 def test_shift_and_weights_have_no_gradient(name):
   case = with_terms(name)
