@@ -37,7 +37,6 @@ from gspo_jax.rollout import metrics as rollout_metrics
 from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.samples import Prompts, SamplingParams
 
 STEPS = 4  # of the debug config, which saves every 2
 
@@ -270,21 +269,6 @@ def test_the_weights_are_printed_at_the_start(reference, build_once):
   assert len(rows) == len(jax.tree.leaves(shapes))
   (row,) = [row for row in rows if "layers/moe/gate_up" in row]
   assert str(shapes["layers"]["moe"]["gate_up"].shape) in row
-
-
-def test_greedy_responses_are_the_same_with_every_key(build_once):
-  program = build_once(parse(config_of()), sharding.make_mesh(None))
-  sampler, width = program.sampler, program.prompt_config.width
-  tokens = np.full((8, width), ord("1"), np.int32)
-  prompts = Prompts(tokens, np.full(len(tokens), width, np.int32))
-  with jax.set_mesh(program.mesh):
-    params = program.new_policy(program.init_params(jax.random.key(0)))
-
-    one, other = (
-      sampler.respond(params, prompts, key, sampling=SamplingParams(0.0)).tokens
-      for key in jax.random.split(jax.random.key(0))
-    )
-  np.testing.assert_array_equal(one, other)
 
 
 def test_learning_moves_the_policy(reference):
