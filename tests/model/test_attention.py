@@ -63,18 +63,19 @@ KERNELS = {
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(
-  ("window", "sinks_N", "H"),
+  ("tokens", "window", "sinks_N", "H"),
   [
-    (None, None, 128),
-    (None, SINKS, 64),
-    (70, None, 128),
-    (130, SINKS, 64),
-    (1, SINKS, 64),
-    (T + 1, SINKS, 64),
+    (T, None, None, 128),
+    (200, None, None, 128),  # not a multiple of a block
+    (T, None, SINKS, 64),
+    (T, 70, None, 128),
+    (T, 130, SINKS, 64),
+    (T, 1, SINKS, 64),
+    (T, T + 1, SINKS, 64),
   ],
 )
-def test_each_kernel_equals_the_formula(name, window, sinks_N, H):
-  inputs = random_inputs(H=H)
+def test_each_kernel_equals_the_formula(name, tokens, window, sinks_N, H):
+  inputs = random_inputs(tokens, H)
   attend = functools.partial(KERNELS[name], window=window, sinks_N=sinks_N)
   expected = plain(*inputs, window, sinks_N)
   np.testing.assert_allclose(jax.jit(attend)(*inputs), expected, atol=5e-6)
@@ -257,10 +258,31 @@ def gradients_with_sinks(function, qkv, sinks_N):
   return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*qkv, sinks_N)
 
 
-def assert_gradients_equal_those_of_the_formula(
-  function, qkv, sinks_N, segments, window
+@pytest.mark.parametrize(
+  ("name", "tokens", "cached", "window", "sinks_N", "dtype"),
+  [
+    ("splash", T, None, None, SINKS, "float32"),
+    ("splash", T, None, 100, SINKS, "float32"),
+    ("splash", T, None, 100, SINKS, "bfloat16"),
+    ("plain", 100, 2**18, None, None, "float32"),
+    ("plain", 200, 1, None, None, "float32"),
+    ("plain", 100, 2**18, None, SINKS, "bfloat16"),
+    ("plain", 200, 1, 70, None, "bfloat16"),
+    ("plain", 200, 2**18, 70, SINKS, "float32"),
+    ("plain", 200, 1, 130, SINKS, "float32"),
+    ("plain", 100, 1, 1, SINKS, "float32"),
+    ("plain", 100, 2**18, 101, SINKS, "float32"),
+  ],
+)
+def test_gradients_of_each_kernel_equal_those_of_the_formula(
+  name, tokens, cached, window, sinks_N, dtype, monkeypatch
 ):
-  """`function` has the arguments (q, k, v, sinks_N)."""
+  """In blocks all rows at once, or one at a time; the last block is shorter."""
+  monkeypatch.setattr(attention, "_CACHED_SCORES", cached)
+  *qkv, segments = random_inputs(tokens, H=64 if name == "splash" else 8)
+  qkv = [jnp.asarray(x, dtype) for x in qkv]
+  attend = functools.partial(KERNELS[name], window=window)
+  function = lambda q, k, v, sinks_N: attend(q, k, v, segments, sinks_N=sinks_N)
   actual = gradients_with_sinks(function, qkv, sinks_N)
   oracle = functools.partial(formula, segments=segments, window=window)
   wide = [x.astype(jnp.float32) for x in qkv]
@@ -273,26 +295,6 @@ def assert_gradients_equal_those_of_the_formula(
     exact = qkv[0].dtype == jnp.float32
     close = 1e-5 + 1e-6 * np.abs(b).max() if exact else 0.01 * np.abs(b).max()
     np.testing.assert_allclose(a.astype(jnp.float32), b, atol=close)
-
-
-@pytest.mark.parametrize(
-  ("window", "dtype"),
-  [(None, "float32"), (100, "float32"), (100, "bfloat16")],
-)
-def test_gradients_of_splash_with_sinks_equal_those_of_the_formula(
-  window, dtype
-):
-  *qkv, segments = random_inputs(H=64)
-  qkv = [jnp.asarray(x, dtype) for x in qkv]
-  assert_gradients_equal_those_of_the_formula(
-    lambda q, k, v, sinks_N: attention.splash(
-      q, k, v, segments, window=window, sinks_N=sinks_N, interpret=True
-    ),
-    qkv,
-    SINKS,
-    segments,
-    window,
-  )
 
 
 @pytest.mark.parametrize(("K", "parts"), [(1, 2), (4, 4)], ids=["one", "all"])
@@ -420,68 +422,22 @@ def test_a_block_reads_only_the_keys_that_its_window_reaches(monkeypatch):
 
 
 @pytest.mark.parametrize(
-  ("tokens", "cached", "window", "sinks_N", "dtype"),
-  [
-    (100, 2**18, None, None, "float32"),
-    (200, 1, None, None, "float32"),
-    (100, 2**18, None, SINKS, "bfloat16"),
-    (200, 1, 70, None, "bfloat16"),
-    (200, 2**18, 70, SINKS, "float32"),
-    (200, 1, 130, SINKS, "float32"),
-    (100, 1, 1, SINKS, "float32"),
-    (100, 2**18, 101, SINKS, "float32"),
-  ],
+  ("kernel", "operation"),
+  [(attention.in_blocks, " exp "), (attention.splash, "name=splash_mha_fwd")],
 )
-def test_gradients_in_blocks_equal_those_of_the_formula(
-  tokens, cached, window, sinks_N, dtype, monkeypatch
-):
-  """All rows at once, and one at a time; the last block is shorter."""
-  monkeypatch.setattr(attention, "_CACHED_SCORES", cached)
-  *qkv, segments = random_inputs(T=tokens, H=8)
-  qkv = [jnp.asarray(x, dtype) for x in qkv]
-  assert_gradients_equal_those_of_the_formula(
-    lambda q, k, v, sinks_N: attention.in_blocks(
-      q, k, v, segments, window, sinks_N
-    ),
-    qkv,
-    sinks_N,
-    segments,
-    window,
-  )
-
-
-def test_a_rematerialised_block_computes_the_scores_twice():
-  """Forward, and backward from the kept log-sum-exp, not forward again."""
-  *qkv, segments = random_inputs(T=64, H=8)
-  keep = jax.checkpoint_policies.save_only_these_names("attention")
-
-  def exponentials(function):
-    loss = lambda qkv: (function(*qkv, segments) ** 2).sum()
-    return str(jax.make_jaxpr(jax.grad(loss))(qkv)).count(" exp ")
-
-  attend = lambda *x: attention.in_blocks(*x)
-  once = exponentials(attend)
-  assert exponentials(jax.checkpoint(attend, policy=keep)) == once
-  assert exponentials(jax.checkpoint(attend)) > once
-
-
-def test_a_rematerialised_block_runs_the_forward_kernel_once():
+def test_a_rematerialised_block_has_one_forward_pass(kernel, operation):
+  """The backward pass begins at the kept log-sum-exp."""
   *qkv, segments = random_inputs(H=64)
   keep = jax.checkpoint_policies.save_only_these_names("attention")
 
-  def kernels(function):
+  def count(function):
     loss = lambda qkv: (function(*qkv, segments) ** 2).sum()
-    return str(jax.make_jaxpr(jax.grad(loss))(qkv)).count("name=splash_mha_fwd")
+    return str(jax.make_jaxpr(jax.grad(loss))(qkv)).count(operation)
 
-  splash = lambda *x: attention.splash(*x)
-  assert kernels(splash) == kernels(jax.checkpoint(splash, policy=keep))
-  assert kernels(splash) < kernels(jax.checkpoint(splash))
-
-
-def test_splash_pads_to_a_multiple_of_its_block():
-  inputs = random_inputs(T=200)
-  out = jax.jit(KERNELS["splash"])(*inputs)
-  np.testing.assert_allclose(out, plain(*inputs), atol=5e-6)
+  attend = lambda *x: kernel(*x)
+  once = count(attend)
+  assert count(jax.checkpoint(attend, policy=keep)) == once > 0
+  assert count(jax.checkpoint(attend)) > once
 
 
 def test_the_platform_is_that_of_the_mesh():

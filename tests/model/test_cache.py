@@ -125,14 +125,14 @@ def test_softmax_over_prefix_and_response_with_scores_far_apart():
   cache = cache.mark_valid(jnp.ones((B, 2)))
   out, _ = jax.jit(kv.Cache.attend, static_argnums=1)(cache, 0, q, k, v)
   out = np.asarray(out)
-  for b, t, n in np.ndindex(B, 2, N):
-    p, g = b // G, n // (N // K)
-    keys = np.concatenate([prompt_k[p, g], k[b, : t + 1, g]])
-    values = np.concatenate([prompt_v[p, g], v[b, : t + 1, g]])
-    scores = np.float64(keys) @ q[b, t, n] / np.sqrt(H)
-    weights = np.exp(scores - scores.max())
-    expected = weights @ values / weights.sum()
-    np.testing.assert_allclose(out[b, t, n], expected, atol=1e-3)
+  for b, t in np.ndindex(B, 2):
+    pairs = (prompt_k, k), (prompt_v, v)
+    keys, values = (
+      np.concatenate([x[b // G].swapaxes(0, 1), y[b, : t + 1]])
+      for x, y in pairs
+    )
+    expected = attention(q[b, t], keys, values)
+    np.testing.assert_allclose(out[b, t], expected, atol=1e-3)
 
 
 def test_a_cache_without_a_prefix_in_two_passes():

@@ -168,11 +168,7 @@ def test_passes_over_a_row_equal_one_pass(ends):
   real = lambda n: np.ones((B, n), bool)
   none = lambda n: np.zeros((B, n), int)
   whole, last = mix(inputs, weights, none(T), real(T))
-  outs, start = [], 0
-  states = (
-    np.zeros((B, M, K, V), np.float32),
-    np.zeros((B, G, W - 1, X), np.float32),
-  )
+  outs, start, states = [], 0, ZEROS
   for end in ends:
     part = tuple(x[:, start:end] for x in inputs)
     n = end - start

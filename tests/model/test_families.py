@@ -83,17 +83,7 @@ def test_a_scan_equals_a_loop_over_layers(name):
     assert grad.any() != path.endswith("choice_bias"), path
 
 
-@pytest.mark.parametrize(
-  "name",
-  [
-    "qwen3.5",
-    *(
-      pytest.param(n, marks=pytest.mark.slow)
-      for n in FAMILIES
-      if n != "qwen3.5"
-    ),
-  ],
-)
+@each_family
 def test_a_mesh_gives_what_one_device_gives(name):
   """With heads, sinks, tokens and experts split, and what is not."""
   cfg = dataclasses.replace(FAMILIES[name], remat="full", unroll=1)

@@ -77,4 +77,4 @@ def family(name, *others):
   return pytest.param(*(others or (name,)), marks=marks, id=name)
 
 
-each_family = pytest.mark.parametrize("name", map(family, FAMILIES))
+each_family = pytest.mark.parametrize("name", [*map(family, FAMILIES)])
