@@ -1,7 +1,6 @@
 """Stretched rotary embeddings: YaRN index by index, and against transformers.
 
-Llama 3's rule and a whole model with either are in test_transformer.py; parity
-of logits and gradients is in test_hf.py.
+Llama 3's rule, and a whole model with either, are in test_hf.py.
 """
 
 import dataclasses
