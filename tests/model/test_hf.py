@@ -17,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
+from hf_folders import error_message, load_on_mesh, require_equal, tensors_of
 from processes import free_port
+from random_model import weights
 from repository import ROOT, xla_flags
 from safetensors import safe_open
 from safetensors.numpy import load_file, save, save_file
@@ -30,7 +32,6 @@ from gspo_jax.model.hf import tensors as hf_tensors
 from gspo_jax.model.hf.tensors import TensorFile
 from gspo_jax.record import progress
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import Prompts, SamplerConfig
 
 GOLDENS = ROOT / "tests/support/goldens"
@@ -74,22 +75,9 @@ def golden(name):
   return dict(np.load(GOLDENS / name / "golden.npz"))
 
 
-def random_params(cfg, dtype=np.float32):
-  """Every array random, and representable in `dtype`."""
-  rng = np.random.default_rng(1)
-  shapes = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
-  normal = lambda x: rng.normal(size=x.shape).astype(dtype).astype(np.float32)
-  return jax.tree.map(normal, shapes)
-
-
-def require_equal(a, b):
-  jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 def require_tensors(folder, expected):
   """The files of `folder` hold `expected`, in the same types."""
-  files = sorted(folder.glob("*.safetensors"))
-  tensors = {name: x for file in files for name, x in load_file(file).items()}
+  tensors = tensors_of(folder)
   dtypes = lambda tree: jax.tree.map(lambda x: x.dtype, tree)
   assert dtypes(tensors) == dtypes(expected)
   require_equal(tensors, expected)
@@ -240,7 +228,8 @@ def test_save_and_load_is_the_identity(
 ):
   monkeypatch.setattr(progress, "SECONDS", 0.0)
   cfg = config(name)
-  params = random_params(cfg, jnp.dtype(dtype))
+  rounded = lambda x: x.astype(dtype).astype(np.float32)
+  params = jax.tree.map(rounded, weights(cfg))
   hf.save_hf(params, cfg, tmp_path / "out", dtype=dtype)
   again = hf.load_hf(tmp_path / "out", cfg)
   assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(again))
@@ -262,10 +251,7 @@ def test_load_and_save_is_the_identity(name, tmp_path):
     dtype="bfloat16",
     like=GOLDENS / name,
   )
-  theirs = {}
-  for file in (GOLDENS / name).glob("*.safetensors"):
-    theirs |= load_file(file)
-  require_tensors(tmp_path / "out", theirs)
+  require_tensors(tmp_path / "out", tensors_of(GOLDENS / name))
   raw = (GOLDENS / name / "config.json").read_text()
   assert json.loads((tmp_path / "out/config.json").read_text()) == (
     json.loads(raw)
@@ -419,10 +405,8 @@ on_meshes = pytest.mark.parametrize(
 @on_meshes
 def test_a_mesh_loads_and_saves_the_same(name, tmp_path, monkeypatch):
   cfg = on_a_mesh(name)
-  params = random_params(cfg)
+  params = weights(cfg)
   save_for_mesh(name, params, cfg, tmp_path / "out")
-  mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
-  shardings = model.shardings(params, mesh)
   read, sizes = hf_checkpoint.HFCheckpoint.read, {}
 
   def recorded(self, layer, wanted):
@@ -432,8 +416,9 @@ def test_a_mesh_loads_and_saves_the_same(name, tmp_path, monkeypatch):
     return layer_parts
 
   monkeypatch.setattr(hf_checkpoint.HFCheckpoint, "read", recorded)
-  again = hf.load_hf(tmp_path / "out", cfg, shardings=shardings)
+  again = load_on_mesh(tmp_path / "out", cfg)
   require_equal(jax.device_get(again), params)
+  shardings = model.shardings(params, again["embed"].sharding.mesh)
   # Some leave out `context`, an axis of one device.
   assert jax.tree.all(
     jax.tree.map(
@@ -522,13 +507,6 @@ def checkpoint(tmp_path):
   return folder, tensors, write
 
 
-def error_message(function):
-  with pytest.raises(UserError) as error:
-    function()
-  assert "\n" not in str(error.value)
-  return str(error.value)
-
-
 def test_missing_and_unknown_tensors_are_named(checkpoint):
   _, tensors, write = checkpoint
   missing = ("model.layers.0.mlp.up_proj.weight", "model.norm.weight")
@@ -606,16 +584,13 @@ def test_weights_that_are_not_finite_are_named(wrong, checkpoint):
 
 def test_an_expert_that_is_not_finite_is_named_on_any_mesh(tmp_path):
   cfg = model.variant("tiny", dtype="float32", **MOE)
-  params = random_params(cfg)
-  hf.save_hf(params, cfg, tmp_path / "out")
+  hf.save_hf(weights(cfg), cfg, tmp_path / "out")
   name = "model.layers.2.mlp.experts.3.up_proj.weight"
   file = tmp_path / "out/model-00003-of-00004.safetensors"
   tensors = load_file(file)
   tensors[name].flat[-1] = np.nan
   save_file(tensors, file)
-  mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
-  place = model.shardings(params, mesh)
-  load = lambda: hf.load_hf(tmp_path / "out", cfg, shardings=place)
+  load = lambda: load_on_mesh(tmp_path / "out", cfg)
   assert error_message(load).endswith(f"infinite weights (1): {name}")
 
 
@@ -631,10 +606,9 @@ def test_float16_is_read(checkpoint):
 def test_a_bucket_sends_each_byte_once(name, tmp_path, monkeypatch):
   """Of tensors that devices share by columns, too; the store is a folder."""
   cfg = on_a_mesh(name)
-  params = random_params(cfg)
+  params = weights(cfg)
   save_for_mesh(name, params, cfg, tmp_path / "out")
   shapes = hf_tensors.expected(cfg).values()
-  mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
   sent, at_once, most, read = [], set(), [], TensorFile.read
   monkeypatch.setattr(hf_tensors, "_BLOCK_BYTES", 4096)
 
@@ -652,9 +626,7 @@ def test_a_bucket_sends_each_byte_once(name, tmp_path, monkeypatch):
   source = hf_tensors.HFCheckpoint(tmp_path / "out", cfg)
   monkeypatch.setattr(TensorFile, "read", recorded)
   monkeypatch.setattr(hf_checkpoint, "HFCheckpoint", lambda folder, cfg: source)
-  again = hf.load_hf(
-    tmp_path / "out", cfg, shardings=model.shardings(params, mesh)
-  )
+  again = load_on_mesh(tmp_path / "out", cfg)
   require_equal(jax.device_get(again), params)
   assert sum(sent) == 4 * sum(map(math.prod, shapes))
   # What a thread holds, beside the parts: at least an expert of a fused tensor.

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hf_folders import error_message, load_on_mesh, require_equal, tensors_of
+from random_model import weights
 from safetensors.numpy import load_file
 
 from gspo_jax import model
@@ -17,8 +19,6 @@ from gspo_jax.model.hf import checkpoint as hf_checkpoint
 from gspo_jax.model.hf import quantised
 from gspo_jax.model.hf import tensors as hf_tensors
 from gspo_jax.model.hf.tensors import TensorFile
-from gspo_jax.runtime import sharding
-from gspo_jax.runtime.errors import UserError
 
 FP8 = {
   "quant_method": "fp8",
@@ -71,23 +71,6 @@ def dequantised(codes, scale, size):
   return codes.astype(np.float32) * expanded(scale, size, codes.shape)
 
 
-def random_params(cfg):
-  rng = np.random.default_rng(1)
-  shapes = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
-  return jax.tree.map(lambda x: rng.normal(size=x.shape).astype("f4"), shapes)
-
-
-def require_equal(a, b):
-  jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
-def error_message(function):
-  with pytest.raises(UserError) as error:
-    function()
-  assert "\n" not in str(error.value)
-  return str(error.value)
-
-
 CFG = model.variant(
   "tiny",
   dtype="float32",
@@ -103,13 +86,8 @@ CFG = model.variant(
 def plain(tmp_path_factory):
   """A folder in float32."""
   folder = tmp_path_factory.mktemp("plain") / "out"
-  hf.save_hf(random_params(CFG), CFG, folder)
+  hf.save_hf(weights(CFG), CFG, folder)
   return folder
-
-
-def tensors_of(folder):
-  files = sorted(folder.glob("*.safetensors"))
-  return {name: x for file in files for name, x in load_file(file).items()}
 
 
 def make(folder, plain, config=FP8):
@@ -171,9 +149,7 @@ def test_a_quantised_folder_is_read_on_any_mesh(config, plain, tmp_path):
   cfg = hf.config_from_hf(folder, dtype="float32", remat="none")
   params = load_floats(tmp_path / "floats", meant)
   require_equal(hf.load_hf(folder, cfg), params)
-  mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
-  shardings = model.shardings(params, mesh)
-  again = hf.load_hf(folder, cfg, shardings=shardings)
+  again = load_on_mesh(folder, cfg)
   require_equal(jax.device_get(again), params)
   assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(again))
 
@@ -214,13 +190,11 @@ MLA = dataclasses.replace(
   ids=["qwen3-next", "deepseek-v3"],
 )
 def test_parts_of_a_quantised_matrix_have_their_scales(cfg, tmp_path):
-  hf.save_hf(random_params(cfg), cfg, tmp_path / "plain")
+  hf.save_hf(weights(cfg), cfg, tmp_path / "plain")
   stored, meant = make(tmp_path / "quantised", tmp_path / "plain")
   assert sum(x.dtype == jnp.float8_e4m3fn for x in stored.values()) > 30
   params = load_floats(tmp_path / "floats", meant, cfg)
-  mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
-  place = model.shardings(params, mesh)
-  again = hf.load_hf(tmp_path / "quantised", cfg, shardings=place)
+  again = load_on_mesh(tmp_path / "quantised", cfg)
   require_equal(jax.device_get(again), params)
 
 
@@ -243,10 +217,7 @@ def test_a_bucket_sends_each_byte_of_a_quantised_folder_once(
   source = hf_tensors.HFCheckpoint(folder, CFG)
   monkeypatch.setattr(hf_checkpoint, "HFCheckpoint", lambda folder, cfg: source)
   monkeypatch.setattr(TensorFile, "read", recorded)
-  mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
-  shardings = model.shardings(params, mesh)
-  again = hf.load_hf(folder, CFG, shardings=shardings)
-  require_equal(jax.device_get(again), params)
+  require_equal(jax.device_get(load_on_mesh(folder, CFG)), params)
   times = np.zeros((folder / "model.safetensors").stat().st_size, np.int8)
   for start, end in sent:
     times[start:end] += 1
@@ -352,7 +323,7 @@ def test_a_4_bit_folder_is_read_on_any_mesh_and_exported(tmp_path):
   folder.mkdir()
   (folder / "config.json").write_text(json.dumps(GPT_OSS))
   cfg = hf.config_from_hf(folder, dtype="float32", remat="none")
-  hf.save_hf(random_params(cfg), cfg, tmp_path / "plain", dtype="bfloat16")
+  hf.save_hf(weights(cfg), cfg, tmp_path / "plain", dtype="bfloat16")
   rng, stored, meant = np.random.default_rng(0), {}, {}
   for name, x in tensors_of(tmp_path / "plain").items():
     stored[name] = meant[name] = x
@@ -365,13 +336,9 @@ def test_a_4_bit_folder_is_read_on_any_mesh_and_exported(tmp_path):
       stored |= {f"{name}_blocks": codes, f"{name}_scales": exponents}
       meant[name] = floats_of_4_bits(codes, exponents).astype(jnp.bfloat16)
   write(folder / "model.safetensors", stored)
-  (tmp_path / "floats").mkdir()
-  write(tmp_path / "floats/model.safetensors", meant)
-  params = hf.load_hf(tmp_path / "floats", cfg)
-  mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
-  for shardings in None, model.shardings(params, mesh):
-    again = hf.load_hf(folder, cfg, shardings=shardings)
-    require_equal(jax.device_get(again), jax.device_get(params))
+  params = load_floats(tmp_path / "floats", meant, cfg)
+  for load in hf.load_hf, load_on_mesh:
+    require_equal(jax.device_get(load(folder, cfg)), jax.device_get(params))
   hf.save_hf(params, cfg, out, dtype="bfloat16", like=folder)
   require_equal(tensors_of(out), meant)
   raw = json.loads((out / "config.json").read_text())
