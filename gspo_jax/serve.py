@@ -4,7 +4,7 @@
 
 The newest checkpoint of --workdir answers at http://HOST:PORT/v1; or a Hugging
 Face folder, or one step of a run, with --checkpoint. Model, prompt, lengths and
-sampling come from the config (`--config.sampler.temperature=0`). A prompt and
+sampling, where a request does not choose, come from the config. A prompt and
 its answer have at most `data.max_prompt_length + sampler.max_new_tokens`
 tokens. The URL and a new key are printed; --api_key_file names a file with a
 key instead. SIGTERM and Ctrl-C end it. docs/agents.md has what is served.

@@ -95,8 +95,7 @@ class PolicySampler:
       some = problems[begin : begin + self.batch_size]
       count = len(some) * self._samples
       # All batches have one shape; nothing is sampled for padding.
-      index = np.arange(self._prompts) % len(some)
-      prompts = self.prompts(some).pick(index)
+      prompts = self.prompts(some).pick(np.arange(self._prompts) % len(some))
       stop_at = np.zeros(self._prompts * self._samples, int)
       stop_at[:count] = functions.respond.config.max_new_tokens
       batch_key = jax.random.fold_in(key, i)

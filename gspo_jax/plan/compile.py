@@ -211,4 +211,4 @@ def _buffers(folder) -> tuple[list[tuple[float, str]], int]:
       size, unit, shapes = buffer.groups()
       buffers.append((float(size) * _UNITS[unit], shapes))
   total = re.search(r"^Total bytes: (\d+)", hbm[0], re.M)
-  return sorted(buffers, reverse=True), int(total[1])
+  return sorted(buffers, reverse=True), int(total[1]) if total else 0

@@ -146,10 +146,10 @@ def _build_sampler(
   if not slots:
     return static.build_static_sampler(cfg, sampling, **places)
   batching, width = config.continuous_batching, config.data.max_prompt_length
-  if not batching.slots:  # its keys are not checked for such a config
+  if not batching.slots:  # then its sizes are those of no rollout
     pages = -(-width // batching.page_size)
     chunk = min(batching.prefill_chunk, pages * batching.page_size)
-    batching = dataclasses.replace(batching, prefill_chunk=chunk)
+    batching = dataclasses.replace(batching, prefill_chunk=chunk, num_pages=0)
   return continuous.build_continuous_sampler(
     cfg,
     sampling,

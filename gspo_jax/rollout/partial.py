@@ -19,6 +19,7 @@ from gspo_jax.rollout.batch import (
 )
 from gspo_jax.rollout.context import RolloutContext, iteration_keys
 from gspo_jax.runtime import multihost, sharding
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.functions import SamplerFunctions
 from gspo_jax.sampler.samples import UNFINISHED, Samples
 
@@ -97,6 +98,12 @@ class PartialRollouts:
     }
 
   def set_state(self, pending: Samples, state: dict) -> None:
+    order = state.get("order", [])  # of prompts by age, in older checkpoints
+    if order != sorted(order):
+      raise UserError(
+        "an older checkpoint, with partial responses by shard: resume with the "
+        "release that wrote it, or use another --workdir"
+      )
     at, curriculum = state["positions"], self._context.curriculum
     self._batch = (
       curriculum.prompts_at(at, state.get("steps", 0)) if at else None

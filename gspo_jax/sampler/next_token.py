@@ -62,12 +62,11 @@ def _sample_by_row(logits_BV, keys, step_B, sampler, params_B4):
   greedy_B1 = params.temperature == 0
   temperature_B1 = jnp.where(greedy_B1, 1.0, params.temperature)
   logps_BV = jax.nn.log_softmax(logits_BV / temperature_B1)
-  truncates = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
   allowed_BV = jax.lax.cond(
-    truncates.any(),
-    lambda logps_BV: _truncate(logps_BV, params),
+    ((params.top_k > 0) | (params.top_p < 1)).any(),
+    lambda logps_BV: _best(logps_BV, params),
     lambda logps_BV: logps_BV,
-    _no_early_stop(logps_BV, step_B, sampler),
+    _likely(_no_early_stop(logps_BV, step_B, sampler), params.min_p),
   )
   sampled_B = jax.vmap(categorical)(keys, allowed_BV)
   token_B = jnp.where(greedy_B1[:, 0], allowed_BV.argmax(-1), sampled_B)
@@ -139,12 +138,13 @@ def truncate(
   one that stays stay, too.
   """
   logps_BV = _no_early_stop(logps_BV, step_B, sampler)
-  return _truncate(logps_BV, sampler.params) if sampler.truncates else logps_BV
+  logps_BV = _likely(logps_BV, sampler.min_p)
+  sorts = sampler.top_k or sampler.top_p < 1
+  return _best(logps_BV, sampler.params) if sorts else logps_BV
 
 
-def _truncate(logps_BV, params: SamplingParams):
-  """`params` are numbers or arrays [B, 1]."""
-  logps_BV = _likely(logps_BV, params.min_p)
+def _best(logps_BV, params: SamplingParams):
+  """What top-k and top-p leave; `params` are numbers or arrays [B, 1]."""
   B, V = logps_BV.shape
   best_BV = jnp.sort(logps_BV, axis=-1, descending=True)
   k = jnp.where(jnp.asarray(params.top_k) > 0, params.top_k, V)

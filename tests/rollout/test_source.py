@@ -26,6 +26,7 @@ from gspo_jax.rollout.off_policy import OffPolicy
 from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.rollout.partial import PartialRollouts
 from gspo_jax.runtime import sharding
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import (
   STOPPED,
   TRUNCATED,
@@ -284,6 +285,13 @@ def test_pending_responses_go_through_a_checkpoint(pool, run, kind):
   curriculum.set_state(saved[1])
   resumed.set_state(pending, saved[0])
   assert before + iterate(resumed, first=4) == run(kind)
+
+
+def test_partial_responses_by_shard_do_not_resume(pool):
+  source, _ = start(pool, "partial")
+  old = source.get_state() | {"order": [0, 2, 1, 3]}
+  with pytest.raises(UserError, match="older checkpoint, with partial"):
+    source.set_state(source.pending, old)
 
 
 @pytest.mark.parametrize("kind", KINDS)

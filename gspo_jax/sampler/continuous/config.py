@@ -77,10 +77,6 @@ class ContinuousBatchingConfig:
         f"multiple of continuous_batching.page_size={self.page_size}"
       )
 
-  def with_slots_for(self, responses: int) -> "ContinuousBatchingConfig":
-    """Limits `slots` to `responses`, because idle slots cost, too."""
-    return dataclasses.replace(self, slots=min(self.slots, responses))
-
   def shard_sizes(
     self, sampler: SamplerConfig, max_prompt_length: int, shards: int
   ) -> ShardSizes:

@@ -109,8 +109,7 @@ class Placement:
 
   def can_lend(self, waiting_D) -> bool:
     """Whether responses wait on one shard, and on another none."""
-    some = waiting_D.any() and not waiting_D.all()
-    return bool(self._request_of and some)
+    return bool(self._request_of and waiting_D.any() and not waiting_D.all())
 
   def lend(
     self, schedulers: Sequence[Scheduler], facts_D: Mapping[str, np.ndarray]
