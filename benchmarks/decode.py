@@ -68,7 +68,7 @@ def segment(cfg, params, cached: np.ndarray, room: int, steps: int):
     return paged_decode.decode(
       params,
       cfg,
-      paged_decode.apply_plan(state, plan, start=True),
+      paged_decode.apply_plan(state, plan),
       samples,
       jax.random.key(0),
       sampler=sampler,

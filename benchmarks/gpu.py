@@ -51,7 +51,7 @@ from benchmarks import gpu_kernels, ratio_one, record
 from gspo_jax import model, train
 from gspo_jax.configs import gpu as config_for_gpu
 from gspo_jax.configs import tiny_cpu
-from gspo_jax.losses import gspo_loss
+from gspo_jax.losses import METHODS
 from gspo_jax.model.hf import config as hf_config
 from gspo_jax.plan import chips, lower_bounds
 from gspo_jax.plan.gpus import GPUS
@@ -192,7 +192,7 @@ def iteration(name: str, quick: bool, planned: dict) -> dict:
     last = _metrics(config)[-1]
   gap = last["mismatch/sequence_abs_mean"]
   found = size | {
-    "gap, clip ranges": gap / gspo_loss.__kwdefaults__["clip_low"],
+    "gap, clip ranges": gap / METHODS["gspo"].arguments["clip_low"],
     "ratio/sequence_std": last["ratio/sequence_std"],
     "GiB": last.get("memory/peak_gib"),
   }

@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks import record
 from gspo_jax import model
-from gspo_jax.losses import gspo_loss
+from gspo_jax.losses import METHODS
 from gspo_jax.model import cache as kv
 from gspo_jax.model import rounding
 
@@ -197,7 +197,7 @@ def main() -> None:
 
 
 def print_gap(gap: dict) -> None:
-  share = gap["sequence"] / gspo_loss.__kwdefaults__["clip_low"]
+  share = gap["sequence"] / METHODS["gspo"].arguments["clip_low"]
   print(
     f"  a token {gap['token']:.1e}, a sequence {gap['sequence']:.1e}", end=""
   )

@@ -77,7 +77,7 @@ class SegmentPlan:
   # The shard's row of `prompt_states` to start from; beyond them: the slot has
   # its state. () for a model without states.
   prompt_row: jax.Array | tuple[()]
-  params: jax.Array | None  # as in `DecodeState`
+  params: jax.Array | None = None  # as in `DecodeState`
 
 
 class SegmentResults(NamedTuple):
