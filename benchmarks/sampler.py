@@ -44,6 +44,7 @@ from gspo_jax.sampler import continuous
 from gspo_jax.sampler import static as static_sampler
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
+from gspo_jax.sampler.continuous.engine import Engine
 from gspo_jax.sampler.continuous.scheduler import Scheduler
 from gspo_jax.sampler.samples import SamplerConfig
 
@@ -109,7 +110,7 @@ def in_turn(call: Callable):
 def uncovered_seconds(generate: ContinuousSampler, *args) -> float:
   """Time of a call in which every started segment has been read."""
   unread, since, total = 0, None, 0.0
-  apply_results = ContinuousSampler._apply_results
+  read_results = Engine._read_results
 
   def decode(*arguments):
     nonlocal unread, total
@@ -119,15 +120,15 @@ def uncovered_seconds(generate: ContinuousSampler, *args) -> float:
     unread += 1
     return result
 
-  def read(sampler, *arguments):
+  def read(engine, *arguments):
     nonlocal unread, since
-    left = apply_results(sampler, *arguments)
+    left = read_results(engine, *arguments)
     unread, since = unread - 1, time.monotonic()
     return left
 
   jitted = dataclasses.replace(generate.jitted, decode=decode)
   spied = dataclasses.replace(generate, jitted=jitted)
-  with mock.patch.object(ContinuousSampler, "_apply_results", read):
+  with mock.patch.object(Engine, "_read_results", read):
     jax.block_until_ready(spied(*args))
   return total
 
