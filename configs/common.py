@@ -129,8 +129,8 @@ def get_config() -> ConfigDict:
   # Continuous batching over a paged KV cache: a response that ends makes room
   # for the next one
   c.continuous_batching = ConfigDict()
-  # Responses that decode together; 0: the static sampler, all of a batch [0 or
-  # more]
+  # Responses that decode together; 0: all of a batch, by the static sampler;
+  # evaluations then have as many slots as a batch [0 or more]
   c.continuous_batching.slots = 0
   c.continuous_batching.page_size = 16  # tokens of a page [at least 1]
   # Pages of the pool; 0: as many as `slots` of the longest responses take.

@@ -1,8 +1,8 @@
 """What a client sends, checked: the fields of OpenAI's API that are honoured.
 
-A policy that is served samples as a request says. In an episode that an update
-learns from the run decides; `app` logs what a request wants otherwise. A field
-that would change the answer is refused.
+`gspo_jax.serve` samples as a request says. In training the run decides, and
+`app` logs what a request asks for instead. Another field that would change the
+answer is refused.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 
 from gspo_jax.sampler.samples import SamplingParams
 
-# What a request may choose of a served policy: in words, and as a test.
+# The range of each field that `serve` honours: in words, and as a test.
 _RANGES = {
   "temperature": ("0, or .001 to 100", lambda x: x == 0 or 0.001 <= x <= 100),
   "top_k": (
@@ -24,7 +24,7 @@ _RANGES = {
   "seed": ("a whole number", lambda x: type(x) is int),
 }
 HONOURED = tuple(_RANGES)
-# What is ignored of any policy.
+# Fields that are always ignored.
 _IGNORED = (
   *("presence_penalty", "frequency_penalty", "repetition_penalty"),
   *("min_tokens", "stop_token_ids"),

@@ -29,10 +29,10 @@ from gspo_jax.sampler.samples import (
 class PolicySampler:
   """Samples `samples` responses to each of many problems, as a config says.
 
-  Responses are greedy at `sampler.temperature=0`. A batch has all problems, or
-  there are as few batches as possible, of about equal size, with at most
-  `data.prompts * rollout.group_size` responses, as in training, but all those
-  of a problem.
+  Responses are greedy at `sampler.temperature=0`. Batches are as few as
+  possible, of about equal size, with at most `data.prompts *
+  rollout.group_size` responses, as in training; the responses to a problem are
+  always in one batch.
 
   Keys that only training uses are not checked: they may not fit these devices
   or this model.

@@ -68,8 +68,7 @@ class PartialRollouts:
     policy_step = float(step if policy_step is None else policy_step)
     self._step_sums += (lengths - before) * policy_step
     self._iterations += lengths > before
-    chosen = np.flatnonzero(finished)[: self._context.prompts]
-    chosen = chosen.astype(np.int32)
+    chosen = np.flatnonzero(finished)[: self._context.prompts].astype(np.int32)
     rows = group_rows(chosen, self._context.group_size)
     scored = self._context.start_scoring(
       batch.pick(chosen),

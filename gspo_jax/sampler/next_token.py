@@ -134,8 +134,8 @@ def truncate(
 ) -> jax.Array:
   """Sets tokens that are left out to -inf.
 
-  In vLLM's order: length, min-p, top-k, top-p. Tokens that tie with the last
-  one that stays stay, too.
+  In vLLM's order: length, min-p, top-k, top-p. Tokens as likely as the
+  last one kept are kept, too.
   """
   logps_BV = _no_early_stop(logps_BV, step_B, sampler)
   logps_BV = _likely(logps_BV, sampler.min_p)

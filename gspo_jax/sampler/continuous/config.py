@@ -46,7 +46,8 @@ class ShardSizes:
 class ContinuousBatchingConfig:
   slots: int = key(
     0,
-    "responses that decode together; 0: the static sampler, all of a batch",
+    "responses that decode together; 0: all of a batch, by the static sampler; "
+    "evaluations then have as many slots as a batch",
     ZERO_OR_MORE,
   )
   page_size: int = key(16, "tokens of a page", AT_LEAST_1)

@@ -91,7 +91,7 @@ class Generation:
     # As of `Request`; the engine chooses them with the row.
     self.response = self.num_tokens = self.num_recorded = 0
     self.goes_on = False
-    self.seed: int | None = None  # of its random keys; None: of no other one's
+    self.seed: int | None = None  # makes its random keys; None: keys of its own
     self.tokens: list[int] = []
     self.logps: list[float] = []
     self.progress = 0, ""
@@ -114,9 +114,9 @@ class _Facts:
   """What all hosts know of each shard after it has planned; [shards] ints."""
 
   waiting: np.ndarray  # responses
-  queued: np.ndarray  # and of these, the ones that have not begun
+  queued: np.ndarray  # responses that wait and have not begun
   active: np.ndarray  # slots
-  streams: np.ndarray  # of these, the ones that are read as they grow
+  streams: np.ndarray  # active slots whose responses are read as they grow
   looks_ahead: np.ndarray  # 1: `Scheduler.can_look_ahead`
   goes_on: np.ndarray  # 1: `Scheduler.may_go_on`
   room: np.ndarray  # `Scheduler.num_spare_pages`
