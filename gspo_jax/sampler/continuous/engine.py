@@ -519,7 +519,7 @@ class Engine:
 
   def _facts(self) -> _Facts:
     """The facts of all shards; waits for them."""
-    columns = np.asarray(self._shared.addressable_data(0)).T
+    columns = np.asarray(self._shared).T
     places = self._prefill_places()
     return _Facts(
       *columns[:9],
