@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.endpoint import requests
-from gspo_jax.endpoint.answers import Answer
+from gspo_jax.endpoint.answers import Answer, Choice
 from gspo_jax.endpoint.client import Client
 from gspo_jax.endpoint.requests import ApiError, Call
 from gspo_jax.runtime.errors import UserError
@@ -88,8 +88,6 @@ class Endpoint:
     return JSONResponse({"object": "list", "data": [model]})
 
   def _handler(self, parse: Callable) -> Callable:
-    stop = self._config.stop.strings if self._config.stop else ()
-
     async def handle(request: Request) -> Response:
       client = self._client(request)
       if client.open >= _MOST_OPEN:
@@ -101,7 +99,7 @@ class Endpoint:
       client.open += 1
       try:
         limit = _MAX_BODY + _MORE_BODY * client.engine.context
-        call = parse(await _in_time(_body(request, limit)), stop)
+        call = parse(await _in_time(_body(request, limit)))
         self._check(call, client)
         answer, changed = await self._start(client, call)
       except BaseException:
@@ -118,7 +116,10 @@ class Endpoint:
     return handle
 
   def _check(self, call: Call, client: Client) -> None:
-    """ApiError for another model; logs what the run samples otherwise."""
+    """ApiError for another model, or where the run does not do as asked.
+
+    Logs what the run samples otherwise.
+    """
     if call.model not in (None, MODEL):
       raise ApiError(
         f"model={call.model!r}: expected {MODEL!r}",
@@ -126,6 +127,13 @@ class Endpoint:
         code="model_not_found",
         status=404,
       )
+    if not client.honours:
+      own = self._config.stop.strings if self._config.stop else ()
+      if not {*call.stop} <= {*own}:
+        expected = f"none but those of the run (sampler.stop={own})"
+        raise requests.wrong("stop", call.stop, expected)
+      if call.n > 1:
+        raise requests.wrong("n", call.n, "1 in an episode")
     for name, value in call.sampling.items():
       own = getattr(self._config, name, None)
       ignored = name not in client.honours
@@ -148,10 +156,13 @@ class Endpoint:
       with contextlib.suppress(RuntimeError):  # the server has ended
         loop.call_soon_threadsafe(changed.set)
 
-    generation = client.sample(call, prompt, notify)
+    made = [client.sample(call, prompt, notify, i) for i in range(call.n)]
     stop = self._config.stop
-    answer = Answer(call, generation, self._tokenizer, stop, MODEL, text)
-    return answer, changed
+    choices = [
+      Choice(call, generation, self._tokenizer, stop, i)
+      for i, generation in enumerate(made)
+    ]
+    return Answer(call, choices, MODEL, text), changed
 
   def _prompt(self, client: Client, call: Call) -> tuple[list[int], str]:
     """The ids of a prompt; and of messages, the template's text."""
@@ -168,33 +179,39 @@ class Endpoint:
     self, request, client: Client, answer: Answer, changed: asyncio.Event
   ) -> AsyncIterator[None]:
     """Yields after each change until the answer is whole, and records it."""
-    generation = answer.generation
+    choices = answer.choices
     try:
-      while not generation.finish:
+      while "" in (ends := [choice.look() for choice in choices]):
+        if ABORT not in ends:
+          yield
         with contextlib.suppress(TimeoutError):
           await asyncio.wait_for(changed.wait(), _LOOK)
         changed.clear()
         if await request.is_disconnected():
           raise ApiError("the client has left", status=499)
-        if generation.finish != ABORT:
-          yield
-      if generation.finish == ABORT:
+      if ABORT in ends:
         raise ApiError("the run takes no more requests", status=503)
-      if answer.call.messages:
-        client.transcript.record(
-          answer.call.messages,
-          answer.call.tools,
-          answer.message,
-          [*generation.prompt, *generation.tokens],
-          answer.prompt_text,
-        )
-      client.ended(answer)
+      for choice in choices:
+        self._record(client, answer, choice)
+        client.ended(choice)
     except BaseException:
-      generation.cancelled = True
-      client.gave_up(generation)
+      for choice in choices:
+        choice.generation.cancelled = True
+        client.gave_up(choice.generation)
       raise
     finally:
       client.open -= 1
+
+  def _record(self, client: Client, answer: Answer, choice: Choice) -> None:
+    # Of a choice that was cut, the client does not have all tokens.
+    if answer.call.messages and choice.cut is None:
+      client.transcript.record(
+        answer.call.messages,
+        answer.call.tools,
+        choice.message,
+        [*choice.generation.prompt, *choice.generation.tokens],
+        answer.prompt_text,
+      )
 
 
 async def _in_time(work: Awaitable[T]) -> T:
@@ -225,7 +242,7 @@ async def _events(answer: Answer, changes: AsyncIterator) -> AsyncIterator[str]:
   event = lambda body: f"data: {json.dumps(body)}\n\n"
   try:
     async for _ in changes:
-      if part := answer.new_part():
+      for part in answer.new_parts():
         yield event(part)
     for part in answer.last_parts():
       yield event(part)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from gspo_jax.data.tokenizers.base import Tokenizer
-from gspo_jax.endpoint.answers import Answer
+from gspo_jax.endpoint.answers import Choice
 from gspo_jax.endpoint.requests import (
   HONOURED,
   ApiError,
@@ -33,8 +33,9 @@ class Client:
     call: Call,
     prompt: list[int],
     notify: Callable[[], None] = lambda: None,
+    index: int = 0,
   ) -> Generation:
-    """Asks the policy for an answer; ApiError if that is refused."""
+    """Asks the policy for choice `index`; ApiError if that is refused."""
     room = self.room(prompt)
     if room < 1:
       raise ApiError(
@@ -45,11 +46,16 @@ class Client:
       )
     most = min(room, call.max_tokens or room)
     generation = Generation(
-      prompt, most, notify, streams=call.stream, logprobs=call.logprobs
+      prompt,
+      most,
+      notify,
+      streams=call.stream or bool(call.stop),
+      logprobs=call.logprobs,
     )
     if self.honours:
       generation.params = sampling_params(call, self.engine.params)
-      generation.seed = call.sampling.get("seed")
+      if "seed" in call.sampling:
+        generation.seed = call.sampling["seed"] + index
     self.started(generation)
     try:
       self.engine.submit(generation)
@@ -61,7 +67,7 @@ class Client:
   def started(self, generation: Generation) -> None:
     """Its request is sent to the engine; a subclass sets the row."""
 
-  def ended(self, answer: Answer) -> None:
+  def ended(self, choice: Choice) -> None:
     """Its request has a whole answer."""
 
   def gave_up(self, generation: Generation) -> None:

@@ -23,7 +23,7 @@ _RANGES = {
   "min_p": ("0 to 1", lambda x: 0 <= x <= 1),
   "seed": ("a whole number", lambda x: type(x) is int),
 }
-HONOURED = tuple(_RANGES)
+HONOURED = (*_RANGES, "n", "stop")
 # Fields that are always ignored.
 _IGNORED = (
   *("presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -31,7 +31,6 @@ _IGNORED = (
 )
 # Refused, unless they have one of these values or are null.
 _ONLY = {
-  "n": (1,),
   "best_of": (1,),
   "echo": (False,),
   "suffix": ("",),
@@ -44,6 +43,7 @@ _ONLY = {
   "prompt_logprobs": (0,),
   "use_beam_search": (False,),
 }
+_MOST_ANSWERS, _MOST_STOPS = 64, 16
 _ROLES = "system", "developer", "user", "assistant", "tool"
 
 
@@ -65,7 +65,7 @@ class ApiError(Exception):
     self.body = {"error": error}
 
 
-def _wrong(name: str, value: Any, expected: str) -> ApiError:
+def wrong(name: str, value: Any, expected: str) -> ApiError:
   shown = json.dumps(value, default=str)[:80]
   return ApiError(f"{name}={shown}: expected {expected}", param=name)
 
@@ -79,6 +79,8 @@ class Call:
   tools: Sequence[Mapping] = ()
   parses_tools: bool = False  # whether the answer may have tool calls
   max_tokens: int | None = None
+  n: int = 1  # answers
+  stop: Sequence[str] = ()  # an answer ends before the first of them
   stream: bool = False
   include_usage: bool = False
   logprobs: bool = False
@@ -87,20 +89,20 @@ class Call:
   sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def chat(body: Any, stop: Sequence[str]) -> Call:
-  """The call of /v1/chat/completions; `stop` are the run's strings."""
-  common = _common(body, stop)
+def chat(body: Any) -> Call:
+  """The call of /v1/chat/completions."""
+  common = _common(body)
   tools = body.get("tools") or []
   if not isinstance(tools, list) or not all(map(_is_tool, tools)):
-    raise _wrong(
+    raise wrong(
       "tools", tools, 'objects {"type": "function", "function": {"name": ..}}'
     )
   messages = body.get("messages")
   if not isinstance(messages, list) or not messages:
-    raise _wrong("messages", messages, "a list of at least one message")
+    raise wrong("messages", messages, "a list of at least one message")
   messages = [_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
   if messages[-1]["role"] == "assistant":
-    raise _wrong(
+    raise wrong(
       f"messages[{len(messages) - 1}].role",
       "assistant",
       "a last message of the user or of a tool",
@@ -114,16 +116,16 @@ def chat(body: Any, stop: Sequence[str]) -> Call:
   )
 
 
-def completion(body: Any, stop: Sequence[str]) -> Call:
+def completion(body: Any) -> Call:
   """The call of /v1/completions."""
-  common = _common(body, stop)
+  common = _common(body)
   prompt = body.get("prompt")
   is_ids = isinstance(prompt, list) and all(type(i) is int for i in prompt)
   if not (prompt and (is_ids or isinstance(prompt, str))):
-    raise _wrong("prompt", prompt, "one text or one list of token ids")
+    raise wrong("prompt", prompt, "one text or one list of token ids")
   logprobs = body.get("logprobs")
   if logprobs is not None and logprobs not in (0, 1):
-    raise _wrong(
+    raise wrong(
       "logprobs", logprobs, "0 or 1: the log-prob of the sampled token alone"
     )
   return Call(prompt=prompt, logprobs=logprobs is not None, **common)
@@ -135,7 +137,7 @@ def sampling_params(call: Call, default: SamplingParams) -> SamplingParams:
   for name, value in said.items():
     expected, is_right = _RANGES[name]
     if type(value) not in (int, float) or not is_right(value):
-      raise _wrong(name, value, expected)
+      raise wrong(name, value, expected)
   said.pop("seed", None)
   return default._replace(**said)
 
@@ -149,7 +151,7 @@ def is_text(value: Any) -> bool:
   return True
 
 
-def _common(body: Any, stop: Sequence[str]) -> dict:
+def _common(body: Any) -> dict:
   if not isinstance(body, dict):
     raise ApiError("the body: expected a JSON object")
   if not is_text(body):
@@ -157,24 +159,31 @@ def _common(body: Any, stop: Sequence[str]) -> dict:
   for name, values in _ONLY.items():
     value = body.get(name)
     if value is not None and value not in values:
-      raise _wrong(name, value, " or ".join(map(json.dumps, values)))
-  stops = body.get("stop") or []
-  stops = [stops] if isinstance(stops, str) else stops
-  if not isinstance(stops, list) or not all(s in stop for s in stops):
-    raise _wrong(
-      "stop", stops, f"none but those of the run (sampler.stop={tuple(stop)})"
-    )
+      raise wrong(name, value, " or ".join(map(json.dumps, values)))
+  stop = body.get("stop") or []
+  stop = [stop] if isinstance(stop, str) else stop
+  if not (
+    isinstance(stop, list)
+    and len(stop) <= _MOST_STOPS
+    and all(isinstance(s, str) and s for s in stop)
+  ):
+    raise wrong("stop", stop, f"a text, or a list of at most {_MOST_STOPS}")
+  n = 1 if body.get("n") is None else body["n"]
+  if type(n) is not int or not 1 <= n <= _MOST_ANSWERS:
+    raise wrong("n", n, f"1 to {_MOST_ANSWERS}")
   options = body.get("stream_options") or {}
   if not isinstance(options, dict):
-    raise _wrong("stream_options", options, "an object")
+    raise wrong("stream_options", options, "an object")
   return {
     "max_tokens": _max_tokens(body),
+    "n": n,
+    "stop": tuple(stop),
     "stream": _boolean(body, "stream"),
     "include_usage": _boolean(options, "include_usage"),
     "return_token_ids": _boolean(body, "return_token_ids"),
     "model": body.get("model"),
     "sampling": {
-      k: v for k in (*HONOURED, *_IGNORED) if (v := body.get(k)) is not None
+      k: v for k in (*_RANGES, *_IGNORED) if (v := body.get(k)) is not None
     },
   }
 
@@ -184,7 +193,7 @@ def _max_tokens(body: Mapping) -> int | None:
     value = body.get(name)
     if value is not None:
       if type(value) is not int or value < 1:
-        raise _wrong(name, value, "a whole number of at least 1")
+        raise wrong(name, value, "a whole number of at least 1")
       return value
   return None
 
@@ -192,7 +201,7 @@ def _max_tokens(body: Mapping) -> int | None:
 def _boolean(body: Mapping, name: str) -> bool:
   value = body.get(name)
   if value not in (None, False, True):
-    raise _wrong(name, value, "true or false")
+    raise wrong(name, value, "true or false")
   return bool(value)
 
 
@@ -212,14 +221,14 @@ def _is_tool(tool: Any) -> bool:
 def _message(message: Any, name: str) -> dict:
   """A message for `Tokenizer.chat`, with the fields that it knows."""
   if not isinstance(message, dict):
-    raise _wrong(name, message, "an object with role and content")
+    raise wrong(name, message, "an object with role and content")
   role = message.get("role")
   if role not in _ROLES:
-    raise _wrong(f"{name}.role", role, f"one of {', '.join(_ROLES)}")
+    raise wrong(f"{name}.role", role, f"one of {', '.join(_ROLES)}")
   role = "system" if role == "developer" else role
   calls = message.get("tool_calls") or []
   if not isinstance(calls, list) or (calls and role != "assistant"):
-    raise _wrong(f"{name}.tool_calls", calls, "a list, of the assistant alone")
+    raise wrong(f"{name}.tool_calls", calls, "a list, of the assistant alone")
   made = {"role": role, "content": _text(message, name, bool(calls))}
   if calls:
     made["tool_calls"] = [
@@ -229,7 +238,7 @@ def _message(message: Any, name: str) -> dict:
   for key in ("name", "tool_call_id"):
     if (value := message.get(key)) is not None:
       if not isinstance(value, str):
-        raise _wrong(f"{name}.{key}", value, "a text")
+        raise wrong(f"{name}.{key}", value, "a text")
       made[key] = value
   return made
 
@@ -244,7 +253,7 @@ def _text(message: Mapping, name: str, may_lack: bool) -> str:
   if content is None and may_lack:
     return ""
   if not isinstance(content, str):
-    raise _wrong(
+    raise wrong(
       f"{name}.content", message.get("content"), "text, or parts of text"
     )
   return content
@@ -255,14 +264,14 @@ def _tool_call(call: Any, name: str) -> dict:
   if not isinstance(function, dict) or not isinstance(
     function.get("name"), str
   ):
-    raise _wrong(name, call, 'an object {"id", "type", "function": {"name"}}')
+    raise wrong(name, call, 'an object {"id", "type", "function": {"name"}}')
   arguments = function.get("arguments") or "{}"
   try:
     arguments = json.loads(arguments)
   except (TypeError, ValueError, RecursionError):
     arguments = None
   if not (isinstance(arguments, dict) and is_text(arguments)):
-    raise _wrong(
+    raise wrong(
       f"{name}.function.arguments",
       function.get("arguments"),
       "an object as a JSON text",

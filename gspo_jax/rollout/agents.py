@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.data.tokenizers.base import Tokenizer
-from gspo_jax.endpoint.answers import Answer
+from gspo_jax.endpoint.answers import Choice
 from gspo_jax.endpoint.app import MODEL, Endpoint
 from gspo_jax.endpoint.server import Server
 from gspo_jax.rollout import agent
@@ -24,10 +24,10 @@ class AgentEpisode(Episode):
 
   tool_calls = 0
 
-  def ended(self, answer: Answer) -> None:
-    self.record(answer.generation)
-    if answer.call.messages:
-      self.tool_calls += len(answer.message.get("tool_calls", ()))
+  def ended(self, choice: Choice) -> None:
+    self.record(choice.generation)
+    if choice.call.messages:
+      self.tool_calls += len(choice.message.get("tool_calls", ()))
 
 
 class AgentPool(Pool):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import random
 import socket
 import time
 
@@ -10,7 +11,7 @@ import pytest
 from scripted import CONTEXT, Scripted, make_tokenizer
 
 from gspo_jax.endpoint import transcript
-from gspo_jax.endpoint.answers import Answer
+from gspo_jax.endpoint.answers import Answer, Choice
 from gspo_jax.endpoint.requests import Call
 from gspo_jax.sampler.continuous.engine import ABORT, LENGTH, STOP, Generation
 from gspo_jax.sampler.samples import SamplerConfig
@@ -190,11 +191,12 @@ def test_parts_are_of_one_moment_while_more_is_sampled(tokenizer, tools):
 
   options = {"return_token_ids": True, "logprobs": True, "stream": True}
   call = Call([user("q")], tools=tools, parses_tools=bool(tools), **options)
-  answer, parts = Answer(call, made, Growing(), None, "policy"), []
+  choice, parts = Choice(call, made, Growing(), None), []
+  answer = Answer(call, [choice], "policy")
   while not made.finish:
-    parts.append(answer.new_part())
-    answer.tokenizer.decode([])
-  parts = [*filter(None, [*parts, answer.new_part()]), *answer.last_parts()]
+    parts += answer.new_parts()
+    choice.tokenizer.decode([])
+  parts += [*answer.new_parts(), *answer.last_parts()]
   choices = [part["choices"][0] for part in parts]
   assert [i for c in choices for i in c["token_ids"]] == ids
   said = lambda c: c["delta"]["content"] or ""
@@ -218,11 +220,11 @@ def test_a_stream_decodes_each_token_a_few_times(tokenizer):
       return tokenizer.decode(ids)
 
   call = Call([user("q")], stream=True)
-  answer = Answer(call, made, Counting(), None, "policy")
+  choice = Choice(call, made, Counting(), None)
   for i in range(100):
     made.add(tokenizer.encode("abcdefgh") * 8, [0.0] * 64, LENGTH * (i == 99))
-    assert bool(answer.new_part()) == (i < 99)
-  assert [*answer.last_parts()]
+    assert bool(choice.new_part()) == (i < 99)
+  assert choice.last_part()
   assert decoded < 5 * 6400
 
 
@@ -273,8 +275,8 @@ def test_an_answer_that_was_cut_goes_on_with_its_own_ids(ask, tokenizer):
 @pytest.mark.parametrize(
   ("options", "param"),
   [
-    ({"n": 2}, "n"),
-    ({"stop": ["x"]}, "stop"),
+    ({"n": 0}, "n"),
+    ({"stop": ["x", ""]}, "stop"),
     ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
     ({"tools": [CALC], "tool_choice": "required"}, "tool_choice"),
     ({"tools": [{"type": "function"}]}, "tools"),
@@ -370,6 +372,71 @@ def test_a_request_chooses_how_a_served_policy_samples(ask):
   assert second.params == engine.params
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_has_n_answers_of_which_each_ends_at_its_stop(
+  ask, tokenizer, stream
+):
+  engine, client = ask
+  engine.texts = ["ein Hund, zwei", "eins", "ei<|im_start|>"]
+  options = {"n": 3, "stop": ["n Kater", "n H", "<|"], "seed": 4} | IDS
+  answer = chat(client, [user("a")], **options, stream=stream)
+  texts, ids, finish = ["", "", ""], [[], [], []], {}
+  for part in answer if stream else [answer]:
+    for c in part.choices:
+      texts[c.index] += (c.delta if stream else c.message).content or ""
+      ids[c.index] += c.token_ids
+      if c.finish_reason:
+        finish[c.index] = c.finish_reason
+  assert texts == ["ei", "eins", "ei"]
+  assert finish == {0: "stop", 1: "stop", 2: "stop"}
+  assert tokenizer.decode(ids[0]) == "ein H"
+  assert [made.seed for made in engine.made] == [4, 5, 6]
+  assert [made.cancelled for made in engine.made] == [True, False, True]
+  if not stream:
+    assert answer.usage.completion_tokens == sum(map(len, ids))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_no_part_goes_beyond_a_stop_string(tokenizer, size):
+  rng, options = random.Random(size), {"stream": True, "return_token_ids": True}
+  for _ in range(40):
+    text = "".join(rng.choices("ab中 ", k=30))
+    stop = tuple(
+      "".join(rng.choices("ab中 ", k=rng.randint(1, 5))) for _ in range(3)
+    )
+    ids = tokenizer.encode(text)
+    call = Call([user("q")], stop=stop, **options)
+    choice = Choice(call, Generation([5], len(ids)), tokenizer, None)
+    parts = []
+    for i in range(0, len(ids), size):
+      last = LENGTH * (i + size >= len(ids))
+      choice.generation.add(ids[i : i + size], [], last)
+      choice.look()
+      parts += filter(None, [choice.new_part()])
+      if choice.finish:
+        break
+    parts.append(choice.last_part())
+    ends = [i for s in stop if (i := text.find(s)) >= 0]
+    said = "".join(part["delta"]["content"] for part in parts)
+    assert said == text[: min(ends, default=None)]
+    assert parts[-1]["finish_reason"] == (STOP if ends else LENGTH)
+    assert choice.cut is None or not any(
+      s in tokenizer.decode(choice.tokens[:-1]) for s in stop
+    )
+
+
+def test_what_a_stop_string_cut_is_encoded_anew(ask, tokenizer):
+  engine, client = ask
+  engine.texts = ["yes. no", "b"]
+  said = chat(client, [user("a")], stop=".").choices[0].message.content
+  history = [
+    user("a"), {"role": "assistant", "content": said}, user("c")
+  ]  # fmt: skip
+  chat(client, history)
+  assert said == "yes"
+  assert engine.made[1].prompt == tokenizer.chat(history)
+
+
 @pytest.mark.parametrize(
   "wrong",
   [{"temperature": -0.1}, {"top_p": 0}, {"top_k": 1.5}, {"min_p": 2},
@@ -396,6 +463,9 @@ def test_the_run_chooses_how_its_episodes_are_sampled(
   ):
     for _ in range(2):
       chat(api, [user("a")], temperature=0.7, top_p=1.0)
+    for refused in ({"n": 2}, {"stop": "x"}):
+      with pytest.raises(openai.BadRequestError, match="expected"):
+        chat(api, [user("a")], **refused)
   lines = [r.getMessage() for r in caplog.records]
   assert [line for line in lines if "temperature=0.7" in line] == lines
   assert len(lines) == 1
