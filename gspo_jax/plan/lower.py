@@ -1,16 +1,17 @@
 """The functions of a run, lowered with the shapes of its config."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gspo_jax.learner.packing import Packing
 from gspo_jax.model import gpu
+from gspo_jax.plan.chips import Topology
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
 from gspo_jax.runtime import sharding
-from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.samples import Prompts
 
 # Functions that loop over the micro-batches of packed rows.
@@ -37,8 +38,9 @@ def functions(
     P = config.data.prompts
     batching = program.sampler.generate.batching
     subsets = {"subsets": fewer_slots} if batching else {}
+    separate = program.sampler.separate
     lowered = program.sampler.generate.lower(
-      sampler_weights(program),
+      separate.weights if separate else program.abstract_policy,
       # With partial responses, as many prompts more are in flight.
       sampled(prompts(2 * P if config.rollout.max_tokens_per_iteration else P)),
       jax.eval_shape(lambda: jax.random.key(0)),
@@ -79,33 +81,39 @@ def has_pages(name: str, program: Program) -> bool:
   return paged and name in ("prefill", "generate")
 
 
-def decode_rows(config: Config, program: Program) -> int:
-  """The rows of a decode step that computes all, on all devices."""
-  if batching := program.sampler.generate.batching:
-    return batching.slots
-  return config.data.prompts * config.rollout.group_size
+class Planned(NamedTuple):
+  """A config, its program, and the devices to compile it for."""
 
+  config: Config
+  program: Program
+  topology: Topology
 
-def cached_tokens(config: Config, program: Program) -> int:
-  """The tokens that fit into the sampler's cache on all devices."""
-  generate = program.sampler.generate
-  if generate.batching:
-    sizes = generate.sizes
-    return sizes.num_pages * sizes.page_size * generate.shards
-  prompts, new_tokens = config.data.prompts, config.sampler.max_new_tokens
-  responses = prompts * config.rollout.group_size
-  return prompts * config.data.max_prompt_length + responses * (new_tokens - 1)
+  @property
+  def responses(self) -> int:
+    """The responses of an iteration."""
+    return self.config.data.prompts * self.config.rollout.group_size
 
+  @property
+  def decode_rows(self) -> int:
+    """The rows of a decode step that computes all, on all devices."""
+    batching = self.program.sampler.generate.batching
+    return batching.slots if batching else self.responses
 
-def sampler_weights(program: Program):
-  """The abstract weights that the sampler takes as its argument."""
-  separate = program.sampler.separate
-  return separate.weights if separate else program.abstract_policy
+  @property
+  def cached_tokens(self) -> int:
+    """The tokens that fit into the sampler's cache on all devices."""
+    generate, config = self.program.sampler.generate, self.config
+    if generate.batching:
+      sizes = generate.sizes
+      return sizes.num_pages * sizes.page_size * generate.shards
+    prompts = config.data.prompts * config.data.max_prompt_length
+    return prompts + self.responses * (config.sampler.max_new_tokens - 1)
 
-
-def longest(config, sampler: ContinuousSampler) -> int:
-  """The length T of the longest prefill: a prompt or a resumed response."""
-  return sampler.buckets(continues=config.rollout.continues)[-1]
+  @property
+  def longest(self) -> int:
+    """The length T of the longest prefill: a prompt or a resumed response."""
+    continues = self.config.rollout.continues
+    return self.program.sampler.generate.buckets(continues=continues)[-1]
 
 
 def _with_batch_sharding(mesh, tree):

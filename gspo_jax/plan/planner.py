@@ -61,16 +61,15 @@ def plan(
   plan_memory.reward_model_bytes(config, mesh)  # raises before it compiles
   transfer = _transfer(program, topology) if sampler_devices else None
   drawn = lengths and plan_lengths.draw(lengths, config, program.tokenizer)
-  results = _analyze(
-    functions, config, program, topology, fewer_slots=bool(lengths)
-  )
+  planned = lower.Planned(config, program, topology)
+  results = _analyze(functions, planned, fewer_slots=bool(lengths))
   _add_advice(results, program)
   iteration = None
   if drawn and all(result["fits"] for result in results.values()):
     print("scheduling an iteration ...", file=sys.stderr, flush=True)
     with Progress("scheduling", file=sys.stderr):
       iteration = iteration_cost.cost(
-        results, config, program, topology, drawn, transfer, speculation
+        results, planned, drawn, transfer, speculation
       )
   return {
     "topology": str(topology),
@@ -89,9 +88,8 @@ def plan(
   }
 
 
-def _analyze(
-  functions, config, program, topology, *, fewer_slots=False
-) -> dict:
+def _analyze(functions, planned: lower.Planned, *, fewer_slots=False) -> dict:
+  config, program, topology = planned
   lowered = lower.functions(config, program, fewer_slots=fewer_slots)
   absent = [name for name in functions if name not in lowered]
   if absent and set(functions) != set(FUNCTIONS):
@@ -109,27 +107,28 @@ def _analyze(
     program_id = id(lowered[name])
     if program_id not in done:
       done[program_id] = _compile(name, lowered[name], topology)
-    results[name] = _report(name, done[program_id], config, program, topology)
+    results[name] = _report(name, done[program_id], planned)
   if "generate" in results:
-    _add_fewer_slots(results["generate"], lowered, config, program, topology)
+    _add_fewer_slots(results["generate"], lowered, planned)
   return results
 
 
-def _add_fewer_slots(report, lowered, config, program, topology):
+def _add_fewer_slots(report, lowered, planned):
   """Adds the steps of segments that compute fewer slots, by their number."""
   steps = report["fewer_slots"] = {}
   for name, one in lowered.items():
     _, _, slots = name.partition("generate ")
     if not slots:
       continue
-    done = _compile(f"{name} slots", one, topology)
+    done = _compile(f"{name} slots", one, planned.topology)
     if done.memory is None:
       report |= {"fits": False, "reason": f"{slots} slots: {done.reason}"}
       return
-    steps[int(slots)] = roofline.decode_step(done, config, program, topology)
+    steps[int(slots)] = roofline.decode_step(done, planned)
 
 
-def _report(name, done, config, program, topology) -> dict:
+def _report(name, done, planned) -> dict:
+  config, program, topology = planned
   report = {
     "compile_seconds": done.seconds,
     "fits": done.memory is not None,
@@ -152,7 +151,7 @@ def _report(name, done, config, program, topology) -> dict:
     )
   if done.memory is None:
     return report
-  return report | roofline.work(name, done, config, program, topology)
+  return report | roofline.work(name, done, planned)
 
 
 def _transfer(program, topology) -> dict:

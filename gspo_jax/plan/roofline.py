@@ -11,38 +11,29 @@ import jax
 from gspo_jax.learner import reference_pass, train_batch, train_step
 from gspo_jax.logprobs import WANTED_TOKENS
 from gspo_jax.model import experts, paged_kernel
-from gspo_jax.plan import chips, hlo, lower, lower_bounds
+from gspo_jax.plan import chips, hlo, lower_bounds
 from gspo_jax.plan.compile import Compiled
-from gspo_jax.plan.lower import LEARNING
-from gspo_jax.program.config import Config
-from gspo_jax.program.functions import Program
+from gspo_jax.plan.lower import LEARNING, Planned
 from gspo_jax.runtime import sharding
 
 _TOP = 40  # how many operations are listed
 
 
-def work(
-  name: str,
-  done: Compiled,
-  config: Config,
-  program: Program,
-  topology: chips.Topology,
-) -> dict:
+def work(name: str, done: Compiled, planned: Planned) -> dict:
   """The work of a compiled function, and its time at best.
 
   `compiler` has the times by the compiler's estimate; its `share` is the part
   of the operations' time that the compiler states. It is None for a GPU.
   """
-  report, _ = _cost(name, done, config, program, topology, by_compiler=False)
-  if topology.chip.clock is None:
+  report, _ = _cost(name, done, planned, by_compiler=False)
+  clock = planned.topology.chip.clock
+  if clock is None:
     return report | {"compiler": None}
-  estimate, total = _cost(
-    name, done, config, program, topology, by_compiler=True
-  )
+  estimate, total = _cost(name, done, planned, by_compiler=True)
   share = total.roofline_seconds and (
     total.estimated_seconds / total.roofline_seconds
   )
-  compiler = {"share": share, "clock": topology.chip.clock}
+  compiler = {"share": share, "clock": clock}
   compiler |= {k: estimate[k] for k in ("seconds", "mfu")}
   if "parts" in estimate:
     compiler["parts"] = estimate["parts"]
@@ -52,7 +43,8 @@ def work(
   return report | {"compiler": compiler}
 
 
-def _cost(name, done, config, program, topology, by_compiler):
+def _cost(name, done, planned, by_compiler):
+  _, program, topology = planned
   mesh = program.mesh if name in LEARNING else program.sampler.generate.mesh
   bandwidth, latency = _links(mesh, topology)
 
@@ -78,29 +70,28 @@ def _cost(name, done, config, program, topology, by_compiler):
 
   report = {}
   if name in LEARNING:
-    cost, report["parts"] = _learning(cost_of, config, program)
+    cost, report["parts"] = _learning(cost_of, planned)
   else:
     cost = cost_of()
-  steps = _steps(name, config, program)
+  steps = _steps(name, planned)
   step = _unroll(cost, steps) if steps else None
   if step is not None and name == "generate":
-    report["decode"] = _decode(step, steps, config, program, topology)
-  model_flops = _model_flops(name, config, program) / mesh.size
+    report["decode"] = _decode(step, steps, planned)
+  model_flops = _model_flops(name, planned) / mesh.size
   return report | _summary(cost, model_flops, topology), cost
 
 
-def _learning(cost_of, config, program):
+def _learning(cost_of, planned):
   """The cost with one response a row, and the report of its parts.
 
   A call costs `rest`, plus `micro_batch` for each micro-batch with responses.
   """
-  rows = program.learner.packing
+  rows = planned.program.learner.packing
   rest, one = cost_of(), cost_of(micro_batches=1)
   micro_batch = hlo.HloCost()
   micro_batch.add(one, 1 / rows.minibatches)
   micro_batch.add(rest, -1 / rows.minibatches)
-  responses = config.data.prompts * config.rollout.group_size
-  micro_batches = responses // rows.micro_batch_size
+  micro_batches = planned.responses // rows.micro_batch_size
   whole = cost_of(micro_batches=micro_batches // rows.minibatches)
   part = lambda cost: {
     "flops": cost.flops,
@@ -115,14 +106,15 @@ def _learning(cost_of, config, program):
   }
 
 
-def _steps(name, config, program) -> int:
+def _steps(name, planned) -> int:
   """The largest trip count of the loop whose length depends on data."""
-  sampler, batching = program.sampler.generate, config.continuous_batching
+  config, program, _ = planned
+  batching = config.continuous_batching
   if name == "prefill":
-    return lower.longest(config, sampler) // batching.prefill_chunk
+    return planned.longest // batching.prefill_chunk
   if name != "generate":
     return 0
-  if sampler.batching:
+  if program.sampler.generate.batching:
     return batching.segment_steps
   return config.sampler.max_new_tokens - 1
 
@@ -161,9 +153,9 @@ def block_tokens(sampler) -> int:
   return sampler.sizes.page_size if sampler.batching else 1
 
 
-def decode_step(done, config, program, topology) -> dict:
+def decode_step(done: Compiled, planned: Planned) -> dict:
   """Seconds of a decode step without reading the cache, and of reading it."""
-  report = work("generate", done, config, program, topology)
+  report = work("generate", done, planned)
   compiler = report["compiler"]
   return {
     "without_cache": report["decode"]["without_cache"],
@@ -172,15 +164,16 @@ def decode_step(done, config, program, topology) -> dict:
   }
 
 
-def _decode(step, steps, config, program, topology) -> dict:
+def _decode(step, steps, planned) -> dict:
   """The report of a decode step.
 
   `reading` has the seconds to read a row and a block, `without_cache` those of
   the rest. Without a kernel for a TPU, only the bytes of the blocks count.
   """
+  _, program, topology = planned
   generate, chip = program.sampler.generate, topology.chip
-  mesh, tokens = generate.mesh, lower.cached_tokens(config, program)
-  rows, tensor = lower.decode_rows(config, program), mesh.shape["tensor"]
+  mesh, tokens = generate.mesh, planned.cached_tokens
+  rows, tensor = planned.decode_rows, mesh.shape["tensor"]
   size = lower_bounds.cache_bytes(program.cfg, tokens, rows=rows, tensor=tensor)
   size /= mesh.size
   full, kernel = size / chip.hbm_bandwidth, step.reading
@@ -200,7 +193,7 @@ def _decode(step, steps, config, program, topology) -> dict:
       "pages_bytes": size,
       "kernel": has_kernel,
       "pages_seconds": full,
-      "move": _move(program, topology),
+      "move": _move(generate, program.cfg, topology),
     }
   least = lower_bounds.decode_bytes(
     program.cfg,
@@ -222,30 +215,30 @@ def _decode(step, steps, config, program, topology) -> dict:
   }
 
 
-def _move(program, topology) -> float:
+def _move(sampler, cfg, topology) -> float:
   """Seconds of a call that moves pages between shards: two all-to-alls."""
-  sampler = program.sampler.generate
   mesh, sizes = sampler.mesh, sampler.sizes
   tokens = sizes.pages_per_slot * sizes.page_size  # that each shard may send
-  size = lower_bounds.cache_bytes(program.cfg, tokens) / mesh.shape["tensor"]
+  size = lower_bounds.cache_bytes(cfg, tokens) / mesh.shape["tensor"]
   bandwidth, _ = _links(mesh, topology)
   return 2 * size / bandwidth(range(mesh.size), True)
 
 
-def _model_flops(name, config, program) -> float:
+def _model_flops(name, planned) -> float:
   """Model FLOPs of a call; the pages of a continuous sampler are full."""
+  config, program, _ = planned
   flops = functools.partial(lower_bounds.forward_flops, program.cfg)
   P, S = config.data.prompts, config.data.max_prompt_length
-  B, R = P * config.rollout.group_size, config.sampler.max_new_tokens
+  B, R = planned.responses, config.sampler.max_new_tokens
   sampler, state = program.sampler.generate, program.learner.abstract
   if name == "decode_params":
     return 0.0
   if name == "prefill":
-    T = lower.longest(config, sampler)
+    T = planned.longest
     return flops(sampler.prefill_batch(T) * sampler.shards, T, 0)
   if name == "generate" and sampler.batching:
     rows = sampler.batching.slots
-    past = lower.cached_tokens(config, program) / rows
+    past = planned.cached_tokens / rows
     return sampler.batching.segment_steps * flops(rows, 1, 1, past=past)
   if name == "generate":
     return flops(P, S, 1) + flops(B, R - 1, R - 1, past=S)

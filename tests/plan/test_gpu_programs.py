@@ -55,7 +55,8 @@ def lowered(gpu, dtype="bfloat16"):
 def compiled(gpu, name):
   program, functions = lowered(gpu)
   done = plan_compile.compile_one(functions[name], "cuda")
-  work = roofline.work(name, done, config(), program, chips.parse(gpu))
+  planned = lower.Planned(config(), program, chips.parse(gpu))
+  work = roofline.work(name, done, planned)
   return done, work
 
 
@@ -112,9 +113,8 @@ def test_a_t4_has_no_kernels():
   program, functions = lowered("t4:1", dtype="float32")
   done = plan_compile.compile_one(functions["generate"], "cuda")
   assert TRITON not in done.text
-  work = roofline.work(
-    "generate", done, config("float32"), program, chips.parse("t4:1")
-  )
+  planned = lower.Planned(config("float32"), program, chips.parse("t4:1"))
+  work = roofline.work("generate", done, planned)
   assert work["flops"] < 1.5 * work["model_flops"]
 
 

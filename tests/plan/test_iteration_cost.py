@@ -11,6 +11,7 @@ from gspo_jax.model import attention
 from gspo_jax.plan import chips, lower_bounds
 from gspo_jax.plan.iteration import cost as iteration_cost
 from gspo_jax.plan.iteration.lengths import Lengths
+from gspo_jax.plan.lower import Planned
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
@@ -96,7 +97,7 @@ def cost(
       for slots in program.sampler.generate.compute_sizes[1:]
     }
   return iteration_cost.cost(
-    functions, config, program, WHERE, lengths, transfer, **more
+    functions, Planned(config, program, WHERE), lengths, transfer, **more
   ), program
 
 

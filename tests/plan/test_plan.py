@@ -240,8 +240,9 @@ def test_functions_that_a_config_lacks_are_named(monkeypatch):
     r"--functions=update,prefill: this config has no prefill; choose of "
     r"update, generate \("
   )
+  nothing = planner.lower.Planned(None, None, None)
   with pytest.raises(UserError, match=words):
-    planner._analyze(["update", "prefill"], None, None, None)
+    planner._analyze(["update", "prefill"], nothing)
 
 
 @pytest.mark.slow  # two compilations

@@ -20,7 +20,7 @@ def test_the_weights_below_adapters_stay_and_have_no_gradient(debug_config):
   build = lambda: build_program(parse(debug_config), mesh)
   plain = build()
   flops = lambda name, made: roofline._model_flops(
-    name, parse(debug_config), made
+    name, lower.Planned(parse(debug_config), made, None)
   )
   update = flops("update", plain)
   debug_config.model.lora.rank = 4
@@ -52,7 +52,8 @@ def test_a_teacher_scores_with_its_own_model(debug_config, tmp_path):
   (teacher,) = made.teachers
   assert teacher.cfg.vocab_size == 2048
   forward = lower_bounds.forward_flops(teacher.cfg, 16, 8 + 12, 12)
-  scored = roofline._model_flops("reference_and_values", config, made)
+  planned = lower.Planned(config, made, None)
+  scored = roofline._model_flops("reference_and_values", planned)
   assert scored == forward > 0
   size = plan_memory.array_bytes
   (weights,) = made.learner.teachers

@@ -12,7 +12,7 @@ import pytest
 from compilers import needs_libtpu
 
 from gspo_jax.configs import moe_tpu_v5
-from gspo_jax.plan import chips, roofline
+from gspo_jax.plan import chips, lower, roofline
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan.hlo.module import parse as parse_hlo
 from gspo_jax.program.config import parse
@@ -69,7 +69,8 @@ class Segment:
     few = jax.ShapeDtypeStruct((8 * len(devices),), np.int32, sharding=place)
     moves = generate.jitted.move_pages.lower(state, sh.Moves(few, few, few))
     self.moves = plan_compile.compile_one(moves)
-    report = roofline.work("generate", self.whole, config, program, where)
+    planned = lower.Planned(config, program, where)
+    report = roofline.work("generate", self.whole, planned)
     self.step, sizes = report["decode"], generate.sizes  # a step of all slots
     # Tokens of a slot, and of the pool, with a partial page of each prompt.
     self.longest = sizes.pages_per_slot * PAGE

@@ -17,12 +17,10 @@ import numpy as np
 from gspo_jax.learner import packing
 from gspo_jax.learner.packing import RowTokens
 from gspo_jax.model import attention
-from gspo_jax.plan import lower, lower_bounds, roofline
-from gspo_jax.plan.chips import Topology
+from gspo_jax.plan import lower_bounds, roofline
 from gspo_jax.plan.iteration.decoding import Decoding, decode_together, replay
 from gspo_jax.plan.iteration.lengths import Lengths
-from gspo_jax.program.config import Config
-from gspo_jax.program.functions import Program
+from gspo_jax.plan.lower import Planned
 from gspo_jax.runtime import sharding
 
 _SAMPLING = "generate", "weights"  # parts of an iteration
@@ -55,11 +53,19 @@ class _SamplerCost(NamedTuple):
     }
 
 
+class _Work(NamedTuple):
+  """What an iteration computes, whatever that costs."""
+
+  decoding: Decoding
+  sampled: int  # tokens
+  rows: Mapping[str, RowTokens]  # of each function that reads packed rows
+  needed: float  # see `_needed_share`
+  flops: "_Flops"
+
+
 def cost(
   functions: Mapping[str, dict],
-  config: Config,
-  program: Program,
-  topology: Topology,
+  planned: Planned,
   lengths: Lengths,
   transfer: Mapping[str, float] | None = None,
   tokens_a_step: float = 1.0,
@@ -73,63 +79,63 @@ def cost(
   `functions` has the reports of all functions of the program, `transfer` the
   `seconds` to send weights to a sampler with its own devices.
   """
-  generate = program.sampler.generate
+  config, program, topology = planned
+  devices = program.mesh.size
+  if program.sampler.separate:
+    devices += program.sampler.mesh.size
+  peak = topology.chip.flops * devices
+  chips = devices / topology.chip.on_chip
+  work = _work(planned, lengths, tokens_a_step)
+  parts = _parts(functions, planned, work)
+  for name, part in parts.items():
+    if "model_flops" in part:
+      mesh = program.sampler.mesh if name in _SAMPLING else program.mesh
+      at_peak = part["seconds"] * topology.chip.flops * mesh.size
+      part["mfu"] = _ratio(part["model_flops"], at_peak)
+  total = lambda key: sum(part.get(key, 0) for part in parts.values())
+  real, computed = total("real_tokens"), total("computed_tokens")
+
+  def whole(parts):
+    seconds = _combine(parts, config, transfer)
+    mfu = _ratio(total("model_flops"), seconds * peak)
+    speed = _throughput(lengths, seconds, chips)
+    return {"seconds": seconds, "mfu": mfu, **speed}
+
+  compiler = None
+  if topology.chip.clock is not None:
+    by_compiler = _parts(_by_compiler(functions), planned, work)
+    seconds = {name: part["seconds"] for name, part in by_compiler.items()}
+    compiler = whole(by_compiler) | {"parts": seconds}
+  return {
+    "prompts": _summary(lengths.prompts),
+    "responses": _summary(lengths.responses),
+    "continues": config.rollout.max_tokens_per_iteration > 0,
+    "parts": parts,
+    "real_tokens": real,
+    "computed_tokens": computed,
+    "useful_fraction": _ratio(real, computed),
+    **whole(parts),
+    "compiler": compiler,
+  }
+
+
+def _work(planned, lengths: Lengths, tokens_a_step: float) -> _Work:
+  config, program, _ = planned
+  generate, learner = program.sampler.generate, program.learner
   if generate.batching:
     block = roofline.block_tokens(generate)
     decoding = replay(generate, lengths, block, tokens_a_step)
   else:
     shards = sharding.batch_shards(generate.mesh)
     decoding = decode_together(lengths, config, shards)
-  sampled = int(lengths.responses.sum())
-  packed = program.learner.pack(*lengths, jax.random.key(config.seed))
-  tokens = program.learner.row_tokens(*lengths, packed)
-  needed = _needed_share(program, lengths, packed)
-  flops = _flops(program, lengths)
-  peak_of = lambda name: (
-    topology.chip.flops
-    * (program.sampler.mesh.size if name in _SAMPLING else program.mesh.size)
+  packed = learner.pack(*lengths, jax.random.key(config.seed))
+  return _Work(
+    decoding,
+    int(lengths.responses.sum()),
+    learner.row_tokens(*lengths, packed),
+    _needed_share(program, lengths, packed),
+    _flops(program, lengths),
   )
-  devices = program.mesh.size
-  if program.sampler.separate:
-    devices += program.sampler.mesh.size
-  peak = topology.chip.flops * devices
-  parts_of = lambda reports: _parts(
-    reports, config, program, topology, decoding, sampled, tokens, needed, flops
-  )
-  chips = devices / topology.chip.on_chip
-  throughput = lambda seconds: _throughput(lengths, seconds, chips)
-  parts, compiler = parts_of(functions), None
-  for name, part in parts.items():
-    if "model_flops" in part:
-      at_peak = part["seconds"] * peak_of(name)
-      part["mfu"] = _ratio(part["model_flops"], at_peak)
-  total = _combine(parts, config, transfer)
-  model_flops = sum(part.get("model_flops", 0.0) for part in parts.values())
-  real, computed = (
-    sum(part.get(key, 0) for part in parts.values())
-    for key in ("real_tokens", "computed_tokens")
-  )
-  if topology.chip.clock is not None:
-    by_compiler = parts_of(_by_compiler(functions))
-    seconds = _combine(by_compiler, config, transfer)
-    compiler = throughput(seconds) | {
-      "seconds": seconds,
-      "mfu": _ratio(model_flops, seconds * peak),
-      "parts": {name: part["seconds"] for name, part in by_compiler.items()},
-    }
-  return {
-    "prompts": _summary(lengths.prompts),
-    "responses": _summary(lengths.responses),
-    "continues": config.rollout.max_tokens_per_iteration > 0,
-    "parts": parts,
-    "seconds": total,
-    "real_tokens": real,
-    "computed_tokens": computed,
-    "useful_fraction": _ratio(real, computed),
-    "mfu": _ratio(model_flops, total * peak),
-    **throughput(total),
-    "compiler": compiler,
-  }
 
 
 def _throughput(lengths, seconds, chips) -> dict[str, float]:
@@ -169,24 +175,25 @@ def _by_compiler(functions) -> dict:
   return reports
 
 
-def _parts(
-  functions, config, program, topology, decoding, sampled, tokens, needed, flops
-) -> dict:
-  sampler = _sampler_cost(functions, config, program, topology)
-  score = {k: rows for k, rows in tokens.items() if k != "update"}
-  update = functions["update"]["parts"]
+def _parts(functions, planned: Planned, work: _Work) -> dict:
+  sampler, flops = _sampler_cost(functions, planned), work.flops
+  score = dict(work.rows)
+  update = {"update": score.pop("update")}
+  seconds = lambda part: functions["update"]["parts"][part]["seconds"][
+    "scheduled"
+  ]
+  passes = lower_bounds.update_passes(planned.program.cfg)
+  minibatches = planned.config.learner.minibatches
   return {
-    "generate": _generate(sampler, decoding, sampled, flops),
+    "generate": _generate(sampler, work),
     "weights": {"seconds": sampler.weights},
-    "score": _rows(functions, score, needed)
-    | {"model_flops": _score_flops(tokens, flops, program)},
-    "update": _rows(functions, {"update": tokens["update"]}, needed)
+    "score": _rows(functions, score, work.needed)
+    | {"model_flops": _score_flops(work, planned.program)},
+    "update": _rows(functions, update, work.needed)
     | {
-      "model_flops": lower_bounds.update_passes(program.cfg)
-      * (flops.whole + flops.critic),
-      "micro_batch_seconds": update["micro_batch"]["seconds"]["scheduled"],
-      "optimizer_step_seconds": update["rest"]["seconds"]["scheduled"]
-      / config.learner.minibatches,
+      "model_flops": passes * (flops.whole + flops.critic),
+      "micro_batch_seconds": seconds("micro_batch"),
+      "optimizer_step_seconds": seconds("rest") / minibatches,
     },
   }
 
@@ -234,7 +241,8 @@ def _flops(program, lengths: Lengths) -> _Flops:
   )
 
 
-def _generate(sampler, decoding, sampled, flops) -> dict:
+def _generate(sampler: _SamplerCost, work: _Work) -> dict:
+  decoding, sampled, flops = work.decoding, work.sampled, work.flops
   seconds = sampler.seconds(decoding)
   return {
     "seconds": sum(seconds.values()),
@@ -284,9 +292,9 @@ def _rows(functions, tokens: dict[str, RowTokens], needed) -> dict:
   }
 
 
-def _score_flops(tokens, flops, program) -> float:
+def _score_flops(work: _Work, program) -> float:
   """Model FLOPs of all passes over the rows before the update."""
-  total = 0.0
+  total, tokens, flops = 0.0, work.rows, work.flops
   if scored := tokens.get("old_logps"):
     total += flops.whole * _ratio(scored.real, tokens["update"].real)
   if "reference_and_values" in tokens:
@@ -295,12 +303,12 @@ def _score_flops(tokens, flops, program) -> float:
   return total
 
 
-def _sampler_cost(functions, config, program, topology) -> _SamplerCost:
-  generate, sampler = functions["generate"], program.sampler.generate
-  decode, mesh = generate["decode"], sampler.mesh
+def _sampler_cost(functions, planned: Planned) -> _SamplerCost:
+  generate, config = functions["generate"], planned.config
+  decode, sampler = generate["decode"], planned.program.sampler.generate
   weights = move = 0.0
   if sampler.batching:
-    T = lower.longest(config, sampler)
+    T = planned.longest
     prefilled = sampler.prefill_batch(T) * sampler.shards * T
     prefill = functions["prefill"]["seconds"]["scheduled"]
     weights = functions["decode_params"]["seconds"]["scheduled"]
@@ -309,12 +317,11 @@ def _sampler_cost(functions, config, program, topology) -> _SamplerCost:
     prefilled = config.data.prompts * config.data.max_prompt_length
     step = decode["seconds"]["scheduled"]
     prefill = generate["seconds"]["scheduled"] - decode["steps"] * step
-  rows = {lower.decode_rows(config, program): decode}
-  rows |= generate.get("fewer_slots", {})
+  rows = {planned.decode_rows: decode} | generate.get("fewer_slots", {})
   return _SamplerCost(
     weights=weights,
     prefill=prefill / prefilled,
     steps=rows,
-    shards=sharding.batch_shards(mesh),
+    shards=sharding.batch_shards(sampler.mesh),
     move=move,
   )
