@@ -19,6 +19,7 @@ weights on the embedded task, to try a pod. docs/scaling.md has a table of the
 slices, with bytes by the plan.
 """
 
+import math
 from typing import NamedTuple
 
 from ml_collections import ConfigDict
@@ -32,9 +33,7 @@ _STORE_LITTLE = "attention,stream"
 class _Slice(NamedTuple):
   """How a model lies on a slice, chosen with gspo_jax.plan."""
 
-  devices: int
   fsdp: int  # the devices that are left go to `mesh.data`
-  expert: int
   decoding: int  # `sampler_mesh.expert`
   decoding_tensor: int = 1  # `sampler_mesh.tensor`
   prompts: int = 64
@@ -46,13 +45,12 @@ class _Slice(NamedTuple):
   instruments: bool = True
   lora_rank: int = 0  # 0: all weights are trained
   context: int = 1
+  expert: int = 4
 
 
 _QWEN3_30B = {
   "v5p:4x4x4": _Slice(
-    devices=64,
     fsdp=16,
-    expert=4,
     decoding=8,
     prompts=512,
     group_size=16,
@@ -63,17 +61,13 @@ _QWEN3_30B = {
     instruments=False,
   ),
   "v5e:8x16": _Slice(
-    devices=128,
     fsdp=32,
-    expert=4,
     decoding=16,
     prompts=256,
     pages=50_688,  # of 53,760 that the plan allows
   ),
   "tpu7x:4x4x4": _Slice(
-    devices=128,
     fsdp=32,
-    expert=4,
     decoding=8,
     prompts=512,
     group_size=16,
@@ -82,27 +76,19 @@ _QWEN3_30B = {
     remat=_STORE_MOST,
     instruments=False,
   ),
-  "v6e:8x8": _Slice(devices=64, fsdp=16, expert=4, decoding=16, prompts=256),
+  "v6e:8x8": _Slice(fsdp=16, decoding=16, prompts=256),
   # An update of all weights needs 97 GiB of temporaries alone.
-  "v5p:2x2x2": _Slice(
-    devices=8, fsdp=2, expert=4, decoding=8, instruments=False, lora_rank=16
-  ),
-  "v6e:4x4": _Slice(
-    devices=16, fsdp=4, expert=4, decoding=16, instruments=False, lora_rank=16
-  ),
+  "v5p:2x2x2": _Slice(fsdp=2, decoding=8, instruments=False, lora_rank=16),
+  "v6e:4x4": _Slice(fsdp=4, decoding=16, instruments=False, lora_rank=16),
 }
 _QWEN3_235B = {
   # 135,168 pages are as many as all slots can need; the plan allows 351,232.
   # With `decoding=16` the weights for decoding do not fit on their way (104
   # GiB). One row a device gathers weights for too few tokens.
-  "v5p:4x8x8": _Slice(
-    devices=256, fsdp=32, expert=4, decoding=32, prompts=512, rows=2
-  ),
+  "v5p:4x8x8": _Slice(fsdp=32, decoding=32, prompts=512, rows=2),
   # With a page for all that the slots can need, prefill takes 100 GiB of 95.
   "tpu7x:4x4x4": _Slice(
-    devices=128,
     fsdp=32,
-    expert=4,
     decoding=32,
     prompts=512,
     pages=61_440,  # of 64,768 that the plan allows
@@ -114,47 +100,31 @@ _QWEN3_480B = {
   # their moments are 168 GiB a device. With `decoding=32`, and one for
   # `decoding_tensor`, the weights for decoding do not fit on their way.
   "v5p:4x4x4": _Slice(
-    devices=64,
-    fsdp=8,
-    expert=4,
-    decoding=4,
-    decoding_tensor=8,
-    instruments=False,
-    lora_rank=16,
+    fsdp=8, decoding=4, decoding_tensor=8, instruments=False, lora_rank=16
   ),
 }
 _OLMOE = {
   # Its context is 4,096 tokens, prompt and response.
   "v6e:2x4": _Slice(
-    devices=8,
     fsdp=2,
-    expert=4,
     decoding=8,
     pages=7168,  # of 7,352 that the plan allows
     rows=2,
   ),
 }
 _GPT_OSS = {
-  "v5p:2x2x2": _Slice(
-    devices=8, fsdp=2, expert=4, decoding=8, instruments=False
-  ),
-  "v6e:2x4": _Slice(
-    devices=8, fsdp=2, expert=4, decoding=8, instruments=False, lora_rank=16
-  ),
+  "v5p:2x2x2": _Slice(fsdp=2, decoding=8, instruments=False),
+  "v6e:2x4": _Slice(fsdp=2, decoding=8, instruments=False, lora_rank=16),
 }
 _GLM_AIR = {
   # On v5p:2x4x4 an update needs 97 GiB of temporaries alone.
-  "v5p:4x4x4": _Slice(
-    devices=64, fsdp=16, expert=4, decoding=16, prompts=256, instruments=False
-  ),
+  "v5p:4x4x4": _Slice(fsdp=16, decoding=16, prompts=256, instruments=False),
 }
 _MINIMAX = {
   # It always thinks, so that responses are long. 100,352 pages are a third of
   # what all slots could need; the plan allows 185,856.
   "v5p:4x4x8": _Slice(
-    devices=128,
     fsdp=32,
-    expert=4,
     decoding=32,
     prompts=256,
     new_tokens=16384,
@@ -163,23 +133,12 @@ _MINIMAX = {
   ),
 }
 _QWEN3_6 = {
-  "v5p:2x2x4": _Slice(
-    devices=16, fsdp=4, expert=4, decoding=8, instruments=False
-  ),
-  "v6e:8x8": _Slice(
-    devices=64,
-    fsdp=16,
-    expert=4,
-    decoding=16,
-    prompts=256,
-    instruments=False,
-  ),
+  "v5p:2x2x4": _Slice(fsdp=4, decoding=8, instruments=False),
+  "v6e:8x8": _Slice(fsdp=16, decoding=16, prompts=256, instruments=False),
 }
 # No kernel reads pages of latents: it decodes in blocks.
 _MOONLIGHT = {
-  "v6e:2x4": _Slice(
-    devices=8, fsdp=2, expert=4, decoding=8, instruments=False, lora_rank=16
-  ),
+  "v6e:2x4": _Slice(fsdp=2, decoding=8, instruments=False, lora_rank=16),
 }
 
 # The first slice of a variant is its default.
@@ -202,10 +161,8 @@ SLICES = {
 # 131,072. Their lengths divide into the longest blocks of attention.
 _QWEN3_30B_LONG = {
   "v5p:4x4x4": _Slice(
-    devices=64,
     fsdp=4,
     context=4,
-    expert=4,
     decoding=8,
     prompts=256,
     new_tokens=65536 - 1024,
@@ -214,10 +171,8 @@ _QWEN3_30B_LONG = {
     instruments=False,
   ),
   "tpu7x:4x4x4": _Slice(
-    devices=128,
     fsdp=4,
     context=8,
-    expert=4,
     decoding=8,
     prompts=256,
     new_tokens=131_072 - 1024,
@@ -280,7 +235,7 @@ def _config(arg: str) -> ConfigDict:
       f"topology={topology}: expected one of {recipes.listed(slices)} with"
       f" variant={variant}"
     )
-  c = _sized(variant, slices[topology])
+  c = _sized(variant, slices[topology], num_devices(topology))
   if "debug" in flags:
     recipes.shrink(c)
   short = slices[topology].new_tokens < _THINKING_TOKENS
@@ -289,7 +244,14 @@ def _config(arg: str) -> ConfigDict:
   return recipes.with_recipe(c, given.get("recipe", ""))
 
 
-def _sized(variant: str, where: _Slice) -> ConfigDict:
+def num_devices(topology: str) -> int:
+  """The devices of a slice; a chip of tpu7x is two."""
+  kind, _, sides = topology.partition(":")
+  chips = math.prod(map(int, sides.split("x")))
+  return 2 * chips if kind == "tpu7x" else chips
+
+
+def _sized(variant: str, where: _Slice, devices: int) -> ConfigDict:
   c = common.get_config()
   c.num_steps = 500
   c.model.variant = variant
@@ -309,7 +271,7 @@ def _sized(variant: str, where: _Slice) -> ConfigDict:
   c.learner.minibatches = 4  # GSPO, sec. 5.1
   # objective.replay stays "none", as in the GSPO paper: the plans' bytes and
   # seconds are without replay. docs/objectives.md says why to try "r3".
-  c.learner.micro_batch_size = where.rows * where.devices // where.context
+  c.learner.micro_batch_size = where.rows * devices // where.context
   c.log.instruments = where.instruments
 
   # All responses decode at once: most end soon, and make room in the pool.
