@@ -16,7 +16,7 @@ from pathlib import Path
 from absl import flags
 
 from gspo_jax.program import command
-from gspo_jax.runtime.errors import UserError, missing_package, with_reason
+from gspo_jax.runtime.errors import UserError, needs_extra, with_reason
 
 _CHECKPOINT = flags.DEFINE_string(
   "checkpoint",
@@ -71,12 +71,10 @@ def _serve() -> int:
 
 def _answer(sampler, tokenizer, params, seed: int, key: str) -> None:
   """Answers requests until a signal ends the command."""
-  try:
+  with needs_extra("serve", "gspo_jax.serve"):
     from gspo_jax.endpoint.app import Endpoint
     from gspo_jax.endpoint.client import Client
     from gspo_jax.endpoint.server import Server
-  except ImportError as error:
-    raise missing_package(error, "serve", "gspo_jax.serve") from error
   import jax
 
   from gspo_jax.runtime.preemption import Preemption

@@ -21,7 +21,7 @@ from absl import flags
 from gspo_jax.data import readers
 from gspo_jax.record import json_lines
 from gspo_jax.runtime import command
-from gspo_jax.runtime.errors import UserError, missing_package
+from gspo_jax.runtime.errors import UserError, needs_extra
 
 _NAME = flags.DEFINE_string("name", None, "Of the set: gsm8k, or another name.")
 _TRAIN = flags.DEFINE_string("train", None, "Split 'train', JSON lines.")
@@ -88,13 +88,9 @@ def _as_text(line: json_lines.Line, fields: tuple[str, ...]) -> dict[str, str]:
 
 def _builder_class(name: str, records: dict[str, list[dict]]) -> type:
   """A TFDS builder of these records; TFDS's own function needs TensorFlow."""
-  try:
+  with needs_extra("tfds", "gspo_jax.data.prepare_tfds"):
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core import registered
-  except ImportError as error:
-    raise missing_package(
-      error, "tfds", "gspo_jax.data.prepare_tfds"
-    ) from error
   first = next(iter(records.values()))[0]
   text = {field: tfds.features.Text() for field in first}
   with registered.skip_registration():

@@ -19,7 +19,7 @@ from etils import epath
 
 from gspo_jax.record import json_lines as json_lines_file
 from gspo_jax.record.run_files import in_bucket
-from gspo_jax.runtime.errors import UserError, missing_package, nearest
+from gspo_jax.runtime.errors import UserError, nearest, needs_extra
 
 SPECS = (
   "chain, jsonl:FILE, parquet:FILE, hf:NAME[:SPLIT], tfds:NAME[:SPLIT] or "
@@ -279,10 +279,8 @@ def _slice(datasets, splits: Mapping, split: str):
 
 @contextlib.contextmanager
 def _datasets(spec: str):
-  try:
+  with needs_extra("datasets", spec):
     import datasets  # takes a second, and few runs need it
-  except ImportError as error:
-    raise missing_package(error, "datasets", spec) from error
   datasets.disable_progress_bars()
   try:
     yield datasets
@@ -343,10 +341,8 @@ def tfds(spec: str) -> Sequence:
   name, split = parts[1], parts[2] or "train"
   # TFDS itself reads the variable when it is imported.
   data_dir = os.environ.get("TFDS_DATA_DIR")
-  try:
+  with needs_extra("tfds", f"tfds:{spec}"):
     import tensorflow_datasets  # takes a second, and few runs need it
-  except ImportError as error:
-    raise missing_package(error, "tfds", f"tfds:{spec}") from error
   try:
     return tensorflow_datasets.data_source(
       name, split=split, data_dir=data_dir, download=False

@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton
 from jax.extend import backend
 
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.errors import missing_package
+from gspo_jax.runtime.errors import needs_extra
 
 _LEAST_TILE = 16  # rows and columns that tensor cores multiply
 # Of the gradient of a group's matrix: its rows and columns, and the rows of a
@@ -147,10 +147,8 @@ def _weight_gradient(x_AD, dy_AF, sizes_e):
 @functools.cache
 def _prepare(extra: str = "gpu", user: str = "a GPU"):
   """The module tokamax; without it a UserError that `user` needs `extra`."""
-  try:
+  with needs_extra(extra, user):
     import tokamax
-  except ImportError as error:
-    raise missing_package(error, extra, user) from error
   # tokamax parses the command line, but that of a notebook has no flags.
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()

@@ -33,7 +33,7 @@ from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.reward_model import RewardModel
 from gspo_jax.rollout.sequences import SequenceLimits
 from gspo_jax.runtime import multihost
-from gspo_jax.runtime.errors import UserError, missing_package, prefixed
+from gspo_jax.runtime.errors import UserError, needs_extra, prefixed
 from gspo_jax.workers import sandbox_files
 
 # The version of an RL checkpoint's layout. Raise it when arrays or metadata
@@ -235,10 +235,8 @@ def _environment_pool(
         examples=_first_problems(problems),
         **limits,
       )
-    try:  # not at the top: it needs packages of an extra
+    with needs_extra("serve", "an agent"):  # so not at the top
       from gspo_jax.rollout.agents import AgentPool
-    except ImportError as error:
-      raise missing_package(error, "serve", "an agent") from error
     sampling = settings.sampler_config(config, tokenizer)
     return AgentPool(spec, tokenizer, sampling, **limits)
 

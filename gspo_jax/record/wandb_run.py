@@ -9,7 +9,7 @@ from absl import logging
 from etils import epath
 
 from gspo_jax.record.run_files import in_bucket
-from gspo_jax.runtime.errors import UserError, missing_package
+from gspo_jax.runtime.errors import UserError, needs_extra
 
 
 def require_login(project: str) -> None:
@@ -17,11 +17,8 @@ def require_login(project: str) -> None:
 
   On a terminal wandb may ask for a key; elsewhere it does not wait.
   """
-  try:
+  with needs_extra("wandb", f"log.wandb={project!r}"):
     import wandb
-  except ImportError as error:
-    key = f"log.wandb={project!r}"
-    raise missing_package(error, "wandb", key) from error
   try:
     if wandb.setup().settings.mode in ("online", "shared"):
       wandb.login()

@@ -19,7 +19,7 @@ Exit codes: 0 done; 2 a mistake of the user, in one line.
 import argparse
 import sys
 
-from gspo_jax.runtime.errors import UserError, complain, missing_package
+from gspo_jax.runtime.errors import UserError, complain, needs_extra
 
 
 class _Parser(argparse.ArgumentParser):
@@ -39,10 +39,8 @@ def main() -> None:
   )
   try:
     arguments = parser.parse_args()
-    try:
+    with needs_extra("report", "the report"):
       from gspo_jax.report import page
-    except ImportError as error:
-      raise missing_package(error, "report", "the report") from error
     print(page.write(arguments.workdir, arguments.to))
   except UserError as error:
     sys.exit(complain(error))

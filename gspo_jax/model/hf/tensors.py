@@ -32,7 +32,7 @@ from gspo_jax.runtime.errors import (
   UserError,
   content_of,
   how_to_download,
-  missing_package,
+  needs_extra,
   with_reason,
 )
 
@@ -257,10 +257,8 @@ def require_tensors(folder, kinds: dict, shapes: dict, dtypes, owner: str):
 
 
 def import_safetensors():
-  try:
+  with needs_extra("hf", "a Hugging Face checkpoint"):
     import safetensors.numpy
-  except ImportError as error:
-    raise missing_package(error, "hf", "a Hugging Face checkpoint") from error
   return safetensors
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo_jax.rollout.environment import Message, Question, Step
-from gspo_jax.runtime.errors import UserError, missing_package
+from gspo_jax.runtime.errors import UserError, needs_extra
 
 # Fields of a state that are not pickled: a model's connection and its bill.
 _OF_A_CLIENT = ("client", "usage", "usage_tracker")
@@ -66,12 +66,9 @@ class Verifiers:
 
 @functools.cache
 def _load(name: str):
-  try:
+  with needs_extra("verifiers", f"environment 'verifiers:name={name}'"):
     import verifiers
     import verifiers.envs  # not in 0.4
-  except ImportError as error:
-    user = f"environment 'verifiers:name={name}'"
-    raise missing_package(error, "verifiers", user) from error
   try:
     return verifiers.load_environment(name)
   except (AttributeError, ImportError, RuntimeError, ValueError) as error:

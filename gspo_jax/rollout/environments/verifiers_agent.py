@@ -11,13 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspo_jax.rollout.environment import Question
-from gspo_jax.runtime.errors import missing_package
+from gspo_jax.runtime.errors import needs_extra
 
-try:
+with needs_extra("verifiers-agent", "it"):
   from verifiers import v1
   from verifiers.v1.utils.loaders import resolve_env_config
-except ImportError as error:
-  raise missing_package(error, "verifiers-agent", "it") from error
 
 
 async def play(
