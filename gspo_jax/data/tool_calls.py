@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 
-class Call(NamedTuple):
+class ToolCall(NamedTuple):
   name: str  # of the function; "unknown" if it cannot be read
   arguments: Mapping[str, Any] = {}
   error: str = ""  # what is wrong with the call, for the policy; "" if nothing
@@ -40,7 +40,7 @@ class Call(NamedTuple):
 
 class Parsed(NamedTuple):
   content: str  # the text outside the calls and the thinking
-  calls: tuple[Call, ...] = ()
+  calls: tuple[ToolCall, ...] = ()
 
 
 # The parameters of each function, with their types.
@@ -134,24 +134,26 @@ def _hermes(text: str, parameters: Parameters) -> Parsed:
 
 
 def _qwen3_coder(text: str, parameters: Parameters) -> Parsed:
-  def read(body):
+  def call_of(body):
     head, *parts = body.split("<parameter=")
     name = _FUNCTION.fullmatch(head.strip())
     if not name:
-      return Call(_UNKNOWN, error="expected one <function=NAME> in <tool_call>")
+      return ToolCall(
+        _UNKNOWN, error="expected one <function=NAME> in <tool_call>"
+      )
     expected = "<parameter=KEY>VALUE</parameter>"
     return _of_texts(name[1].strip(), parts, _PARAMETER, expected, parameters)
 
-  return _tagged(text, read, _CODED)
+  return _tagged(text, call_of, _CODED)
 
 
 def _glm45(text: str, parameters: Parameters) -> Parsed:
-  def read(body):
+  def call_of(body):
     name, *parts = body.split("<arg_key>")
     expected = "<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>"
     return _of_texts(name.strip(), parts, _ARGUMENT, expected, parameters)
 
-  return _tagged(text, read)
+  return _tagged(text, call_of)
 
 
 def _llama3_json(text: str, parameters: Parameters) -> Parsed:
@@ -161,7 +163,9 @@ def _llama3_json(text: str, parameters: Parameters) -> Parsed:
     try:
       value, end = decoder.raw_decode(rest)
     except (ValueError, RecursionError) as error:
-      calls.append(Call(_UNKNOWN, error=f"a call is not valid JSON: {error}"))
+      calls.append(
+        ToolCall(_UNKNOWN, error=f"a call is not valid JSON: {error}")
+      )
       return Parsed("", tuple(calls))
     if "name" not in value or not {"arguments", "parameters"} & value.keys():
       break
@@ -183,24 +187,24 @@ def _openai(text: str, parameters: Parameters) -> Parsed:
 
 
 def _deepseek_v3(text: str, parameters: Parameters) -> Parsed:
-  def read(body):
+  def call_of(body):
     fenced = _FENCED.fullmatch(body.partition("<｜tool▁sep｜>")[2])
     if not fenced:
       error = (
         "expected function<｜tool▁sep｜>NAME and JSON between ```json and ```"
       )
-      return Call(_UNKNOWN, error=error)
+      return ToolCall(_UNKNOWN, error=error)
     return _of_arguments(fenced[1].strip(), fenced[2])
 
-  return _deepseek(text, read)
+  return _deepseek(text, call_of)
 
 
 def _deepseek_v31(text: str, parameters: Parameters) -> Parsed:
-  def read(body):
+  def call_of(body):
     name, _, arguments = body.partition("<｜tool▁sep｜>")
     return _of_arguments(name.strip(), arguments)
 
-  return _deepseek(text, read)
+  return _deepseek(text, call_of)
 
 
 def _call(text: str, parameters: Parameters) -> Parsed:
@@ -208,7 +212,7 @@ def _call(text: str, parameters: Parameters) -> Parsed:
   if not call or call[1] not in parameters:
     return Parsed(text)
   first = [*parameters[call[1]]][:1]
-  return Parsed("", (Call(call[1], dict.fromkeys(first, call[2])),))
+  return Parsed("", (ToolCall(call[1], dict.fromkeys(first, call[2])),))
 
 
 FORMATS: Mapping[str, Callable[[str, Parameters], Parsed]] = {
@@ -224,62 +228,62 @@ FORMATS: Mapping[str, Callable[[str, Parameters], Parsed]] = {
 
 
 def _tagged(
-  text: str, read: Callable[[str], Call], pattern: re.Pattern = _TAGGED
+  text: str, read: Callable[[str], ToolCall], pattern: re.Pattern = _TAGGED
 ) -> Parsed:
   found = pattern.finditer(text)
   calls = (read(call[call.lastindex].strip()) for call in found)
   return Parsed(pattern.sub("", text).strip(), tuple(calls))
 
 
-def _deepseek(text: str, read: Callable[[str], Call]) -> Parsed:
+def _deepseek(text: str, read: Callable[[str], ToolCall]) -> Parsed:
   content = text.partition("<｜tool▁calls▁begin｜>")[0].strip()
   return Parsed(content, tuple(map(read, _DEEPSEEK.findall(text))))
 
 
-def _of_json(text: str) -> Call:
+def _of_json(text: str) -> ToolCall:
   try:
     return _of_object(json.loads(text))
   except (ValueError, RecursionError) as error:
-    return Call(_UNKNOWN, error=f"a call is not valid JSON: {error}")
+    return ToolCall(_UNKNOWN, error=f"a call is not valid JSON: {error}")
 
 
-def _of_object(value: Any) -> Call:
+def _of_object(value: Any) -> ToolCall:
   name = value.get("name") if isinstance(value, dict) else None
   if not isinstance(name, str):
-    return Call(
+    return ToolCall(
       _UNKNOWN, error='a call lacks "name": expected an object with it'
     )
   for key in ("arguments", "parameters"):
     if key in value:
       return _checked(name, value[key])
-  return Call(name)
+  return ToolCall(name)
 
 
-def _of_arguments(name: str, text: str) -> Call:
+def _of_arguments(name: str, text: str) -> ToolCall:
   try:
     return _checked(name, json.loads(text))
   except (ValueError, RecursionError) as error:
-    return Call(name, error=f"its arguments are not valid JSON: {error}")
+    return ToolCall(name, error=f"its arguments are not valid JSON: {error}")
 
 
-def _checked(name: str, arguments: Any) -> Call:
+def _checked(name: str, arguments: Any) -> ToolCall:
   if isinstance(arguments, dict):
-    return Call(name, arguments)
+    return ToolCall(name, arguments)
   got = type(arguments).__name__
-  return Call(name, error=f"expected an object as arguments, got {got}")
+  return ToolCall(name, error=f"expected an object as arguments, got {got}")
 
 
-def _of_texts(name, parts, pattern, expected: str, parameters) -> Call:
+def _of_texts(name, parts, pattern, expected: str, parameters) -> ToolCall:
   """The call whose arguments are these parts, each of which fits `pattern`."""
   found = [pattern.fullmatch(part) for part in parts]
   if not all(found):
-    return Call(name, error=f"expected {expected} for each argument")
+    return ToolCall(name, error=f"expected {expected} for each argument")
   kinds = parameters.get(name, {})
   pairs = [(pair[1].strip(), pair[2]) for pair in found]
   arguments = {key: _value(text, kinds.get(key)) for key, text in pairs}
   if len(arguments) < len(pairs):
-    return Call(name, error="expected each argument once")
-  return Call(name, arguments)
+    return ToolCall(name, error="expected each argument once")
+  return ToolCall(name, arguments)
 
 
 def _value(text: str, kind: Any) -> Any:

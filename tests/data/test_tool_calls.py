@@ -5,10 +5,10 @@ import typing
 
 import pytest
 
-from gspo_jax.data.tool_calls import FORMATS, Call, parse
+from gspo_jax.data.tool_calls import FORMATS, ToolCall, parse
 
-ROME = Call("get_weather", {"city": "Roma – 罗马", "days": 2})
-OSLO = Call("get_weather", {"city": "Oslo", "days": 1})
+ROME = ToolCall("get_weather", {"city": "Roma – 罗马", "days": 2})
+OSLO = ToolCall("get_weather", {"city": "Oslo", "days": 1})
 PARAMETERS = {"get_weather": {"city": str, "days": int}}
 HARMONY = (
   "<|channel|>analysis<|message|>Two cities.<|end|><|start|>assistant"
@@ -216,14 +216,14 @@ def test_a_text_without_quotes_has_the_type_of_its_parameter(name):
 def test_without_a_template_a_call_is_the_whole_response():
   parameters = {"calc": {"expression": str}, "now": {}}
   read = lambda text: parse(text, "call", parameters).calls
-  assert read("calc(3*(4+5))") == (Call("calc", {"expression": "3*(4+5)"}),)
-  assert read("now()") == (Call("now"),)
+  assert read("calc(3*(4+5))") == (ToolCall("calc", {"expression": "3*(4+5)"}),)
+  assert read("now()") == (ToolCall("now"),)
   assert read("calc(1)\n") == read("clac(1)") == read("a calc(1)") == ()
 
 
 def test_qwen3_coder_may_leave_the_first_tag_out():
   call = "<function=f>\n<parameter=x>\n1\n</parameter>\n</function>"
-  f = Call("f", {"x": 1})
+  f = ToolCall("f", {"x": 1})
   for text in (f"I look.\n{call}\n</tool_call>", f"I look.\n{call}"):
     assert parse(text, "qwen3_coder") == ("I look.", (f,))
   two = f"{call}\n{call}\n<tool_call>{call}</tool_call>"
@@ -234,7 +234,7 @@ def test_json_that_answers_is_no_call_of_llama():
   read = lambda text: parse(text, "llama3_json")
   for text in ('{"name": "Bob", "age": 3}', '{"a": "name"} has no parameters'):
     assert read(text) == (text, ())
-  f = Call("f", {"x": 1})
+  f = ToolCall("f", {"x": 1})
   call = '{"name": "f", "parameters": {"x": 1}}'
   assert read(f"{call}; {call}\n") == ("", (f, f))
   assert read(f"{call} is it.") == ("is it.", (f,))

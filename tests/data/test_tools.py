@@ -322,7 +322,7 @@ def test_the_template_tells_its_format(family, name):
   tokenizer = family(name)
   assert tokenizer.tool_format == name
   tokenizer.check_turns(["tool"], [TOOL], name)
-  call = tool_calls.Call("weather", ARGUMENTS)
+  call = tool_calls.ToolCall("weather", ARGUMENTS)
   text = written(name, "weather")
   parameters = {"weather": {"city": str, "days": int}}
   assert tool_calls.parse(text, name, parameters).calls == (call,)

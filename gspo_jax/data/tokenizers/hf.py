@@ -267,7 +267,7 @@ class HFTokenizer(Tokenizer):
   ) -> None:
     """As `_check_turn`, for results of calls behind `content`."""
     name = f"tokenizer {self._name!r}, results of tool calls"
-    call = tool_calls.Call(tools[0]["function"]["name"], {"x": "a value"})
+    call = tool_calls.ToolCall(tools[0]["function"]["name"], {"x": "a value"})
     messages = as_messages([("user", "message 0")])
     before = self._render(messages, tools)
     for number in (1, 2):

@@ -115,7 +115,7 @@ class Tools:
 
 
 def _result(
-  call: tool_calls.Call, functions: Mapping[str, Callable]
+  call: tool_calls.ToolCall, functions: Mapping[str, Callable]
 ) -> tuple[str, bool]:
   """The text that the policy reads, and whether the call failed."""
   if call.error:
