@@ -260,8 +260,7 @@ def partition_spec(names: Sequence[str]) -> PartitionSpec:
           f"{names}: {sorted(both)} stands for {other} -> {RULES[other]} and "
           f"for {name} -> {RULES[name]}"
         )
-  entry = lambda over: over if len(over) > 1 else over[0] if over else None
-  return PartitionSpec(*[entry(RULES[name]) for name in names])
+  return PartitionSpec(*[RULES[name] for name in names])
 
 
 def state_shardings(shapes, mesh: Mesh, axes: LogicalAxes):
@@ -366,20 +365,23 @@ def is_local() -> bool:
 
 def constrain(tree, *axes):
   """Constrains the sharding of each leaf to `PartitionSpec(*axes)`."""
-  if not ambient() or ambient().are_all_axes_manual:
+  if not _can_constrain():
     return tree
   spec = _inside(PartitionSpec(*axes))
-  constrain_leaf = jax.lax.with_sharding_constraint
-  return jax.tree.map(lambda x: constrain_leaf(x, spec), tree)
+  return jax.lax.with_sharding_constraint(tree, spec)
 
 
 def constrain_state(tree, axes: LogicalAxes):
   """Constrains each leaf to its `spec`."""
-  mesh = ambient()
-  if not mesh or mesh.are_all_axes_manual:
+  if not _can_constrain():
     return tree
-  places = state_shardings(tree, mesh, axes)
+  places = state_shardings(tree, ambient(), axes)
   return jax.lax.with_sharding_constraint(tree, places)
+
+
+def _can_constrain() -> bool:
+  """Whether there is a mesh, and this is not the body of a shard_map."""
+  return ambient() is not None and not ambient().are_all_axes_manual
 
 
 def shard_map(body: Callable, in_specs, out_specs) -> Callable:
@@ -410,7 +412,7 @@ def sum_over_data(body: Callable, in_specs, row_specs) -> Callable:
   if size("data") == 1:
     return body
 
-  def local(*args):
+  def of_one_part(*args):
     token = _apart.set(("data",))
     try:
       sums, rows = body(*args)
@@ -419,7 +421,7 @@ def sum_over_data(body: Callable, in_specs, row_specs) -> Callable:
     return jax.lax.psum(sums, "data"), rows
 
   return jax.shard_map(
-    local,
+    of_one_part,
     in_specs=in_specs,
     out_specs=(PartitionSpec(), row_specs),
     # A kernel takes no axis of type Auto, not even of one device.
@@ -434,13 +436,12 @@ def _inside(specs):
   if not apart:
     return specs
 
-  def entry(over):
-    axes = over if isinstance(over, tuple) else (over,)
-    axes = tuple(axis for axis in axes if axis not in apart)
-    return axes if len(axes) > 1 else axes[0] if axes else None
+  def together(axes):
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    return tuple(axis for axis in axes if axis not in apart)
 
   return jax.tree.map(
-    lambda spec: PartitionSpec(*map(entry, spec)),
+    lambda spec: PartitionSpec(*map(together, spec)),
     specs,
     is_leaf=lambda x: isinstance(x, PartitionSpec),
   )
@@ -565,7 +566,7 @@ class MeshJit:
       return self.jitted(*args)
 
   def lower(self, *args):
-    """Ahead-of-time; arguments may be shapes."""
+    """Lowers the function ahead of time; arguments may be shapes."""
     with jax.set_mesh(self.mesh):
       return self.jitted.lower(*args)
 
