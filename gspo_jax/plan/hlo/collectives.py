@@ -63,14 +63,16 @@ def started(
   """The collectives that an instruction is, starts or (fusion) contains."""
   if is_collective(i):
     key = i.name if i.op.endswith("-start") else None
+    arrays = [a for x in computation.operands(i) for a in x.arrays]
+    in_vmem = sum(a.bytes for a in (*arrays, *_results(i)) if a.space)
     one = _collective(i, devices, key)
-    return [dataclasses.replace(one, in_vmem=_in_vmem(computation, i))]
+    return [dataclasses.replace(one, in_vmem=in_vmem)]
   if i.op == "send" and "_xla_megascale_transfer_type" in i.attributes:
     # The first and the last device are in different slices.
     return [Collective("network", (0, devices - 1), i.arrays[0].bytes, i.name)]
   if i.op != "fusion":
     return []
-  callee = module[i.called("calls")[0]]
+  callee = module.callee(i)
   inner = [x for x in callee if is_collective(x)]
   if any(_CHAIN in x.attributes for x in inner):
     if not _calls(callee, "AsyncCollectiveStart"):
@@ -84,16 +86,10 @@ def awaited(module: Module, i: Instruction) -> str | None:
   if i.op.endswith("-done"):
     return i.operands[0]
   if i.op == "fusion":
-    callee = module[i.called("calls")[0]]
+    callee = module.callee(i)
     if _calls(callee, "AsyncCollectiveDone"):
       return next((_channel(x) for x in callee if is_collective(x)), None)
   return None
-
-
-def _in_vmem(computation, i) -> float:
-  operands = (computation.get(name) for name in i.operands)
-  arrays = [a for o in operands if o is not None for a in o.arrays]
-  return sum(a.bytes for a in (*arrays, *_results(i)) if a.space)
 
 
 # Marks a collective that runs beside a chain of fusions.

@@ -17,7 +17,7 @@ class Work(NamedTuple):
 
 
 class CollectiveKind(NamedTuple):
-  """Collectives of one kind are added up."""
+  """What the collectives that are added up have in common."""
 
   kind: str  # the HLO opcode, or "network" between slices
   group_size: int

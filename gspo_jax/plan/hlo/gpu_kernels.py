@@ -42,14 +42,11 @@ def product(
   """
   if i.op != "custom-call":
     return None
-  operands = [
-    a
-    for operand in i.operands
-    if (x := computation.get(operand)) is not None
-    for a in x.arrays[:1]
-  ]
+  operands = [a for x in computation.operands(i) for a in x.arrays[:1]]
   if target(i) in _CUBLAS:
-    return _dot(i, operands)
+    axes = i.find(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+    sizes = (operands[0].dims[int(d)] for d in re.findall(r"\d+", axes))
+    return Work(2.0 * math.prod(i.arrays[0].dims) * math.prod(sizes))
   kernel = name(i) or ""
   floats = [a for a in operands if a.dtype in ("bf16", "f16", "f32")]
   if "FlashAttention" in kernel:
@@ -67,12 +64,6 @@ def scratch(i: Instruction) -> bool:
   return target(i) in _CUBLAS
 
 
-def _dot(i, operands) -> Work:
-  contracted = i.find(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
-  sizes = (operands[0].dims[int(d)] for d in re.findall(r"\d+", contracted))
-  return Work(2.0 * math.prod(i.arrays[0].dims) * math.prod(sizes))
-
-
 def _attention(i, floats, backward) -> Work:
   """The causal half of the pairs of queries [..., T, N, H] and keys."""
   query, V = floats[0].dims, floats[2].dims[-1]
@@ -83,7 +74,7 @@ def _attention(i, floats, backward) -> Work:
 
 
 def _grouped(i, floats, filled) -> Work:
-  """Rows [M, K] by the matrices [G, K, N] of their groups.
+  """The product of rows [M, K] with the matrices [G, K, N] of their groups.
 
   A partly filled block of rows costs as much as a full one; groups rarely end
   at the edge of a block, so G groups add G - 1 blocks.

@@ -24,11 +24,11 @@ class _Attention(NamedTuple):
   flops: float
   steps: float
   computed: float  # steps whose blocks are not above the diagonal
-  rows: float  # of blocks, that begin and end an output
+  rows: float  # rows of blocks; a row's first and last step write an output
 
 
 def _attention(computation: Computation, i: Instruction) -> _Attention | None:
-  """None for any other instruction.
+  """The call of a splash kernel; None for any other instruction.
 
   Of n blocks of queries, each is multiplied with the last `band` blocks of keys
   up to the diagonal: all of them, or those in the window. The kernel's first
@@ -40,14 +40,14 @@ def _attention(computation: Computation, i: Instruction) -> _Attention | None:
     return None
   floats = [
     a
-    for name in i.operands
-    for a in computation.get(name).arrays
+    for x in computation.operands(i)
+    for a in x.arrays
     if a.dtype in ("bf16", "f32") and len(a.dims) > 1
   ]
   query, key = floats[:2]
   products = _SPLASH[kernel[1]]
   tokens, size = key.dims[-2], math.prod(query.dims)
-  grid = computation.get(i.operands[0]).arrays[0].dims[-2:]
+  grid = computation.operands(i)[0].arrays[0].dims[-2:]
   band, of_queries = sorted(grid)
   n = of_queries
   parts = [a for a in i.arrays if len(a.dims) > len(query.dims)]
@@ -87,7 +87,7 @@ def grouped_product(
   if not (tiling := _tiling(i)):
     return None
   m, k, n = tiling
-  left, right = (computation.get(name) for name in i.operands[-2:])
+  left, right = computation.operands(i)[-2:]
   M, K = left.arrays[0].dims
   out = i.arrays[0].dims
   N, G = out[-1], (out if len(out) == 3 else right.arrays[0].dims)[0]
@@ -129,7 +129,7 @@ def pages(
   i: Instruction,
   block_pages: BlockPages,
 ) -> Pages | None:
-  """None for a kernel that is not `paged_kernel`."""
+  """The call of `paged_kernel`; None for any other kernel."""
   if not i.name.startswith("paged_attention"):
     return None
   query, keys, values = _of_pages(computation, i)
@@ -152,7 +152,7 @@ def pages(
 
 def _of_pages(computation, i):
   """Queries, keys and values of a call of `paged_kernel`."""
-  operands = [computation.get(name).arrays[0] for name in i.operands]
+  operands = [x.arrays[0] for x in computation.operands(i)]
   query, _, keys, values = (a for a in operands if a.dtype != "s32")
   return query, keys, values
 
@@ -163,7 +163,7 @@ def _window_pages(i, t) -> int | None:
 
 
 def unread_bytes(computation: Computation, i: Instruction) -> float:
-  """Of the pages, with all full, those before the windows of the rows."""
+  """Bytes of the pages before the windows of the rows, with all pages full."""
   if not i.name.startswith("paged_attention_window"):
     return 0.0
   query, keys, values = _of_pages(computation, i)

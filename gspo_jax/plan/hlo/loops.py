@@ -88,8 +88,7 @@ class _Scope:
 
   def callee(self, fusion: Instruction) -> "_Scope":
     arguments = [self.value(name) for name in fusion.operands]
-    computation = self.module[fusion.called("calls")[0]]
-    return _Scope(self.module, computation, arguments)
+    return _Scope(self.module, self.module.callee(fusion), arguments)
 
   def value(self, name: str) -> Affine | None:
     i = self.computation.get(name)

@@ -88,6 +88,9 @@ class Computation:
   def get(self, name: str) -> Instruction | None:
     return self.instructions.get(name)
 
+  def operands(self, i: Instruction) -> list[Instruction]:
+    return [self.instructions[x] for x in i.operands if x in self.instructions]
+
   @functools.cached_property
   def root(self) -> Instruction:
     return next(i for i in self if i.root)
@@ -114,6 +117,10 @@ class Module:
 
   def __getitem__(self, name: str) -> Computation:
     return self.computations[name]
+
+  def callee(self, i: Instruction) -> Computation:
+    """What a fusion or an asynchronous call computes."""
+    return self[i.called("calls")[0]]
 
   def inlined(self, name: str) -> Computation:
     """The computation, with each fusion replaced by its instructions."""

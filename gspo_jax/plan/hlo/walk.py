@@ -156,7 +156,7 @@ class _Walk:
 
   def _async_start(self, total, links, i):
     """Another core starts a computation; its collectives overlap."""
-    inner = self.cost_of(self.module[i.called("calls")[0]])
+    inner = self.cost_of(self.module.callee(i))
     overlapping = collections.defaultdict(cost.Traffic)
     for kind, traffic in inner.collectives.items():
       overlapping[kind._replace(asynchronous=True)] = traffic
@@ -261,8 +261,6 @@ class _Walk:
 
 def _operands(computation, i):
   """What kernels of the same program have in common: name, result, operands."""
-  arrays = [*i.arrays]
-  for name in i.operands:
-    arrays += computation.get(name).arrays
+  arrays = [a for x in (i, *computation.operands(i)) for a in x.arrays]
   shapes = tuple((a.dtype, a.dims) for a in arrays)
   return work.kernel_name(i), shapes

@@ -37,7 +37,7 @@ _COPIES = ("bitcast", "convert", "copy", "reshape", "transpose")
 
 def _is_free(i: Instruction) -> bool:
   if i.op == "custom-call":
-    return i.find(r'custom_call_target="([^"]*)"') in _FREE_CALLS
+    return gpu_kernels.target(i) in _FREE_CALLS
   return i.op in _FREE or i.op.endswith("-done")
 
 
@@ -118,25 +118,22 @@ def _read_of(fused, name, size, bits, as_result) -> float:
   `as_result`: the bytes to count if `name` is its result.
   """
   total = as_result if name == fused.root.name else 0.0
+  # Else it is a parameter, or an alias of one.
+  is_copy = lambda: _origin(fused, fused.get(name), ("bitcast",)).op in _COPIES
   for user, position in fused.uses.get(name, ()):
     if user.op in _COPIES:
       total += _read_of(fused, user.name, size, bits, as_result)
     elif position == 0 and user.op in _IN_PLACE:
       total += _read_of(fused, user.name, size, bits, as_result=0.0)
-    elif user.op == "tuple" and user.root and _copied(fused, name):
+    elif user.op == "tuple" and user.root and is_copy():
       total += as_result
     else:
       total += _read(None, user, position, size, bits)
   return min(size, total)
 
 
-def _copied(fused, name) -> bool:
-  """Whether a value is a copy, not a parameter or an alias of one."""
-  return _origin(fused, fused.get(name), ("bitcast",)).op in _COPIES
-
-
 def _origin(fused, i, aliases) -> Instruction:
-  """The value of which operations of these kinds made `i`."""
+  """The value from which operations of these kinds made `i`."""
   while i.op in aliases:
     i = fused.get(i.operands[0])
   return i
@@ -182,7 +179,7 @@ def _updated(computation, i) -> float:
 def flops(module: Module, computation: Computation, i: Instruction) -> float:
   """FLOPs of matrix products alone."""
   if i.op == "fusion":
-    callee = module[i.called("calls")[0]]
+    callee = module.callee(i)
     return sum(flops(module, callee, inner) for inner in callee)
   if i.op == "custom-call":
     estimate = i.find(r'"cost_estimate":\{[^}]*"flops":"(\d+)"')
@@ -193,7 +190,7 @@ def flops(module: Module, computation: Computation, i: Instruction) -> float:
     return attention_flops(computation, i)
   if i.op not in ("convolution", "dot"):
     return 0.0
-  left, right = (computation.get(name).arrays[0] for name in i.operands)
+  left, right = (x.arrays[0] for x in computation.operands(i))
   count = _dot if i.op == "dot" else _convolution
   return 2.0 * count(i, left.dims, right.dims)
 
