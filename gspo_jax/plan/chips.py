@@ -261,7 +261,7 @@ def _of_type(topology: str, family: str, count: int) -> Slice:
 
 
 def _compact(cubes: int) -> tuple[int, ...]:
-  """The shape of `cubes` 4x4x4 cubes with the shortest longest axis."""
+  """The shape of `cubes` 4x4x4 cubes whose longest axis is shortest."""
   shapes = (
     (a, b, cubes // (a * b))
     for a in range(1, cubes + 1)

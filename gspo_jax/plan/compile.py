@@ -160,7 +160,7 @@ def _text(folder, platform: str = "tpu") -> str:
 
 @functools.cache
 def _bundles_folder() -> tempfile.TemporaryDirectory:
-  """One for this process: libtpu reads its arguments once."""
+  """The folder of this process's bundles: libtpu reads its name once."""
   return tempfile.TemporaryDirectory()
 
 

@@ -69,7 +69,7 @@ def forward_flops(
   products = active_parameters(cfg) * tokens + head * head_tokens
 
   def pairs(end, window):
-    """Queries before `end` with the keys that they attend to."""
+    """The pairs of a query before `end` and a key that it attends to."""
     if window is None:
       return end**2 / 2
     inside = np.minimum(end, window)

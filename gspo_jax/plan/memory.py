@@ -155,12 +155,3 @@ def advice(room: dict) -> str:
     f"{KEY}={room['num_pages']}: expected at most {room['largest']}, which "
     f"leave {room['margin']:.0%} of the HBM free"
   )
-
-
-def advice_on_slots(cfg: ModelConfig, sampler: ContinuousSampler) -> str:
-  """What the states of the slots take, of a model that has them."""
-  slots, size = sampler.batching.slots, state_bytes(cfg, sampler)
-  return (
-    f"continuous_batching.slots={slots}: their states take "
-    f"{size / 2**30:.2f} GiB of a device"
-  )

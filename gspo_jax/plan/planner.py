@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
-from gspo_jax.plan import chips, lower, lower_bounds, roofline
+from gspo_jax.plan import chips, lower, roofline
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan import memory as plan_memory
 from gspo_jax.plan.iteration import cost as iteration_cost
@@ -36,16 +36,9 @@ def plan(
   UserError if the compiler is missing, an argument is invalid, or the config
   cannot work on the topology.
   """
-  for name in functions or [""]:
-    if name not in FUNCTIONS:
-      raise UserError(f"--functions={name}: {nearest(name, FUNCTIONS)}")
-  if lengths and set(functions) != set(FUNCTIONS):
-    raise UserError(
-      f"--functions={','.join(functions)}: expected all of them, the default, "
-      "with --lengths"
-    )
   if slices < 1:
     raise UserError(f"--slices={slices}: expected at least 1")
+  _check_functions(functions, lengths)
   compiler = plan_compile.prepare(topology.platform)
   config = parse(config)
   drafts = config.continuous_batching.speculation
@@ -86,6 +79,17 @@ def plan(
     **({"transfer": transfer} if transfer else {}),
     **({"lengths": lengths, "iteration": iteration} if lengths else {}),
   }
+
+
+def _check_functions(functions: Sequence[str], lengths: str) -> None:
+  for name in functions or [""]:
+    if name not in FUNCTIONS:
+      raise UserError(f"--functions={name}: {nearest(name, FUNCTIONS)}")
+  if lengths and set(functions) != set(FUNCTIONS):
+    raise UserError(
+      f"--functions={','.join(functions)}: expected all of them, the default, "
+      "with --lengths"
+    )
 
 
 def _analyze(functions, planned: lower.Planned, *, fewer_slots=False) -> dict:
@@ -189,6 +193,10 @@ def _add_advice(results: dict, program: Program) -> None:
   # No pool is small enough where the states of the slots take too much.
   cfg, generate = program.cfg, program.sampler.generate
   for name, result in results.items():
-    states = lower.has_pages(name, program) and lower_bounds.state_bytes(cfg)
-    if states and not result["fits"]:
-      result["reason"] += f"; {plan_memory.advice_on_slots(cfg, generate)}"
+    if result["fits"] or not lower.has_pages(name, program):
+      continue
+    if size := plan_memory.state_bytes(cfg, generate):
+      result["reason"] += (
+        f"; continuous_batching.slots={generate.batching.slots}: their states "
+        f"take {size / 2**30:.2f} GiB of a device"
+      )

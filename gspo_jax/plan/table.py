@@ -204,8 +204,7 @@ def _iteration(report):
   if compiler := i["compiler"]:
     lines.append(
       f"  by libtpu's cycles {_time(compiler['seconds'])}, useful MFU "
-      f"{compiler['mfu']:.1%}: "
-      + ", ".join(f"{k} {_time(v)}" for k, v in compiler["parts"].items())
+      f"{compiler['mfu']:.1%}: {_times(compiler['parts'])}"
     )
   for by, estimate in (("at best", i), ("by libtpu's cycles", compiler)):
     if estimate:
@@ -214,14 +213,15 @@ def _iteration(report):
         f"{estimate['tokens_per_second_per_chip']:.0f} a chip; with prompts "
         f"{estimate['with_prompts_per_chip']:.0f} a chip"
       )
-  generate, update = i["parts"]["generate"], i["parts"]["update"]
-  seconds = generate["seconds_of"]
-  lines.append(
-    "  generate: "
-    + ", ".join(f"{name} {_time(s)}" for name, s in seconds.items())
-  )
+  return "\n".join(lines + _steps(i["parts"]["generate"], i["parts"]["update"]))
+
+
+def _steps(generate, update) -> list[str]:
+  """Decode steps and micro-batches of an iteration."""
+  seconds = _times(generate["seconds_of"])
   in_use = " ".join(f"{x:.0%}" for x in generate["slots_in_use"])
-  lines += [
+  return [
+    f"  generate: {seconds}",
     f"  {generate['steps']} decode steps in {generate['segments']} segments; "
     f"of {generate['slots']} slots in use, by tenths:",
     f"    {in_use}",
@@ -229,7 +229,6 @@ def _iteration(report):
     f"{_time(update['micro_batch_seconds'])} in the update, and "
     f"{_time(update['optimizer_step_seconds'])} an optimizer step",
   ]
-  return "\n".join(lines)
 
 
 def _iteration_part(name, part):
@@ -301,6 +300,10 @@ def _time(seconds):
     if seconds >= unit:
       return f"{seconds / unit:.3g} {name}"
   return f"{seconds * 1e6:.3g} us"
+
+
+def _times(seconds) -> str:
+  return ", ".join(f"{name} {_time(s)}" for name, s in seconds.items())
 
 
 def _tail(text, width):

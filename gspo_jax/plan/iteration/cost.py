@@ -27,7 +27,7 @@ _SAMPLING = "generate", "weights"  # parts of an iteration
 
 
 class _SamplerCost(NamedTuple):
-  """Seconds. In each step all devices wait for the fullest shard."""
+  """Seconds of sampling; in a step all devices wait for the fullest shard."""
 
   weights: float  # to prepare the weights, once an iteration
   prefill: float  # for a token

@@ -41,7 +41,7 @@ class Decoding(NamedTuple):
 
 
 class _Zeros(NamedTuple):
-  """In place of a large array on the devices."""
+  """A stand-in for a large array on the devices."""
 
   shape: tuple[int, int]
 
@@ -55,7 +55,7 @@ class _Zeros(NamedTuple):
 
 
 class CountingSampler:
-  """Counts in place of the device functions of `JittedSampler`.
+  """A stand-in for the device functions of `JittedSampler`, which counts.
 
   `block` tokens of a row are read at a time.
   """

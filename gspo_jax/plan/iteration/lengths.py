@@ -141,7 +141,7 @@ def _lognormal(count, limit, mean, sigma) -> np.ndarray:
 
 
 def _correlated(lengths_PG, correlation) -> np.ndarray:
-  """The same lengths; the normals behind two of a group correlate so."""
+  """The lengths in an order in which those of a group correlate."""
   P, G = lengths_PG.shape
   rng = np.random.default_rng(0)
   shared, own = rng.standard_normal((P, 1)), rng.standard_normal((P, G))
@@ -151,7 +151,7 @@ def _correlated(lengths_PG, correlation) -> np.ndarray:
 
 
 def _resampled(lengths, prompts, P, G) -> np.ndarray:
-  """[P * G]: P of the groups, whole."""
+  """The lengths [P * G] of P whole groups."""
   starts = np.flatnonzero([a != b for a, b in itertools.pairwise(prompts)]) + 1
   if len(starts) == 0:  # no prompts
     starts = np.arange(G, len(lengths), G)
