@@ -164,42 +164,41 @@ class Checkpoints:
         )
       steps = [only]
     for step in reversed(steps):
-      if (saved := self._try(step, self._read)) is None:
-        continue
-      multihost.run_on_all(functools.partial(accept, step, saved["user"]))
-      saved_specs = saved["specs"]
-      if part:
-        prefixes = tuple(f"{name}/" for name in abstract_state)
-        saved_specs = {
-          path: spec
-          for path, spec in saved_specs.items()
-          if path.startswith(prefixes)
-        }
-      multihost.run_on_all(
-        functools.partial(
-          _require_same_leaves, step, saved_specs, _specs(abstract_state)
-        )
-      )
-      # Orbax takes no placeholder where it loads some entries only.
-      to_read = abstract_state if part else _to_read(abstract_state)
-      state = self._try(step, self._load, to_read, part)
-      if state is None:
-        continue
-      if not part:
-        leaves, tree = jax.tree.flatten(state)
-        del state
-        for i, like in enumerate(jax.tree.leaves(abstract_state)):
-          leaves[i] = _from_first_part(leaves[i], like)  # frees what was read
-        state = tree.unflatten(leaves)
-        del leaves
-      if self._try(step, _require_checksums, state, saved["checksums"]):
-        return Restored(step, state, saved["user"])
-      del state  # frees its device memory before the next one is loaded
+      if restored := self._restore(step, abstract_state, accept, part):
+        return restored
     if steps:
       raise multihost.AgreedError(
         f"none of the checkpoints {steps} in {self._orbax.directory} could be "
         "restored (the log says why); nothing was overwritten"
       )
+    return None
+
+  def _restore(
+    self, step: int, abstract_state: Any, accept: Callable, part: bool
+  ) -> Restored | None:
+    """As `restore`, of one step; None if it does not pass the checks."""
+    if (saved := self._try(step, self._read)) is None:
+      return None
+    multihost.run_on_all(functools.partial(accept, step, saved["user"]))
+    specs, expected = saved["specs"], _specs(abstract_state)
+    if part:
+      prefixes = tuple(f"{name}/" for name in abstract_state)
+      specs = {k: spec for k, spec in specs.items() if k.startswith(prefixes)}
+    multihost.run_on_all(lambda: _require_same_leaves(step, specs, expected))
+    # Orbax takes no placeholder where it loads some entries only.
+    to_read = abstract_state if part else _to_read(abstract_state)
+    state = self._try(step, self._load, to_read, part)
+    if state is None:
+      return None
+    if not part:
+      leaves, tree = jax.tree.flatten(state)
+      del state
+      for i, like in enumerate(jax.tree.leaves(abstract_state)):
+        leaves[i] = _from_first_part(leaves[i], like)  # frees what was read
+      state = tree.unflatten(leaves)
+      del leaves
+    if self._try(step, _require_checksums, state, saved["checksums"]):
+      return Restored(step, state, saved["user"])
     return None
 
   def _steps(self) -> list[int]:
@@ -243,7 +242,7 @@ class Checkpoints:
 
 
 def _to_read(abstract_state: Any) -> Any:
-  """What this process reads: of what it can get from another, nothing.
+  """What this process reads: nothing that it can get from another.
 
   Processes along the mesh axis `data`, such as those of several slices, hold
   copies. Only the first of them read; see `_from_first_part`.
@@ -263,7 +262,7 @@ def _to_read(abstract_state: Any) -> Any:
 
 
 def _is_shared(sharding: jax.sharding.Sharding, dtype) -> bool:
-  """Whether all have copies along `data`, and no process has two of them."""
+  """Whether `data` replicates an array, each replica in other processes."""
   if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
     return False
   if not isinstance(sharding, NamedSharding) or "data" in str(sharding.spec):

@@ -4,7 +4,7 @@ from typing import Any
 
 from gspo_jax.runtime.errors import UserError
 
-# The option that sets a part of an identity which is not a key.
+# Entry of an identity -> the config keys that set it; "": the entry itself.
 _TYPED = {
   "model.dtype": "",
   "model.lora": "",

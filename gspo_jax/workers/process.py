@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from gspo_jax.runtime import errors
 
-# Seconds for the imports of a worker, and for its silence beyond one call.
+# Seconds for a worker's imports, and beyond the limit of its calls.
 START, GRACE = 120.0, 30.0
 # The failure of calls of which one is at fault; nobody knows which.
 SHARED_END = "it, or a call beside it, ended or blocked their process"
@@ -161,7 +161,7 @@ class Process:
       self._process.wait()
 
   def _restart(self) -> str:
-    """Starts a new worker; why the old one was lost, as far as is known."""
+    """Starts a new worker; returns why the old one was lost, if it is known."""
     with contextlib.suppress(subprocess.TimeoutExpired):
       self._process.wait(1)  # it may be about to end
     status = self._process.returncode

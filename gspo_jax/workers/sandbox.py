@@ -147,8 +147,8 @@ def _start(
 def _end(process: subprocess.Popen) -> None:
   """Kills bwrap and its child, the first process of the sandbox.
 
-  bwrap is stopped first, so that it starts no other child. The child ends with
-  bwrap only after it has asked the kernel for that.
+  bwrap is stopped first, so that it starts no other child. The kernel ends the
+  child with bwrap only once the child has asked for that, so it is killed here.
   """
   process.send_signal(signal.SIGSTOP)
   if process.returncode is None:

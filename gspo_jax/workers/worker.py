@@ -129,7 +129,7 @@ class _Child(NamedTuple):
 
 
 class _Children:
-  """The child, one at a time; the file descriptors are from and to the pool."""
+  """Forks a child at a time; the file descriptors are from and to the pool."""
 
   def __init__(
     self, setup: Setup, tasks: Sequence, requests: int, results: int
