@@ -32,31 +32,28 @@ class Datasets(NamedTuple):
 
 def load(data: DataConfig, seed: int) -> Datasets:
   """The data sets of a config; `data.source` is the first stage."""
-  c = data
-  if c.source.partition(":")[0] in BUILT_IN:
-    if c.eval_source or c.weights or c.curriculum:
+  if data.source.partition(":")[0] in BUILT_IN:
+    if data.eval_source or data.weights or data.curriculum:
       raise UserError(
-        f"data.eval_source={c.eval_source!r}, data.weights={c.weights}, "
-        f"data.curriculum={c.curriculum}: expected none, since "
-        f"data.source={c.source!r} makes its own held-out problems and mixes "
-        "with no other source"
+        f"data.eval_source={data.eval_source!r}, data.weights={data.weights}, "
+        f"data.curriculum={data.curriculum}: expected none, since "
+        f"data.source={data.source!r} makes its own held-out problems and "
+        "mixes with no other source"
       )
-    return _built_in(c.source, seed)
-  fields = sources.Fields(
-    c.problem_field, c.reference_field, c.demonstration_field
-  )
-
+    return _built_in(data.source, seed)
+  fields = sources.Fields.of(data)
   load_once = functools.cache(functools.partial(sources.load, fields=fields))
   read = lambda specs: [load_once(name.strip()) for name in specs.split(",")]
   split = lambda whole, evaluation: [
     dataclasses.replace(source, evaluation=evaluation) for source in whole
   ]
-  whole = [read(specs) for specs in (c.source, *(s for _, s in c.curriculum))]
-  evaluated = read(c.eval_source) if c.eval_source else ()
+  later = [specs for _, specs in data.curriculum]
+  whole = [*map(read, (data.source, *later))]
+  evaluated = read(data.eval_source) if data.eval_source else ()
   parts = whole if evaluated else [split(stage, False) for stage in whole]
-  train = sources.mix(parts[0], c.weights)
+  train = sources.mix(parts[0], data.weights)
   stages = [Stage(1, train)]
-  for (begin, _), part in zip(c.curriculum, parts[1:], strict=True):
+  for (begin, _), part in zip(data.curriculum, parts[1:], strict=True):
     stages.append(Stage(begin, sources.mix(part)))
   held_out = sources.mix(evaluated or split(whole[0], True))
   return Datasets(stages, held_out, train, _notes(whole, evaluated))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gspo_jax.data import readers
+from gspo_jax.data.config import DataConfig
 from gspo_jax.data.problem import Problem, held_out
 from gspo_jax.rewards import numbers
 from gspo_jax.runtime.errors import UserError
@@ -41,6 +42,10 @@ class Fields(NamedTuple):
   # in another column; else the column of the reference, if it has `####`; else
   # `#### ` and the reference, or nothing if the reference is JSON.
   demonstration: str = ""
+
+  @classmethod
+  def of(cls, data: DataConfig) -> "Fields":
+    return cls(*(getattr(data, f"{name}_field") for name in cls._fields))
 
   def found_in(self, record, place: str) -> "Fields":
     """These names; where one is "", a column that this record has."""

@@ -94,7 +94,8 @@ def read(
     if not reward:  # only a user's reward reads columns
       problem = problem._replace(columns={})
     rating = _rating(record, place) if form.rated else None
-    rows.append((problem, _id(record, i), rating))
+    ids = [record[k] for k in _IDS if record.get(k) not in (None, "")]
+    rows.append((problem, str((*ids, i + 1)[0]), rating))
   if not rows:
     raise UserError(f"{file}: no usable row; left out: {dict(skipped)}")
   problems, ids, ratings = map(list, zip(*rows, strict=True))
@@ -125,11 +126,6 @@ def _parser(
     fields = Fields(*(name if name in there else "" for name in fields))
   fields = fields.found_in(first, place)
   return ProblemSource(*records, fields).problem, fields.note(spec, first)
-
-
-def _id(record: Mapping, i: int) -> str:
-  ids = [record[k] for k in _IDS if record.get(k) not in (None, "")]
-  return str(ids[0]) if ids else str(i + 1)
 
 
 def _rating(record: Mapping, place: str) -> float | None:

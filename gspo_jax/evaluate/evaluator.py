@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from absl import logging
 from etils import epath
+from jax.sharding import Mesh
 
 from gspo_jax import rewards
 from gspo_jax.data import readers
@@ -21,7 +22,7 @@ from gspo_jax.evaluate.answers_file import AnswersFile
 from gspo_jax.evaluate.benchmarks import Benchmark
 from gspo_jax.evaluate.policy_sampler import PolicySampler
 from gspo_jax.program import load_params
-from gspo_jax.program.config import ConfigDict, parse
+from gspo_jax.program.config import Config, ConfigDict, parse
 from gspo_jax.program.experiment import make_reward_model
 from gspo_jax.program.settings import length_warning, make_meshes
 from gspo_jax.record import checkpoint
@@ -67,20 +68,9 @@ def evaluate(
   (`reward.max_failed`); the batch that exceeds the limit is not written.
   """
   multihost.require_joined()
-
-  def prepare():
-    parsed = parse(config)
-    if spec := parsed.rollout.environment:
-      raise UserError(
-        f"rollout.environment={spec!r}: expected '', for files are evaluated "
-        "by single responses; a training run evaluates conversations "
-        "(eval.every)"
-      )
-    chosen = _read(parsed, sets, samples, limit, reward)
-    parsed = load_params.with_checkpoint(parsed, folder)
-    return parsed, chosen, make_meshes(parsed)[0]
-
-  parsed, chosen, mesh = multihost.run_on_all(prepare)
+  parsed, chosen, mesh = multihost.run_on_all(
+    lambda: _prepare(config, folder, sets, samples, limit, reward)
+  )
   for benchmark in chosen if multihost.is_primary() else ():
     if benchmark.note:
       print(benchmark.note, file=sys.stderr)
@@ -96,7 +86,7 @@ def evaluate(
       file = AnswersFile(
         f"{out}/{benchmark.name}",
         settings[benchmark.name],
-        _batch_sizes(benchmark, sampler),
+        [len(x) * benchmark.samples for x in _batches(benchmark, sampler)],
         functools.partial(summary.shorten, benchmark.reward),
       )
       return stack.enter_context(file)
@@ -112,6 +102,21 @@ def evaluate(
       # A full disk must end all processes, or the others wait for this one.
       summaries += multihost.run_on_all(save)
   return summaries
+
+
+def _prepare(
+  config, folder, sets, samples, limit, reward
+) -> tuple[Config, list[Benchmark], Mesh]:
+  """The config with the checkpoint's model, the benchmarks, and the mesh."""
+  parsed = parse(config)
+  if spec := parsed.rollout.environment:
+    raise UserError(
+      f"rollout.environment={spec!r}: expected '', for files are evaluated by "
+      "single responses; a training run evaluates conversations (eval.every)"
+    )
+  chosen = _read(parsed, sets, samples, limit, reward)
+  parsed = load_params.with_checkpoint(parsed, folder)
+  return parsed, chosen, make_meshes(parsed)[0]
 
 
 def _save_results(benchmark, file, out, folder, settings, threshold) -> list:
@@ -131,8 +136,7 @@ def _save_results(benchmark, file, out, folder, settings, threshold) -> list:
 
 
 def _read(config, sets, samples, limit, reward) -> list[Benchmark]:
-  c, chosen = config.data, []
-  fields = Fields(c.problem_field, c.reference_field, c.demonstration_field)
+  fields, chosen = Fields.of(config.data), []
   sandbox_files.require_hidden("the current folder", ".")
   for pair in sets:
     name, _, file = pair.partition("=")
@@ -165,12 +169,10 @@ def _samplers(config, mesh, chosen) -> list[PolicySampler]:
   return samplers
 
 
-def _batch_sizes(benchmark, sampler) -> list[int]:
-  count, size = len(benchmark.problems), sampler.batch_size
-  return [
-    min(size, count - start) * benchmark.samples
-    for start in range(0, count, size)
-  ]
+def _batches(benchmark, sampler) -> list[range]:
+  """The indices of the problems of each batch."""
+  indices, size = range(len(benchmark.problems)), sampler.batch_size
+  return [indices[i : i + size] for i in indices[::size]]
 
 
 def _settings(config, chosen, params) -> dict[str, dict]:
@@ -199,8 +201,7 @@ def _settings(config, chosen, params) -> dict[str, dict]:
 
 def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
   """Runs the batches not in the file; scores one while the next is sampled."""
-  name, count = benchmark.name, len(benchmark.problems)
-  size = sampler.batch_size
+  name, batches = benchmark.name, _batches(benchmark, sampler)
   # Only the first process has the file.
   done = "" if file is None else str(file.batches_done)
   first_batch = int(multihost.allgather_text(done)[0])
@@ -219,15 +220,14 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
   )
   progress = Progress(
     name,
-    count * benchmark.samples,
+    len(benchmark.problems) * benchmark.samples,
     "responses",
-    done=first_batch * size * benchmark.samples,
+    done=sum(map(len, batches[:first_batch])) * benchmark.samples,
     file=sys.stderr,
   )
   save = lambda: None  # saves the previous batch
   with reward_pool or nullcontext(), progress:
-    for batch in range(first_batch, -(-count // size)):
-      indices = range(batch * size, min((batch + 1) * size, count))
+    for batch, indices in [*enumerate(batches)][first_batch:]:
       problems = [benchmark.problems[i] for i in indices]
       responses, truncated = sampler.sample(
         params, problems, jax.random.fold_in(key, batch), progress

@@ -455,7 +455,7 @@ def test_a_reward_that_fails_too_often_stops_it(
   texts = iter({"y": "fail", "n": "2", "h": "hang"}[f] for f in fails)
   sampler = Echo(2, samples=1)
   sampler.text = lambda *_: next(texts)
-  sizes = evaluator._batch_sizes(chain, sampler)
+  sizes = [*map(len, evaluator._batches(chain, sampler))]
   monkeypatch.setattr(evaluator, "_reward_pool", lambda *_: Pool())
   stops = nullcontext()
   if words:  # on every process
