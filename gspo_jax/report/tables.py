@@ -95,14 +95,18 @@ def _compared(runs: Sequence[RunRecord]) -> str:
     body += f"<tr><th scope=row>{_swatch(i)}{escape(run.name)}</th>"
     body += "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
   heads = _heads("run", "method", "model", "steps", *labels)
+  return _table(heads, body, " class=runs")
+
+
+def _heads(*texts: str, kind: str = "") -> str:
+  return "".join(f"<th scope=col{kind}>{escape(text)}</th>" for text in texts)
+
+
+def _table(heads: str, rows: str, kind: str = "") -> str:
   return (
-    f"<div class=scroll><table class=runs><thead><tr>{heads}</tr></thead>"
-    f"<tbody>{body}</tbody></table></div>"
+    f"<div class=scroll><table{kind}><thead><tr>{heads}</tr></thead>"
+    f"<tbody>{rows}</tbody></table></div>"
   )
-
-
-def _heads(*texts: str) -> str:
-  return "".join(f"<th scope=col>{escape(text)}</th>" for text in texts)
 
 
 def _swatch(i: int) -> str:
@@ -154,15 +158,12 @@ def numbers(metrics: Sequence[str], runs: Sequence[RunRecord]) -> str:
       rows += "</tr>"
   if not rows:
     return ""
-  of_run = "<th scope=col>run</th>" if len(runs) > 1 else ""
-  heads = "".join(
-    f"<th scope=col class=n>{h}</th>"
-    for h in ("first", "last", "smallest", "largest", "steps")
-  )
+  columns = ("first", "last", "smallest", "largest", "steps")
+  heads = _heads("metric", *["run"] * (len(runs) > 1))
+  table = _table(heads + _heads(*columns, kind=" class=n"), rows)
   return (
     "<details><summary>First, last, smallest and largest value</summary>"
-    "<div class=scroll><table><thead><tr><th scope=col>metric</th>"
-    f"{of_run}{heads}</tr></thead><tbody>{rows}</tbody></table></div></details>"
+    f"{table}</details>"
   )
 
 
@@ -183,10 +184,7 @@ def config(runs: Sequence[RunRecord]) -> str:
   html = "<p>All the same.</p>"
   if rows:
     heads = _heads("key", *(run.name for run in runs_with_config))
-    html = (
-      f"<div class=scroll><table><thead><tr>{heads}</tr></thead>"
-      f"<tbody>{rows}</tbody></table></div>"
-    )
+    html = _table(heads, rows)
   for run in runs_with_config:
     html += (
       f"<details><summary>All of {escape(run.name)}</summary>"

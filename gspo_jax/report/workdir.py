@@ -191,14 +191,15 @@ def _numbers(values, name: str, place: str) -> np.ndarray:
 
 
 def _series(records: Sequence[dict]) -> dict[str, Series]:
-  points: dict[str, tuple[list, list]] = {}
+  points: dict[str, list[tuple[int, float]]] = {}
   for record in records:
     for metric, value in record.items():
       if metric != "step":
-        steps, values = points.setdefault(metric, ([], []))
-        steps.append(record["step"])
-        values.append(value)
-  return {k: Series(np.array(s), np.array(v)) for k, (s, v) in points.items()}
+        points.setdefault(metric, []).append((record["step"], value))
+  return {
+    metric: Series(*map(np.array, zip(*pairs, strict=True)))
+    for metric, pairs in points.items()
+  }
 
 
 def _spreads(path: epath.Path) -> dict[str, Spread]:
