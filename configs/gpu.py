@@ -92,11 +92,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
 def _config(arg: str) -> ConfigDict:
   given, flags = recipes.arguments(arg, _ARGUMENTS, _FLAGS)
-  variant = given.get("variant", next(iter(CARDS)))
-  if variant not in CARDS:
-    raise ValueError(
-      f"variant={variant}: expected one of {recipes.listed(CARDS)}"
-    )
+  variant = recipes.chosen(given, "variant", CARDS)
   cards = {str(memory): card for memory, card in CARDS[variant].items()}
   memory = given.get("memory", next(iter(cards)))
   if memory not in cards:

@@ -188,14 +188,7 @@ LONG = {
   "qwen3-coder-30b-a3b": _QWEN3_30B_LONG,
 }
 
-_ARGUMENTS = (
-  "checkpoint",
-  "questions",
-  "eval",
-  "variant",
-  "topology",
-  "recipe",
-)
+_ARGUMENTS = "checkpoint", "questions", "eval", "variant", "topology", "recipe"
 _FLAGS = ("debug", "long")
 
 # Releases that think before they answer, unless the template is told otherwise,
@@ -222,19 +215,10 @@ def get_config(arg: str = "") -> ConfigDict:
 def _config(arg: str) -> ConfigDict:
   given, flags = recipes.arguments(arg, _ARGUMENTS, _FLAGS)
   variants = LONG if "long" in flags else SLICES
-  variant = given.get("variant", next(iter(variants)))
-  if variant not in variants:
-    raise ValueError(
-      f"variant={variant}: expected one of {recipes.listed(variants)}"
-      + " with long" * ("long" in flags)
-    )
-  slices = variants[variant]
-  topology = given.get("topology", next(iter(slices)))
-  if topology not in slices:
-    raise ValueError(
-      f"topology={topology}: expected one of {recipes.listed(slices)} with"
-      f" variant={variant}"
-    )
+  where = " with long" * ("long" in flags)
+  variant = recipes.chosen(given, "variant", variants, where)
+  slices, where = variants[variant], f" with variant={variant}"
+  topology = recipes.chosen(given, "topology", slices, where)
   c = _sized(variant, slices[topology], num_devices(topology))
   if "debug" in flags:
     recipes.shrink(c)

@@ -40,14 +40,19 @@ def arguments(arg: str, names, flags) -> tuple[dict[str, str], set[str]]:
   given_flags = {word for word in words if "=" not in word}
   unknown = sorted((given.keys() - {*names}) | (given_flags - {*flags}))
   if unknown:
-    raise ValueError(
-      f"{unknown[0]}: expected one of {listed((*flags, *names))}"
-    )
+    known = ", ".join((*flags, *names))
+    raise ValueError(f"{unknown[0]}: expected one of {known}")
   return given, given_flags
 
 
-def listed(names) -> str:
-  return ", ".join(names)
+def chosen(given: dict[str, str], name: str, choices, where: str = "") -> str:
+  """The argument `name`: one of `choices`, by default the first."""
+  value = given.get(name, next(iter(choices)))
+  if value not in choices:
+    raise ValueError(
+      f"{name}={value}: expected one of {', '.join(choices)}{where}"
+    )
+  return value
 
 
 def train_on_questions(c: ConfigDict, given: dict[str, str]) -> bool:
