@@ -187,8 +187,8 @@ def get_config() -> ConfigDict:
   # Calls of async rewards, at once in a process [at least 1]
   c.reward.concurrency = 32
   # Time for one call of a reward, on one response or on a group. After it each
-  # response has failed: its reward is the least of 0 and of its group's. "code"
-  # and "judge" need 35. [more than 0]
+  # response has failed: its reward is the lowest in its group, at most 0.
+  # "code" and "judge" need 35. [more than 0]
   c.reward.seconds = 5.0
   # The run stops if a larger share of the responses of an iteration or of an
   # evaluation could not be scored, or all. A judge may fail on a few in a

@@ -222,7 +222,7 @@ def _demonstration(
 
 
 def _with_positions(source: Source) -> list[grain.MapDataset]:
-  """Of each part, problems with their positions in the data of one stage."""
+  """For each part, its problems with their positions in the data of a stage."""
   # Grain counts on from epoch to epoch.
   at = lambda n, size: lambda i, problem: (problem, (0, n, i % size))
   return [

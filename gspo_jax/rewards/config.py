@@ -38,8 +38,8 @@ class RewardConfig:
   seconds: float = key(
     5.0,
     "time for one call of a reward, on one response or on a group. After it "
-    "each response has failed: its reward is the least of 0 and of its "
-    'group\'s. "code" and "judge" need 35.',
+    "each response has failed: its reward is the lowest in its group, at most "
+    '0. "code" and "judge" need 35.',
     POSITIVE,
   )
   max_failed: float = key(

@@ -248,15 +248,7 @@ def _only(answer: str) -> tuple[str, str] | None:
 
 
 def _prepare(
-  *,
-  url=None,
-  model=None,
-  template,
-  scale,
-  total,
-  temperature,
-  max_tokens,
-  key_variable,
+  *, url=None, model=None, template, key_variable, temperature, **numbers
 ) -> None:
   parts = urllib.parse.urlsplit(str(url or ""))
   if parts.scheme not in ("http", "https") or not parts.hostname or not model:
@@ -265,14 +257,7 @@ def _prepare(
       "'judge:url=http://HOST:PORT/v1/chat/completions,model=NAME', got "
       f"{url=} and {model=}"
     )
-  is_number = lambda value: type(value) in (int, float)
-  for name, value in (("scale", scale), ("total", total)):
-    if not is_number(value) or not value > 0:
-      raise _wrong(name, "a number above 0", value)
-  if not is_number(temperature) or temperature < 0:
-    raise _wrong("temperature", "0 or more", temperature)
-  if type(max_tokens) is not int or max_tokens < 1:
-    raise _wrong("max_tokens", "1 token or more", max_tokens)
+  _check_numbers(temperature=temperature, **numbers)
   try:
     text = _template(str(template))
   except (OSError, ValueError) as e:
@@ -288,6 +273,17 @@ def _prepare(
     expected = "an environment variable of visible ASCII, without spaces"
     raise _wrong("key_variable", expected, variable)
   _require_server(url, _body(model, "Say 1.", temperature, 1), variable)
+
+
+def _check_numbers(*, scale, total, temperature, max_tokens) -> None:
+  is_number = lambda value: type(value) in (int, float)
+  for name, value in (("scale", scale), ("total", total)):
+    if not is_number(value) or not value > 0:
+      raise _wrong(name, "a number above 0", value)
+  if not is_number(temperature) or temperature < 0:
+    raise _wrong("temperature", "0 or more", temperature)
+  if type(max_tokens) is not int or max_tokens < 1:
+    raise _wrong("max_tokens", "1 token or more", max_tokens)
 
 
 def _wrong(name: str, expected: str, value) -> errors.UserError:

@@ -105,7 +105,7 @@ def _python(*arguments: str, **options) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-  """Of the packages that must agree with one another, those installed."""
+  """The installed versions of packages that must agree with one another."""
   found = {}
   for name in ("jax", "jaxlib", "libtpu", "ml_dtypes", "numpy", *_PLUGINS):
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -114,7 +114,7 @@ def _versions() -> dict[str, str]:
 
 
 def _stale_plugins(versions: Mapping[str, str]) -> list[str]:
-  """Those of another jaxlib, and those of CUDA 13 beside CUDA 12."""
+  """The plugins of another jaxlib, and those of CUDA 13 beside CUDA 12."""
   twice = "jax-cuda12-plugin" in versions
   return [
     name

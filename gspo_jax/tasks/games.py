@@ -72,7 +72,7 @@ def _calculated(text: str, result: str, rng: random.Random):
 
 
 class Guessing:
-  """The right letter has reward 1."""
+  """The environment of the guessing game; the right letter has reward 1."""
 
   roles = ("user",)
 
@@ -85,7 +85,7 @@ class Guessing:
     return ()
 
   def step(self, response: str) -> Step:
-    """The larger part; ends at the last letter, or without a letter."""
+    """Replies with the larger part; ends at the last letter, or without one."""
     guess = _LETTERS.find(response) if len(response) == 1 else -1
     if not self._low <= guess <= self._high:
       return Step(done=True)
@@ -114,7 +114,7 @@ def _asked(low: int, high: int) -> str:
 
 
 def _left(guess: int, low: int, high: int) -> tuple[str, int, int]:
-  """The sign and the larger part; of equal parts, the later one."""
+  """The sign, and the larger part as a range; of equal parts the later one."""
   if high - guess >= guess - low:
     return ">", guess + 1, high
   return "<", low, guess - 1

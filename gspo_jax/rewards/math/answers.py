@@ -110,7 +110,7 @@ def _by_region(expected, result):
 
 
 def _by_list(expected, result):
-  """Lists, sets and systems of equations have no order."""
+  """Compares lists, sets and systems of equations, which have no order."""
   sides = _items(expected), _items(result)
   if all(sides):
     return _match(*sides)
@@ -229,7 +229,7 @@ def _by_inequality(expected, result):
 
 
 def _by_table(expected, result):
-  """Matrices and definitions by cases; a column is a tuple, too."""
+  """Compares matrices and definitions by cases; a column is a tuple, too."""
   sides = _table(expected), _table(result)
   if not any(sides):
     return None
@@ -267,7 +267,7 @@ def _table(tokens):
 
 
 def _by_brackets(expected, result):
-  """Tuples, vectors, intervals: order and brackets count."""
+  """Compares tuples, vectors, intervals: order and brackets count."""
   sides = splits.bracketed(expected), splits.bracketed(result)
   if not any(sides):
     return None

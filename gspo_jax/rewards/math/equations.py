@@ -39,7 +39,7 @@ def sides(tokens: list[str]) -> list[list[str]]:
 
 
 def agree(parts: list[list[str]]) -> bool:
-  """Whether all sides that are numbers are the last one."""
+  """Whether every side that is a number equals the last side."""
   numbers = [_value(part) for part in parts]
   return numbers[-1] is None or all(
     math.isclose(number, numbers[-1], rel_tol=values.DECIMAL)

@@ -19,6 +19,7 @@ _FUNCTIONS = splits.words("""
 sin cos tan sec csc cot arcsin arccos arctan sinh cosh tanh ln exp cis
 """)
 _LOGARITHMS = ("log", "lg")
+_APPLIED = (*_FUNCTIONS, *_LOGARITHMS)
 RECIPROCALS = {"sec": "cos", "csc": "sin", "cot": "tan"}
 _INVERTED = ("sin", "cos", "tan", "sinh", "cosh", "tanh")
 _ONE = ("number", Fraction(1), 0)
@@ -268,7 +269,7 @@ class _Reader:
       tree = self.power()
       while (
         self.begins_atom()
-        and not self._is_function()
+        and self.next.lstrip("\\").strip('"') not in _APPLIED
         and (self.next not in (*_TIMES, *_OVER, "(") and not number(self.next))
       ):
         tree = ("product", tree, self.power())
@@ -276,10 +277,6 @@ class _Reader:
       return _inverse(name, tree)
     tree = (name, *parameters, tree)
     return ("power", tree, exponent) if exponent else tree
-
-  def _is_function(self) -> bool:
-    name = self.next.lstrip("\\").strip('"')
-    return name in _FUNCTIONS or name in _LOGARITHMS
 
   def letters(self, token) -> tuple:
     """The first of some letters; the others follow as factors."""

@@ -125,7 +125,7 @@ def _inequality(tokens) -> Region:
 
 
 def _side(sign, tokens) -> list[Region]:
-  """One side of an end; for `\\ne`, a region without each end."""
+  """The region on one side of an end; for `\\ne`, one without each end."""
   ends = [_end(part) for part in splits.listed(tokens)]
   if sign == "\\ne":
     return [Region("", (e,), lambda x, e=e: not _same(x, e)) for e in ends]

@@ -52,7 +52,7 @@ _TEXT = re.compile(
   r"\\(?:text(?:rm|normal|bf|it|sf|tt)?|mbox|hbox|math(?:rm|bf|sf|it)|emph"
   r"|boldsymbol|bm|operatorname\*?)\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
 )
-_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]+")
+_WORD, _AS_TEXT = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]+"), r'"\g<0>'
 _NUMBERS = re.compile(r"\\mathbb\s*(?:\{\s*([A-Z])\s*\}|([A-Z]))")
 _UNSEEN = re.compile(
   r"\\(?:color|textcolor|hspace\*?|vspace|[hv]?phantom)\s*\{[^{}]*\}"
@@ -143,16 +143,12 @@ def _spelled(text: str) -> str:
     lambda m: _COMMANDS.get(m[1], m[0]), _SPACE.sub(" ", text)
   )
   for _ in range(3):  # text in text
-    text = _TEXT.sub(lambda m: f" {_WORD.sub(_as_text, m[1])} ", text)
+    text = _TEXT.sub(lambda m: f" {_WORD.sub(_AS_TEXT, m[1])} ", text)
   text = _DEGREES.sub("°", _ARRAY.sub(r"\1", text)).replace("**", "^")
   text = text.replace("{:}", ":")
   text = _ORDINAL.sub("", _US.sub("", text))
   text = _INFIX.sub(_as_command, text)
   return _DOLLAR.sub(r"\\$" if text.count("$") == 1 else "", text)
-
-
-def _as_text(word: re.Match) -> str:
-  return f'"{word[0]}'
 
 
 def _as_command(infix: re.Match) -> str:
