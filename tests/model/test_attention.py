@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compilers import absent_devices, needs_libtpu
-from paged_oracle import attention as attention_of_one_token
 
 from gspo_jax.model import attention
 from gspo_jax.plan import compile as plan_compile
@@ -18,41 +17,49 @@ B, T, N, K, H = 2, 256, 4, 2, 128
 SINKS = np.float32([-1.0, 0.5, 2.0, 5.0])
 
 
-def random_inputs(T=T, H=H):
+def random_inputs(T=T, H=H, V=None):
   """Left padding in the first row, two segments in the second."""
   rng = np.random.default_rng(0)
-  normal = lambda heads: rng.normal(size=(B, T, heads, H)).astype(np.float32)
+  normal = lambda *last: rng.normal(size=(B, T, *last)).astype(np.float32)
   segments = np.ones((B, T), np.int32)
   segments[0, : T // 3] = 0
   segments[1, T // 2 :] = 2
-  return normal(N), normal(K), normal(K), segments
+  return normal(N, H), normal(K, H), normal(K, V or H), segments
 
 
-def plain(q, k, v, segments, window=None, sinks_N=None):
-  """One token at a time, in float64."""
-  out = np.zeros(q.shape)
-  for b, t in np.ndindex(q.shape[:2]):
-    keys = np.flatnonzero(segments[b, : t + 1] == segments[b, t])
-    out[b, t] = attention_of_one_token(
-      q[b, t], k[b, keys], v[b, keys], window, sinks_N
-    )
-  return out
+def exact(q, k, v, segments, cotangent, window=None, sinks_N=None, scale=None):
+  """In float64: the output, and gradients of (output * cotangent).sum().
 
-
-def formula(q, k, v, sinks_N, segments, window=None):
-  """One softmax over all scores and the sinks, for `jax.grad`."""
-  k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
-  scores = jnp.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
-  same = segments[:, :, None] == segments[:, None]
-  token_T = np.arange(q.shape[1])
-  age_TT = token_T[:, None] - token_T
-  visible = same & (age_TT >= 0) & (age_TT < (window or len(token_T)))
-  scores = jnp.where(visible[:, None], scores, -1e30)
-  if sinks_N is not None:
-    sinks = jnp.broadcast_to(sinks_N[:, None, None], (*scores.shape[:3], 1))
-    scores = jnp.concatenate([scores, sinks], -1)
-  weights = jax.nn.softmax(scores)[..., : len(token_T)]
-  return jnp.einsum("bnts,bsnh->btnh", weights, v)
+  The gradients are of q, k, v and the sinks. A sink is the score of one more
+  key, whose value is zero.
+  """
+  q, k, v, dout = (np.float64(x) for x in (q, k, v, cotangent))
+  groups, tokens = N // k.shape[2], np.arange(q.shape[1])
+  k, v = (np.repeat(x, groups, axis=2) for x in (k, v))
+  scale = scale or q.shape[-1] ** -0.5
+  age_TT = tokens[:, None] - tokens
+  visible = segments[:, :, None] == segments[:, None]
+  visible &= (age_TT >= 0) & (age_TT < (window or len(tokens)))
+  scores = np.einsum("btnh,bsnh->bnts", q, k, optimize=True) * scale
+  scores = np.where(visible[:, None], scores, -np.inf)
+  sinks_N = np.full(N, -np.inf) if sinks_N is None else sinks_N
+  sinks = np.broadcast_to(sinks_N[:, None, None], (*scores.shape[:3], 1))
+  weights = np.exp(
+    np.concatenate([scores, sinks], -1) - scores.max(-1)[..., None]
+  )
+  weights /= weights.sum(-1, keepdims=True)
+  p, of_sinks = weights[..., :-1], weights[..., -1]
+  einsum = functools.partial(np.einsum, optimize=True)
+  out = einsum("bnts,bsnh->btnh", p, v)
+  mean = einsum("btnh,btnh->bnt", out, dout)
+  ds = scale * p * (einsum("btnh,bsnh->bnts", dout, v) - mean[..., None])
+  by_group = lambda x: x.reshape(*x.shape[:2], -1, groups, x.shape[-1]).sum(3)
+  return out, (
+    einsum("bnts,bsnh->btnh", ds, k),
+    by_group(einsum("bnts,btnh->bsnh", ds, q)),
+    by_group(einsum("bnts,btnh->bsnh", p, dout)),
+    -(of_sinks * mean).sum((0, 2)),
+  )
 
 
 KERNELS = {
@@ -61,77 +68,72 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("name", KERNELS)
+def gradient(kernel, segments, cotangent, **options):
+  """A function of q, k, v and sinks: gradients as of `exact`, and the output.
+
+  It traces the kernel anew.
+  """
+
+  def loss(q, k, v, sinks_N):
+    out = kernel(q, k, v, segments, sinks_N=sinks_N, **options)
+    return (out * cotangent).sum(), out
+
+  return jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))
+
+
 @pytest.mark.parametrize(
-  ("tokens", "window", "sinks_N", "H"),
+  ("name", "tokens", "window", "sinks_N", "options"),
   [
-    (T, None, None, 128),
-    (200, None, None, 128),  # not a multiple of a block
-    (T, None, SINKS, 64),
-    (T, 70, None, 128),
-    (T, 130, SINKS, 64),
-    (T, 1, SINKS, 64),
-    (T, T + 1, SINKS, 64),
+    ("splash", T, None, None, {}),
+    ("splash", 200, None, None, {}),  # not a multiple of a block
+    ("splash", T, None, SINKS, {"H": 64}),
+    ("splash", T, 70, None, {"H": 128}),
+    ("splash", T, 130, SINKS, {"H": 64}),
+    ("splash", T, 1, SINKS, {"H": 64}),
+    ("splash", T, T + 1, SINKS, {"H": 64}),
+    ("splash", T, 100, SINKS, {"H": 64, "dtype": "bfloat16"}),
+    ("splash", T, None, None, {"H": 192, "V": 128, "scale": 0.1}),  # as in MLA
+    ("plain", T, None, None, {}),
+    ("plain", 200, None, None, {"cached": 1}),
+    ("plain", 100, None, SINKS, {"dtype": "bfloat16"}),
+    ("plain", 200, 70, None, {"cached": 1, "dtype": "bfloat16"}),
+    ("plain", 200, 70, SINKS, {}),
+    ("plain", 200, 130, SINKS, {"cached": 1}),
+    ("plain", 100, 1, SINKS, {"cached": 1}),
+    ("plain", 100, 101, SINKS, {}),
+    ("plain", T, None, None, {"H": 24, "V": 16, "scale": 0.1}),
   ],
 )
-def test_each_kernel_equals_the_formula(name, tokens, window, sinks_N, H):
-  inputs = random_inputs(tokens, H)
-  attend = functools.partial(KERNELS[name], window=window, sinks_N=sinks_N)
-  expected = plain(*inputs, window, sinks_N)
-  np.testing.assert_allclose(jax.jit(attend)(*inputs), expected, atol=5e-6)
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_values_of_another_width_and_a_scale(name):
-  """As MLA has them; gradients, too."""
-  q, k, _, segments = random_inputs(H=192)
-  v = np.random.default_rng(2).normal(size=(B, T, K, 128)).astype(np.float32)
-  cotangent = np.random.default_rng(1).normal(size=(B, T, N, 128))
-  scale = 0.1
-
-  def loss(attend):
-    def with_output(qkv):
-      out = attend(*qkv)
-      return (out * cotangent).sum(), out
-
-    return with_output
-
-  attend = functools.partial(KERNELS[name], segments_BT=segments, scale=scale)
-  oracle = lambda q, k, v: formula(
-    q * scale * q.shape[-1] ** 0.5, k, v, None, segments
+def test_each_kernel_and_its_gradients_equal_the_formula(
+  name, tokens, window, sinks_N, options, monkeypatch
+):
+  """In blocks all rows at once, or one at a time; the last block is shorter."""
+  monkeypatch.setattr(attention, "_CACHED_SCORES", options.get("cached", 2**18))
+  H = options.get("H", 128 if name == "splash" else 8)
+  *qkv, segments = random_inputs(tokens, H, options.get("V", H))
+  dtype, scale = options.get("dtype", "float32"), options.get("scale")
+  qkv = [x.astype(jnp.dtype(dtype)) for x in qkv]
+  cotangent = np.random.default_rng(1).normal(
+    size=(B, tokens, N, qkv[2].shape[-1])
   )
-  (out, grads), (expected, exact) = (
-    jax.jit(jax.value_and_grad(loss(f), has_aux=True))((q, k, v))
-    for f in (attend, oracle)
+  settings = {"window": window, "scale": scale}
+  of = gradient(KERNELS[name], segments, cotangent, **settings)
+  grads, out = of(*qkv, sinks_N)
+  expected, exact_grads = exact(
+    *qkv, segments, cotangent, sinks_N=sinks_N, **settings
   )
-  for a, b in zip((out[1], *grads), (expected[1], *exact), strict=True):
-    np.testing.assert_allclose(a, b, atol=1e-5 + 1e-6 * np.abs(b).max())
-
-
-@pytest.mark.parametrize("blocks", ["default", "wide", "apart"])
-def test_gradients_of_splash_equal_those_in_blocks(blocks, monkeypatch):
-  """With longer blocks of keys, or a separate kernel for the queries."""
-  if blocks == "wide":
-    monkeypatch.setattr(attention, "splash_blocks", lambda *_: (128, 256))
-  elif blocks == "apart":
-    monkeypatch.setattr(attention, "_PARTS_BYTES", 0)
-  *qkv, segments = random_inputs(T=256 if blocks == "default" else 512)
-  cotangent = np.random.default_rng(1).normal(size=qkv[0].shape)
-  cotangent[segments == 0] = 0  # splash cuts padding into segments
-  splash = functools.partial(attention.splash, interpret=True)
-
-  def gradients(kernel):
-    loss = lambda qkv: (kernel(*qkv, segments) * cotangent).sum()
-    return jax.grad(loss)
-
-  traced = str(jax.make_jaxpr(gradients(splash))(qkv))
-  assert ("splash_mha_dq" in traced) == (blocks == "apart")
-  # The parts of the queries' gradient, one for each block of keys.
-  assert (f"f32[1,2,{N},512,{H}]" in traced) == (blocks == "wide")
-  actual = jax.jit(gradients(splash))(qkv)
-  expected = jax.jit(gradients(attention.in_blocks))(qkv)
-  for a, b in zip(actual, expected, strict=True):
-    np.testing.assert_allclose(a, b, atol=2e-5)
+  low = dtype == "bfloat16"
+  atol = 0.01 * np.abs(expected).max() if low else 5e-6
+  np.testing.assert_allclose(np.float32(out), expected, atol=atol)
+  if sinks_N is None:
+    assert grads[3] is None
+  for x, a, b in zip((*qkv, sinks_N), grads, exact_grads, strict=True):
+    if x is None:
+      continue
+    assert a.dtype == x.dtype
+    largest = np.abs(b).max()
+    atol = 0.01 * largest if low else 1e-5 + 1e-6 * largest
+    np.testing.assert_allclose(np.float32(a), b, atol=atol)
 
 
 def random_segments(rng, tokens):
@@ -151,7 +153,7 @@ def random_segments(rng, tokens):
 def test_splash_that_skips_blocks_is_splash(
   tokens, window, sinks_N, apart, K, monkeypatch
 ):
-  """Bit for bit, padding included; at real tokens it is `in_blocks`."""
+  """Bit for bit, padding included; at real tokens it is the formula."""
   monkeypatch.setattr(attention, "splash_blocks", lambda *_: (128, 256))
   if apart:
     monkeypatch.setattr(attention, "_PARTS_BYTES", 0)
@@ -162,33 +164,24 @@ def test_splash_that_skips_blocks_is_splash(
   qkv, cotangent = (normal(N), normal(K), normal(K)), normal(N)
   cotangent[segments == 0] = 0
 
-  def gradients(attend):
-    def loss(q, k, v, sinks_N):
-      out = attend(q, k, v, segments, window=window, sinks_N=sinks_N)
-      return (out * cotangent).sum(), out
-
-    grad = jax.grad(loss, (0, 1, 2, 3), has_aux=True)
-    return jax.tree.leaves(jax.jit(grad)(*qkv, sinks_N))
-
-  splash = lambda *args, **options: attention.splash(
-    *args, **options, interpret=True
-  )
-  in_blocks = lambda *args, window, sinks_N: attention.in_blocks(
-    *args, window, sinks_N
-  )
-  skipping, expected = gradients(splash), gradients(in_blocks)
+  splash = gradient(KERNELS["splash"], segments, cotangent, window=window)
+  text = str(splash.trace(*qkv, sinks_N).jaxpr)
+  assert ("splash_mha_dq" in text) == apart
+  # The parts of the queries' gradient, one for each block of keys.
+  assert (f"f32[1,2,{N},512,32]" in text) != apart
+  *grads, out = skipping = jax.tree.leaves(splash(*qkv, sinks_N))
+  expected, exact_grads = exact(*qkv, segments, cotangent, window, sinks_N)
   kernel = attention._splash_kernel
   unskipped = lambda sizes, segments_T, *options: kernel(
     sizes, jnp.zeros_like(segments_T), *options
   )
   monkeypatch.setattr(attention, "_splash_kernel", unskipped)
-  for a, b in zip(skipping, gradients(splash), strict=True):
+  whole = gradient(KERNELS["splash"], segments, cotangent, window=window)
+  for a, b in zip(skipping, jax.tree.leaves(whole(*qkv, sinks_N)), strict=True):
     np.testing.assert_array_equal(a, b)
-  *grads, out = skipping
   assert np.isfinite(out).all()
-  *exact, expected = expected
   pairs = [(out[segments > 0], expected[segments > 0])]
-  for a, b in [*pairs, *zip(grads, exact, strict=True)]:
+  for a, b in [*pairs, *zip(grads, exact_grads, strict=False)]:
     limit = 1e-6 if b.ndim > 1 else 2e-6  # sinks: a sum over all tokens
     np.testing.assert_allclose(a, b, atol=limit * np.abs(b).max())
   for grad in grads[:3]:
@@ -252,65 +245,18 @@ def test_blocks_that_are_not_skipped_hold_a_pair(
     assert set(names.ravel()) == set(other)
 
 
-def gradients_with_sinks(function, qkv, sinks_N):
-  cotangent = np.random.default_rng(1).normal(size=qkv[0].shape)
-  loss = lambda q, k, v, sinks_N: (function(q, k, v, sinks_N) * cotangent).sum()
-  return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*qkv, sinks_N)
-
-
-@pytest.mark.parametrize(
-  ("name", "tokens", "cached", "window", "sinks_N", "dtype"),
-  [
-    ("splash", T, None, None, SINKS, "float32"),
-    ("splash", T, None, 100, SINKS, "float32"),
-    ("splash", T, None, 100, SINKS, "bfloat16"),
-    ("plain", 100, 2**18, None, None, "float32"),
-    ("plain", 200, 1, None, None, "float32"),
-    ("plain", 100, 2**18, None, SINKS, "bfloat16"),
-    ("plain", 200, 1, 70, None, "bfloat16"),
-    ("plain", 200, 2**18, 70, SINKS, "float32"),
-    ("plain", 200, 1, 130, SINKS, "float32"),
-    ("plain", 100, 1, 1, SINKS, "float32"),
-    ("plain", 100, 2**18, 101, SINKS, "float32"),
-  ],
-)
-def test_gradients_of_each_kernel_equal_those_of_the_formula(
-  name, tokens, cached, window, sinks_N, dtype, monkeypatch
-):
-  """In blocks all rows at once, or one at a time; the last block is shorter."""
-  monkeypatch.setattr(attention, "_CACHED_SCORES", cached)
-  *qkv, segments = random_inputs(tokens, H=64 if name == "splash" else 8)
-  qkv = [jnp.asarray(x, dtype) for x in qkv]
-  attend = functools.partial(KERNELS[name], window=window)
-  function = lambda q, k, v, sinks_N: attend(q, k, v, segments, sinks_N=sinks_N)
-  actual = gradients_with_sinks(function, qkv, sinks_N)
-  oracle = functools.partial(formula, segments=segments, window=window)
-  wide = [x.astype(jnp.float32) for x in qkv]
-  expected = gradients_with_sinks(oracle, wide, sinks_N)
-  if sinks_N is None:
-    assert actual[3] is None
-    actual, expected = actual[:3], expected[:3]
-  for x, a, b in zip((*qkv, sinks_N), actual, expected, strict=False):
-    assert a.dtype == x.dtype
-    exact = qkv[0].dtype == jnp.float32
-    close = 1e-5 + 1e-6 * np.abs(b).max() if exact else 0.01 * np.abs(b).max()
-    np.testing.assert_allclose(a.astype(jnp.float32), b, atol=close)
-
-
 @pytest.mark.parametrize(("K", "parts"), [(1, 2), (4, 4)], ids=["one", "all"])
 def test_two_cores_share_the_heads_of_a_single_row(K, parts, monkeypatch):
   """They lead the grid of each kernel, and change no gradient."""
   q, *kv, segments = (x[1:] for x in random_inputs(H=64))
   qkv = [q, *(np.concatenate([x, -x], 2)[:, :, :K] for x in kv)]
 
+  cotangent = np.random.default_rng(1).normal(size=q.shape)
+
   def run(cores):
     monkeypatch.setattr(sharding, "cores", lambda: cores)
-    splash = lambda q, k, v, sinks_N: attention.splash(
-      q, k, v, segments, sinks_N=sinks_N, interpret=True
-    )
-    loss = lambda q, k, v, sinks_N: splash(q, k, v, sinks_N).sum()
-    traced = str(jax.make_jaxpr(jax.grad(loss))(*qkv, SINKS))
-    return traced, gradients_with_sinks(splash, qkv, SINKS)
+    splash = gradient(KERNELS["splash"], segments, cotangent)
+    return str(splash.trace(*qkv, SINKS).jaxpr), splash(*qkv, SINKS)[0]
 
   (one, expected), (two, actual) = run(1), run(2)
   grids = lambda traced: re.findall(r"grid=\(.*?\)", traced)
@@ -410,15 +356,12 @@ def test_no_platform_holds_all_scores(monkeypatch):
   traced = jaxpr("cpu", monkeypatch)
   assert f"f32[{B},{K},{64 * N // K},{T}]" in traced
   assert f"f32[{B},{K},{T * N // K},{T}]" not in traced
+  # A block reads only the keys that its window reaches.
+  traced = jaxpr("cpu", monkeypatch, window=32, sinks_N=SINKS)
+  assert f"f32[{B},{K},{64 * N // K},{64 + 31}]" in traced
+  assert f",{64 * N // K},{T}]" not in traced
   assert "splash" in jaxpr("tpu", monkeypatch, H=64)
   assert "splash" not in jaxpr("tpu", monkeypatch, H=32)  # too narrow
-
-
-def test_a_block_reads_only_the_keys_that_its_window_reaches(monkeypatch):
-  traced = jaxpr("cpu", monkeypatch, window=32, sinks_N=SINKS)
-  rows = 64 * N // K
-  assert f"f32[{B},{K},{rows},{64 + 31}]" in traced
-  assert f",{rows},{T}]" not in traced
 
 
 @pytest.mark.parametrize(
