@@ -10,6 +10,7 @@ import pytest
 from expert_oracle import random_experts, weighted_sum
 
 from gspo_jax import model
+from gspo_jax.model import lora
 from gspo_jax.model.moe import MoE
 from gspo_jax.runtime import sharding
 
@@ -71,46 +72,22 @@ def compiled(case, replay=False):
   return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
 
 
-@functools.cache
-def compiled_dense(case):
-  """Output and gradient by running every expert on every token."""
-  k, normed = CASES[case]
-
-  def loss(params, x, cotangent):
-    probs = jax.nn.softmax(x @ params["router"])
-    kth = jnp.sort(probs, -1)[..., -k, None]
-    weights = jnp.where(probs >= kth, probs, 0)
-    if normed:
-      weights /= weights.sum(-1, keepdims=True)
-    gate, up = jnp.split(
-      jnp.einsum("btd,edf->btef", x, params["gate_up"]), 2, -1
-    )
-    each = jnp.einsum(
-      "btef,efd->bted", gate / (1 + jnp.exp(-gate)) * up, params["down"]
-    )
-    y = (each * weights[..., None]).sum(-2)
-    return (y * cotangent).sum(), y
-
-  return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
-
-
-@pytest.mark.parametrize("exact", [True, False])
-def test_a_float32_router_has_operands_of_float32(exact):
+@pytest.mark.parametrize("wide", [True, False])
+def test_a_float32_router_has_operands_of_float32(wide):
   """Its probabilities are those of float64, in a bfloat16 model."""
   cfg = dataclasses.replace(
-    config("all of five"), dtype="bfloat16", float32_router=exact
+    config("all of five"), dtype="bfloat16", float32_router=wide
   )
   params, x = random_layer()
   x = jnp.asarray(x, jnp.bfloat16)
   cast = {"layers": {"moe": params}}
   cast = model.parameters.cast(cast, cfg)["layers"]["moe"]  # for decoding
-  logits = np.float64(x) @ np.float64(params["router"])
-  expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  expected = router_log_softmax(params, x)
   for weights in params, cast:
-    _, routing = MoE(cfg).apply({"params": weights}, x, ALL)
+    _, routing = jax.jit(MoE(cfg).apply)({"params": weights}, x, ALL)
     at = routing.experts.astype(int)
     gap = routing.logps - np.take_along_axis(expected, at, 2)
-    assert (np.abs(gap).max() < 1e-5) == exact
+    assert (np.abs(gap).max() < 1e-5) == wide
 
 
 MASK = np.arange(T) < np.array([[T], [7]])  # padding ends the second row
@@ -176,36 +153,85 @@ def run(case, params, x, routes=None, replay=False):
   return y, routing, grads
 
 
-def loop(case, params, x, routes=None):
-  """Output and experts by a loop in float64; by `routes` if given."""
-  k, normed = CASES[case]
-  params = {name: p.astype(np.float64) for name, p in params.items()}
-  y, experts = np.zeros(x.shape), np.zeros((B, T, k), int)
-  for b, t in np.ndindex(B, T):
-    probs = np.exp(x[b, t] @ params["router"])
-    probs /= probs.sum()
-    experts[b, t] = np.argsort(-probs)[:k] if routes is None else routes[b, t]
-    total = probs[experts[b, t]].sum() if normed else 1
-    for e in experts[b, t]:
-      gate, up = np.split(x[b, t] @ params["gate_up"][e], 2)
-      hidden = gate / (1 + np.exp(-gate)) * up
-      y[b, t] += probs[e] / total * hidden @ params["down"][e]
-  return y, experts
+def router_log_softmax(params, x):
+  logits = np.float64(x) @ np.float64(params["router"])
+  return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+# The end of a parameter's name, by field of `Experts`.
+ENDS = {"weight": "", "a": "_lora_a", "b": "_lora_b", "bias": "_bias"}
+
+
+def experts_of(params, name):
+  return lora.Experts(*(params.get(name + end) for end in ENDS.values()))
+
+
+def exact(cfg, params, x, routes=None, real=ALL):
+  """By a loop in float64: output, experts, gradients of parameters and of x.
+
+  Of `sum(output * COTANGENT)`; tokens go to `routes`, if given.
+  """
+  flat = lambda x: x.reshape(B * T, -1)
+  by_row = lambda x: x.reshape(B, T, -1)
+  p = np.exp(flat(router_log_softmax(params, x)))
+  experts = np.argsort(-p)[:, : cfg.experts_per_token]
+  experts = experts if routes is None else flat(routes).astype(int)
+  if cfg.norm_topk_prob:  # a softmax over the chosen experts, not over all
+    p *= (experts[:, :, None] == np.arange(E)).any(1)
+    p /= p.sum(1, keepdims=True)
+  y, (dx, dweights, *of_experts), _ = weighted_sum(
+    flat(x),
+    np.take_along_axis(p, experts, 1),
+    np.where(flat(real), experts, E),
+    *(experts_of(params, name) for name in ("gate_up", "down")),
+    cfg.swiglu_limit,
+    flat(COTANGENT),
+  )
+  dp = np.zeros_like(p)
+  np.put_along_axis(dp, experts, dweights, 1)
+  dlogits = p * (dp - (p * dp).sum(1, keepdims=True))
+  dx += dlogits @ np.float64(params["router"]).T
+  grads = {"router": flat(x).T @ dlogits}
+  for name, parts in zip(("gate_up", "down"), of_experts, strict=True):
+    named = zip(ENDS.values(), parts, strict=True)
+    grads |= {name + end: g for end, g in named if g is not None}
+  return by_row(y), by_row(experts), (grads, by_row(dx))
+
+
+def random_routes(case, seed=3):
+  """Routes [B, T, k] that no router chose."""
+  k, _ = CASES[case]
+  rng = np.random.default_rng(seed)
+  order = rng.permuted(np.tile(np.arange(E), (B, T, 1)), axis=-1)
+  return order[..., :k].astype(np.uint8)
 
 
 @every_load
 @every_case
-def test_output_equals_a_loop_and_gradient_the_sum_of_all_experts(case, load):
+def test_free_and_replayed_passes_equal_a_loop(case, load):
+  """Replay of its own experts changes nothing."""
   params, x = random_layer(load)
-  y, routing, grads = run(case, params, x)
-  expected, experts = loop(case, params, x)
-  np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
-  if CASES[case][0] < E:  # the order among tiny weights is rounding
-    np.testing.assert_array_equal(np.sort(routing.experts), np.sort(experts))
-  assert np.abs(y).max(-1).min() > 1e-3  # of every token
-  expected, _ = compiled_dense(case)(params, x, COTANGENT)
-  close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=2e-5)
-  jax.tree.map(close, grads, expected)
+  table, own = router_log_softmax(params, x), None
+  for replayed in "none", "any", "own":
+    routes = {"none": None, "any": random_routes(case), "own": own}[replayed]
+    y, routing, grads = run(case, params, x, routes, replay=routes is not None)
+    own = routing.experts if routes is None else own
+    expected, experts, exact_grads = exact(config(case), params, x, routes)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+    if routes is not None:
+      np.testing.assert_array_equal(routing.experts, routes)
+    elif CASES[case][0] < E:  # the order among tiny weights is rounding
+      np.testing.assert_array_equal(np.sort(own), np.sort(experts))
+      assert np.abs(y).max(-1).min() > 1e-3  # of every token
+    # Rounding errors are relative to the largest terms, not to the sum.
+    for a, b in zip(*map(jax.tree.leaves, (grads, exact_grads)), strict=True):
+      np.testing.assert_allclose(a, b, atol=1e-5 * max(1, np.abs(b).max()))
+    at = np.take_along_axis(table, routing.experts.astype(int), -1)
+    np.testing.assert_allclose(routing.logps, at, atol=1e-5)
+    entropy = -(np.exp(table) * table).sum(-1)
+    np.testing.assert_allclose(routing.entropy, entropy, atol=1e-5)
+    assert routing.logps.dtype == routing.entropy.dtype == np.float32
+    assert routing.dropped == 0
 
 
 def test_the_loads_are_as_named():
@@ -230,7 +256,7 @@ def test_bf16_routes_in_float32():
   )
   assert y.dtype == jnp.bfloat16
   assert (np.asarray(routing.experts) == [4, 3]).all()
-  expected, _ = loop("two of five", params, x)
+  expected, *_ = exact(config("two of five"), params, x)
   np.testing.assert_allclose(np.float64(y), expected, atol=0.05)
 
 
@@ -245,112 +271,41 @@ def test_biases_and_the_clamped_activation(rank):
   )
   params, x = random_layer()
   rng, real = np.random.default_rng(2), np.arange(B * T).reshape(B, T) % 5 > 0
-  ends = {"weight": "", "a": "_lora_a", "b": "_lora_b", "bias": "_bias"}
-  experts = {
-    "gate_up": random_experts(rng, E, D, 2 * F, bool(rank), bias=True),
-    "down": random_experts(rng, E, F, D, bool(rank), bias=True),
-  }
-  leaves = lambda name, parts: {
-    name + ends[field]: x
-    for field, x in parts._asdict().items()
-    if x is not None
-  }
-  for name, parts in experts.items():
-    params |= leaves(name, parts)
+  for name, shape in ("gate_up", (D, 2 * F)), ("down", (F, D)):
+    parts = random_experts(rng, E, *shape, bool(rank), bias=True)._asdict()
+    for field, end in ENDS.items():
+      if parts[field] is not None:
+        params[name + end] = parts[field]
 
   def loss(params, x):
-    y, routing = MoE(cfg).apply({"params": params}, x, real)
-    return (y * COTANGENT).sum(), (y, routing)
+    y, _ = MoE(cfg).apply({"params": params}, x, real)
+    return (y * COTANGENT).sum(), y
 
-  grads, (y, routing) = jax.jit(jax.grad(loss, has_aux=True))(params, x)
-  chosen = np.where(real[..., None], routing.experts, E).reshape(-1, 2)
-  table = router_log_softmax(params, x).reshape(-1, E)
-  weights = np.exp(np.take_along_axis(table, np.minimum(chosen, E - 1), -1))
-  weights /= weights.sum(-1, keepdims=True)
-  flat = lambda x: x.reshape(-1, D)
-  expected_y, (_, _, *expected), _ = weighted_sum(
-    flat(x), weights, chosen, *experts.values(), 1.5, flat(COTANGENT)
-  )
-  np.testing.assert_allclose(flat(y), expected_y, rtol=1e-4, atol=1e-5)
-  for name, parts in zip(experts, expected, strict=True):
-    for path, gradient in leaves(name, parts).items():
-      largest = np.abs(gradient).max()
-      assert largest > 1
-      np.testing.assert_allclose(grads[path], gradient, atol=1e-5 * largest)
+  grads, y = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
+  expected_y, _, expected = exact(cfg, params, x, real=real)
+  np.testing.assert_allclose(y, expected_y, rtol=1e-4, atol=1e-5)
+  for a, b in zip(*map(jax.tree.leaves, (grads, expected)), strict=True):
+    largest = np.abs(b).max()
+    assert largest > 1
+    np.testing.assert_allclose(a, b, atol=1e-5 * largest)
 
 
 # Routing Replay.
 
 
-def random_routes(case, seed=3):
-  """Routes [B, T, k] that no router chose."""
-  k, _ = CASES[case]
-  rng = np.random.default_rng(seed)
-  route = lambda: rng.permutation(E)[:k]
-  routes = [[route() for _ in range(T)] for _ in range(B)]
-  return np.array(routes, np.uint8)
-
-
-def router_log_softmax(params, x):
-  logits = np.float64(x) @ np.float64(params["router"])
-  return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-
-
-@every_load
-@every_case
-def test_replay_sends_tokens_to_the_routes(case, load):
-  params, x = random_layer(load)
-  routes = random_routes(case)
-  y, routing, _ = run(case, params, x, routes, replay=True)
-  np.testing.assert_array_equal(routing.experts, routes)
-  assert routing.dropped == 0
-  expected, _ = loop(case, params, x, routes)
-  np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("replay", [False, True])
-@every_case
-def test_router_log_probs_are_those_of_the_routes(case, replay):
-  params, x = random_layer()
-  routes = random_routes(case)
-  _, routing, _ = run(case, params, x, routes, replay)
-  table = router_log_softmax(params, x)
-  expected = np.take_along_axis(table, routes.astype(int), -1)
-  np.testing.assert_allclose(routing.logps, expected, atol=1e-5)
-  entropy = -(np.exp(table) * table).sum(-1)
-  np.testing.assert_allclose(routing.entropy, entropy, atol=1e-5)
-  assert routing.logps.dtype == routing.entropy.dtype == np.float32
-
-
 @every_case
 def test_without_replay_routes_change_nothing(case):
   params, x = random_layer()
-  y, routing, grads = run(case, params, x, random_routes(case))
+  """But where the log-probs are taken."""
+  routes = random_routes(case)
+  y, routing, grads = run(case, params, x, routes)
   free_y, free, free_grads = run(case, params, x)
   equal = np.testing.assert_array_equal
   equal(routing.experts, free.experts)
   jax.tree.map(equal, (y, grads), (free_y, free_grads))
-  # Without routes the log-probs are those of the experts.
   table = router_log_softmax(params, x)
-  expected = np.take_along_axis(table, free.experts.astype(int), -1)
-  np.testing.assert_allclose(free.logps, expected, atol=1e-5)
-
-
-@every_load
-@every_case
-def test_replaying_the_top_experts_changes_nothing(case, load):
-  params, x = random_layer(load)
-  y, free, grads = run(case, params, x)
-  again_y, again, again_grads = run(case, params, x, free.experts, replay=True)
-  jax.tree.map(np.testing.assert_array_equal, again, free)
-
-  # Replay takes a softmax over k logits, the free pass a quotient. Their
-  # rounding errors are relative to the largest terms, not to the sum.
-  def close(a, b):
-    scale = max(1, np.abs(b).max())
-    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * scale)
-
-  jax.tree.map(close, (again_y, again_grads), (y, grads))
+  expected = np.take_along_axis(table, routes.astype(int), -1)
+  np.testing.assert_allclose(routing.logps, expected, atol=1e-5)
 
 
 def test_the_routing_has_no_gradient():
