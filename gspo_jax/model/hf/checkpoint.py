@@ -85,7 +85,7 @@ def load_hf(
       params[tensor.path] = zeros(shape)
       continue
     (array,) = _read(source, 0, {tensor: sharding}).values()
-    x, finite = _from_hf(array, tensor=tensor, sharding=sharding)
+    x, finite = _from_hf(array, **_kind(tensor), sharding=sharding)
     params[tensor.path] = x
     _require_finite(source, 0, {tensor: (array, finite)})
     if tensor.path == "embed" and source.has_second_head(cfg):
@@ -97,7 +97,7 @@ def load_hf(
       here = {t: s for t, s in stacked.items() if i in t.layers}
       for tensor, array in _read(source, i, here).items():
         place = functools.partial(
-          _from_hf, tensor=tensor, sharding=stacked[tensor]
+          _from_hf, **_kind(tensor), sharding=stacked[tensor]
         )
         at = tensor.layers.index(i)
         params[tensor.path], finite = place(array, params[tensor.path], at)
@@ -170,13 +170,20 @@ def _spans(index, shape) -> Spans:
   return tuple(part.indices(size)[:2] for part, size in axes)
 
 
+def _kind(tensor: TensorMap) -> dict:
+  """What `_from_hf` and `_to_hf` are compiled for, besides the shape."""
+  return {"order": tensor.order, "interleaved": tensor.interleaved}
+
+
 @functools.partial(
-  jax.jit, static_argnames=("tensor", "sharding"), donate_argnames="stack"
+  jax.jit,
+  static_argnames=("order", "interleaved", "sharding"),
+  donate_argnames="stack",
 )
-def _from_hf(array, stack=None, i=0, *, tensor: TensorMap, sharding):
+def _from_hf(array, stack=None, i=0, *, order, interleaved, sharding):
   """A float32 parameter, or `stack` with its layer i; whether it is finite."""
-  x = array.astype(jnp.float32).transpose(np.argsort(tensor.order))
-  if tensor.interleaved:
+  x = array.astype(jnp.float32).transpose(np.argsort(order))
+  if interleaved:
     x = swap_last(x, (-1, 2))
   if stack is not None:
     x = jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
@@ -234,8 +241,10 @@ def save_hf(
       file, arrays = file_name(number, count), {}
       for tensor in tensors:
         if tensor.stacked == (i is not None) and (i or 0) in tensor.layers:
-          at = tensor.layers.index(i or 0)
-          x = _to_hf(leaves[tensor.path], at, tensor=tensor, dtype=dtype)
+          at = tensor.layers.index(i) if tensor.stacked else None
+          kept = parameters.find(tensor.path).float32
+          own = "float32" if kept else dtype
+          x = _to_hf(leaves[tensor.path], at, **_kind(tensor), dtype=own)
           _add(arrays, tensor, multihost.to_host(x), i or 0)
       index |= dict.fromkeys(arrays, file)
       total += sum(x.nbytes for x in arrays.values())
@@ -249,14 +258,12 @@ def save_hf(
   on_primary(lambda: _finish(folder, partial, index, total))
 
 
-@functools.partial(jax.jit, static_argnames=("tensor", "dtype"))
-def _to_hf(x, i, *, tensor: TensorMap, dtype: str):
-  layer = x[i] if tensor.stacked else x
-  if tensor.interleaved:
+@functools.partial(jax.jit, static_argnames=("order", "interleaved", "dtype"))
+def _to_hf(x, i, *, order, interleaved, dtype: str):
+  layer = x if i is None else x[i]
+  if interleaved:
     layer = swap_last(layer, (2, -1))
-  if not parameters.find(tensor.path).float32:
-    layer = layer.astype(dtype)
-  return layer.transpose(tensor.order)
+  return layer.astype(dtype).transpose(order)
 
 
 def _add(arrays: dict, tensor: TensorMap, array: np.ndarray, layer: int):
