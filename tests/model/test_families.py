@@ -17,101 +17,105 @@ from gspo_jax import model
 from gspo_jax.model import hf
 from gspo_jax.runtime import sharding
 
-T = 9
-forward = jax.jit(model.forward, static_argnums=1)
+ROWS, T = 4, 10
+
+
+def gradient(cfg):
+  """Jitted: gradients of `(logits * cotangent).sum()`, logits, routing.
+
+  With `own` the tokens go to the top experts, else to `routes`.
+  """
+
+  def loss(params, tokens, positions, segments, routes, own, cotangent):
+    inputs = params, cfg, tokens, positions, segments
+    replay = {"routes": routes, "replay": True, "use_own_experts": own}
+    out = model.hidden_states(*inputs, **replay)
+    logits = model.unembed(params, cfg, out.hidden)
+    return (logits * cotangent).sum(), (logits, out.routing)
+
+  return jax.jit(jax.grad(loss, has_aux=True))
+
+
+@functools.cache
+def by_loop(name):
+  cfg = FAMILIES[name]
+  return gradient(dataclasses.replace(cfg, unroll=cfg.num_layers))
+
+
+def random_routes(cfg):
+  rng = np.random.default_rng(0)
+  shape = cfg.num_moe_layers, ROWS, T, cfg.num_experts
+  order = rng.permuted(np.broadcast_to(np.arange(shape[-1]), shape), axis=-1)
+  return order[..., : cfg.experts_per_token].astype(np.uint8)
 
 
 @each_family
 def test_a_packed_row_equals_single_rows_and_passes_no_gradient(name):
   """The segments have no token in common, so no row of the embedding."""
   cfg, rng = FAMILIES[name], np.random.default_rng(0)
-  segments = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2]])
-  positions = np.array([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
-  tokens = rng.integers(0, 12, (1, T)) + 12 * (segments == 2)
-
-  def loss(params, segment):
-    out = model.forward(params, cfg, tokens, positions, segments)
-    return jnp.where(segments[..., None] == segment, out.logits, 0).sum(), out
-
-  run = jax.jit(jax.grad(loss, has_aux=True))
+  # The first row holds the next two.
+  segments = np.zeros((ROWS, T), np.int32)
+  segments[:3] = [1] * 4 + [2] * 6, [1] * 4 + [0] * 6, [2] * 6 + [0] * 4
+  positions = np.tile(np.arange(T), (ROWS, 1))
+  positions[0, 4:] -= 4
+  tokens = rng.integers(0, 12, (ROWS, T)) + 12 * (segments == 2)
+  for segment in 1, 2:
+    tokens[segment, segments[segment] > 0] = tokens[0, segments[0] == segment]
+  inputs = tokens, positions, segments, random_routes(cfg)
   for segment, others in ((1, slice(12, 24)), (2, slice(12))):
-    grads, out = jax.device_get(run(weights(cfg), segment))
-    here = segments[0] == segment
-    n, single = here.sum(), np.zeros((1, T), np.int32)
-    single[0, :n] = tokens[0, here]
-    alone = forward(
-      weights(cfg), cfg, single, np.arange(T)[None], (np.arange(T) < n)[None]
+    here, alone = segments[0] == segment, segments[segment] > 0
+    cotangent = np.zeros((ROWS, T, cfg.vocab_size), np.float32)
+    cotangent[0, here] = 1
+    grads, (logits, routing) = jax.device_get(
+      by_loop(name)(weights(cfg), *inputs, True, cotangent)
     )
+    experts = routing.experts
     np.testing.assert_allclose(
-      out.logits[0, here], alone.logits[0, :n], atol=1e-5
+      logits[0, here], logits[segment, alone], atol=1e-5
     )
     np.testing.assert_array_equal(
-      out.experts[:, 0, here], alone.experts[:, 0, :n]
+      experts[:, 0, here], experts[:, segment, alone]
     )
     assert not grads["embed"][others].any()
     assert grads["embed"].any()
 
 
 @each_family
-def test_a_scan_equals_a_loop_over_layers(name):
-  """With replay and rematerialised; gradients, too."""
+def test_a_scan_and_a_mesh_equal_a_loop_over_layers(name):
+  """With replay and without; on the mesh rematerialised, all axes split."""
   cfg, rng = FAMILIES[name], np.random.default_rng(0)
-  tokens = rng.integers(0, 24, (2, T))
-  positions, mask = np.indices((2, T))[1], np.ones((2, T), int)
-  E, k, L = cfg.num_experts, cfg.experts_per_token, cfg.num_moe_layers
-  order = rng.permuted(np.broadcast_to(np.arange(E), (L, 2, T, E)), axis=-1)
-  routes = order[..., :k].astype(np.uint8)
-  cotangent = rng.normal(size=(2, T, cfg.vocab_size))
-
-  @functools.partial(jax.jit, static_argnums=0)
-  @functools.partial(jax.grad, argnums=1, has_aux=True)
-  def run(cfg, params):
-    out = model.hidden_states(
-      params, cfg, tokens, positions, mask, routes=routes, replay=True
+  tokens = rng.integers(0, 24, (ROWS, T)).astype(np.int32)
+  positions, mask = np.indices(tokens.shape)[1], np.ones_like(tokens)
+  cotangent = rng.normal(size=(ROWS, T, cfg.vocab_size)).astype(np.float32)
+  inputs = tokens, positions, mask, random_routes(cfg)
+  scan, on_mesh = (
+    gradient(dataclasses.replace(cfg, unroll=1, remat=remat))
+    for remat in ("none", "attention,stream")
+  )
+  mesh = sharding.make_mesh(context=2, expert=2, tensor=2)
+  placed = jax.device_put(weights(cfg), model.shardings(weights(cfg), mesh))
+  close = lambda atol: (
+    lambda a, b: np.testing.assert_allclose(
+      a, b, atol=atol * max(np.abs(b).max(), 1)
     )
-    logits = model.unembed(params, cfg, out.hidden)
-    return (logits * cotangent).sum(), (logits, out.routing)
-
-  change = functools.partial(dataclasses.replace, cfg)
-  loop = jax.device_get(run(change(unroll=cfg.num_layers), weights(cfg)))
-  np.testing.assert_array_equal(loop[1][1].experts, routes)
-  for remat in ("none", "attention,stream"):
-    scan = run(change(unroll=1, remat=remat), weights(cfg))
-    for a, b in zip(*map(jax.tree.leaves, (scan, loop)), strict=True):
-      np.testing.assert_allclose(a, b, atol=2e-5 * max(np.abs(b).max(), 1))
+  )
+  for own in False, True:
+    loop = jax.device_get(by_loop(name)(weights(cfg), *inputs, own, cotangent))
+    jax.tree.map(close(2e-5), scan(weights(cfg), *inputs, own, cotangent), loop)
+    with jax.set_mesh(mesh):
+      many = on_mesh(placed, *inputs, own, cotangent)
+    jax.tree.map(close(3e-5), jax.device_get(many), loop)
+    replayed = (loop[1][1].experts == inputs[-1]).all()
+    assert replayed != own
   for path, grad in sharding.leaves_by_path(loop[0]).items():
     assert grad.any() != path.endswith("choice_bias"), path
-
-
-@each_family
-def test_a_mesh_gives_what_one_device_gives(name):
-  """With heads, sinks, tokens and experts split, and what is not."""
-  cfg = dataclasses.replace(FAMILIES[name], remat="full", unroll=1)
-  rng = np.random.default_rng(1)
-  tokens = rng.integers(0, 24, (4, T + 1)).astype(np.int32)
-  positions, mask = np.indices(tokens.shape)[1], np.ones_like(tokens)
-  cotangent = rng.normal(size=(*tokens.shape, cfg.vocab_size))
-
-  @functools.partial(jax.grad, has_aux=True)
-  def loss(params):
-    out = model.forward(params, cfg, tokens, positions, mask)
-    return (out.logits * cotangent).sum(), (out.logits, out.experts)
-
-  one = jax.device_get(jax.jit(loss)(weights(cfg)))
-  mesh = sharding.make_mesh(context=2, expert=2, tensor=2)
-  with jax.set_mesh(mesh):
-    placed = jax.device_put(weights(cfg), model.shardings(weights(cfg), mesh))
-    many = jax.device_get(jax.jit(lambda p: loss(p))(placed))
-  np.testing.assert_array_equal(one[1][1], many[1][1])
-  for a, b in zip(*map(jax.tree.leaves, (many, one)), strict=True):
-    np.testing.assert_allclose(a, b, atol=3e-5 * max(np.abs(b).max(), 1))
 
 
 def test_first_layers_are_computed_again_in_the_backward_pass():
   """No compiler merges what is computed again with the forward pass."""
   cfg = dataclasses.replace(
     FAMILIES["glm-4.5"],
-    num_layers=4,
+    num_layers=3,
     first=(model.Layer(experts=False),) * 2,
     unroll=1,
   )
@@ -129,26 +133,25 @@ def test_first_layers_are_computed_again_in_the_backward_pass():
 
 
 @pytest.mark.parametrize(
-  ("name", "module", "parameter"),
+  ("name", "ends"),
   [
-    ("glm-4.5", "moe", "choice_bias"),
-    ("qwen3.5", "delta_net", "A_log"),
-    ("qwen3.5", "delta_net", "dt_bias"),
+    ("glm-4.5", ["moe/choice_bias"]),
+    ("qwen3.5", ["delta_net/A_log", "delta_net/dt_bias"]),
   ],
 )
-def test_some_parameters_are_never_rounded(name, module, parameter, tmp_path):
+def test_some_parameters_are_never_rounded(name, ends, tmp_path):
   cfg = dataclasses.replace(FAMILIES[name], dtype="bfloat16")
-  x = weights(cfg)["layers"][module][parameter]
-  assert (x != x.astype(jnp.bfloat16)).all()
   decoding = model.unstack_layers(weights(cfg), cfg)
-  found = [
-    layer[module][parameter] for layer in decoding["layers"] if module in layer
-  ]
-  assert found[0].dtype == np.float32
-  np.testing.assert_array_equal(np.stack(found), x)
   hf.save_hf(weights(cfg), cfg, tmp_path / "low", dtype="bfloat16")
   again = hf.load_hf(tmp_path / "low", cfg)["layers"]
-  np.testing.assert_array_equal(again[module][parameter], x)
+  for end in ends:
+    module, parameter = end.split("/")
+    x = weights(cfg)["layers"][module][parameter]
+    assert (x != x.astype(jnp.bfloat16)).all()
+    layers = [layer[module] for layer in decoding["layers"] if module in layer]
+    assert layers[0][parameter].dtype == np.float32
+    np.testing.assert_array_equal([y[parameter] for y in layers], x)
+    np.testing.assert_array_equal(again[module][parameter], x)
   assert not np.array_equal(
     again["moe"]["down"], weights(cfg)["layers"]["moe"]["down"]
   )
