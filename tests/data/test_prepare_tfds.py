@@ -1,13 +1,12 @@
 """TFDS sets from local files, by name, without TensorFlow or a network."""
 
-import functools
 import json
 import sys
 
 import datasets
 import pytest
 import tensorflow_datasets as tfds
-from processes import python
+from processes import mistake, python
 
 from gspo_jax.data import prepare_tfds, sources
 from gspo_jax.runtime.errors import UserError
@@ -97,12 +96,12 @@ def test_mistakes(tmp_path):
 
 
 def test_the_command(tmp_path):
-  run = functools.partial(python, "-m", "gspo_jax.data.prepare_tfds")
-  done = run(
-    "--name=my_set",
+  done = python(
+    *("-m", "gspo_jax.data.prepare_tfds", "--name=my_set"),
     f"--train={write(tmp_path / 'a', 5)}",
     f"--data_dir={tmp_path}/sets",
   )
   assert done.returncode == 0, done.stderr
   assert "'train': 5" in done.stdout
-  assert run("--name=my_set").stderr.startswith("error: --train is missing")
+  error = mistake(prepare_tfds.main, "--name=my_set")
+  assert error.startswith("error: --train is missing")

@@ -1,10 +1,15 @@
 """What runs on this machine, and new processes of the tests' Python."""
 
+import contextlib
+import io
 import os
 import socket
 import subprocess
 import sys
+from unittest import mock
 
+import pytest
+from absl.testing import flagsaver
 from repository import ROOT
 
 
@@ -25,6 +30,22 @@ def python(*arguments, timeout=300, **options):
     **{"cwd": ROOT, "timeout": timeout, "capture_output": True, "text": True}
     | options,
   )
+
+
+def mistake(main, *arguments):
+  """The line with which a command ends, with exit code 2, in this process."""
+  stderr, argv = io.StringIO(), ["command", *map(str, arguments)]
+  with (
+    mock.patch.object(sys, "argv", argv),
+    flagsaver.flagsaver(),
+    contextlib.redirect_stderr(stderr),
+    pytest.raises(SystemExit) as ended,
+  ):
+    main()
+  (line,) = stderr.getvalue().splitlines()
+  assert ended.value.code == 2, line
+  assert line.startswith("error: ")
+  return line
 
 
 def free_port() -> int:
