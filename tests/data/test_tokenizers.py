@@ -1,6 +1,7 @@
 """Tokenizers: ids and back, chat templates, and text with control strings."""
 
 import errno
+import functools
 import io
 import itertools
 import json
@@ -78,6 +79,14 @@ def save(folder, fast, template=CHATML, **names):
   return folder
 
 
+def with_template(chat, tmp_path, template):
+  folder = tmp_path / "folder"
+  shutil.copytree(chat, folder)
+  (folder / "chat_template.jinja").write_text(template)
+  return str(folder)
+
+
+@functools.cache
 def library(folder):
   return transformers.AutoTokenizer.from_pretrained(str(folder))
 
@@ -160,17 +169,6 @@ def test_text_survives_sentencepiece(spm, text):
   ids = tokenizer.encode(text)
   assert tokenizer.decode(ids) == text
   assert not {tokenizer.pad_id, *tokenizer.stop_ids} & set(ids)
-
-
-def test_what_is_no_text_shows_in_sentencepiece(spm):
-  tokenizer = tokenizers.load(str(spm))
-  one, two = tokenizer.encode("1"), tokenizer.encode("2")
-  stop, size = tokenizer.stop_ids[0], tokenizer.vocab_size
-  assert tokenizer.decode([*one, tokenizer.pad_id, *two]) == "1<pad>2"
-  assert tokenizer.decode([*one, stop, stop, *two]) == "1</s></s>2"
-  assert tokenizer.decode([*one, size, -1, *two]) == "1\ufffd\ufffd2"
-  broken = tokenizer.encode("中🙂\x07")[:-2]
-  assert "\ufffd" in tokenizer.decode(np.array(broken, np.int32))
 
 
 def test_sentencepiece_without_padding_pads_with_its_stop(tmp_path):
@@ -318,49 +316,38 @@ def test_a_vocabulary_that_holds_its_control_tokens(tmp_path):
 
 
 def test_stops_and_padding_of_a_folder(chat, tmp_path):
+  """Those of config.json where no generation_config.json has any."""
   tokenizer, theirs = tokenizers.load(str(chat)), library(chat)
   stop, pad = theirs.eos_token_id, theirs.pad_token_id
-  assert tokenizer.stop_ids == (stop, pad)
-  assert tokenizer.pad_id == pad
+  assert (tokenizer.stop_ids, tokenizer.pad_id) == ((stop, pad), pad)
   assert tokenizer.vocab_size == len(theirs)
   shutil.copytree(chat, tmp_path / "a")
   set_key(tmp_path / "a/tokenizer_config.json", "pad_token")
-  for eos, stops in ((pad, (stop, pad)), (None, (stop,)), ([stop], (stop,))):
-    text = json.dumps({"eos_token_id": eos})
-    (tmp_path / "a/generation_config.json").write_text(text)
-    tokenizer = tokenizers.load(str(tmp_path / "a"))
-    assert tokenizer.stop_ids == stops
-    assert tokenizer.pad_id == stop
-  (tmp_path / "a/generation_config.json").unlink()
-  assert tokenizers.load(str(tmp_path / "a")).stop_ids == (stop,)
-
-
-def test_stops_of_config_json(chat, tmp_path):
-  """As transformers: where no generation_config.json has any."""
-  shutil.copytree(chat, tmp_path / "a")
-  stop, pad = tokenizers.load(str(chat)).stop_ids
-  generation = tmp_path / "a/generation_config.json"
-  config = tmp_path / "a/config.json"
-  config.write_text(json.dumps({"eos_token_id": [pad, stop, 5]}))
-  assert tokenizers.load(str(tmp_path / "a")).stop_ids == (stop, pad)
+  of_config = lambda ids: {"eos_token_id": ids, "vocab_size": 9}
+  of_images = {"text_config": {"eos_token_id": [pad]}, "eos_token_id": None}
   prints = set()
-  for eos, stops in (
-    ([pad, stop, 5], (stop, pad, 5)),
-    (pad, (stop, pad)),
-    (None, (stop,)),
+  for generation, config, stops in (
+    ({"eos_token_id": pad}, None, (stop, pad)),
+    ({"eos_token_id": None}, None, (stop,)),
+    ({"eos_token_id": [stop]}, None, (stop,)),
+    (None, None, (stop,)),
+    ({"eos_token_id": [stop, pad]}, of_config([pad, stop, 5]), (stop, pad)),
+    ({}, of_config([pad, stop, 5]), (stop, pad, 5)),
+    (None, of_config([pad, stop, 5]), (stop, pad, 5)),
+    (None, of_config(pad), (stop, pad)),
+    (None, of_config(None), (stop,)),
+    (None, of_images, (stop, pad)),
   ):
-    generation.write_text("{}")
-    config.write_text(json.dumps({"eos_token_id": eos, "vocab_size": 9}))
-    assert tokenizers.load(str(tmp_path / "a")).stop_ids == stops
-    generation.unlink()
+    for name, values in (("generation_config", generation), ("config", config)):
+      file = tmp_path / f"a/{name}.json"
+      file.unlink(missing_ok=True)
+      if values is not None:
+        file.write_text(json.dumps(values))
     tokenizer = tokenizers.load(str(tmp_path / "a"))
-    assert tokenizer.stop_ids == stops
-    prints.add(tokenizer.fingerprint)
+    assert (tokenizer.stop_ids, tokenizer.pad_id) == (stops, stop)
+    if generation is None and config and "vocab_size" in config:
+      prints.add(tokenizer.fingerprint)
   assert len(prints) == 3
-  # A model of images and texts.
-  nested = {"text_config": {"eos_token_id": [pad]}, "eos_token_id": None}
-  config.write_text(json.dumps(nested))
-  assert tokenizers.load(str(tmp_path / "a")).stop_ids == (stop, pad)
 
 
 def test_a_folder_in_a_bucket_is_copied(chat, tmp_path, monkeypatch):
@@ -388,13 +375,19 @@ def test_a_folder_in_a_bucket_is_copied(chat, tmp_path, monkeypatch):
         tokenizers.load(name)
 
 
-def test_what_is_no_text_shows_in_a_folder(chat):
-  tokenizer = tokenizers.load(str(chat))
+@pytest.mark.parametrize(
+  ("kind", "pad", "stop"),
+  [("spm", "<pad>", "</s>"), ("chat", "<|endoftext|>", "<|im_end|>")],
+)
+def test_what_is_no_text_shows(request, kind, pad, stop):
+  tokenizer = tokenizers.load(str(request.getfixturevalue(kind)))
   one, two = tokenizer.encode("1"), tokenizer.encode("2")
-  assert tokenizer.decode([*one, tokenizer.pad_id, *two]) == "1<|endoftext|>2"
+  ids = [*one, tokenizer.pad_id, tokenizer.stop_ids[0], *two]
+  assert tokenizer.decode(ids) == f"1{pad}{stop}2"
   no_ids = tokenizer.vocab_size, -1
   assert tokenizer.decode([*one, *no_ids, *two]) == "1\ufffd\ufffd2"
-  assert tokenizer.decode(np.array(tokenizer.encode("龍")[:1])) == "\ufffd"
+  broken = tokenizer.encode("中🙂\x07龍")[:-2]
+  assert "\ufffd" in tokenizer.decode(np.array(broken, np.int32))
 
 
 @pytest.mark.parametrize("kind", ["bytes", "spm", "chat", "saved", "prefix"])
@@ -449,25 +442,13 @@ THINK = (
     ("think=null", ""),
     ("think=hard", "hard"),
     ("think='a, b=c'", "a, b=c"),
-    ("think=[1, 2], bos_token=3", None),
     ("think=-2", "-2"),
   ],
 )
 def test_arguments_of_the_template(chat, tmp_path, args, end):
   folder = with_template(chat, tmp_path, THINK)
-  if end is None:
-    with pytest.raises(UserError, match=r"no argument 'bos_token'; .*think"):
-      tokenizers.load(folder, args)
-    return
   tokenizer = tokenizers.load(folder, args)
   assert tokenizer.decode(tokenizer.prompt("7?")) == f"7?{end}"
-
-
-def with_template(chat, tmp_path, template):
-  folder = tmp_path / "folder"
-  shutil.copytree(chat, folder)
-  (folder / "chat_template.jinja").write_text(template)
-  return str(folder)
 
 
 @pytest.mark.parametrize(
@@ -481,6 +462,8 @@ def test_arguments_with_a_mistake(chat, args):
 
 def test_arguments_that_nothing_reads(chat, spm, tmp_path):
   folder = with_template(chat, tmp_path, THINK)
+  with pytest.raises(UserError, match=r"no argument 'bos_token'; .*think"):
+    tokenizers.load(folder, "think=[1, 2], bos_token=3")
   for spec, words in (
     (folder, "no argument 'thnk'; did you mean 'think'"),
     (str(chat), "no argument 'thnk'; it reads none"),
@@ -540,9 +523,15 @@ def test_the_fingerprint_is_of_what_decides_ids(chat, spm, tmp_path):
 def test_folders_that_hold_no_usable_tokenizer(chat, tmp_path):
   (tmp_path / "empty").mkdir()
   (tmp_path / "empty/config.json").write_text('{"model_type": "qwen3"}')
-  broken, endless, odd = (tmp_path / name for name in ("b", "e", "o"))
-  for folder in (broken, endless, odd):
+  broken, endless, odd, other = (tmp_path / name for name in "beot")
+  for folder in (broken, endless, odd, other):
     shutil.copytree(chat, folder)
+  set_key(other / "tokenizer_config.json", "tokenizer_class", "BertTokenizer")
+  (slow := tmp_path / "slow").mkdir()
+  (slow / "vocab.json").write_text('{"<unk>": 0, "a": 1, "a</w>": 2}')
+  (slow / "merges.txt").write_text("#version: 0.2\n")
+  config = '{"tokenizer_class": "CTRLTokenizer"}'
+  (slow / "tokenizer_config.json").write_text(config)
   (broken / "tokenizer.json").write_text("{")
   (endless / "generation_config.json").unlink()
   set_key(endless / "tokenizer_config.json", "eos_token")
@@ -553,6 +542,8 @@ def test_folders_that_hold_no_usable_tokenizer(chat, tmp_path):
     (broken, "tokenizer '.*b': "),
     (endless, "nothing ends a response"),
     (odd, "generation_config.json.*eos_token_id"),
+    (other, "/t': Exception: WordPiece error"),
+    (slow, "slow tokenizer"),
   ):
     with pytest.raises(UserError, match=words):
       tokenizers.load(str(folder))
@@ -586,24 +577,6 @@ def test_a_template_that_never_ends(chat, tmp_path, monkeypatch):
   while threading.active_count() > threads:
     assert time.monotonic() < deadline
     time.sleep(0.01)
-
-
-def test_a_class_that_does_not_fit_the_vocabulary(chat, tmp_path):
-  shutil.copytree(chat, tmp_path / "a")
-  config = tmp_path / "a/tokenizer_config.json"
-  set_key(config, "tokenizer_class", "BertTokenizer")
-  with pytest.raises(UserError, match="/a': Exception: WordPiece error"):
-    tokenizers.load(str(tmp_path / "a"))
-
-
-def test_a_slow_tokenizer(tmp_path):
-  vocab, merges = {"<unk>": 0, "a": 1, "a</w>": 2}, "#version: 0.2\n"
-  (tmp_path / "vocab.json").write_text(json.dumps(vocab))
-  (tmp_path / "merges.txt").write_text(merges)
-  config = {"tokenizer_class": "CTRLTokenizer"}
-  (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-  with pytest.raises(UserError, match="slow tokenizer"):
-    tokenizers.load(str(tmp_path))
 
 
 def test_threads_share_a_tokenizer(chat):
