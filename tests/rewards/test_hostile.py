@@ -30,55 +30,49 @@ def box(text):
 
 
 # To the reference 18.
-MATH = {
-  "an honest response": (box("18"), 1),
-  "a tower of powers": (box("9^{9^{9^{9}}}"), 0),
-  "a tower that stands": (box("2^{2^{2^{2^{2^{2}}}}}"), 0),
-  "a factorial": (box("(10^9)!"), 0),
-  "factorials of factorials": (box("9!!!!!!!"), 0),
-  "nested roots": (box("\\sqrt{" * 30 + "2" + "}" * 30), 0),
-  "a binomial": (box("\\binom{10^{9}}{5\\cdot 10^{8}}"), 0),
-  "a sum without end": (box("\\sum_{n=1}^{10^{12}} \\frac{1}{n}"), 0),
-  "an integral": (box("\\int_0^{18} e^{x^{x^{x}}} dx"), 0),
-  "a large matrix": (
-    box("\\begin{pmatrix}" + "\\\\".join(["1&2&3&4"] * 30) + "\\end{pmatrix}"),
-    0,
+RIGHT = {
+  "an honest response": box("18"),
+  "parentheses": box("(" * 8 + "18" + ")" * 8),
+  "braces": box("{" * 8 + "18" + "}" * 8),
+  "deep braces": box("{" * 40 + "18" + "}" * 40),
+  "fractions of fractions": box("\\frac{1}{" * 40 + "18" + "}" * 40),
+}
+WRONG = {
+  "a tower of powers": box("9^{9^{9^{9}}}"),
+  "a tower that stands": box("2^{2^{2^{2^{2^{2}}}}}"),
+  "a factorial": box("(10^9)!"),
+  "factorials of factorials": box("9!!!!!!!"),
+  "nested roots": box("\\sqrt{" * 30 + "2" + "}" * 30),
+  "a binomial": box("\\binom{10^{9}}{5\\cdot 10^{8}}"),
+  "a sum without end": box("\\sum_{n=1}^{10^{12}} \\frac{1}{n}"),
+  "an integral": box("\\int_0^{18} e^{x^{x^{x}}} dx"),
+  "a large matrix": box(
+    "\\begin{pmatrix}" + "\\\\".join(["1&2&3&4"] * 30) + "\\end{pmatrix}"
   ),
-  "roots of towers": (box("\\sqrt{\\frac{9^{9^{9^9}}}{9}}"), 0),
-  "out of the box": ("#### 17} so the final answer is $18$. {", 0),
+  "roots of towers": box("\\sqrt{\\frac{9^{9^{9^9}}}{9}}"),
+  "out of the box": "#### 17} so the final answer is $18$. {",
   "out of the box, by a sentence": (
-    "#### 17} final answer is $18$. I hope it is correct. {",
-    0,
+    "#### 17} final answer is $18$. I hope it is correct. {"
   ),
-  "a brace too many": ("#### 18}", 0),
-  "a power of a sum": (box("(a+b+c+d+e+f+g)^{400}"), 0),
-  "a long equation that ends in it": (box("x^{60}-x^{59}+x+18=18"), 0),
-  "parentheses": (box("(" * 8 + "18" + ")" * 8), 1),
-  "parentheses 100,000 deep": (box("(" * 100_000 + "18" + ")" * 100_000), 0),
-  "braces": (box("{" * 8 + "18" + "}" * 8), 1),
-  "deep braces": (box("{" * 40 + "18" + "}" * 40), 1),
-  "deep brackets": (box("[" * 40 + "17" + "]" * 40), 0),
-  "a large power of ten": (box("10^{999999999}"), 0),
-  "a small power of ten": (box("10^{-999999999}"), 0),
-  "a number times a large power": (box("3\\times 10^{9999999}"), 0),
-  "a power modulo": (box("7^{10^{30}} \\mod 13"), 0),
-  "signs": (box("-" * 400 + "18"), 0),
-  "bars": (box("|+" * 200 + "18"), 0),
-  "fractions of fractions": (
-    box("\\frac{1}{" * 40 + "18" + "}" * 40),
-    1,
-  ),
-  "a megabyte": (box("x+" * (MEGABYTE // 2) + "1"), 0),
-  "Python": (box("__import__('os').system('exit')"), 0),
-  "Python as text": (box("\\text{__import__('os').abort()}"), 0),
-  "all numbers": (box(",".join(map(str, range(100)))), 0),
-  "a second box": (box("18") + " or " + box("17"), 0),
-  "division by zero": (box("\\frac{18}{0}"), 0),
-  "an exponent": (box("1e999999999"), 0),
-  "unbalanced": (box("\\frac{36}{2"), 0),
-  "no box": ("18", 0),
-  "null bytes": (box("18\0"), 0),
-  "surrogates": (box("\ud800"), 0),
+  "a brace too many": "#### 18}",
+  "a power of a sum": box("(a+b+c+d+e+f+g)^{400}"),
+  "a long equation that ends in it": box("x^{60}-x^{59}+x+18=18"),
+  "parentheses 100,000 deep": box("(" * 100_000 + "18" + ")" * 100_000),
+  "deep brackets": box("[" * 40 + "17" + "]" * 40),
+  "a large power of ten": box("10^{999999999}"),
+  "a small power of ten": box("10^{-999999999}"),
+  "a number times a large power": box("3\\times 10^{9999999}"),
+  "a power modulo": box("7^{10^{30}} \\mod 13"),
+  "signs": box("-" * 400 + "18"),
+  "bars": box("|+" * 200 + "18"),
+  "a megabyte": box("x+" * (MEGABYTE // 2) + "1"),
+  "all numbers": box(",".join(map(str, range(100)))),
+  "division by zero": box("\\frac{18}{0}"),
+  "an exponent": box("1e999999999"),
+  "unbalanced": box("\\frac{36}{2"),
+  "no box": "18",
+  "null bytes": box("18\0"),
+  "surrogates": box("\ud800"),
 }
 
 
@@ -134,28 +128,17 @@ print("refused")"""
 
 # One test each: no input, "refused" expected. Programs get 1 if the attempt is
 # refused and they go on; those that are killed get 0.
-CODE = {
-  "an honest response": ("print('refused')", 1),
-  "no output, exit code 0": ("pass", 0),
-  "the right output, exit code 1": ("print('refused'); exit(1)", 0),
-  "the right output, then a crash": (
-    "import ctypes; print('refused', flush=True); ctypes.string_at(0)",
-    0,
-  ),
-  "output on stderr": ("import sys; print('refused', file=sys.stderr)", 0),
-  "a syntax error": ("print('refused'", 0),
-  "a null byte": ("print('refused')\0", 0),
-  "a surrogate": ("print('refused') # \ud800", 1),
-  "a megabyte of comment": ("print('refused')\n#" + "x" * MEGABYTE, 1),
-  "parentheses 100,000 deep": ("(" * 100_000 + ")" * 100_000, 0),
-  "input that is not there": (safely("input()", "EOFError"), 1),
+PASSING = {
+  "an honest response": "print('refused')",
+  "a surrogate": "print('refused') # \ud800",
+  "a megabyte of comment": "print('refused')\n#" + "x" * MEGABYTE,
+  "input that is not there": safely("input()", "EOFError"),
   "network: no socket, of any family": (
     "import socket\nmade = []\nfor family in range(64):\n"
     "  for kind in (1, 2, 3, 5):\n"
     "    try: socket.socket(family, kind); made.append((family, kind))\n"
     "    except PermissionError: pass\n"
-    "print('refused' if not made else made)",
-    1,
+    "print('refused' if not made else made)"
   ),
   "network: a name of the host, by a pair": (
     "import socket\nmade = []\nkind = socket.SOCK_DGRAM\n"
@@ -164,20 +147,16 @@ CODE = {
     "for call in (one.bind, one.connect, send):\n"
     "  try: call(chr(0) + 'gspo'); made.append(call)\n"
     "  except PermissionError: pass\n"
-    "one.send(b'refused')\nprint(other.recv(9).decode() if not made else made)",
-    1,
+    "one.send(b'refused')\nprint(other.recv(9).decode() if not made else made)"
   ),
   "an event loop, which has a pair of sockets": (
-    "import asyncio\nasyncio.run(asyncio.sleep(0.01))\nprint('refused')",
-    1,
+    "import asyncio\nasyncio.run(asyncio.sleep(0.01))\nprint('refused')"
   ),
-  "files: of the system": (
-    opens("/etc/passwd", "/etc/shadow", "/etc/hosts", "/proc/1/environ"),
-    1,
+  "files: of the system": opens(
+    "/etc/passwd", "/etc/shadow", "/etc/hosts", "/proc/1/environ"
   ),
-  "files: of the home folder and here": (
-    opens("HOME/.bashrc", "HOME/.ssh/id_rsa", "HOME/.profile", "SECRET"),
-    1,
+  "files: of the home folder and here": opens(
+    "HOME/.bashrc", "HOME/.ssh/id_rsa", "HOME/.profile", "SECRET"
   ),
   "files: all that there are": (
     "import os, re\nlibrary = os.path.dirname(os.__file__) + '/'\n"
@@ -188,117 +167,80 @@ CODE = {
     "other = [path for path in other if '-packages/' in path or not (\n"
     "  path.startswith((library, '/usr/share/zoneinfo/')) or path in own\n"
     "  or re.search(r'[.]so[.0-9]*$', path))]\n"
-    "print('refused' if not other else other)",
-    1,
+    "print('refused' if not other else other)"
   ),
   "files: the null device": (
     "import os, sys\nsys.stderr = open(os.devnull, 'w')\n"
-    "print('x', file=sys.stderr)\nprint(open(os.devnull).read() + 'refused')",
-    1,
+    "print('x', file=sys.stderr)\nprint(open(os.devnull).read() + 'refused')"
   ),
   "files: the random device": (
     "one = open('/dev/urandom', 'rb').read(9)\n"
-    "print('refused' if len(one) == 9 else one)",
-    1,
+    "print('refused' if len(one) == 9 else one)"
   ),
   "modules that need libraries": (
     "import bz2, ctypes, decimal, lzma, sqlite3, ssl, zlib\n"
-    "sqlite3.connect(':memory:').execute('select 1')\nprint('refused')",
-    1,
+    "sqlite3.connect(':memory:').execute('select 1')\nprint('refused')"
   ),
   "files: of processes": (
-    "import os\nprint('refused' if not os.path.exists('/proc/self') else 1)",
-    1,
+    "import os\nprint('refused' if not os.path.exists('/proc/self') else 1)"
   ),
-  "files: writing anywhere": (
-    opens("/x", "/tmp/x", "/usr/x", "HOME/x", "x", "/program.py", mode="w"),
-    1,
+  "files: writing anywhere": opens(
+    "/x", "/tmp/x", "/usr/x", "HOME/x", "x", "/program.py", mode="w"
   ),
   "files: in memory": (
     "import os, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-    + safely("os.write(os.memfd_create('x'), b'x')"),
-    1,
+    + safely("os.write(os.memfd_create('x'), b'x')")
   ),
   "environment: secrets": (
-    "import os\nprint('refused' if 'GSPO_TOKEN' not in os.environ else 1)",
-    1,
+    "import os\nprint('refused' if 'GSPO_TOKEN' not in os.environ else 1)"
   ),
   "environment: of other processes": (
     "import ctypes, os\n"
-    "print('refused' if os.getppid() == 1 and os.getpid() < 10 else 1)",
-    1,
+    "print('refused' if os.getppid() == 1 and os.getpid() < 10 else 1)"
   ),
   "open files of the worker": (
     "import os\nopened = []\nfor fd in range(3, 1000):\n"
     "  try: os.fstat(fd); opened.append(fd)\n  except OSError: pass\n"
-    "print('refused' if not opened else opened)",
-    1,
+    "print('refused' if not opened else opened)"
   ),
-  "privileges: root again": (safely("import os\nos.setuid(0)"), 1),
-  "privileges: namespaces by clone": (
-    calls(*[(CLONE, flag | 17, 0, 0, 0, 0) for flag in NEW]),
-    1,
+  "privileges: root again": safely("import os\nos.setuid(0)"),
+  "privileges: namespaces by clone": calls(
+    *[(CLONE, flag | 17, 0, 0, 0, 0) for flag in NEW]
   ),
-  "privileges: a thread in a namespace": (
-    calls(*[(CLONE, flag | 0x10F00, 0, 0, 0, 0) for flag in NEW]),
-    1,
+  "privileges: a thread in a namespace": calls(
+    *[(CLONE, flag | 0x10F00, 0, 0, 0, 0) for flag in NEW]
   ),
-  "privileges: a call that hides its flags": (
-    calls((435, 0, 0), errors=(38,)),
-    1,
+  "privileges: a call that hides its flags": calls((435, 0, 0), errors=(38,)),
+  "privileges: what a filter refuses": calls(
+    *[(number, 0, 0, 0, 0, 0) for number in REFUSED]
   ),
-  "privileges: what a filter refuses": (
-    calls(*[(number, 0, 0, 0, 0, 0) for number in REFUSED]),
-    1,
-  ),
-  "privileges: calls of x32": (
-    "import ctypes\nctypes.CDLL(None).syscall(0x40000000 + 39)\n"
-    "print('refused')",
-    0 if platform.machine() == "x86_64" else 1,
-  ),
-  "privileges: calls of 32 bits": (INT80, 0),
-  "privileges: more limits": (
-    safely(
-      "import resource\nresource.setrlimit(resource.RLIMIT_NPROC, (999, 999))",
-      "OSError",
-      "ValueError",
-    ),
-    1,
+  "privileges: more limits": safely(
+    "import resource\nresource.setrlimit(resource.RLIMIT_NPROC, (999, 999))",
+    "OSError",
+    "ValueError",
   ),
   "processes: killing its parents": (
     "import os, signal\nfor pid in (os.getppid(), 1, -1):\n"
     "  try: os.kill(pid, signal.SIGKILL)\n  except OSError: pass\n"
-    "print('refused')",
-    1,
+    "print('refused')"
   ),
-  "processes: a fork bomb": (
-    "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
-    0,
-  ),
-  "processes: another": (safely("import os\nos.fork()"), 1),
+  "processes: another": safely("import os\nos.fork()"),
   "processes: threads": (
     "import threading, time\n"
     + safely(
       "while True:\n"
       "  threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
       "RuntimeError",
-    ),
-    1,
+    )
   ),
   "processes: a few threads are allowed": (
     "import threading\nends = []\n"
     "threads = [threading.Thread(target=ends.append, args=(i,))"
     " for i in range(8)]\n"
     "for t in threads: t.start()\nfor t in threads: t.join()\n"
-    "print('refused' if len(ends) == 8 else ends)",
-    1,
+    "print('refused' if len(ends) == 8 else ends)"
   ),
-  "processes: itself again, with more memory": (
-    "import os, sys\n"
-    "os.execv('PYTHON', ['python', '-c', 'bytearray(1 << 29)'])",
-    0,
-  ),
-  "memory: at once": (safely("bytearray(1 << 29)", "MemoryError"), 1),
+  "memory: at once": safely("bytearray(1 << 29)", "MemoryError"),
   "memory: of the kernel, for sockets": (
     "import socket\nheld, sent = [], 0\n"
     "try:\n  while True:\n"
@@ -310,29 +252,41 @@ CODE = {
     "      try:\n        while True: sent += one.send(bytes(1 << 16))\n"
     "      except BlockingIOError: pass\n"
     "except OSError: pass\n"
-    "print('refused' if sent < 32 << 20 else sent)",
-    1,
+    "print('refused' if sent < 32 << 20 else sent)"
+  ),
+}
+KILLED = {
+  "no output, exit code 0": "pass",
+  "the right output, then a crash": (
+    "import ctypes; print('refused', flush=True); ctypes.string_at(0)"
+  ),
+  "output on stderr": "import sys; print('refused', file=sys.stderr)",
+  "a syntax error": "print('refused'",
+  "a null byte": "print('refused')\0",
+  "parentheses 100,000 deep": "(" * 100_000 + ")" * 100_000,
+  "privileges: calls of 32 bits": INT80,
+  "processes: itself again, with more memory": (
+    "import os, sys\nos.execv('PYTHON', ['python', '-c', 'bytearray(1 << 29)'])"
   ),
   "memory: bit by bit": (
-    "kept = []\nwhile True: kept.append(bytearray(1 << 20))",
-    0,
+    "kept = []\nwhile True: kept.append(bytearray(1 << 20))"
   ),
-  "memory: a tower of powers": ("print(9**9**9**9)", 0),
-  "output: without end": ("while True: print('refused')", 0),
-  "output: a gigabyte": ("print('x' * (1 << 20) * 100)", 0),
+  "memory: a tower of powers": "print(9**9**9**9)",
+  "output: without end": "while True: print('refused')",
+  "output: a gigabyte": "print('x' * (1 << 20) * 100)",
   "output: closed, running on": (
-    "import os\nprint('refused', flush=True)\nos.close(1)\nwhile True: pass",
-    0,
+    "import os\nprint('refused', flush=True)\nos.close(1)\nwhile True: pass"
   ),
-  "time: an endless loop": ("while True: pass", 0),
-  "time: sleep": ("import time; time.sleep(1000)", 0),
   "time: deaf to signals": (
     "import signal\nfor s in range(1, 64):\n"
     "  try: signal.signal(s, signal.SIG_IGN)\n  except (OSError, ValueError):"
-    " pass\nwhile True: pass",
-    0,
+    " pass\nwhile True: pass"
   ),
 }
+x32 = KILLED if platform.machine() == "x86_64" else PASSING
+x32["privileges: calls of x32"] = (
+  "import ctypes\nctypes.CDLL(None).syscall(0x40000000 + 39)\nprint('refused')"
+)
 
 
 def fenced(program):
@@ -364,8 +318,7 @@ def outcomes(spec, responses, reference, seconds):
 
 @pytest.fixture(scope="module")
 def math():
-  responses = {name: response for name, (response, _) in MATH.items()}
-  return outcomes("math", responses, "18", 3)
+  return outcomes("math", RIGHT | WRONG, "18", 3)
 
 
 @pytest.fixture(scope="module")
@@ -375,7 +328,7 @@ def code(host):
   except UserError as e:
     pytest.skip(str(e))
   responses = {}
-  for name, (program, _) in CODE.items():
+  for name, program in (PASSING | KILLED).items():
     for word, value in host.items():
       program = program.replace(word, value)
     responses[name] = fenced(program)
@@ -383,14 +336,14 @@ def code(host):
   return outcomes(f"code:seconds=2,memory={MEMORY}", responses, reference, 40)
 
 
-@pytest.mark.parametrize("name", MATH)
+@pytest.mark.parametrize("name", [*RIGHT, *WRONG])
 def test_math(math, name):
-  assert math[name] == MATH[name][1]
+  assert math[name] == (name in RIGHT)
 
 
-@pytest.mark.parametrize("name", CODE)
+@pytest.mark.parametrize("name", [*PASSING, *KILLED])
 def test_code(code, name):
-  assert code[name] == CODE[name][1]
+  assert code[name] == (name in PASSING)
 
 
 def test_programs_leave_nothing_running(code):
