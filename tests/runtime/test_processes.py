@@ -277,11 +277,7 @@ def test_a_reward_model_scores_the_responses_of_two_processes(
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "added",
-  [
-    {"mesh__fsdp": 2},
-    PARTIAL,
-    {**GUESSING, "rollout__max_staleness": 1},
-  ],
+  [{"mesh__fsdp": 2}, PARTIAL, {**GUESSING, "rollout__max_staleness": 1}],
 )
 def test_two_processes_sample_and_train_on_halves_of_their_devices(
   launch, reference, tmp_path, added
@@ -402,40 +398,41 @@ from gspo_jax.record.checkpoint import Checkpoints
 from gspo_jax.runtime import multihost, sharding
 from jax.sharding import NamedSharding, PartitionSpec as P
 multihost.start(sys.argv[1], 2, int(sys.argv[2]))
+folder = pathlib.Path(sys.argv[3])
 """
 
 
-def run_two(script, environment, folder, devices=1):
+def run_two(script, environment, folder, devices):
   """The outputs of two processes; arguments: address, index and a folder."""
   address = f"127.0.0.1:{free_port()}"
   commands = [
-    ["-c", JOIN + script, address, i, folder / "work"] for i in (0, 1)
+    ["-u", "-c", JOIN + script, address, i, folder / "work"] for i in (0, 1)
   ]
   job = Job(commands, folder / "logs", environment, devices)
   try:
-    return job.finish(seconds=120)
+    return job.finish(seconds=240)
   finally:
     for process in job.processes:
       process.kill()
 
 
 DAMAGE = """
-mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
+auto = (jax.sharding.AxisType.Auto,)
+mesh = jax.make_mesh((2,), ("x",), auto, devices=jax.devices()[::2])
 rows = NamedSharding(mesh, P("x"))
 make = lambda step: multihost.to_global(
   {"w": np.arange(2 ** 16, dtype=np.float32).reshape(2, -1) + step}, rows)
 like = jax.tree.map(
   lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), make(0))
-with Checkpoints(sys.argv[3], keep=9) as checkpoints:
+with Checkpoints(folder / "damaged", keep=9) as checkpoints:
   for step in (1, 2):
     checkpoints.save(step, make(step), {})
 multihost.barrier()
-folder = pathlib.Path(sys.argv[3]) / "2/state/ocdbt.process_1/d"
 if multihost.is_primary():
-  for file in folder.iterdir():
+  for file in (folder / "damaged/2/state/ocdbt.process_1/d").iterdir():
     file.write_bytes(file.read_bytes()[:100])
 multihost.barrier()
-with Checkpoints(sys.argv[3], keep=9) as checkpoints:
+with Checkpoints(folder / "damaged", keep=9) as checkpoints:
   began = time.monotonic()
   restored = checkpoints.restore(like, lambda *_: None)
   print("restored", restored.step, time.monotonic() - began < 30)
@@ -446,17 +443,6 @@ with Checkpoints(sys.argv[3], keep=9) as checkpoints:
   restored = checkpoints.restore(like, lambda *_: None)
   print("again", restored.step, multihost.to_host(restored.state["w"])[0, 0])
 """
-
-
-def test_a_checkpoint_that_one_cannot_read_is_skipped_by_all(
-  environment, tmp_path
-):
-  outputs = run_two(DAMAGE, environment, tmp_path)
-  for text in outputs:
-    assert "restored 1 True" in text
-    assert "again 2 20.0" in text
-  assert outputs[0].count("checkpoint 2 skipped") == 1
-  assert "skipped" not in outputs[1]
 
 
 BUSY = """
@@ -485,11 +471,6 @@ print("summed")
 """
 
 
-def test_sums_of_processes_wait_for_the_program_before(environment, tmp_path):
-  outputs = run_two(BUSY, environment, tmp_path, devices=2)
-  assert all(text.endswith("summed\n") for text in outputs)
-
-
 COPIES = """
 mesh = sharding.make_mesh(data=2, fsdp=2)
 copies, rows = (NamedSharding(mesh, P(axis)) for axis in ("fsdp", "data"))
@@ -500,11 +481,11 @@ state = multihost.to_global(numbers, copies) | multihost.to_global(
 like = jax.tree.map(
   lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 load, read = checkpoint.ocp.load, []
-def spy(folder, tree, **options):
+def spy(path, tree, **options):
   read.extend(name for name, x in tree.items() if x is not ...)
-  return load(folder, tree, **options)
+  return load(path, tree, **options)
 checkpoint.ocp.load = spy
-with Checkpoints(sys.argv[3], keep=9) as checkpoints:
+with Checkpoints(folder / "copies", keep=9) as checkpoints:
   checkpoints.save(1, state, {})
   with jax.set_mesh(mesh):
     restored = checkpoints.restore(like, lambda *_: None)
@@ -517,23 +498,16 @@ print("read", sorted(read))
 """
 
 
-def test_one_of_two_copies_is_read_and_the_other_process_gets_it(
-  environment, tmp_path
-):
-  first, second = run_two(COPIES, environment, tmp_path, devices=2)
-  assert "read ['b', 'n', 'rows', 'w', 'zero']" in first
-  assert "read ['rows']" in second
-
-
 AGREEMENT = """
+print("== agreement")
 from etils import epath
 from gspo_jax.runtime.errors import UserError
-index, folder = int(sys.argv[2]), pathlib.Path(sys.argv[3])
+index, shared = int(sys.argv[2]), folder / "agreement"
 def attempt(check):
   try:
     print("passed", check())
   except multihost.AgreedError as error:
-    print("agreed:", error)
+    print("agreed:", str(error).replace(str(shared), "WORK"))
   except (RuntimeError, TimeoutError) as error:
     print("fault:", error)
 def fail():
@@ -555,21 +529,48 @@ attempt(lambda: multihost.run_on_all(lambda: index or lose_connection()))
 attempt(lambda: multihost.require_same({"steps": 3, "seed": 5}))
 attempt(lambda: multihost.require_same({"steps": 3, "seed": index}))
 attempt(lambda: multihost.require_same({str(index): 3}))
-attempt(lambda: multihost.require_shared(epath.Path(folder)))
-attempt(lambda: multihost.require_shared(epath.Path(folder / str(index))))
+attempt(lambda: multihost.require_shared(epath.Path(shared)))
+attempt(lambda: multihost.require_shared(epath.Path(shared / str(index))))
 multihost.barrier()
-print(sorted(str(p.relative_to(folder)) for p in folder.rglob("*")))
+print(sorted(str(p.relative_to(shared)) for p in shared.rglob("*")))
 multihost.print_once("once")
 """
 
 
-def test_agreement(environment, tmp_path):
+@pytest.fixture(scope="module")
+def outputs(environment, tmp_path_factory):
+  """What two processes print that run all of this, one after the other."""
+  folder = tmp_path_factory.mktemp("two")
+  script = DAMAGE + BUSY + COPIES + AGREEMENT
+  texts = run_two(script, environment, folder, devices=2)
+  return [text.split("== agreement\n") for text in texts]
+
+
+def test_a_checkpoint_that_one_cannot_read_is_skipped_by_all(outputs):
+  (first, _), (second, _) = outputs
+  for text in (first, second):
+    assert "restored 1 True" in text
+    assert "again 2 20.0" in text
+  assert first.count("checkpoint 2 skipped") == 1
+  assert "skipped" not in second
+
+
+def test_sums_of_processes_wait_for_the_program_before(outputs):
+  assert all("\nsummed\n" in before for before, _ in outputs)
+
+
+def test_one_of_two_copies_is_read_and_the_other_process_gets_it(outputs):
+  (first, _), (second, _) = outputs
+  assert "read ['b', 'n', 'rows', 'w', 'zero']" in first
+  assert "read ['rows']" in second
+
+
+def test_agreement(outputs):
   """What one process finds wrong, both raise, and only process 0 prints."""
   first, second = (
     [line for line in text.splitlines() if not line.startswith("[Gloo]")]
-    for text in run_two(AGREEMENT, environment, tmp_path)
+    for _, text in outputs
   )
-  work = str(tmp_path / "work")
   apart = "is not one folder for all hosts: expected a bucket or a network disk"
   expected = [
     "passed ['text 0', 'text 1']",
@@ -585,7 +586,7 @@ def test_agreement(environment, tmp_path):
     "process 0",
     "agreed: the processes were started with different config files",
     "passed None",
-    f"agreed: --workdir='{work}/0' {apart}",
+    f"agreed: --workdir='WORK/0' {apart}",
     "['0', '1']",
     "once",
   ]
@@ -593,7 +594,7 @@ def test_agreement(environment, tmp_path):
   # A process raises its own message, else that of the first other process.
   expected[5] = "agreed: no such file"
   expected[6] = expected[7] = "fault: process 0: TimeoutError: no answer"
-  expected[12] = f"agreed: process 0: --workdir='{work}/0' {apart}"
+  expected[12] = f"agreed: process 0: --workdir='WORK/0' {apart}"
   assert second == expected[:-1]
 
 
@@ -676,5 +677,5 @@ print("same", len(np.unique(samples.lengths)) > 3)
 
 @pytest.mark.slow
 def test_responses_move_between_processes(environment, tmp_path):
-  for output in run_two(MIGRATION, environment, tmp_path):
+  for output in run_two(MIGRATION, environment, tmp_path, devices=1):
     assert output.endswith("moved 1\nsame True\n")
