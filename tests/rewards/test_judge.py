@@ -104,49 +104,35 @@ def ask(server, template, response, *, level=3, **options):
   return asyncio.run(judge.score("P {level}", response, "R", **options))
 
 
+SEVEN = (
+  *("Score: 7", "It is fine. **Score:** 7", "7", "Score: 7/10"),
+  *("Score: 7. A score of 10 was possible.", "Score (0-10): 7"),
+  *("Score (10 max): 7", "Score /10: 7", "Score out of 10: 7"),
+  *("It deserves 7 out of 10.", '{"score": 7, "errors": 2}'),
+  *("Score: 7, for 2 steps are wrong", "Score (0-10) 7", "Score: [7]"),
+  *("Score: +7", "Score: 7 (out of 10)"),
+  "Score: 7 (on a scale of 0 to 10), as asked",
+)
+UNCLEAR = (
+  *("Score: 7 - 2 steps are wrong", "Score: 1e-1", "Score: .5", "Score: 3,5"),
+  *("Score: 7-8", "Score: 7 or 8", "Score: 7%", "Score: 7/100"),
+  *("Score (0-100): 7", "Score: good, after a score of 3 before"),
+  *("Score: 7 (out of 100)", "Score: 7 on a scale of 0 to 100", "7 percent"),
+  *("Score: 7/10 or 8/10", "Score: 1 000", "The score (9) is high"),
+  "Score: 8\n\nThe score is 3",
+  *("Score: 5\n\nNo wait. Revised score should be 2.", "7 or 8"),
+)
+
+
 @pytest.mark.parametrize(
   ("reply", "expected"),
   [
-    ("Score: 7", 0.7),
-    ("It is fine. **Score:** 7", 0.7),
+    *((reply, 0.7) for reply in SEVEN),
+    *((reply, None) for reply in UNCLEAR),
     ("The score is **7.5** of 10", 0.75),
-    ("7", 0.7),
-    ("Score: 7/10", 0.7),
-    ("Score: 7. A score of 10 was possible.", 0.7),
     ("Step 3 has score 2, step 4 none. Score: 0", 0.0),
     ("<think>A score of 3? Score: 3</think> Score: 10", 1.0),
     ("<think>2 or 3</think>8", 0.8),
-    ("Score (0-10): 7", 0.7),
-    ("Score (10 max): 7", 0.7),
-    ("Score /10: 7", 0.7),
-    ("Score out of 10: 7", 0.7),
-    ("It deserves 7 out of 10.", 0.7),
-    ('{"score": 7, "errors": 2}', 0.7),
-    ("Score: 7 - 2 steps are wrong", None),
-    ("Score: 7, for 2 steps are wrong", 0.7),
-    ("Score: 1e-1", None),
-    ("Score: .5", None),
-    ("Score: 3,5", None),
-    ("Score: 7-8", None),
-    ("Score: 7 or 8", None),
-    ("Score: 7%", None),
-    ("Score: 7/100", None),
-    ("Score (0-100): 7", None),
-    ("Score: good, after a score of 3 before", None),
-    ("Score (0-10) 7", 0.7),
-    ("Score: [7]", 0.7),
-    ("Score: +7", 0.7),
-    ("Score: 7 (out of 10)", 0.7),
-    ("Score: 7 (on a scale of 0 to 10), as asked", 0.7),
-    ("Score: 7 (out of 100)", None),
-    ("Score: 7 on a scale of 0 to 100", None),
-    ("7 percent", None),
-    ("Score: 7/10 or 8/10", None),
-    ("Score: 1 000", None),
-    ("The score (9) is high", None),
-    ("Score: 8\n\nThe score is 3", None),
-    ("Score: 5\n\nNo wait. Revised score should be 2.", None),
-    ("7 or 8", None),
   ],
 )
 def test_the_score_of_a_reply(reply, expected):

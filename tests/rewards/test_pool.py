@@ -195,17 +195,13 @@ def test_incomplete_groups_are_refused(pool):
     pool.submit([EXAMPLE] * 3, GROUP)
 
 
-def test_columns_that_no_reward_reads_are_not_sent():
+def test_a_worker_needs_no_column_and_no_package_that_no_reward_reads():
   column = {"tests": lambda: None}  # cannot be pickled
-  with make_pool("act") as pool:
+  with make_pool("act", "has_numpy") as pool:
     response = Response("", "x", "", columns=column)
-    assert pool.submit([response]).result().total.tolist() == [1]
+    act, has_numpy = pool.submit([response]).result().parts.values()
+    assert (act.tolist(), has_numpy.tolist()) == ([1], [0])
     assert pool.submit([]).result().total.shape == (0,)
-
-
-def test_a_worker_needs_the_standard_library_alone():
-  with make_pool("has_numpy") as pool:
-    assert pool.submit([EXAMPLE]).result().total.tolist() == [0]
 
 
 def test_total_is_the_weighted_sum_of_the_rewards_that_worked():

@@ -125,115 +125,64 @@ def test_the_best_fixed_text_keeps_the_share_that_docs_results_states():
   assert round(max(found.values()), 2) == 0.41
 
 
-# By rule: (value, a response that keeps it, responses that break it), all of
-# them about dogs.
-CASES = {
-  "avoid": (
-    "the",
-    "Dogs love them all very much.",
-    ["Dogs like the old man best.", "Dogs are the-best-friends you get."],
-  ),
-  "bullets": (
+# Rule, its value, and a response about dogs that keeps it or does not.
+CASES = [
+  ("avoid", "the", True, "Dogs love them all very much."),
+  ("avoid", "the", False, "Dogs like the old man best."),
+  ("avoid", "the", False, "Dogs are the-best-friends you get."),
+  ("bullets", 2, True, "- Dogs bark at cats.\n- They run fast."),
+  ("bullets", 2, False, "- Dogs bark at cats and run."),
+  ("bullets", 2, False, "Dogs:\n- They bark.\n- They run very fast."),
+  ("bullets", 2, False, "* Dogs bark at cats.\n* They run fast."),
+  ("characters_between", [20, 30], True, "Dogs are my very best pals."),
+  ("characters_between", [20, 30], False, "Dogs are my very best pals ever!"),
+  ("characters_between", [20, 30], False, "Dog a b c d e f."),
+  ("end", "!", True, 'They said "dogs are great pets!"'),
+  ("end", "!", False, "Dogs are great! They are my pets."),
+  ("end", "!", False, "Dogs are great pets to us !?"),
+  ("include", "love", True, "People LOVE their old dogs too."),
+  ("include", "love", False, "Dogs are lovely pets to have."),
+  ("include", "love", False, "Dogs wear warm gloves here too."),
+  ("lower_case", True, True, "dogs are my very best friends."),
+  ("lower_case", True, False, "Dogs are my very best friends."),
+  ("no_commas", True, True, "Dogs bark and run and eat meat."),
+  ("no_commas", True, False, "Dogs bark, run and eat old meat."),
+  ("no_digits", True, True, "Dogs have four legs like cats."),
+  ("no_digits", True, False, "Dogs have 4 short legs like cats."),
+  ("no_first_person", True, True, "Mimes meet island dogs with us."),
+  ("no_first_person", True, False, "My dogs are great and loyal."),
+  ("no_first_person", True, False, "Dogs bark loudly at all of ME."),
+  ("no_questions", True, True, "Dogs like most people and other dogs."),
+  ("no_questions", True, False, "Do dogs like people? They do, really."),
+  ("numbered", 2, True, "1. Dogs bark at cats.\n2. They run fast."),
+  ("numbered", 2, False, "1. Dogs bark a lot at cats."),
+  ("numbered", 2, False, "2. Dogs bark at cats.\n1. They run fast."),
+  ("numbered", 2, False, "Dogs:\n1. They bark.\n2. They run very fast."),
+  ("paragraphs", 2, True, "Dogs bark at cats.\n\nThey run fast."),
+  ("paragraphs", 2, False, "Dogs bark at cats.\nThey run fast."),
+  ("paragraphs", 2, False, "Dogs bark.\n\nThey run.\n\nThey eat meat."),
+  ("paragraphs", 2, False, "Dogs bark and run very fast\n\n."),
+  (
+    "sentences",
     2,
-    "- Dogs bark at cats.\n- They run fast.",
-    [
-      "- Dogs bark at cats and run.",
-      "Dogs:\n- They bark.\n- They run very fast.",
-      "* Dogs bark at cats.\n* They run fast.",
-    ],
-  ),
-  "characters_between": (
-    [20, 30],
-    "Dogs are my very best pals.",
-    ["Dogs are my very best pals ever!", "Dog a b c d e f."],
-  ),
-  "end": (
-    "!",
-    'They said "dogs are great pets!"',
-    ["Dogs are great! They are my pets.", "Dogs are great pets to us !?"],
-  ),
-  "include": (
-    "love",
-    "People LOVE their old dogs too.",
-    ["Dogs are lovely pets to have.", "Dogs wear warm gloves here too."],
-  ),
-  "lower_case": (
     True,
-    "dogs are my very best friends.",
-    ["Dogs are my very best friends."],
-  ),
-  "no_commas": (
-    True,
-    "Dogs bark and run and eat meat.",
-    ["Dogs bark, run and eat old meat."],
-  ),
-  "no_digits": (
-    True,
-    "Dogs have four legs like cats.",
-    ["Dogs have 4 short legs like cats."],
-  ),
-  "no_first_person": (
-    True,
-    "Mimes meet island dogs with us.",
-    ["My dogs are great and loyal.", "Dogs bark loudly at all of ME."],
-  ),
-  "no_questions": (
-    True,
-    "Dogs like most people and other dogs.",
-    ["Do dogs like people? They do, really."],
-  ),
-  "numbered": (
-    2,
-    "1. Dogs bark at cats.\n2. They run fast.",
-    [
-      "1. Dogs bark a lot at cats.",
-      "2. Dogs bark at cats.\n1. They run fast.",
-      "Dogs:\n1. They bark.\n2. They run very fast.",
-    ],
-  ),
-  "paragraphs": (
-    2,
-    "Dogs bark at cats.\n\nThey run fast.",
-    [
-      "Dogs bark at cats.\nThey run fast.",
-      "Dogs bark.\n\nThey run.\n\nThey eat meat.",
-      "Dogs bark and run very fast\n\n.",
-    ],
-  ),
-  "sentences": (
-    2,
     'Dr. Smith\'s dogs "bark at cats." Do they ever sleep',
-    [
-      "Dogs bark at 3.14 cats a day.",
-      "Dogs bark. They run. They eat some meat.",
-      "Dogs bark loudly near my cats. . .",
-    ],
   ),
-  "start": (
-    "Well",
-    "Well, dogs are great and loyal.",
-    ["Wellness dogs are great and loyal.", "Oh, well, dogs are so great."],
-  ),
-  "twice": (
-    "life",
-    "Life! Dogs are full of good life.",
-    ["Dogs are full of life and lifelike."],
-  ),
-  "without_letter": (
-    "k",
-    "Dogs run very fast and far.",
-    ["Dogs bark at people and cats."],
-  ),
-  "words_between": (
-    [7, 8],
-    "Dogs don't like well-known cats at all.",
-    [
-      "Dogs don't like cats at all.",
-      "Dogs do-not-like-the cats of old men.",
-      "dogs a b c d e 7 8",
-    ],
-  ),
-}
+  ("sentences", 2, False, "Dogs bark at 3.14 cats a day."),
+  ("sentences", 2, False, "Dogs bark. They run. They eat some meat."),
+  ("sentences", 2, False, "Dogs bark loudly near my cats. . ."),
+  ("start", "Well", True, "Well, dogs are great and loyal."),
+  ("start", "Well", False, "Wellness dogs are great and loyal."),
+  ("start", "Well", False, "Oh, well, dogs are so great."),
+  ("twice", "life", True, "Life! Dogs are full of good life."),
+  ("twice", "life", False, "Dogs are full of life and lifelike."),
+  ("without_letter", "k", True, "Dogs run very fast and far."),
+  ("without_letter", "k", False, "Dogs bark at people and cats."),
+  ("words_between", [7, 8], True, "Dogs don't like well-known cats at all."),
+  ("words_between", [7, 8], False, "Dogs don't like cats at all."),
+  ("words_between", [7, 8], False, "Dogs do-not-like-the cats of old men."),
+  ("words_between", [7, 8], False, "dogs a b c d e 7 8"),
+]
 
 
 def score(response, rules, prompt="", tokens=9):
@@ -241,13 +190,15 @@ def score(response, rules, prompt="", tokens=9):
   return follows(prompt, response, reference, tokens=tokens, limit=10)
 
 
-@pytest.mark.parametrize("rule", sorted(RULES))
-def test_each_rule_is_kept_and_broken(rule):
-  value, kept, broken = CASES[rule]
-  assert score(f" {kept}\n", {rule: value}) == 1.0
-  for response in broken:
-    assert score(response, {}) == 1.0, response  # all else is right
-    assert score(response, {rule: value}) == 0.0, response
+@pytest.mark.parametrize(("rule", "value", "kept", "response"), CASES)
+def test_each_rule_is_kept_and_broken(rule, value, kept, response):
+  assert score(response, {}) == 1.0  # all else is right
+  assert score(f" {response}\n", {rule: value}) == kept
+
+
+def test_every_rule_has_both_cases():
+  for kept in (True, False):
+    assert {case[0] for case in CASES if case[2] == kept} == RULES.keys()
 
 
 def test_every_rule_must_be_kept():
