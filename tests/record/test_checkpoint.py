@@ -29,9 +29,10 @@ class Running:
   seen: jax.Array
 
 
-def make_state(seed, shape=(64, 16)):
+@functools.cache
+def make_state(seed):
   params = {
-    "dense": {"w": jax.random.normal(jax.random.key(seed), shape)},
+    "dense": {"w": jax.random.normal(jax.random.key(seed), (64, 16))},
     "b": jax.random.normal(jax.random.key(seed + 1), (16,), jnp.bfloat16),
   }
   return {
@@ -150,9 +151,9 @@ def test_a_save_leaves_no_thread_and_no_descriptor_open(tmp_path):
   """Else the limit of open files ends a long run."""
   found = []
   with Checkpoints(tmp_path, keep=1) as checkpoints:
-    for step in range(50):
+    for step in range(20):
       checkpoints.save(step, {"w": jnp.zeros(4)}, {})
-      if step in (5, 49):
+      if step in (5, 19):
         checkpoints.wait()
         open_files = len(os.listdir("/proc/self/fd"))
         found.append((open_files, threading.active_count()))
@@ -292,51 +293,15 @@ def test_an_exception_of_accept_ends_the_search(tmp_path):
   assert calls == [(2, {"cursor": 2})]
 
 
-def run_child(code, directory, devices):
-  env = os.environ | {"XLA_FLAGS": xla_flags(devices)}
-  head = (
-    "import os, pathlib, resource, signal, sys\n"
-    "import jax, jax.numpy as jnp, numpy as np\n"
-    "sys.path += sys.argv[2:]\n"
-    "from test_checkpoint import Checkpoints, make_state, put\n"
-  )
-  folders = (ROOT / "tests/record", ROOT / "tests/support")
-  return python("-c", head + code, directory, *folders, env=env)
-
-
-KILLED = """
-with Checkpoints(sys.argv[1], keep=3) as checkpoints:
-  checkpoints.save(1, put(make_state(1), 2), {"cursor": 1})
-  noise = np.random.default_rng(0).random((2048, 4096), np.float32)
-  checkpoints.save(2, {"w": jnp.asarray(noise)}, {"cursor": 2})
-  half = pathlib.Path(sys.argv[1]) / "2.orbax-checkpoint-tmp"
-  while not half.exists():
-    pass
-  os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_kill_during_a_save_keeps_the_previous_checkpoint(tmp_path):
-  child = run_child(KILLED, tmp_path, devices=2)
-  assert child.returncode == -signal.SIGKILL, child.stderr
-  names = sorted(path.name for path in tmp_path.iterdir())
-  assert names == ["1", "2.orbax-checkpoint-tmp"]
-  with Checkpoints(tmp_path, keep=3) as checkpoints:
-    restored = checkpoints.restore(abstract(make_state(0), 8), accept_any)
-    assert restored.step == 1
-    assert_same(restored.state, make_state(1))
-    checkpoints.save(2, make_state(2), {})
-  assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
-
-
 FULL_DISK = """
+folder = sys.argv[1] + "/full"
 def limit(size):
   resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 noise = {"w": jnp.sin(jnp.arange(1 << 20, dtype=jnp.float32))}
 def attempt(close):
   try:
-    with Checkpoints(sys.argv[1], keep=3) as checkpoints:
+    with Checkpoints(folder, keep=3) as checkpoints:
       limit(1 << 16)
       checkpoints.save(1, noise, {})
       if close == "crash":
@@ -355,18 +320,59 @@ for close in ("with", "crash", "save"):
 """
 
 
-def test_a_failed_save_raises_later(tmp_path):
-  child = run_child(FULL_DISK, tmp_path, devices=1)
-  assert child.returncode == 0, child.stderr
-  lines = child.stdout.splitlines()
-  assert len(lines) == 3, child.stdout
+KILLED = """
+folder = sys.argv[1] + "/killed"
+with Checkpoints(folder, keep=3) as checkpoints:
+  checkpoints.save(1, put(make_state(1), 2), {"cursor": 1})
+  noise = np.random.default_rng(0).random((2048, 4096), np.float32)
+  checkpoints.save(2, {"w": jnp.asarray(noise)}, {"cursor": 2})
+  half = pathlib.Path(folder) / "2.orbax-checkpoint-tmp"
+  while not half.exists():
+    pass
+  os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(scope="module")
+def child(tmp_path_factory):
+  """What a process printed whose disk was full, and which then was killed."""
+  head = (
+    "import os, pathlib, resource, signal, sys\n"
+    "import jax, jax.numpy as jnp, numpy as np\n"
+    "sys.path += sys.argv[2:]\n"
+    "from test_checkpoint import Checkpoints, make_state, put\n"
+  )
+  folders = (ROOT / "tests/record", ROOT / "tests/support")
+  folder, env = tmp_path_factory.mktemp("child"), {"XLA_FLAGS": xla_flags(2)}
+  script = head + FULL_DISK + KILLED
+  done = python("-c", script, folder, *folders, env=os.environ | env)
+  assert done.returncode == -signal.SIGKILL, done.stderr
+  return folder, done.stdout
+
+
+def test_a_kill_during_a_save_keeps_the_previous_checkpoint(child):
+  folder = child[0] / "killed"
+  names = sorted(path.name for path in folder.iterdir())
+  assert names == ["1", "2.orbax-checkpoint-tmp"]
+  with Checkpoints(folder, keep=3) as checkpoints:
+    restored = checkpoints.restore(abstract(make_state(0), 8), accept_any)
+    assert restored.step == 1
+    assert_same(restored.state, make_state(1))
+    checkpoints.save(2, make_state(2), {})
+  assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+
+
+def test_a_failed_save_raises_later(child):
+  folder, printed = child[0] / "full", child[1]
+  lines = printed.splitlines()
+  assert len(lines) == 3, printed
   for line, close in ((lines[0], "with"), (lines[2], "save")):
     assert line.startswith(f"{close} RuntimeError the checkpoint of step 1 ")
-    assert str(tmp_path) in line
+    assert str(folder) in line
     assert "File too large" in line
   assert lines[1] == "crash KeyError 'an error of the loop'"
   like = {"w": jnp.zeros(1 << 20)}
-  assert restore(tmp_path, like=like).metadata == {"second": "try"}
+  assert restore(folder, like=like).metadata == {"second": "try"}
 
 
 DTYPES = ["bool", "int8", "uint8", "int16", "bfloat16", "int32", "float32"]
