@@ -4,7 +4,6 @@ import itertools
 import json
 from collections import Counter
 
-import grain
 import numpy as np
 import pytest
 
@@ -120,20 +119,6 @@ def test_an_epoch_is_a_permutation_and_no_two_are_the_same():
 # Solved problems.
 
 
-def test_the_order_is_that_of_a_bare_grain_pipeline():
-  """The position in a bare Grain pipeline is the state."""
-  parts = [
-    grain.MapDataset.source([part[i] for i in range(len(part))])
-    for part in (LONG, SMALL)
-  ]
-  shuffled = [p.seed(7 + i).shuffle().repeat() for i, p in enumerate(parts)]
-  bare = grain.MapDataset.mix(shuffled, weights=(3, 1))
-  iterator = batches(sources.mix([LONG, SMALL], (3, 1)), batch=5, seed=7)
-  sampled = list(itertools.chain(*texts(iterator, 20)))
-  assert sampled == [bare[i].text for i in range(100)]
-  assert iterator.get_state() == {"next_index": 100}
-
-
 @pytest.mark.parametrize("source", [SMALL, sources.mix([problems("z"), SMALL])])
 def test_a_batch_has_the_places_of_its_problems(source):
   parts = pipeline.parts(source)
@@ -172,13 +157,7 @@ def test_num_fitting():
 # Dropping, mixing, resuming.
 
 
-MIXED = sources.mix(
-  [LONG, problems(*(f"y{n}" for n in range(5))), SMALL], (3, 1, 1)
-)
 CASES = {
-  "plain": (SMALL, {}),
-  "dropped": (LONG, {"width": 5, "too_long": "drop"}),
-  "mixed": (MIXED, {}),
   "both": (
     sources.mix([LONG, Chain((1,), size=12)], (3, 1)),
     {"width": 5, "too_long": "drop"},

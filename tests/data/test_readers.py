@@ -155,21 +155,15 @@ def test_folders_and_files_of_datasets(folder, tmp_path):
   assert answers("hf:sums/test.parquet") == [11, 12, 13]
   (tmp_path / "a.csv").write_text("question,answer\n0+1?,1\n")
   assert answers("hf:a.csv") == [1]
-  saved = datasets.DatasetDict(test=datasets.Dataset.from_dict({"answer": [5]}))
-  saved.save_to_disk("saved")
-  assert answers("hf:saved:test") == [5]
-  saved["test"].save_to_disk("one")
-  assert answers("hf:one") == [5]
+  rows = datasets.Dataset.from_dict({"answer": [*range(8)]})
+  datasets.DatasetDict(dev=rows, test=rows.select([7])).save_to_disk("saved")
+  assert answers("hf:saved:test") == [7]
+  assert answers("hf:saved:dev[:2]+test") == [0, 1, 7]
+  rows.save_to_disk("one")
+  assert answers("hf:one") == [*range(8)]
+  assert answers("hf:one:train[75%:]") == [6, 7]
   with pytest.raises(UserError, match=r'hf:saved: Unknown split "train".*test'):
     readers.read("hf:saved")
-
-
-def test_a_slice_of_a_saved_folder(folder):
-  rows = datasets.Dataset.from_dict({"answer": [*range(8)]})
-  datasets.DatasetDict(train=rows, test=rows.select([7])).save_to_disk("saved")
-  assert answers("hf:saved:train[:2]+test") == [0, 1, 7]
-  rows.save_to_disk("one")
-  assert answers("hf:one:train[75%:]") == [6, 7]
 
 
 def test_numbers_of_tables(tmp_path, folder):

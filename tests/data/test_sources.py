@@ -36,6 +36,8 @@ def one(tmp_path, values, **options):
 
 
 def test_the_reference_follows_the_last_hashes(tmp_path):
+  """A heading is none."""
+  heading = "#### Step 1\nSo $\\boxed{5}$.\n#### Check\nfine\n##### Note"
   spec = write(
     tmp_path / "a.jsonl",
     row(1, "#### 3, no\n####  1,000 "),
@@ -44,17 +46,14 @@ def test_the_reference_follows_the_last_hashes(tmp_path):
     "  ",
     row("é中", "\N{LINE SEPARATOR} #### ü"),
     row(3, "#### C#"),
+    row(4, heading),
   )
   source = sources.load(spec)
-  assert [p.reference for p in source] == ["1,000", "Paris", "ü", "C#"]
+  references = [p.reference for p in source]
+  assert references == ["1,000", "Paris", "ü", "C#", heading]
   assert source[0].demonstration == "#### 3, no\n####  1,000 "
   assert source[1].demonstration == "#### Paris"
   assert source[2].text == "question é中?"
-
-
-def test_a_heading_is_no_reference(tmp_path):
-  solution = "#### Step 1\nSo $\\boxed{5}$.\n#### Check\nfine\n##### Note"
-  assert one(tmp_path, row(1, solution)).reference == solution
 
 
 @pytest.mark.parametrize(
@@ -266,22 +265,19 @@ def test_columns_that_hold_no_problem(tmp_path, record, words):
 
 
 def test_the_held_out_split_is_disjoint_and_complete(tmp_path):
-  spec = write(tmp_path / "a", *map(row, range(800)))
+  """And a problem's side does not depend on the others."""
+  rows = [*map(row, range(800))]
+  spec, half = write(tmp_path / "a", *rows), write(tmp_path / "b", *rows[:400])
   kept, tested, everything = (
     [p.text for p in sources.load(spec, evaluation=evaluation)]
     for evaluation in (False, True, None)
   )
   assert not set(kept) & set(tested)
   assert sorted(kept + tested) == sorted(everything)
-  assert everything == [f"question {i}?" for i in range(800)]
+  assert everything == [row["question"] for row in rows]
   assert 50 < len(tested) < 150
-
-
-def test_the_split_of_a_question_does_not_depend_on_the_others(tmp_path):
-  whole = write(tmp_path / "a", *map(row, range(800)))
-  half = write(tmp_path / "b", *map(row, range(400)))
-  whole, half = (sources.load(s, evaluation=True) for s in (whole, half))
-  assert list(half) == list(whole)[: len(half)]
+  of_half = [p.text for p in sources.load(half, evaluation=True)]
+  assert of_half == tested[: len(of_half)]
 
 
 def test_a_file_without_a_problem(tmp_path):
@@ -439,14 +435,16 @@ def test_the_same_file_elsewhere_is_the_same_data(tmp_path):
   assert len(prints) == 1
 
 
-@pytest.mark.parametrize("i", [0, 1, 2000, 2999])
-def test_every_row_of_a_file_counts(tmp_path, i):
+def test_every_row_of_a_file_counts(tmp_path):
   rows = [row(i) for i in range(3000)]
-  spec = write(tmp_path / "a.jsonl", *rows)
-  before = sources.fingerprint(sources.load(spec))
-  rows[i]["answer"] += "0"
-  write(tmp_path / "a.jsonl", *rows)
-  assert sources.fingerprint(sources.load(spec)) != before
+  prints = set()
+  for changed in (None, 0, 1, 2000, 2999):
+    these = [*rows]
+    if changed is not None:
+      these[changed] = row(changed, "0")
+    spec = write(tmp_path / "a.jsonl", *these)
+    prints.add(sources.fingerprint(sources.load(spec)))
+  assert len(prints) == 5
 
 
 @pytest.mark.parametrize("size", [1, 2, 999, 1000, 1001, 5000])
