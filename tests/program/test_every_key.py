@@ -24,7 +24,6 @@ from gspo_jax.data.tokenizers import plain
 from gspo_jax.model import hf
 from gspo_jax.program.config import all_keys, parse
 from gspo_jax.program.rules import check_training
-from gspo_jax.runtime import sharding
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,13 +71,10 @@ class Row(NamedTuple):
   given: dict[str, Any] = {}  # noqa: RUF012  # beside the keys of `small`
 
 
-def key_of(seed, use):
-  """The random key that a run derives from its seed."""
+def initial_key(seed):
+  """The random key of a run's first weights."""
   keys = jax.random.split(jax.random.key(seed), 4)
-  if use == "init":
-    return np.asarray(jax.random.key_data(keys[0]))
-  _, shuffle = jax.random.split(jax.random.fold_in(keys[3], 1))
-  return np.asarray(jax.random.key_data(shuffle))
+  return np.asarray(jax.random.key_data(keys[0]))
 
 
 # Files of `files`: problems "A12?" and so on, whose reference is "7".
@@ -95,7 +91,6 @@ HALF = OF_A | {
 }
 LENGTH = {"reward.names": ("length",)}
 GATE = {"cold_start.steps": 51, "cold_start.gate": 0.5}
-SHORT = {"sampler.max_new_tokens": 4, "eval.samples": 1}
 PAGED = {
   "continuous_batching.slots": 8,
   "continuous_batching.page_size": 4,
@@ -104,43 +99,20 @@ PAGED = {
 TALK = PAGED | OF_A | {"reward.names": ()}
 GRPO = {"objective.name": "grpo"}
 KL = GRPO | {"objective.kl_coef": 0.3}
-MICRO = {"learner.micro_batch_size": 4}
 KEPT = {"sampler_logps"}  # of a rollout, by every objective
 ROUTED = KEPT | {"experts", "router_logps"}
-# By axis and size: the sizes of the others, the shards of a query weight and of
-# an expert weight.
-MESHES = (
-  ("data", 4, {"fsdp": 2}, (2, 32, 4, 16), (2, 4, 64, 128)),
-  ("fsdp", 4, {"data": 2}, (2, 16, 4, 16), (2, 2, 64, 128)),
-  ("context", 4, {"data": 2}, (2, 16, 4, 16), (2, 2, 64, 128)),
-  ("expert", 4, {"data": 2}, (2, 64, 4, 16), (2, 2, 64, 128)),
-  ("tensor", 2, {"data": 4}, (2, 64, 2, 16), (2, 4, 64, 128)),
-)
-over = lambda **sizes: dict.fromkeys(sharding.AXES, 1) | sizes
-WHOLE = over(data=8), (2, 64, 4, 16), (2, 8, 64, 128)
-SAMPLED = [(16, 12), (32, 12), (8, 12)]  # generate, its eval, its greedy
 
 ROWS = (
   Row(
     "seed",
     seen.initial_key,
-    {n: functools.partial(key_of, n, "init") for n in (0, 1)},
-  ),
-  Row(
-    "seed",
-    seen.shuffle_key,
-    {n: functools.partial(key_of, n, "shuffle") for n in (0, 1)},
+    {n: functools.partial(initial_key, n) for n in (0, 1)},
   ),
   Row("seed", seen.chain_seed, {0: (0, 0), 1: (1, 1)}),
   Row("seed", seen.problems, {0: DIFFERS, 1: DIFFERS}, OF_A),
   Row("seed", seen.cold_start_tokens, {0: DIFFERS, 1: DIFFERS}, COLD_A),
   Row("num_steps", seen.steps_run, {1: [0, 1], 2: [0, 1, 2]}),
   # model
-  Row(
-    "model.checkpoint",
-    built.embedding,
-    {"": (258, 64, 2), "{files}/hf": (258, 64, 1)},
-  ),
   Row(
     "model.checkpoint", built.first_weights, {"": "random", "{files}/hf": 0.125}
   ),
@@ -154,57 +126,20 @@ ROWS = (
     built.embedding,
     {"tiny": (258, 64, 2), "small": (2048, 128, 4)},
   ),
-  Row(
-    "model.dtype",
-    built.types_of_products,
-    {"float32": [False, False], "bfloat16": [True, True]},
-    {"model.remat": "stream"},
-  ),
   *(
     Row(
-      f"model.float32_{part}",
-      lambda config, part=part: getattr(
-        built.built(config).cfg, f"float32_{part}"
-      ),
-      {False: False, True: True},
+      f"model.{name}",
+      lambda config, name=name: getattr(built.built(config).cfg, name),
+      {value: value for value in values},
     )
-    for part in ("head", "router")
-  ),
-  Row(
-    "model.remat",
-    built.kept_names,
-    {
-      "none": None,
-      "full": set(),
-      "stream": {"stream"},
-      "attention, stream": {"attention", "stream"},
-    },
-  ),
-  # mesh
-  *(
-    Row(
-      f"mesh.{axis}",
-      built.mesh_of_run,
-      {
-        (8 if axis == "data" else 1): WHOLE,
-        size: (over(**{axis: size}, **others), *shards),
-      },
-      BEFORE | ({"mesh.fsdp": -1} if axis == "data" else {}),
+    for name, values in (
+      ("dtype", ("float32", "bfloat16")),
+      ("float32_head", (False, True)),
+      ("float32_router", (False, True)),
+      ("remat", ("none", "full", "attention, stream")),
     )
-    for axis, size, others, *shards in MESHES
   ),
-  # In the order of `sharding.AXES`.
-  Row("sampler_mesh.devices", built.devices_of_each, {0: (8, 8), 4: (4, 4)}),
-  Row(
-    "sampler_mesh.expert",
-    built.decoding_mesh,
-    {0: (8, 1, 1, 1, 1), 4: (2, 1, 1, 4, 1)},
-  ),
-  Row(
-    "sampler_mesh.tensor",
-    built.decoding_mesh,
-    {0: (8, 1, 1, 1, 1), 2: (4, 1, 1, 1, 2)},
-  ),
+  Row("mesh.fsdp", seen.mesh_axes, {1: (8, 1), 4: (2, 4)}, BEFORE),
   # data
   Row(
     "data.source",
@@ -234,57 +169,20 @@ ROWS = (
     {"model.checkpoint": "{files}/hf"},
   ),
   Row(
-    "data.system_prompt",
-    seen.problem_forms,
-    {"": {"AN?"}, "Add:": {"Add:\n\nAN?"}},
-    OF_A | {"data.max_prompt_length": 11},
-  ),
-  Row(
     "data.template_args",
     built.prompt_of_seven,
     {"": "7!", "aloud=False": "7."},
     {"model.checkpoint": "{files}/hf", "data.tokenizer": "{files}/chat"},
   ),
-  Row(
-    "data.instruction",
-    seen.problem_forms,
-    {"{problem}": {"AN?"}, "Q: {problem}!": {"Q: AN?!"}},
-    OF_A | {"data.max_prompt_length": 10},
-  ),
-  Row("data.prompts", seen.prompts_of_a_call, {8: (8, {8}), 16: (16, {8})}),
-  Row(
-    "rollout.dynamic_sampling_rounds",
-    seen.rollouts_of_a_step,
-    {1: 1, 3: 3},  # all responses of a group are alike
-    {"num_steps": 1},
-  ),
+  Row("data.prompts", lambda c: len(seen.problems(c)), {8: 8, 16: 16}),
   Row(
     "data.drop_solved",
     seen.repeats_of_solved,
     {False: 2, True: 1},
     {k: v for k, v in HALF.items() if k != "data.drop_solved"},
   ),
-  Row(
-    "data.max_prompt_length", seen.prompts_of_a_call, {8: (8, {8}), 9: (8, {9})}
-  ),
   Row("data.max_prompt_length", built.row_widths, {8: {20}, 9: {21}}),
-  Row(
-    "data.too_long",
-    seen.too_long,
-    {"error": "problem", "drop": ""},
-    OF_A | {"data.source": "jsonl:{files}/long.jsonl"},
-  ),
-  # sampler: of an iteration, and of sampled and greedy evaluations
-  Row(
-    "rollout.group_size",
-    built.sample_shapes,
-    {2: SAMPLED, 8: [(64, 12), (32, 12), (8, 12)]},
-  ),
-  Row(
-    "sampler.max_new_tokens",
-    built.sample_shapes,
-    {12: SAMPLED, 8: [(16, 8), (32, 8), (8, 8)]},
-  ),
+  Row("rollout.group_size", built.sequences_of_a_prompt, {2: 2, 8: 8}),
   Row("sampler.max_new_tokens", built.row_widths, {12: {20}, 8: {16}}),
   Row(
     "sampler.max_new_tokens",
@@ -293,40 +191,19 @@ ROWS = (
     COLD_A,
   ),
   Row(
-    "sampler.temperature",
-    built.all_likeliest,
-    {1.0: [False, False, True], 0.01: [True] * 3},
-    SHORT,
-  ),
-  Row(
     "sampler.temperature", built.reference_temperature, {1.0: 1.0, 0.5: 0.5}, KL
   ),
+  # Of the sampler of an iteration, and of that of evaluations.
   Row(
     "sampler.kept_ids",
-    built.kept_of_a_token,
-    {0: [None] * 3, 9: [9, None, None]},
-    SHORT | {"sampler.top_p": 0.9},
+    lambda config: built.of_samplers(config, "kept_ids"),
+    {0: [0, 0], 9: [9, 0]},
+    {"sampler.top_p": 0.9},
   ),
   Row(
-    "sampler.stop",
-    built.end_at_letters,
-    {(): [False] * 3, tuple(map(chr, range(128))): [True] * 3},
-    SHORT,
-  ),
-  # continuous batching: slots, pages, tokens of a page; segments, prefill
-  Row(
-    "continuous_batching.slots",
-    built.pool,
-    {0: None, 4: (4, 4 * 6, 4), 8: (8, 8 * 6, 4)},
-    PAGED,
-  ),
-  # rollout
-  Row("rollout.max_staleness", seen.order_of_phases, {0: "gugu", 1: "gguu"}),
-  Row(
-    "rollout.max_tokens_per_iteration",
-    seen.token_limits,
-    {2: {2}, 3: {3}},
-    PAGED,
+    "objective.replay",
+    lambda config: built.of_samplers(config, "record_routing"),
+    {"r2": [False, False], "r3": [True, False]},
   ),
   Row(
     "rollout.environment",
@@ -361,17 +238,10 @@ ROWS = (
   Row("reward.workers", seen.processes, {1: 1, 3: 3}),
   Row("reward.concurrency", seen.reward_concurrency, {32: 32, 4: 4}),
   Row("reward.seconds", seen.reward_seconds, {5.0: 5.0, 9.0: 9.0}),
-  Row(
-    "reward.max_failed",
-    seen.stopped_by_failures,
-    {0.25: ("the held-out problems", 8), 1.0: None},
-    OF_A | {"reward.names": ("made_run.broken:of=B",)},
-  ),
   *(
     Row("reward.pass_threshold", observe, found, given)
     for observe, found, given in (
       # A response is 3 of 12 tokens long, and `length` is .75.
-      (seen.passes, {0.75: 1.0, 0.76: 0.0}, BEFORE | LENGTH),
       (seen.cold_start_updates, {0.75: 50, 0.76: 51}, COLD_A | GATE | LENGTH),
       (seen.repeats_of_solved, {1.0: 1, 1.1: 2}, HALF),
     )
@@ -395,24 +265,8 @@ ROWS = (
   Row(
     "objective.reference_every",
     built.reference_after,
-    {0: "old", 1: "new", 2: "old"},
+    {1: "new", 2: "old"},
     KL,
-  ),
-  Row(
-    "objective.replay",
-    built.records_routing,
-    {"r2": [False, False, False], "r3": [True, False, False]},
-    SHORT,
-  ),
-  Row(
-    "objective.distillation.teachers",
-    built.batch_fields,
-    {
-      (): KEPT,
-      ("{files}/hf",): KEPT | {"teacher_logps"},
-      ("{files}/hf",) * 2: KEPT | {"teacher_logps", "teacher"},
-    },
-    {"objective.name": "gspo_token", "data.source": f"{FILE_A},{FILE_B}"},
   ),
   Row(
     "objective.distillation.teacher_key",
@@ -430,21 +284,14 @@ ROWS = (
   ),
   Row(
     "objective.name",
-    built.value_step,
+    built.critics_step,
     {
       "ppo:critic_learning_rate=1e-3": 1e-3,
       "ppo:critic_learning_rate=5e-3": 5e-3,
       "ppo:critic_learning_rate=1e-3,critic_warmup_steps=4": 2.5e-4,
     },
   ),
-  # learner: optimizer steps, and rows of a forward pass
-  Row("learner.minibatches", built.optimizer_steps, {1: 1, 4: 4}, MICRO),
-  Row(
-    "learner.minibatches",
-    seen.order_of_phases,
-    {1: "gugu", 2: "gsugsu"},
-    {"learner.micro_batch_size": 8},
-  ),
+  # learner: rows of a forward pass
   Row(
     "learner.micro_batch_size",
     built.rows_per_pass,
@@ -453,12 +300,6 @@ ROWS = (
   ),
   # optim
   Row("optim.learning_rate", built.step_size, {1e-3: 1e-3, 5e-3: 5e-3}),
-  Row(
-    "optim.decay",
-    built.second_rate,
-    {"constant": 1e-3, "linear": 7.5e-4, "cosine": 8.536e-4},
-    {"num_steps": 4},
-  ),
   # cold_start
   Row("cold_start.steps", seen.cold_start_updates, {0: 0, 1: 1, 3: 3}, COLD),
   Row(
@@ -476,11 +317,7 @@ ROWS = (
   # eval
   Row("eval.every", seen.evaluated_at, {1: [0, 1, 2], 10: [0, 2], 0: []}),
   Row("eval.prompts", seen.problems_evaluated, {8: (8, 8), 16: (16, 16)}),
-  Row(
-    "eval.samples",
-    built.sample_shapes,
-    {4: SAMPLED, 3: [(16, 12), (24, 12), (8, 12)]},
-  ),
+  Row("eval.samples", seen.samples_averaged, {4: [4], 3: [3]}, BEFORE),
   # checkpoint
   Row(
     "checkpoint.every",
@@ -528,6 +365,30 @@ ELSEWHERE = {
     "objective.distillation.coef",
     "objective.distillation.reward_weight",
   ),
+  "tests/program/test_settings.py": (
+    *("data.system_prompt", "data.instruction", "data.too_long"),
+    *("sampler.stop", "optim.decay"),
+  ),
+  "tests/program/test_functions.py": (
+    *("continuous_batching.slots", "sampler_mesh.expert"),
+    *("sampler_mesh.tensor", "learner.minibatches"),
+  ),
+  "tests/program/test_distillation.py": ("objective.distillation.teachers",),
+  "tests/program/test_lora.py": ("model.lora.rank", "model.lora.checkpoint"),
+  "tests/program/test_packed_update.py": (
+    *("objective.router_aux_loss_coef", "objective.router_z_loss_coef"),
+  ),
+  "tests/test_iteration.py": (
+    *("objective.advantage_estimator", "objective.credit"),
+    *("rollout.dynamic_sampling_rounds", "reward.max_failed"),
+  ),
+  "tests/test_train.py": (
+    *("rollout.max_staleness", "rollout.max_tokens_per_iteration"),
+    "sampler_mesh.devices",
+  ),
+  "tests/runtime/test_sharding.py": (
+    *("mesh.data", "mesh.context", "mesh.expert", "mesh.tensor"),
+  ),
   "tests/sampler/test_next_token.py": (
     *("sampler.top_k", "sampler.top_p", "sampler.min_p"),
   ),
@@ -536,24 +397,17 @@ ELSEWHERE = {
     "continuous_batching.num_pages",
     "continuous_batching.prefill_chunk",
   ),
+  "tests/sampler/test_speculation.py": ("continuous_batching.speculation",),
   "tests/learner/test_optimizer.py": (
     *("optim.name", "optim.freeze_moe_router"),
     *("optim.warmup_steps", "optim.clip_norm"),
   ),
+  "tests/learner/test_cold_start.py": ("cold_start.gate",),
   "tests/data/test_datasets.py": (
     *("data.curriculum", "data.eval_source"),
     *("data.problem_field", "data.reference_field"),
   ),
   "tests/model/test_lora.py": ("model.lora.alpha", "model.lora.targets"),
-  "tests/program/test_lora.py": ("model.lora.rank", "model.lora.checkpoint"),
-  "tests/sampler/test_speculation.py": ("continuous_batching.speculation",),
-  "tests/program/test_packed_update.py": (
-    *("objective.router_aux_loss_coef", "objective.router_z_loss_coef"),
-  ),
-  "tests/test_iteration.py": (
-    *("objective.advantage_estimator", "objective.credit"),
-  ),
-  "tests/learner/test_cold_start.py": ("cold_start.gate",),
 }
 
 
@@ -573,10 +427,6 @@ def files(tmp_path_factory):
     write(letter, [ask(letter, n) | right for n in range(200)])
   half = [ask("K", n) | (right if n < P else wrong) for n in range(2 * P)]
   write("half", half)
-  write(
-    "long",
-    [ask("A", n) | right for n in range(2 * P)] + [ask("A", 10**9) | right],
-  )
   _write_checkpoint(folder / "hf")
   plain.Bytes().save(folder / "chat")
   (folder / "chat/chat_template.jinja").write_text(

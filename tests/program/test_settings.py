@@ -57,6 +57,17 @@ def test_responses_are_sampled_as_the_config_says(debug_config):
   assert found().stop_ids == tokenizer.stop_ids
 
 
+def test_prompts_are_made_as_the_config_says(debug_config):
+  keys = {"instruction": "Q: {problem}", "system_prompt": "Add:"}
+  keys |= {"max_prompt_length": 9, "too_long": "drop"}
+  debug_config.data.update(keys)
+  made = build_program(
+    parse(debug_config), sharding.make_mesh(jax.devices()[:1]), training=False
+  ).prompt_config
+  found = made.instruction, made.system, made.width, made.too_long
+  assert found == (*keys.values(),)
+
+
 def test_another_num_steps_moves_a_decay_that_is_resumed(debug_config):
   """Of 4 updates an iteration, after 5 iterations of 10, which are now 20."""
   debug_config.num_steps, debug_config.learner.minibatches = 20, 4

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import re
 import time
 import types
 from pathlib import Path
@@ -19,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import train as training
-from gspo_jax.learner import packing
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean
 from gspo_jax.program import experiment
@@ -54,7 +52,6 @@ class MadeRun:
     # problems, rewards, or arrays of demonstrations.
     self.events = []
     self.keys = {}  # the random keys of each function's calls
-    self.widths = set()  # of the prompts, in tokens
     self.pools = []  # the set-up of each process that scores
     self.error, self.wandb = "", mock.MagicMock()
     build, prepare = experiment.build_program, training.prepare
@@ -66,12 +63,6 @@ class MadeRun:
     def keep(*args):
       self.experiment = prepare(*args)
       return self.experiment
-
-    shuffled_groups = packing.shuffled_groups
-
-    def shuffle(key, *sizes):
-      self.keys.setdefault("shuffle", []).append(key)
-      return shuffled_groups(key, *sizes)
 
     def start_trace(folder, profiler_options):
       self.events.append(("start_trace", folder))
@@ -88,7 +79,6 @@ class MadeRun:
       mock.patch.object(experiment, "build_program", made),
       mock.patch.object(training, "prepare", keep),
       mock.patch.object(pool, "Process", worker),
-      mock.patch.object(packing, "shuffled_groups", shuffle),
       contextlib.redirect_stdout(io.StringIO()),
     ):
       try:
@@ -104,13 +94,6 @@ class MadeRun:
     """A column of metrics.jsonl; None where a record lacks it."""
     lines = (self.folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line).get(name) for line in lines]
-
-
-def broken(prompt, response, reference, *, of):
-  """A reward that fails on the odd problems of a file."""
-  if re.fullmatch(f"{of}\\d*[13579]\\?", prompt):
-    raise LookupError(prompt)
-  return 1.0
 
 
 class Endless:
@@ -137,10 +120,7 @@ class _Worker:
 
   def run(self, calls):
     for i, (task, request) in enumerate(calls):
-      try:
-        yield i, Result(self._tasks[task](request), None)
-      except LookupError as error:  # of `broken`
-        yield i, Result(None, str(error))
+      yield i, Result(self._tasks[task](request), None)
 
   def close(self):
     pass
@@ -157,20 +137,17 @@ def _recording(built, config, notes):
 
   def problems(prompts):
     tokens, lengths = multihost.to_host((prompts.tokens, prompts.lengths))
-    notes.widths.add(tokens.shape[1])
     return [
       tokenizer.decode(row[len(row) - n :])
       for row, n in zip(tokens, lengths, strict=True)
     ]
 
-  def responses(count, group_size, stop_at):
-    """Responses of up to `stop_at` tokens."""
+  def responses(count, group_size, length=3):
     R = config.sampler.max_new_tokens
     tokens = np.full((count * group_size, R), tokenizer.pad_id, np.int32)
     tokens[:, :3] = [*RESPONSE, tokenizer.stop_ids[0]]
-    lengths = np.minimum(stop_at, 3).astype(np.int32)
-    lengths = np.broadcast_to(lengths, len(tokens))
-    finish = np.where(lengths == 3, STOPPED, UNFINISHED).astype(np.int8)
+    lengths = np.full(len(tokens), length, np.int32)
+    finish = np.full(len(tokens), STOPPED if length else UNFINISHED, np.int8)
     logps = np.zeros(tokens.shape, np.float32)
     return Samples(
       *multihost.to_global((tokens, logps, lengths, finish), rows),
@@ -180,14 +157,10 @@ def _recording(built, config, notes):
   G = config.rollout.group_size
 
   def generate(name):
-    def sample(params, prompts, key, *, group_size=G, stop_at=None, **_):
+    def sample(params, prompts, key, *, group_size=G, **_):
       texts = problems(prompts)
       note(name, texts, key)
-      if stop_at is not None:
-        note("stop_at", np.asarray(stop_at).tolist())
-      return responses(
-        len(texts), group_size, 99 if stop_at is None else stop_at
-      )
+      return responses(len(texts), group_size)
 
     return sample
 
@@ -240,7 +213,6 @@ def _recording(built, config, notes):
     built.sampler,
     generate=continuous("generate"),
     respond=continuous("respond"),
-    merge_groups=lambda kept, new, index: kept,
     empty_samples=lambda: responses(config.data.prompts, G, 0),
   )
   learner = dataclasses.replace(

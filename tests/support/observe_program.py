@@ -1,8 +1,7 @@
 """Functions of a config that observe the program built from it.
 
-Some look at the real model: shapes, shardings, jaxprs. The others call the
-program's functions on a policy of two tables (`bigram`), with made-up samples
-and rewards.
+Some look at the settings of its parts. The others call its functions on a
+policy of two tables (`bigram`), with made-up samples and rewards.
 """
 
 import dataclasses
@@ -14,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import unpacked
-from observe_run import run_of
 
 from gspo_jax.learner import packing, train_batch
 from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
 from gspo_jax.learner.train_step import TrainState
+from gspo_jax.program import settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
@@ -28,7 +27,6 @@ from gspo_jax.sampler.samples import (
   TRUNCATED,
   Prompts,
   Samples,
-  SamplingParams,
 )
 
 KEY = jax.random.key(0)
@@ -40,12 +38,6 @@ def one_device():
   return sharding.make_mesh(jax.devices()[:1])
 
 
-def mesh_of_run(config):
-  mesh = run_of(config).experiment.program.mesh
-  queries, experts = weight_shards(config, mesh)
-  return dict(mesh.shape), queries, experts
-
-
 def tokens_of_seven(config):
   """The ids of "7", and whether the tokenizer is that of bytes."""
   made = built(config).tokenizer
@@ -55,51 +47,6 @@ def tokens_of_seven(config):
 def prompt_of_seven(config):
   tokenizer = built(config).tokenizer
   return tokenizer.decode(tokenizer.prompt("7"))
-
-
-def weight_shards(config, mesh):
-  """The shard of a query weight on one device, and of an expert weight."""
-  program = build_program(parse(config), mesh, training=False)
-  layers = program.abstract_params["layers"]
-  shard = lambda x: x.sharding.shard_shape(x.shape)
-  return shard(layers["attention"]["q"]), shard(layers["moe"]["gate_up"])
-
-
-def generators(made, config):
-  """Samplers of an iteration, and of sampled and greedy evaluations."""
-  generate, respond = made.sampler.generate, made.sampler.respond
-
-  def evaluate(params, prompts, key, **options):
-    more = config.data.max_prompt_length - prompts.tokens.shape[1]
-    tokens = np.pad(prompts.tokens, ((0, 0), (more, 0)))
-    return respond(params, Prompts(tokens, prompts.lengths), key, **options)
-
-  greedy = {"group_size": 1, "sampling": SamplingParams(0.0)}
-  return (
-    generate,
-    functools.partial(evaluate, group_size=config.eval.samples),
-    functools.partial(evaluate, **greedy),
-  )
-
-
-def decoding_mesh(config):
-  mesh = sharding.make_mesh(data=8)
-  made = build_program(parse(config), mesh, training=False)
-  (shape,) = {
-    tuple(f.mesh.shape.values())
-    for f in (made.sampler.generate, made.sampler.respond)
-  }
-  return shape
-
-
-def devices_of_each(config):
-  """How many train, and how many sample."""
-  devices, own = sharding.split_devices(config.sampler_mesh.devices)
-  made = build_program(
-    parse(config), sharding.make_mesh(devices, data=-1), sampler_devices=own
-  )
-  assert made.sampler.generate.mesh.size == made.sampler.mesh.size
-  return made.mesh.size, made.sampler.mesh.size
 
 
 def embedding(config):
@@ -138,49 +85,10 @@ def sequences_of_a_prompt(config) -> int:
   return built(config).learner.group_size
 
 
-@each_once
-def step_traced(config) -> list:
-  """The operations of a step."""
-  made, apply_updates = built(config), np.bool_(True)
-  given = made.learner.abstract, cut(made), apply_updates
-  return list(operations(made.learner.step.jitted.trace(*given).jaxpr.jaxpr))
-
-
-@each_once
-def generate_traced(config) -> list:
-  made = built(config)
-  traced = made.sampler.generate.jitted.jitted.trace(
-    made.abstract_params, PROMPTS, KEY
-  )
-  return list(operations(traced.jaxpr.jaxpr))
-
-
-def operations(jaxpr):
-  """All operations of a jaxpr, with those of nested ones."""
-  for op in jaxpr.eqns:
-    yield op
-    for value in jax.tree.leaves(list(op.params.values())):
-      inner = getattr(value, "jaxpr", value)
-      if hasattr(inner, "eqns"):
-        yield from operations(inner)
-
-
-def types_of_products(config):
-  """Whether a step, and generate, have matrix products of bfloat16."""
-  result = []
-  for traced in step_traced(config), generate_traced(config):
-    products = (o for o in traced if o.primitive.name == "dot_general")
-    result.append("bfloat16" in {str(o.invars[0].aval.dtype) for o in products})
-  return result
-
-
-def kept_names(config):
-  """The values that an update stores for its backward pass; None: all."""
-  traced = step_traced(config)
-  policies = [o.params["policy"] for o in traced if o.params.get("policy")]
-  named = [o for o in traced if o.primitive.name == "name"]
-  saves = lambda o: any(p(o.primitive, **o.params) for p in policies)
-  return {o.params["name"] for o in named if saves(o)} if policies else None
+def of_samplers(config, field):
+  """A field of the sampler of an iteration, and of that of evaluations."""
+  sampler = built(config).sampler
+  return [getattr(f.config, field) for f in (sampler.generate, sampler.respond)]
 
 
 def numbers(*shape, seed=0, scale=0.3):
@@ -246,59 +154,6 @@ def logps_and_entropy(params, rows, temperature=1.0, **options):
   return picked, -(jnp.exp(logps) * logps).sum(-1)
 
 
-@each_once
-def samples_of(config) -> list[Samples]:
-  """Responses of each of `generators`."""
-  key, both = jax.random.key(1), generators(built(config), config)
-  with bigram.by_the_operation():
-    return [f(bigram.params(), PROMPTS, key) for f in both]
-
-
-def sample_shapes(config):
-  """[B, R] of each of `generators`."""
-  return [samples.tokens.shape for samples in samples_of(config)]
-
-
-def all_likeliest(config):
-  """Whether each of `generators` samples only the likeliest tokens."""
-  best = bigram.logits(bigram.params(), PROMPTS.tokens)[:, -1].argmax(-1)
-  likeliest = lambda s: s.tokens[:, 0] == best.repeat(len(s.tokens) // P)
-  return [bool(likeliest(samples).all()) for samples in samples_of(config)]
-
-
-def end_at_letters(config):
-  """Whether each response ends with its first ASCII letter, if it has any."""
-  return [_end_at_letters(samples) for samples in samples_of(config)]
-
-
-def _end_at_letters(samples):
-  is_end = (samples.tokens < 128) | (samples.tokens == 257)
-  first = jnp.where(is_end.any(1), is_end.argmax(1) + 1, R)
-  stopped = (samples.finish == STOPPED) == is_end.any(1)
-  return bool((samples.lengths == first).all() & stopped.all())
-
-
-def records_routing(config):
-  """Whether each of `generators` records routing."""
-  return [samples.experts is not None for samples in samples_of(config)]
-
-
-def kept_of_a_token(config):
-  """`Samples.kept_ids` of a token, of each sampler."""
-  kept = [samples.kept_ids for samples in samples_of(config)]
-  return [x if x is None else x.shape[1] for x in kept]
-
-
-def pool(config):
-  """Slots, pages and tokens of a page; None for the static sampler."""
-  made = built(config).sampler.generate
-  if not made.batching:
-    return None
-  with bigram.by_the_operation():
-    state, _ = made.jitted.begin(made.jitted.empty_samples(P))
-  return len(state.num_tokens), *state.pages.kv[0][0].shape[1:3]
-
-
 def row_widths(config):
   """Columns of a row, in an update and in a cold start."""
   made = built(config)
@@ -357,17 +212,6 @@ def reference_after(config):
   return {(True, False): "old", (False, True): "new"}[old, new]
 
 
-def value_step(config):
-  """The largest change of the value head in the first step."""
-  after, _ = updated(config)
-  return float(jnp.abs(after.critic.params["value_head"]).max())
-
-
-def optimizer_steps(config):
-  after, _ = updated(config)
-  return int(after.opt_state[1][0].count)
-
-
 def rows_per_pass(config):
   """Rows of a forward pass: reference, update and cold start."""
   made, params = built(config), bigram.params()
@@ -399,15 +243,13 @@ def demonstrated(made) -> packing.Packing:
 
 
 def step_size(config):
-  """The largest change of a weight in the first step."""
-  after, _ = updated(config)
-  moved = after.params["head"] - bigram.params()["head"]
-  return float(jnp.abs(moved).max())
+  learner = settings.policy_learner(parse(config), built(config).cfg)
+  return first_step(learner.optimizer)
 
 
-def second_rate(config):
-  """The learning rate of the second optimizer step."""
-  return float(built(config).learner.learning_rate(1))
+def critics_step(config):
+  learner = settings.critic_learner(parse(config), built(config).cfg)
+  return first_step(learner.optimizer)
 
 
 def cold_start_step(config):
@@ -418,3 +260,10 @@ def cold_start_step(config):
     after, _ = made.cold_start.update(state, *DEMONSTRATED, demonstrated(made))
   moved = np.abs(after.params["head"] - params["head"])
   return float(f"{np.median(moved[moved > 0.5 * moved.max()]):.1e}")
+
+
+def first_step(optimizer):
+  """The change of a weight of 0 in the first step."""
+  weights, gradient = {"head": jnp.zeros(2)}, {"head": jnp.ones(2)}
+  change, _ = optimizer.update(gradient, optimizer.init(weights), weights)
+  return float(-change["head"][0])

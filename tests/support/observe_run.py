@@ -31,9 +31,10 @@ def initial_key(config):
   return np.asarray(jax.random.key_data(key))
 
 
-def shuffle_key(config):
-  (key, *_) = run_of(config).keys["shuffle"]
-  return np.asarray(jax.random.key_data(key))
+def mesh_axes(config):
+  """The sizes of `data` and `fsdp`."""
+  shape = run_of(config).experiment.program.mesh.shape
+  return shape["data"], shape["fsdp"]
 
 
 def chain_seed(config):
@@ -67,10 +68,6 @@ def trained_kinds(config):
   return kinds(problems(config))
 
 
-def problem_forms(config):
-  return {re.sub(r"\d+", "N", text) for text in problems(config)}
-
-
 def mean_reward(config):
   return float(np.mean(run_of(config).given("rewards")))
 
@@ -81,18 +78,10 @@ def demonstration_starts(config):
   return {tokenizer.decode(row[:2]) for row in responses}
 
 
-def prompts_of_a_call(config):
-  return len(problems(config)), run_of(config).widths
-
-
 def teachers(config):
   """The teachers of the first held-out problems."""
   experiment = run_of(config).experiment
   return {*experiment.teachers_of(experiment.held_out).tolist()}
-
-
-def rollouts_of_a_step(config):
-  return len(run_of(config).given("generate"))
 
 
 def repeats_of_solved(config):
@@ -100,19 +89,6 @@ def repeats_of_solved(config):
   calls = run_of(config).given("generate")
   solved = [text for batch in calls for text in batch if int(text[1:4]) < 8]
   return max(collections.Counter(solved).values())
-
-
-def too_long(config):
-  return run_of(config).error.partition(" ")[0]
-
-
-def order_of_phases(config):
-  first = {"generate": "g", "old_logps": "s", "update": "u"}
-  return "".join(first.get(name, "") for name, _ in run_of(config).events)
-
-
-def token_limits(config):
-  return set(run_of(config).given("stop_at")[0])
 
 
 def processes(config):
@@ -138,12 +114,6 @@ def reward_concurrency(config):
   return run_of(config).pools[0].concurrency
 
 
-def stopped_by_failures(config):
-  """Where too many rewards failed, and how many may; None: nowhere."""
-  error = re.match(r"(.*): .* expected at most (\d+)", run_of(config).error)
-  return error and (error[1], int(error[2]))
-
-
 def cold_start_updates(config):
   return len(run_of(config).given("cold_start"))
 
@@ -154,14 +124,15 @@ def evaluated_at(config):
   return [step for step, greedy in pairs if greedy is not None]
 
 
-def passes(config):
-  """eval/pass@1 of the first evaluation."""
-  return run_of(config).rows("eval/pass@1")[0]
-
-
 def problems_evaluated(config):
   """Sampled and greedy, in the first evaluation."""
   return tuple(map(len, run_of(config).given("respond")[:2]))
+
+
+def samples_averaged(config):
+  """Each n of eval/avg@n."""
+  text = (run_of(config).folder / "metrics.jsonl").read_text()
+  return [int(n) for n in re.findall(r"eval/avg@(\d+)", text)]
 
 
 def saved_steps(config):
