@@ -17,7 +17,6 @@ convolution. The state and the rule are float32.
 import functools
 import math
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -39,37 +38,34 @@ _STATES = PartitionSpec(sharding.BATCH_AXES, "tensor")  # [B, heads, ...]
 _einsum = functools.partial(jnp.einsum, precision="highest")
 
 
-class DeltaNet(nn.Module):
-  cfg: ModelConfig
-  layer: Layer
+@jax.named_scope("delta_net")
+def gated_delta_net(
+  x_BTD, weights, cfg: ModelConfig, layer: Layer, angles, segments_BT, cache, i
+):
+  """Returns the output [B, T, D] and the layer's states, as in a cache.
 
-  @nn.compact
-  def __call__(self, x_BTD, angles, segments_BT, cache, i):
-    """Returns the output [B, T, D] and the layer's states, as in a cache.
-
-    A token of segment 0 is padding and leaves the states as they are. With a
-    cache a row is one sequence.
-    """
-    del angles
-    weights = parameters.declare(self, "delta_net", self.cfg)
-    if cache is None:
-      return _mix_without_cache(x_BTD, weights, segments_BT, self.cfg)
-    inputs, z_BTMV = _project(x_BTD, weights)
-    by_head = {name: weights[name] for name in _BY_HEAD}
-    apply = sharding.shard_map(
-      lambda inputs, weights, real_BT, states: mix(
-        inputs, weights, jnp.zeros(real_BT.shape, int), real_BT, states
-      ),
-      in_specs=(
-        (_HEADS,) * len(inputs),
-        PartitionSpec("tensor"),
-        PartitionSpec(sharding.BATCH_AXES),
-        _STATES,
-      ),
-      out_specs=(_HEADS, _STATES),
-    )
-    out_BTMV, states = apply(inputs, by_head, segments_BT != 0, cache.states[i])
-    return _output(out_BTMV, z_BTMV, weights, self.cfg), states
+  A token of segment 0 is padding and leaves the states as they are. With a
+  cache a row is one sequence.
+  """
+  del layer, angles
+  if cache is None:
+    return _mix_without_cache(x_BTD, weights, segments_BT, cfg)
+  inputs, z_BTMV = _project(x_BTD, weights)
+  by_head = {name: weights[name] for name in _BY_HEAD}
+  apply = sharding.shard_map(
+    lambda inputs, weights, real_BT, states: mix(
+      inputs, weights, jnp.zeros(real_BT.shape, int), real_BT, states
+    ),
+    in_specs=(
+      (_HEADS,) * len(inputs),
+      PartitionSpec("tensor"),
+      PartitionSpec(sharding.BATCH_AXES),
+      _STATES,
+    ),
+    out_specs=(_HEADS, _STATES),
+  )
+  out_BTMV, states = apply(inputs, by_head, segments_BT != 0, cache.states[i])
+  return _output(out_BTMV, z_BTMV, weights, cfg), states
 
 
 def _project(x_BTD, weights):
@@ -92,7 +88,7 @@ def _gated_norm(x, z, scale, eps):
   """`rms_norm(x) * silu(z)`, rounded once."""
   h = wide(x)
   h *= jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + eps)
-  h *= wide(scale.astype(x.dtype)) * nn.silu(wide(z))
+  h *= wide(scale.astype(x.dtype)) * jax.nn.silu(wide(z))
   return rounded(h, x.dtype)
 
 
@@ -193,15 +189,15 @@ def mix(inputs, weights, segments_BT, real_BT, states):
   ]
   conv_GXW = wide(jnp.concatenate(convs, 1).astype(dtype))
   x_BTGX, tail = _convolve(x_BTGX, conv_GXW, segments_BT, real_BT, tail)
-  x_BTGX = rounded(nn.silu(x_BTGX), dtype)
+  x_BTGX = rounded(jax.nn.silu(x_BTGX), dtype)
   q_BTGK, k_BTGK, v_BTGX = jnp.split(x_BTGX, [K, 2 * K], -1)
   v_BTGRV = v_BTGX.reshape(B, T, G, -1, v_BTMV.shape[-1])
   by_head = lambda x_BTM: jnp.where(real_BT[..., None], x_BTM, 0).reshape(
     B, T, G, -1
   )
-  b_BTGR = by_head(nn.sigmoid(wide(b_BTM)))
+  b_BTGR = by_head(jax.nn.sigmoid(wide(b_BTM)))
   rate_M = -jnp.exp(weights["A_log"])
-  g_BTGR = by_head(rate_M * nn.softplus(wide(a_BTM) + weights["dt_bias"]))
+  g_BTGR = by_head(rate_M * jax.nn.softplus(wide(a_BTM) + weights["dt_bias"]))
   state = state_BMKV.reshape(B, G, -1, *state_BMKV.shape[2:])
   operands = q_BTGK, k_BTGK, v_BTGRV, g_BTGR, b_BTGR
   if T == 1:

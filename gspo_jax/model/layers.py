@@ -6,7 +6,6 @@ heads, H head width, k experts a token.
 
 import math
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -17,15 +16,6 @@ from gspo_jax.model.config import Layer, ModelConfig
 from gspo_jax.model.grouped_matmul import gated
 from gspo_jax.model.rounding import matmul, recomputed, rounded, stored, wide
 from gspo_jax.runtime import sharding
-
-
-class RMSNorm(nn.Module):
-  cfg: ModelConfig
-
-  @nn.compact
-  def __call__(self, x):
-    weights = parameters.declare(self, self.name, self.cfg)
-    return rms_norm(x, weights["scale"], self.cfg)
 
 
 def rms_norm(x, scale, cfg: ModelConfig, eps: float | None = None):
@@ -102,26 +92,23 @@ def gathered(weights, specs, dtype):
   return whole
 
 
-class Attention(nn.Module):
-  cfg: ModelConfig
-  layer: Layer
-
-  @nn.compact
-  def __call__(self, x_BTD, angles, segments_BT, cache, i):
-    """Returns the output [B, T, D] and the new (k, v) of layer `i`."""
-    cfg, window = self.cfg, self.layer.window
-    weights = parameters.declare(self, "attention", cfg)
-    if cache is None:
-      operands = x_BTD, weights, angles, segments_BT
-      y_BTD, updated = _attend_without_cache(*operands, cfg, window)
-    else:
-      qkv, gate_BTNH = _project(x_BTD, weights, angles, cfg)
-      sinks_N = _sinks(weights, x_BTD.dtype)
-      out_BTNH, updated = cache.attend(i, *qkv, window=window, sinks_N=sinks_N)
-      y_BTD = project(gate(out_BTNH, gate_BTNH), weights, "o", axes=2)
-    if cfg.output_bias:
-      y_BTD = add(y_BTD, weights["o_bias"].astype(y_BTD.dtype))
-    return y_BTD, updated
+@jax.named_scope("attention")
+def self_attention(
+  x_BTD, weights, cfg: ModelConfig, layer: Layer, angles, segments_BT, cache, i
+):
+  """Returns the output [B, T, D] and the new (k, v) of layer `i`."""
+  window = layer.window
+  if cache is None:
+    operands = x_BTD, weights, angles, segments_BT
+    y_BTD, updated = _attend_without_cache(*operands, cfg, window)
+  else:
+    qkv, gate_BTNH = _project(x_BTD, weights, angles, cfg)
+    sinks_N = _sinks(weights, x_BTD.dtype)
+    out_BTNH, updated = cache.attend(i, *qkv, window=window, sinks_N=sinks_N)
+    y_BTD = project(gate(out_BTNH, gate_BTNH), weights, "o", axes=2)
+  if cfg.output_bias:
+    y_BTD = add(y_BTD, weights["o_bias"].astype(y_BTD.dtype))
+  return y_BTD, updated
 
 
 def gate(x, logits):
@@ -131,7 +118,7 @@ def gate(x, logits):
 
 @recomputed
 def _gated_by_sigmoid(x, logits):
-  return rounded(wide(x) * nn.sigmoid(wide(logits)), x.dtype)
+  return rounded(wide(x) * jax.nn.sigmoid(wide(logits)), x.dtype)
 
 
 def _sinks(weights, dtype):
@@ -232,25 +219,20 @@ def swiglu(gate, up):
   return rounded(gated(gate, up, limit=None), gate.dtype)
 
 
-class MLP(nn.Module):
+@jax.named_scope("mlp")
+def mlp(x_BTD, weights, module: str):
   """SwiGLU: `down(silu(gate x) * up x)`; "shared" may weigh it by a sigmoid."""
+  specs = parameters.partition_specs(module, weights)
 
-  cfg: ModelConfig
+  def local(x_BTD, weights):
+    weights = gathered(weights, specs, x_BTD.dtype)
+    gate_up = (project(x_BTD, weights, name) for name in ("gate", "up"))
+    y_BTD = project(swiglu(*gate_up), weights, "down")
+    y_BTD = sharding.psum(y_BTD, "tensor")
+    if "expert_gate" in weights:
+      y_BTD = gate(y_BTD, project(x_BTD, weights, "expert_gate"))
+    return y_BTD
 
-  @nn.compact
-  def __call__(self, x_BTD):
-    weights = parameters.declare(self, self.name, self.cfg)
-    specs = parameters.partition_specs(self.name, weights)
-
-    def local(x_BTD, weights):
-      weights = gathered(weights, specs, x_BTD.dtype)
-      gate_up = (project(x_BTD, weights, name) for name in ("gate", "up"))
-      y_BTD = project(swiglu(*gate_up), weights, "down")
-      y_BTD = sharding.psum(y_BTD, "tensor")
-      if "expert_gate" in weights:
-        y_BTD = gate(y_BTD, project(x_BTD, weights, "expert_gate"))
-      return y_BTD
-
-    tokens = sharding.TOKENS
-    mlp = sharding.shard_map(local, in_specs=(tokens, specs), out_specs=tokens)
-    return mlp(x_BTD, weights)
+  tokens = sharding.TOKENS
+  layer = sharding.shard_map(local, in_specs=(tokens, specs), out_specs=tokens)
+  return layer(x_BTD, weights)

@@ -7,7 +7,7 @@ Dimension key: B rows, T tokens, D model width, N heads, H width of a query or a
 key, V of a value, R rotated columns of a key, C width of the latent.
 """
 
-import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
@@ -29,36 +29,33 @@ from gspo_jax.runtime import sharding
 _EPS = 1e-6
 
 
-class MLA(nn.Module):
-  cfg: ModelConfig
-  layer: Layer
+@jax.named_scope("mla")
+def latent_attention(
+  x_BTD, weights, cfg: ModelConfig, layer: Layer, angles, segments_BT, cache, i
+):
+  """Returns the output [B, T, D] and the latents of layer `i` in the cache.
 
-  @nn.compact
-  def __call__(self, x_BTD, angles, segments_BT, cache, i):
-    """Returns the output [B, T, D] and the latents of layer `i` in the cache.
-
-    Without a cache, keys and values of all heads are made from the latents.
-    With one, queries and outputs are moved into the space of the latents: the
-    same sums in another order. A query and a token then take 2 (2 C + R) FLOPs
-    a head, not 2 (H + V), but the cache has one latent in place of N keys and
-    values, which a decode step would make again.
-    """
-    cfg = self.cfg
-    weights = parameters.declare(self, "mla", cfg)
-    if cache is None:
-      return _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg)
-    q_BTNH, latent_BTC, key_BT1R = _project(x_BTD, weights, angles, cfg)
-    split = cfg.head_dim - cfg.rotary_width
-    q_BTNC = _to_latent(q_BTNH[..., :split], weights, split)
-    out_BTNC, updated = cache.attend(
-      i,
-      jnp.concatenate([q_BTNC, q_BTNH[..., split:]], -1),
-      jnp.concatenate([latent_BTC[:, :, None], key_BT1R], -1),
-      value_dim=cfg.kv_lora_rank,
-      scale=_scale(cfg),
-    )
-    out_BTNV = _from_latent(out_BTNC, weights, split)
-    return project(out_BTNV, weights, "o", axes=2), updated
+  Without a cache, keys and values of all heads are made from the latents. With
+  one, queries and outputs are moved into the space of the latents: the same
+  sums in another order. A query and a token then take 2 (2 C + R) FLOPs a head,
+  not 2 (H + V), but the cache has one latent in place of N keys and values,
+  which a decode step would make again.
+  """
+  del layer
+  if cache is None:
+    return _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg)
+  q_BTNH, latent_BTC, key_BT1R = _project(x_BTD, weights, angles, cfg)
+  split = cfg.head_dim - cfg.rotary_width
+  q_BTNC = _to_latent(q_BTNH[..., :split], weights, split)
+  out_BTNC, updated = cache.attend(
+    i,
+    jnp.concatenate([q_BTNC, q_BTNH[..., split:]], -1),
+    jnp.concatenate([latent_BTC[:, :, None], key_BT1R], -1),
+    value_dim=cfg.kv_lora_rank,
+    scale=_scale(cfg),
+  )
+  out_BTNV = _from_latent(out_BTNC, weights, split)
+  return project(out_BTNV, weights, "o", axes=2), updated
 
 
 def _scale(cfg):

@@ -7,7 +7,6 @@ of one device, k experts a token, F hidden width of one expert.
 import functools
 from typing import NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -43,56 +42,46 @@ class Routing(NamedTuple):
 
 
 class Routes(NamedTuple):
-  """Experts of an earlier pass, and how this pass uses them; see `MoE`."""
+  """Experts of an earlier pass, and how this pass uses them.
+
+  With `replay` the tokens go to `experts`, by the weights of the current
+  router, which thus has a gradient. Otherwise these only decide where
+  `Routing.logps` are taken.
+  """
 
   experts: jax.Array | None = None  # [L, B, T, k], or [B, T, k] in one layer
-  replay: bool = False  # bool, static
-  use_own_experts: jax.Array | None = None  # [] bool
+  replay: bool = False  # static
+  use_own_experts: jax.Array | None = None  # [] bool: the top k replace them
   losses: bool = False  # static, whether to compute the losses of `Routing`
 
 
 NO_ROUTES = Routes()
 
 
-class MoE(nn.Module):
-  """The sparse MLP: `sum_e w_e * down_e(silu(gate_e x) * up_e x)`.
+@jax.named_scope("moe")
+def sparse_mlp(
+  x_BTD, weights, cfg: ModelConfig, real_BT, routes: Routes = NO_ROUTES
+) -> tuple[jax.Array, Routing]:
+  """`sum_e w_e * down_e(silu(gate_e x) * up_e x)`.
 
   `route` says which k experts and weights, `grouped_matmul.gated` what gpt-oss
   has in place of SwiGLU. There is no capacity limit and no dropped token.
+  `real_BT` is false at padding. Returns the output [B, T, D], 0 at padding, and
+  the routing.
   """
-
-  cfg: ModelConfig
-
-  @nn.compact
-  def __call__(
-    self,
-    x_BTD,
-    real_BT,
-    routes_BTk=None,
-    replay=False,
-    use_own_experts=None,
-    losses=False,
-  ) -> tuple[jax.Array, Routing]:
-    """The output [B, T, D], 0 at padding, and the routing.
-
-    `real_BT` is false at padding. With `replay` the tokens go to `routes_BTk`,
-    by the weights of the current router, which thus has a gradient. Otherwise
-    routes only decide where `Routing.logps` are taken. `use_own_experts`
-    replaces the routes by the top k experts.
-    """
-    cfg = self.cfg
-    weights = parameters.declare(self, "moe", cfg)
-    specs = parameters.partition_specs("moe", weights)
-    tokens = sharding.TOKENS
-    routing = Routing(tokens, tokens, tokens, PartitionSpec())
-    if losses:
-      routing = routing._replace(load_balance=tokens, z_loss=tokens)
-    layer = sharding.shard_map(
-      functools.partial(_local, cfg=cfg, replay=replay, losses=losses),
-      in_specs=(tokens, tokens, tokens, specs, PartitionSpec()),
-      out_specs=(tokens, routing),
-    )
-    return layer(x_BTD, real_BT, routes_BTk, weights, use_own_experts)
+  specs = parameters.partition_specs("moe", weights)
+  tokens = sharding.TOKENS
+  routing = Routing(tokens, tokens, tokens, PartitionSpec())
+  if routes.losses:
+    routing = routing._replace(load_balance=tokens, z_loss=tokens)
+  layer = sharding.shard_map(
+    functools.partial(
+      _local, cfg=cfg, replay=routes.replay, losses=routes.losses
+    ),
+    in_specs=(tokens, tokens, tokens, specs, PartitionSpec()),
+    out_specs=(tokens, routing),
+  )
+  return layer(x_BTD, real_BT, routes.experts, weights, routes.use_own_experts)
 
 
 def _local(

@@ -443,31 +443,43 @@ def partition_specs(part: str, names: Iterable[str]) -> dict:
   }
 
 
-class _Nested(nn.Module):
-  """A parameter that is alone in its module."""
+class _Module(nn.Module):
+  """Rows of the table as parameters of Flax, which makes the random keys."""
+
+  cfg: ModelConfig
 
   @nn.compact
-  def __call__(self, name, initial, cfg):
-    return self.param(name, initial, cfg)
+  def __call__(self, tree):
+    for name, x in tree.items():
+      if isinstance(x, Parameter):
+        self.param(name, x.initial, self.cfg)
+      else:
+        _Module(self.cfg, name=name)(x)
 
 
-def declare(module: nn.Module, part: str, cfg: ModelConfig) -> dict:
-  """The parameters of a Flax module by name, with its adapters.
+def initial_layers(keys_L, cfg: ModelConfig) -> dict:
+  """Random parameters by module, of all layers that have it, stacked."""
+  tree = sharding.tree_of_paths(
+    {row.end: row for row in rows(cfg) if row.stacked}
+  )
 
-  B is rounded to `cfg.dtype`, as for decoding, and multiplied by alpha / rank.
+  def stack(module):
+    init = lambda key: _Module(cfg).init(key, {module: tree[module]})
+    return jax.vmap(init)(keys_L[jnp.array(cfg.layers_with(module))])
+
+  return {module: stack(module)["params"][module] for module in tree}
+
+
+def weights(module: dict, cfg: ModelConfig) -> dict:
+  """A layer's parameters of one module by name; a norm stands for its scale.
+
+  The B of an adapter is rounded to `cfg.dtype`, as for decoding, and multiplied
+  by alpha / rank.
   """
-  weights = {}
-  for row in rows(cfg):
-    module_name, _, name = row.end.partition("/")
-    if module_name != part:
-      continue
-    name, _, leaf = name.partition("/")
-    if leaf:
-      weights[name] = _Nested(name=name)(leaf, row.initial, cfg)
-    else:
-      weights[name] = module.param(name, row.initial, cfg)
-    if module.has_variable("params", name + A):
-      weights[name + A] = module.get_variable("params", name + A)
-      b = wide(module.get_variable("params", name + B).astype(cfg.dtype))
-      weights[name + B] = rounded(cfg.lora.scale * b, jnp.dtype(cfg.dtype))
-  return weights
+  found = {}
+  for name, x in module.items():
+    if name.endswith(B):
+      b = wide(x.astype(cfg.dtype))
+      x = rounded(cfg.lora.scale * b, jnp.dtype(cfg.dtype))
+    found[name] = x["scale"] if isinstance(x, dict) else x
+  return found

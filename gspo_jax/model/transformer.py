@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from gspo_jax.model import cache as kv
 from gspo_jax.model import parameters, rotary
-from gspo_jax.model.block import Block
+from gspo_jax.model.block import block
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.layers import rms_norm
 from gspo_jax.model.moe import NO_ROUTES, Routes, Routing
@@ -47,42 +47,14 @@ class Output(NamedTuple):
 def init(key: jax.Array, cfg: ModelConfig) -> Params:
   """Random float32 parameters; a module's layers are stacked on axis 0."""
   k_embed, k_layers, k_head = jax.random.split(key, 3)
-  initial = lambda path, k: parameters.find(path).initial(k, cfg)
   params = {
-    "embed": initial("embed", k_embed),
-    "layers": _init_layers(jax.random.split(k_layers, cfg.num_layers), cfg),
-    "final_norm": {"scale": initial("final_norm/scale", None)},
+    row.path: row.initial(k_embed if row.path == "embed" else k_head, cfg)
+    for row in parameters.rows(cfg)
+    if not row.stacked
   }
-  if cfg.classifier:
-    params["score"] = initial("score", k_head)
-  elif not cfg.tie_embeddings:
-    params["head"] = initial("head", k_head)
-  return params
-
-
-def _init_layers(keys_L, cfg):
-  # The smallest shape that can be sharded.
-  B, T = sharding.size(*sharding.ROW_AXES), sharding.size("context")
-  stream = jnp.zeros((B, T, cfg.embed_dim))
-  angles = (jnp.zeros((B, T, cfg.rotary_width // 2)),) * 2
-  mask = jnp.ones((B, T), jnp.int32)
-  parts = {}  # of each module, the numbers and the stacks of alike layers
-  modules = lambda layer: (layer.mixer, layer.experts)
-  for kind in sorted(set(map(modules, cfg.layers))):
-    alike = [i for i, x in enumerate(cfg.layers) if modules(x) == kind]
-    block = Block(cfg, cfg.layers[alike[0]])
-    init = lambda k, block=block: block.init(k, stream, angles, mask)["params"]
-    for module, stack in jax.vmap(init)(keys_L[jnp.array(alike)]).items():
-      numbers, stacks = parts.setdefault(module, ([], []))
-      numbers += alike
-      stacks.append(stack)
-
-  def in_order(numbers, stacks):
-    order = jnp.argsort(jnp.array(numbers))
-    join = lambda *x: jnp.concatenate(x)[order]
-    return jax.tree.map(join, *stacks)
-
-  return {module: in_order(*found) for module, found in parts.items()}
+  keys_L = jax.random.split(k_layers, cfg.num_layers)
+  layers = parameters.initial_layers(keys_L, cfg)
+  return sharding.tree_of_paths(params) | {"layers": layers}
 
 
 def unstack_layers(params: Params, cfg: ModelConfig) -> Params:
@@ -219,9 +191,11 @@ def _scan_layers(
 
   def run(layer, places, x_BTD, stacks):
     layer_params, routes_BTk = _at(stacks, places)
-    x_BTD, routing, arrays = Block(cfg, layer).apply(
-      {"params": layer_params},
+    x_BTD, routing, arrays = block(
       x_BTD.astype(cfg.dtype),
+      layer_params,
+      cfg,
+      layer,
       angles,
       segments_BT,
       routes=routes._replace(experts=routes_BTk),
@@ -337,8 +311,8 @@ def _loop_over_layers(params, cfg, x_BTD, angles, mask_BT, cache):
   segments_BT = mask_BT.astype(jnp.int32)
   outs, arrays = [], []
   for i, layer in enumerate(cfg.layers):
-    x_BTD, routing, updated = Block(cfg, layer).apply(
-      {"params": params["layers"][i]}, x_BTD, angles, segments_BT, cache, i
+    x_BTD, routing, updated = block(
+      x_BTD, params["layers"][i], cfg, layer, angles, segments_BT, cache, i
     )
     outs.append(_by_module(layer, routing, None))
     arrays.append(updated)

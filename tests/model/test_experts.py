@@ -15,7 +15,6 @@ from expert_oracle import random_experts, weighted_sum
 from gspo_jax import model
 from gspo_jax.model import experts as ep
 from gspo_jax.model import grouped_matmul, lora, moe, parameters
-from gspo_jax.model.moe import MoE
 from gspo_jax.runtime import sharding
 
 M, D, E, F, k = 64, 8, 8, 6, 2
@@ -114,7 +113,7 @@ def compiled(cfg, mesh, few=None):
   """Output, routing and gradients of the layer, on a mesh or on one device."""
 
   def loss(params, x, cotangent, real):
-    y, routing = MoE(cfg).apply({"params": params}, x, real)
+    y, routing = moe.sparse_mlp(x, parameters.weights(params, cfg), cfg, real)
     return (y * cotangent).sum(), (y, routing)
 
   run = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
@@ -211,8 +210,8 @@ def test_dropped_rows_are_counted(monkeypatch):
   router[0, :2] = x_MD[:, 0] = 5  # all to the first two experts
   params = {"router": router, "gate_up": gate_up, "down": down}
   with jax.set_mesh(sharding.make_mesh(data=2, expert=4)):
-    layer = jax.jit(MoE(CFG).apply)
+    layer = jax.jit(moe.sparse_mlp, static_argnums=2)
     all_real = np.ones((16, 4), bool)
-    _, routing = layer({"params": params}, x_MD.reshape(16, 4, D), all_real)
+    _, routing = layer(x_MD.reshape(16, 4, D), params, CFG, all_real)
   # Two groups of 32 tokens: of 64 rows each, a chunk takes 24.
   assert routing.dropped == 2 * (64 - 24)

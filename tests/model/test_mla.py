@@ -13,7 +13,7 @@ from families import FAMILIES
 from random_model import base_and_adapters, weights
 
 from gspo_jax import model
-from gspo_jax.model import cache, lora, mla, paged_cache
+from gspo_jax.model import cache, lora, mla, paged_cache, parameters
 
 CFG = dataclasses.replace(FAMILIES["deepseek-v3"], num_layers=2)
 B, T = 2, 12
@@ -62,9 +62,11 @@ def test_one_layer_equals_the_equations():
   x = np.random.default_rng(1).normal(size=(1, T, cfg.embed_dim))
   angle = np.arange(T)[:, None] * cfg.rope_theta ** (-np.array([0, 2]) / 4)
   angles = np.float32(np.sin(angle))[None], np.float32(np.cos(angle))[None]
-  layer = mla.MLA(cfg, cfg.layers[0], name="mla")
-  inputs = np.float32(x), angles, np.ones((1, T), int), None, 0
-  out, _ = layer.apply({"params": params}, *inputs)
+  weights_by_name = parameters.weights(params, cfg)
+  inputs = angles, np.ones((1, T), int), None, 0
+  out, _ = mla.latent_attention(
+    np.float32(x), weights_by_name, cfg, cfg.layers[0], *inputs
+  )
 
   def norm(x, name):
     root = np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)

@@ -11,7 +11,7 @@ from expert_oracle import random_experts, weighted_sum
 
 from gspo_jax import model
 from gspo_jax.model import lora
-from gspo_jax.model.moe import MoE
+from gspo_jax.model.moe import Routes, sparse_mlp
 from gspo_jax.runtime import sharding
 
 B, T, D, E, F = 2, 12, 8, 5, 6
@@ -63,10 +63,11 @@ def random_layer(load="no bias"):
 @functools.cache
 def compiled(case, replay=False):
   """Output, routing, and the gradient of `sum(output * cotangent)`."""
-  layer = MoE(config(case))
 
   def loss(params, x, cotangent, routes):
-    y, routing = layer.apply({"params": params}, x, ALL, routes, replay)
+    y, routing = sparse_mlp(
+      x, params, config(case), ALL, Routes(routes, replay)
+    )
     return (y * cotangent).sum(), (y, routing)
 
   return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
@@ -84,7 +85,7 @@ def test_a_float32_router_has_operands_of_float32(wide):
   cast = model.parameters.cast(cast, cfg)["layers"]["moe"]  # for decoding
   expected = router_log_softmax(params, x)
   for weights in params, cast:
-    _, routing = jax.jit(MoE(cfg).apply)({"params": weights}, x, ALL)
+    _, routing = jax.jit(sparse_mlp, static_argnums=2)(x, weights, cfg, ALL)
     at = routing.experts.astype(int)
     gap = routing.logps - np.take_along_axis(expected, at, 2)
     assert (np.abs(gap).max() < 1e-5) == wide
@@ -115,7 +116,7 @@ def test_the_losses_of_a_router_and_their_gradients(scores, mesh):
   x, real = normal(rows, T, D), np.tile(MASK, (2, 1))
 
   def losses(params, x):
-    _, routing = MoE(cfg).apply({"params": params}, x, real, losses=True)
+    _, routing = sparse_mlp(x, params, cfg, real, Routes(losses=True))
     mean = lambda terms: jnp.where(real, terms, 0).sum() / real.sum()
     return jnp.stack([mean(routing.load_balance), mean(routing.z_loss)])
 
@@ -251,8 +252,8 @@ def test_bf16_routes_in_float32():
   # lower expert would win.
   x[..., :2], x[..., 2:] = 1, 0
   params["router"][:2] = np.full(E, 8), np.arange(E) / 100
-  y, routing = jax.jit(MoE(config("two of five")).apply)(
-    {"params": params}, jnp.asarray(x, jnp.bfloat16), ALL
+  y, routing = jax.jit(sparse_mlp, static_argnums=2)(
+    jnp.asarray(x, jnp.bfloat16), params, config("two of five"), ALL
   )
   assert y.dtype == jnp.bfloat16
   assert (np.asarray(routing.experts) == [4, 3]).all()
@@ -278,7 +279,8 @@ def test_biases_and_the_clamped_activation(rank):
         params[name + end] = parts[field]
 
   def loss(params, x):
-    y, _ = MoE(cfg).apply({"params": params}, x, real)
+    weights = model.parameters.weights(params, cfg)
+    y, _ = sparse_mlp(x, weights, cfg, real)
     return (y * COTANGENT).sum(), y
 
   grads, y = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
@@ -313,8 +315,8 @@ def test_the_routing_has_no_gradient():
 
   def routing_sum(params, x):
     routes = random_routes("two of five")
-    layer = MoE(config("two of five"))
-    _, routing = layer.apply({"params": params}, x, ALL, routes, True)
+    cfg = config("two of five")
+    _, routing = sparse_mlp(x, params, cfg, ALL, Routes(routes, replay=True))
     return routing.logps.sum() + routing.entropy.sum()
 
   grads = jax.jit(jax.grad(routing_sum, argnums=(0, 1)))(params, x)
@@ -325,8 +327,10 @@ def test_routes_of_padding_do_not_matter():
   params, x = random_layer()
   real = np.arange(B * T).reshape(B, T) % 3 > 0
   routes, others = (random_routes("two of five", seed) for seed in (3, 5))
-  layer = functools.partial(MoE(config("two of five")).apply, replay=True)
-  apply = functools.partial(jax.jit(layer), {"params": params}, x, real)
+  cfg = config("two of five")
+  apply = jax.jit(
+    lambda routes: sparse_mlp(x, params, cfg, real, Routes(routes, True))
+  )
   y, routing = apply(routes)
   other_y, _ = apply(np.where(real[..., None], routes, others))
   np.testing.assert_array_equal(y, other_y)
@@ -340,5 +344,10 @@ def test_routes_of_padding_do_not_matter():
 def test_recorded_experts_take_as_few_bits_as_possible(experts, dtype):
   cfg = model.variant("tiny", num_experts=experts)
   x, real = jnp.zeros((1, 1, cfg.embed_dim)), jnp.ones((1, 1), bool)
-  shapes = jax.eval_shape(MoE(cfg).init_with_output, jax.random.key(0), x, real)
-  assert shapes[0][1].experts.dtype == dtype
+
+  def layer(stacks):
+    params = jax.tree.map(lambda x: x[0], stacks)
+    return sparse_mlp(x, params, cfg, real)
+
+  _, routing = jax.eval_shape(layer, model.shapes(cfg)["layers"]["moe"])
+  assert routing.experts.dtype == dtype
