@@ -22,17 +22,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from gspo_jax.model import parameters
 from gspo_jax.model.config import Layer, ModelConfig
-from gspo_jax.model.layers import gathered, project
+from gspo_jax.model.layers import by_tokens, project
 from gspo_jax.model.rounding import recomputed, rounded, stored, wide
 from gspo_jax.runtime import sharding
 
 _CHUNK = {"tpu": 128, "cpu": 32}  # tokens; elsewhere 64
 _BLOCK = 8  # rows that `_inverse` solves one by one
 _NORM_EPS = 1e-6  # of the norm of queries and keys
-_FLOAT32 = "A_log", "dt_bias"  # never rounded
-_BY_HEAD = ("q_conv", "k_conv", "v_conv", *_FLOAT32)
+_BY_HEAD = "q_conv", "k_conv", "v_conv", "A_log", "dt_bias"
 _HEADS = PartitionSpec(sharding.BATCH_AXES, None, "tensor")  # [B, T, heads]
 _STATES = PartitionSpec(sharding.BATCH_AXES, "tensor")  # [B, heads, ...]
 _einsum = functools.partial(jnp.einsum, precision="highest")
@@ -98,26 +96,16 @@ def _mix_without_cache(x_BTD, weights, segments_BT, cfg):
   As in attention, a device exchanges all heads of its tokens for all tokens of
   its heads, and back.
   """
-  tokens = sharding.TOKENS
-  specs = parameters.partition_specs("delta_net", weights)
 
   def local(x_BTD, weights, segments_BT):
-    exact = {name: weights[name] for name in _FLOAT32}
-    weights = gathered(weights, specs, x_BTD.dtype) | exact
     inputs, z_BTMV = _project(x_BTD, weights)
     out_BTMV, states = _mix_all_tokens(inputs, weights, segments_BT)
     y_BTD = _output(out_BTMV, z_BTMV, weights, cfg)
     return sharding.psum(y_BTD, "tensor"), states
 
-  mix = sharding.shard_map(
-    local,
-    in_specs=(tokens, specs, tokens),
-    out_specs=(
-      tokens,
-      PartitionSpec(sharding.ROW_AXES, ("tensor", "context")),
-    ),
-  )
-  return mix(x_BTD, weights, segments_BT)
+  heads = PartitionSpec(sharding.ROW_AXES, ("tensor", "context"))
+  operands = x_BTD, weights, "delta_net", segments_BT
+  return by_tokens(local, *operands, kept=heads)
 
 
 def _mix_all_tokens(inputs, weights, segments_BT):
@@ -170,7 +158,7 @@ def mix(inputs, weights, segments_BT, real_BT, states):
   Args:
     inputs: queries and keys [B, T, G, K], values [B, T, M, V], b and a
       [B, T, M], as they are projected.
-    weights: the convolutions' and `_FLOAT32`.
+    weights: those of `_BY_HEAD`.
     segments_BT: a state begins at 0 where it changes.
     real_BT: false at padding, which leaves the states.
     states: after earlier tokens of the first segment: S [B, M, K, V], and the

@@ -81,15 +81,32 @@ def project(x, weights, name, axes: int = 1):
   return add(y, matmul(matmul(x, cast(lora.A), axes), cast(lora.B)))
 
 
-def gathered(weights, specs, dtype):
-  """The weights in `dtype`, of all devices along `WEIGHT_AXES`."""
-  axes, whole = sharding.WEIGHT_AXES, {}
-  for name, x in weights.items():
-    whole[name] = x.astype(dtype)
-    if axes in specs[name]:
-      dim = specs[name].index(axes)
-      whole[name] = sharding.gather(whole[name], *axes, dim=dim)
-  return whole
+def by_tokens(local, x_BTD, weights, module: str, *others, kept=None, **specs):
+  """`local(x_BTD, weights, *others)` in a shard_map over rows and tokens.
+
+  It gets the module's weights rounded, and of all devices along `WEIGHT_AXES`.
+  `specs` are of weights that are not split as the table says, `kept` is of a
+  second result.
+  """
+  specs = parameters.partition_specs(module, weights) | specs
+  axes, tokens = sharding.WEIGHT_AXES, sharding.TOKENS
+
+  def whole(name, x, dtype):
+    x = x if name in parameters.FLOAT32 else x.astype(dtype)
+    if axes not in specs[name]:
+      return x
+    return sharding.gather(x, *axes, dim=specs[name].index(axes))
+
+  def run(x_BTD, weights, *others):
+    weights = {k: whole(k, x, x_BTD.dtype) for k, x in weights.items()}
+    return local(x_BTD, weights, *others)
+
+  layer = sharding.shard_map(
+    run,
+    in_specs=(tokens, specs, *(tokens for _ in others)),
+    out_specs=tokens if kept is None else (tokens, kept),
+  )
+  return layer(x_BTD, weights, *others)
 
 
 @jax.named_scope("attention")
@@ -158,16 +175,11 @@ def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg, window):
   back after attention. So all devices along `context` compute equally many
   scores (arXiv 2309.14509, sec. 3).
   """
-  tokens = sharding.TOKENS
   heads_first = PartitionSpec(sharding.ROW_AXES, "tensor", "context")
-  norms = {name: x for name, x in weights.items() if name.endswith("norm")}
   # A norm over all heads is whole in memory, and split where the heads are.
-  norm_spec = PartitionSpec("tensor" if cfg.qk_norm_over_heads else None)
-  matrices = {name: x for name, x in weights.items() if name not in norms}
-  specs = parameters.partition_specs("attention", matrices)
+  split = ("q_norm", "k_norm") if cfg.qk_norm_over_heads else ()
 
-  def local(x_BTD, matrices, norms, angles, segments_BT):
-    weights = norms | gathered(matrices, specs, x_BTD.dtype)
+  def local(x_BTD, weights, angles, segments_BT):
     qkv, gate_BTNH = _project(x_BTD, weights, angles, cfg)
     sinks_N = _sinks(weights, x_BTD.dtype)
     out_BTNH = attend_to_all_tokens(
@@ -177,12 +189,9 @@ def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg, window):
     y_BTD = sharding.psum(y_BTD, "tensor")
     return y_BTD, (to_cache(qkv[1]), to_cache(qkv[2]))
 
-  attend = sharding.shard_map(
-    local,
-    in_specs=(tokens, specs, norm_spec, tokens, tokens),
-    out_specs=(tokens, heads_first),
-  )
-  return attend(x_BTD, matrices, norms, angles, segments_BT)
+  operands = x_BTD, weights, "attention", angles, segments_BT
+  specs = dict.fromkeys(split, PartitionSpec("tensor"))
+  return by_tokens(local, *operands, kept=heads_first, **specs)
 
 
 def to_cache(x_BTKH):
@@ -222,10 +231,8 @@ def swiglu(gate, up):
 @jax.named_scope("mlp")
 def mlp(x_BTD, weights, module: str):
   """SwiGLU: `down(silu(gate x) * up x)`; "shared" may weigh it by a sigmoid."""
-  specs = parameters.partition_specs(module, weights)
 
   def local(x_BTD, weights):
-    weights = gathered(weights, specs, x_BTD.dtype)
     gate_up = (project(x_BTD, weights, name) for name in ("gate", "up"))
     y_BTD = project(swiglu(*gate_up), weights, "down")
     y_BTD = sharding.psum(y_BTD, "tensor")
@@ -233,6 +240,4 @@ def mlp(x_BTD, weights, module: str):
       y_BTD = gate(y_BTD, project(x_BTD, weights, "expert_gate"))
     return y_BTD
 
-  tokens = sharding.TOKENS
-  layer = sharding.shard_map(local, in_specs=(tokens, specs), out_specs=tokens)
-  return layer(x_BTD, weights)
+  return by_tokens(local, x_BTD, weights, module)

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from gspo_jax.model import lora, parameters, rotary
+from gspo_jax.model import lora, rotary
 from gspo_jax.model.config import Layer, ModelConfig
 from gspo_jax.model.layers import (
   add,
   attend_to_all_tokens,
-  gathered,
+  by_tokens,
   project,
   rms_norm,
   to_cache,
@@ -112,12 +112,9 @@ def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
 
   Every device along `tensor` computes all latents of its tokens.
   """
-  tokens = sharding.TOKENS
-  specs = parameters.partition_specs("mla", weights)
   split = cfg.head_dim - cfg.rotary_width
 
   def local(x_BTD, weights, angles, segments_BT):
-    weights = gathered(weights, specs, x_BTD.dtype)
     q_BTNH, latent_BTC, key_BT1R = _project(x_BTD, weights, angles, cfg)
     kv_BTNH = project(latent_BTC, weights, "kv_b")
     k_BTNH, v_BTNV = jnp.split(kv_BTNH, [split], -1)
@@ -134,9 +131,6 @@ def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
     latents = jnp.concatenate([latent_BTC[:, :, None], key_BT1R], -1)
     return y_BTD, (to_cache(latents),)
 
-  attend = sharding.shard_map(
-    local,
-    in_specs=(tokens, specs, tokens, tokens),
-    out_specs=(tokens, PartitionSpec(sharding.ROW_AXES, None, "context")),
-  )
-  return attend(x_BTD, weights, angles, segments_BT)
+  kept = PartitionSpec(sharding.ROW_AXES, None, "context")
+  operands = x_BTD, weights, "mla", angles, segments_BT
+  return by_tokens(local, *operands, kept=kept)

@@ -343,6 +343,8 @@ _ROWS = {
   for parameter in TABLE
   for row in (parameter, *(parameter.adapters if parameter.target else ()))
 }
+# Names in a module that are never rounded.
+FLOAT32 = {row.end.rpartition("/")[2] for row in TABLE if row.float32}
 # The end of a path -> logical axes, for `sharding.state_shardings`.
 AXES = {end: row.logical_axes for end, row in _ROWS.items()}
 
