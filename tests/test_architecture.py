@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from repository import ROOT
 
@@ -231,10 +232,12 @@ def test_the_package_does_not_grow_unseen():
   assert MOST_LINES - 500 < lines <= MOST_LINES
 
 
-@pytest.mark.parametrize("wing", ["sampler", "rollout"])
-def test_no_function_is_longer_than_100_lines(wing):
-  for path in (PACKAGE / wing).rglob("*.py"):
+def test_few_functions_are_long():
+  lengths = {}
+  for path in MODULES.values():
     for node in ast.walk(ast.parse(path.read_text())):
-      if isinstance(node, ast.FunctionDef):
+      if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         length = node.end_lineno - node.lineno + 1
-        assert length <= 100, f"{path}: {node.name}"
+        lengths[path, node.lineno, node.name] = length
+  assert max(lengths.values()) <= 100, max(lengths, key=lengths.get)
+  assert np.percentile(list(lengths.values()), 95) <= 36

@@ -5,7 +5,9 @@ U query heads of each, M = T * U, H head width, n pages, t tokens a page, W
 maximum pages a row; S tokens of a block, in P pages.
 """
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +105,88 @@ def block_pages(heads: int, t: int, H: int, itemsize: int) -> int:
   return max(1, min(_TOKENS // t, _BLOCK_BYTES // page_bytes))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+  """Blocks of keys and values in VMEM, for the rows and heads of a program.
+
+  They are copied from the pages in the order in which they are computed: block
+  after block of a row, row after row.
+  """
+
+  lengths: Any  # a Ref, as of all that follow: of all rows
+  table: Any
+  pages: tuple[Any, Any]  # keys and values in HBM
+  blocks: tuple[Any, Any]  # keys and values, [buffers, heads, S, H]
+  arrived: Any
+  first: tuple[jax.Array, jax.Array]  # row and head
+  R: int
+  T: int
+  W: int
+  window: int | None
+
+  @property
+  def t(self) -> int:
+    return self.pages[0].shape[2]
+
+  @property
+  def P(self) -> int:
+    return self.blocks[0].shape[2] // self.t
+
+  def tokens(self, row):
+    """Of the first query."""
+    return self.lengths[self.first[0] + jnp.minimum(row, self.R - 1)]
+
+  def first_block(self, row):
+    return self._first_page(row) // self.P
+
+  def end_block(self, row):
+    return pl.cdiv(self._end_page(row), self.P)
+
+  def _first_page(self, row):
+    if self.window is None:
+      return 0
+    return jnp.maximum(self.tokens(row) - self.window, 0) // self.t
+
+  def _end_page(self, row):
+    return jnp.minimum(pl.cdiv(self.tokens(row) + self.T - 1, self.t), self.W)
+
+  def with_tokens(self, row):
+    """The first such row, from this one on; R if there is none."""
+    empty = lambda row: (row < self.R) & (self.tokens(row) == 0)
+    return jax.lax.while_loop(empty, lambda row: row + 1, row)
+
+  def _each_copy(self, act, buffer, row, block):
+    """Calls `act` for the copies of a block's keys and values."""
+    start, (row_0, head_0) = block * self.P, self.first
+    heads = pl.ds(head_0, self.blocks[0].shape[1])
+
+    def of_page(p, _):
+      page = self.table[(row_0 + row) * self.W + start + p]
+      for hbm, ref in zip(self.pages, self.blocks, strict=True):
+        target = ref.at[buffer, :, pl.ds(p * self.t, self.t)]
+        copy = (hbm.at[heads, page], target, self.arrived.at[buffer])
+        act(pltpu.make_async_copy(*copy))
+
+    first = jnp.maximum(self._first_page(row) - start, 0)
+    end = jnp.minimum(self._end_page(row) - start, self.P)
+    jax.lax.fori_loop(first, end, of_page, None)
+
+  def start(self, buffer, following):
+    """Starts the copies of a block, if there is one; the block after it."""
+    row, block = following
+
+    @pl.when(row < self.R)
+    def _():
+      self._each_copy(lambda copy: copy.start(), buffer, row, block)
+
+    ends = (block + 1) * self.P >= self._end_page(row)
+    next_row = self.with_tokens(jnp.where(ends, row + 1, row))
+    return next_row, jnp.where(ends, self.first_block(next_row), block + 1)
+
+  def wait(self, buffer, row, block):
+    self._each_copy(lambda copy: copy.wait(), buffer, row, block)
+
+
 def _attend(
   lengths_ref,
   table_ref,
@@ -121,76 +205,24 @@ def _attend(
   scale,
   window,
 ):
-  """The rows and heads of a program.
-
-  `k_ref` and `v_ref` hold blocks, which are copied in the order in which they
-  are computed: block after block of a row, row after row.
-  """
-  (R, heads, M, H), t = q_ref.shape, k_hbm.shape[2]
-  buffers, _, S, _ = k_ref.shape
-  P = S // t
-  row_0, head_0 = (
-    number * size
-    for number, size in zip(
-      place(pl.program_id(0), pl.program_id(1)), (R, heads), strict=True
-    )
+  """The rows and heads of a program."""
+  (R, heads, M, H), (buffers, _, S, _) = q_ref.shape, k_ref.shape
+  row, head = place(pl.program_id(0), pl.program_id(1))
+  pages, memory = (k_hbm, v_hbm), (k_ref, v_ref)
+  first, sizes = (row * R, head * heads), (R, T, W, window)
+  blocks = _Blocks(
+    lengths_ref, table_ref, pages, memory, arrived, first, *sizes
   )
-
-  def tokens(row):
-    """Of the first query."""
-    return lengths_ref[row_0 + jnp.minimum(row, R - 1)]
-
-  def pages(row):
-    return jnp.minimum(pl.cdiv(tokens(row) + T - 1, t), W)
-
-  def first_page(row):
-    return 0 if window is None else jnp.maximum(tokens(row) - window, 0) // t
-
-  def first_block(row):
-    return first_page(row) // P
-
-  def with_tokens(row):
-    """The first such row, from this one on; R if there is none."""
-    empty = lambda row: (row < R) & (tokens(row) == 0)
-    return jax.lax.while_loop(empty, lambda row: row + 1, row)
-
-  def each_copy(act, buffer, row, block):
-    """Calls `act` for the copies of a block's keys and values."""
-    start = block * P
-
-    def of_page(p, _):
-      page = table_ref[(row_0 + row) * W + start + p]
-      for hbm, ref in ((k_hbm, k_ref), (v_hbm, v_ref)):
-        source = hbm.at[pl.ds(head_0, heads), page]
-        target = ref.at[buffer, :, pl.ds(p * t, t)]
-        act(pltpu.make_async_copy(source, target, arrived.at[buffer]))
-
-    first = jnp.maximum(first_page(row) - start, 0)
-    jax.lax.fori_loop(first, jnp.minimum(pages(row) - start, P), of_page, None)
-
-  def copy(buffer, following):
-    """Starts the copies of a block, if there is one; the block after it."""
-    row, block = following
-
-    @pl.when(row < R)
-    def _():
-      each_copy(lambda copy: copy.start(), buffer, row, block)
-
-    ends = (block + 1) * P >= pages(row)
-    next_row = with_tokens(jnp.where(ends, row + 1, row))
-    return next_row, jnp.where(ends, first_block(next_row), block + 1)
-
   out_ref[...] = jnp.zeros_like(out_ref)
 
   # Tokens that are not copied have no weight, but must be numbers.
-  @pl.when((P > 1) & (pl.program_id(1) == 0))
+  @pl.when((blocks.P > 1) & (pl.program_id(1) == 0))
   def _():
     v_ref[...] = jnp.zeros_like(v_ref)
 
-  row = with_tokens(0)
-  following = jax.lax.fori_loop(
-    0, buffers - 1, copy, (row, jnp.int32(first_block(row)))
-  )
+  row = blocks.with_tokens(0)
+  following = row, jnp.int32(blocks.first_block(row))
+  following = jax.lax.fori_loop(0, buffers - 1, blocks.start, following)
   # A token's place in its block, less its query's among those of the row.
   iota = functools.partial(jax.lax.broadcasted_iota, jnp.int32, (M, S))
   place_MS = iota(1) - iota(0) // (M // T)
@@ -201,9 +233,9 @@ def _attend(
     def of_block(block, state):
       buffer, following, softmax = state
       free = jnp.where(buffer == 0, buffers, buffer) - 1
-      following = copy(free, following)
-      each_copy(lambda copy: copy.wait(), buffer, row, block)
-      left = tokens(row) - block * S
+      following = blocks.start(free, following)
+      blocks.wait(buffer, row, block)
+      left = blocks.tokens(row) - block * S
       visible_MS = place_MS < left
       if window is not None:
         visible_MS &= place_MS >= left - window
@@ -223,14 +255,14 @@ def _attend(
       (sinks_ref[h], jnp.ones((M, 1)), jnp.zeros((M, H))) for h in range(heads)
     )
     buffer, following, softmax = jax.lax.fori_loop(
-      first_block(row),
-      pl.cdiv(pages(row), P),
+      blocks.first_block(row),
+      blocks.end_block(row),
       of_block,
       (buffer, following, softmax),
     )
     for h, (_, total_M1, out_MH) in enumerate(softmax):
       out_ref[row, h] = (out_MH / total_M1).astype(out_ref.dtype)
-    return with_tokens(row + 1), buffer, following
+    return blocks.with_tokens(row + 1), buffer, following
 
   state = row, jnp.int32(0), following
   jax.lax.while_loop(lambda state: state[0] < R, of_row, state)
