@@ -6,7 +6,6 @@ Nothing runs on a device. Call `prepare` before JAX starts a backend.
 import dataclasses
 import functools
 import importlib.metadata
-import importlib.util
 import os
 import re
 import tempfile

@@ -57,8 +57,9 @@ def plan(
   planned = lower.Planned(config, program, topology)
   results = _analyze(functions, planned, fewer_slots=bool(lengths))
   _add_advice(results, program)
+  fits = all(result["fits"] for result in results.values())
   iteration = None
-  if drawn and all(result["fits"] for result in results.values()):
+  if drawn and fits:
     print("scheduling an iteration ...", file=sys.stderr, flush=True)
     with Progress("scheduling", file=sys.stderr):
       iteration = iteration_cost.cost(
@@ -75,7 +76,7 @@ def plan(
     "note": topology.note,
     "hbm": topology.chip.hbm,
     "functions": results,
-    "fits": all(result["fits"] for result in results.values()),
+    "fits": fits,
     **({"transfer": transfer} if transfer else {}),
     **({"lengths": lengths, "iteration": iteration} if lengths else {}),
   }

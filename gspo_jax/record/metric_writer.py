@@ -251,12 +251,12 @@ class MetricWriter:
     self._recent.append((Progress.clock(), step))
     total = self._total_steps
     left = _seconds_left(self._recent, total)
-    _print(
+    _print_line(
       f"{step:{len(str(total))}}/{total} {_columns(scalars)} "
       f"eta {_clock(left):>8}"
     )
     for sample in samples[:3]:
-      _print(
+      _print_line(
         f"  reward {sample.reward:g} | {_short(sample.problem, 32)} -> "
         f"{_short(sample.response, 44)} | want {_short(sample.reference, 12)}"
       )
@@ -383,7 +383,7 @@ def _short(text: str, width: int) -> str:
   return text if len(text) <= width else f"{text[:half]}...{text[-half:]}"
 
 
-def _print(text: str) -> None:
+def _print_line(text: str) -> None:
   # On an ASCII stdout a response in Chinese would raise and end the run.
   encoding = sys.stdout.encoding or "utf-8"
   text = text.encode(encoding, "backslashreplace").decode(encoding)

@@ -125,30 +125,24 @@ def number(value: float, unit: str = "") -> str:
   return f"{text} {unit}".rstrip()
 
 
-class _Line(NamedTuple):
-  label: str
-  colour: str
-  series: Series
-
-
 def _curves(
   title: str, names: Sequence[str], runs: Sequence[RunRecord]
 ) -> Plot:
   """Lines over the steps: metrics of one run, or one metric of several."""
   several = len(runs) > 1
-  lines = [
-    _Line(
-      run.name if several else name.partition("/")[2] or name,
+  lines = {
+    run.name if several else name.partition("/")[2] or name: (
       COLOURS[(i if several else j) % len(COLOURS)],
       run.scalars[name],
     )
     for i, run in enumerate(runs)
     for j, name in enumerate(names)
     if name in run.scalars
-  ]
+  }
   figure = _figure(title, unit(names[0]))
-  few = all(len(line.series.steps) <= _DOTS for line in lines)
-  for label, colour, series in lines:
+  all_series = [series for _, series in lines.values()]
+  few = all(len(series.steps) <= _DOTS for series in all_series)
+  for label, (colour, series) in lines.items():
     steps, values = thin(series)
     figure.add_scatter(
       x=steps,
@@ -160,7 +154,7 @@ def _curves(
       marker={"size": 5 if few else 3},
       showlegend=not several and len(names) > 1,
     )
-  ends = [int(line.series.steps[i]) for line in lines for i in (0, -1)]
+  ends = [int(series.steps[i]) for series in all_series for i in (0, -1)]
   # A chart of curves shows the absolute values of log-ratios.
   marks = {name: abs(at) for name, at in _marks(runs, names[0]).items()}
   for name, at in marks.items():
@@ -175,17 +169,14 @@ def _curves(
     )
   # Skip the first step, which compiles.
   skip = names[0].startswith("time/")
-  values = [
-    series.values[int(skip and len(series.steps) > 2) :] for *_, series in lines
-  ]
+  values = [x.values[int(skip and len(x.steps) > 2) :] for x in all_series]
   values = np.concatenate([*values, list(marks.values())])
   figure.update_xaxes(**_whole("step", min(ends), max(ends)))
   figure.update_yaxes(**_vertical(values, _is(names[0], _LOGARITHMIC), skip))
-  finite = {line.label: line.series.finite() for line in lines}
   text = lambda value: number(value, unit(names[0]))
   summary = "; ".join(
-    f"{label} {text(values[0])} to {text(values[-1])}"
-    for label, values in finite.items()
+    f"{label} {text(series.finite()[0])} to {text(series.finite()[-1])}"
+    for label, (_, series) in lines.items()
   )
   return Plot(figure, summary)
 
