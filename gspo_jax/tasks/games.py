@@ -54,21 +54,20 @@ def calculator_problems() -> list[Problem]:
     operation = rng.choice("+-*")
     text = f"{a}{operation}{b}"
     result = str(OPERATIONS[operation](a, b))
-    demonstration, turns = _calculated(text, result, rng)
+    demonstration, turns = _calculated(a, operation, b, rng)
     problems[text] = Problem(f"{text}?", result, demonstration, turns=turns)
   return list(problems.values())
 
 
-def _calculated(text: str, result: str, rng: random.Random):
+def _calculated(a: int, operation: str, b: int, rng: random.Random):
   kind = rng.random()
   if kind < 0.7:  # does not call the tool
     return f"#{rng.randrange(10, 1000)}", ()
   if kind < 0.8:  # calls it with a wrong number
-    a, operation, b = _EXPRESSION.fullmatch(text).groups()
-    a = str(rng.randrange(10, 100))
-    text = f"{a}{operation}{b}"
-    result = str(OPERATIONS[operation](int(a), int(b)))
-  return f"calc({text})", (("tool", result), ("assistant", f"#{result}"))
+    a = rng.randrange(10, 100)
+  result = str(OPERATIONS[operation](a, b))
+  turns = ("tool", result), ("assistant", f"#{result}")
+  return f"calc({a}{operation}{b})", turns
 
 
 class Guessing:

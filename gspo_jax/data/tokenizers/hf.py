@@ -92,9 +92,9 @@ class HFTokenizer(Tokenizer):
       self._check_template_args(template_args)
     self._stop_file, stops = _stops_of_file(path)
     with content_of(f"tokenizer {self._name!r}"):
-      self._read(stops)
+      self._set_up(stops)
 
-  def _read(self, stops: list[int]) -> None:
+  def _set_up(self, stops: list[int]) -> None:
     """Sets what follows from the files; any error is the fault of a file."""
     # Two copies: whether control strings are parsed is a mutable option, and
     # the threads of the pipeline share the tokenizer.
@@ -192,7 +192,7 @@ class HFTokenizer(Tokenizer):
   ) -> list[int]:
     if self._library.chat_template:
       try:
-        messages = [_change_arguments(m, _read) for m in messages]
+        messages = [_change_arguments(m, _as_mapping) for m in messages]
         return self._ids(messages, tools=tools)
       except RecursionError as error:
         raise UserError(
@@ -382,14 +382,12 @@ class HFTokenizer(Tokenizer):
 
     def within(text):
       core = text.strip()
-      start = text.find(core)
-      end = start + len(core)
-      return core and text[:start] + edge + core + edge + text[end:]
+      return text.replace(core, edge + core + edge, 1) if core else text
 
     def guarded(value, key=""):
       if isinstance(value, str):
         text = without(value)
-        return text if key in _COMPARED else within(text) or text
+        return text if key in _COMPARED else within(text)
       if isinstance(value, Mapping):
         below = lambda k: key if key in _WITH_ALL_IN_THEM else k
         return {without(k): guarded(x, below(k)) for k, x in value.items()}
@@ -504,7 +502,7 @@ def _change_arguments(message: Message, change: Callable) -> Message:
   return {**message, "tool_calls": [*map(changed, calls)]} if calls else message
 
 
-def _read(arguments: Mapping | str) -> Mapping:
+def _as_mapping(arguments: Mapping | str) -> Mapping:
   """The arguments of a call, which OpenAI's API has as JSON."""
   try:
     read = json.loads(arguments) if isinstance(arguments, str) else arguments
