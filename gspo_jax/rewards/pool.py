@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gspo_jax.rewards import reward
-from gspo_jax.rewards.reward import EXAMPLE, Needs, Number, Response
+from gspo_jax.rewards.reward import EXAMPLE, Needs, Outcome, Response
 from gspo_jax.runtime import errors
 from gspo_jax.workers.pool import Call, Pool, Started
 
@@ -60,21 +60,21 @@ class PendingCall(NamedTuple):
   reward: str  # its name
   started: Started
   place: int  # of the call in `started`
-  index: int  # of the response in the `reward.Number`s that the call returns
+  index: int  # of the response in the `reward.Outcome`s that the call returns
 
   @property
   def has_ended(self) -> bool:
     return self.started.has_ended(self.place)
 
-  def number(self) -> Number:
+  def outcome(self) -> Outcome:
     results = self.started.results
     done = results[self.place] or self.started.wait()[self.place]
     value, failure = done.value, done.failure
-    return Number(None, failure) if failure else Number(*value[self.index])
+    return Outcome(None, failure) if failure else Outcome(*value[self.index])
 
   def failure(self) -> str:
     """Waits; returns why the reward failed, or ""."""
-    failure = self.number().failure
+    failure = self.outcome().failure
     return failure and f"{self.reward}: {failure}"
 
 
@@ -170,11 +170,11 @@ class RewardPool(Pool):
 
   def _rewards(self, rows: Sequence[Sequence[PendingCall]]) -> Rewards:
     calls = [call for row in rows for call in row]
-    numbers = [call.number() for call in calls]
+    outcomes = [call.outcome() for call in calls]
     shape = len(rows), len(self.names)
-    parts = np.array([number.part for number in numbers], np.float64)
+    parts = np.array([outcome.part for outcome in outcomes], np.float64)
     parts = parts.reshape(shape).astype(np.float32)
-    failed = np.array([bool(number.failure) for number in numbers], bool)
+    failed = np.array([bool(outcome.failure) for outcome in outcomes], bool)
     reasons = [calls[i].failure() for i in np.flatnonzero(failed)]
     failed = failed.reshape(shape).any(1)
     unscored = np.isnan(parts).all(1)
@@ -242,9 +242,9 @@ class RewardPool(Pool):
     same = [example for example in examples for _ in range(size)]
     for row in self.submit(same, size).calls:
       for call in row:
-        if (number := call.number()).is_wrong_type:
+        if (outcome := call.outcome()).is_wrong_type:
           raise errors.UserError(
-            f"reward {call.reward!r}: {number.failure} for an example response"
+            f"reward {call.reward!r}: {outcome.failure} for an example response"
           )
 
 

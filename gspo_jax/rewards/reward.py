@@ -240,7 +240,7 @@ class Needs(NamedTuple):
   reads_columns: bool
 
 
-class Number(NamedTuple):
+class Outcome(NamedTuple):
   """What a reward returned for a response, or why it failed."""
 
   value: float | None  # None without a failure: the reward is left out
@@ -258,7 +258,7 @@ class Number(NamedTuple):
 def load(names: Sequence[str], workdir: str, seconds: float):
   """The rewards as tasks of `workers.pool`, and the `Needs` of each.
 
-  A task takes a group or one response and returns a `Number` for each.
+  A task takes a group or one response and returns an `Outcome` for each.
   """
   rewards = [named(name, seconds, workdir) for name in names]
   needs = [
@@ -274,41 +274,41 @@ def _task(reward: Reward) -> Callable[[Sequence[Response]], Any]:
       text = [response.text for response in responses]
     return reward(prompt, text, reference, **reward.keywords(responses))
 
-  def numbers(value, responses):
+  def outcomes(value, responses):
     if not reward.takes_group:
-      return [_number(value)]
+      return [_outcome(value)]
     count = len(responses)
     is_list = hasattr(value, "__len__") and not isinstance(value, str | dict)
     if is_list and len(value) == count:
-      return list(map(_number, value))
+      return list(map(_outcome, value))
     got = f"{len(value)} of them" if is_list else type(value).__name__
     failure = (
       f"expected a list of floats, {count} for as many responses, got {got}"
     )
-    return [Number(None, failure, True)] * count
+    return [Outcome(None, failure, True)] * count
 
   def call(responses):
     value = begin(responses)
     if inspect.iscoroutine(value):
       value = asyncio.run(value)
-    return numbers(value, responses)
+    return outcomes(value, responses)
 
   async def call_async(responses):
-    return numbers(await begin(responses), responses)
+    return outcomes(await begin(responses), responses)
 
   return call_async if reward.is_async else call
 
 
-def _number(value) -> Number:
+def _outcome(value) -> Outcome:
   if value is None:
-    return Number(None)
+    return Outcome(None)
   if not hasattr(value, "__float__"):  # float() also takes strings
     failure = f"expected a number, got {type(value).__name__}"
-    return Number(None, failure, True)
+    return Outcome(None, failure, True)
   try:
     number = float(value)
   except Exception as e:
-    return Number(None, ascii(f"{type(e).__name__}: {e}"[:300])[1:-1])
+    return Outcome(None, ascii(f"{type(e).__name__}: {e}"[:300])[1:-1])
   if not abs(number) <= LARGEST:  # NaN too
-    return Number(None, f"expected a number up to 1e9, got {number}")
-  return Number(number)
+    return Outcome(None, f"expected a number up to 1e9, got {number}")
+  return Outcome(number)

@@ -41,7 +41,7 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Region:
+class _Conditional:
   loop: Loop
   name: str
   start: int  # bundles of the loop before it
@@ -76,7 +76,7 @@ def parse(text: str) -> Kernel:
       regions = _close(regions, f"$region{number}")
     loop.bundles += 1
     if branch := _BRANCH.search(content):
-      regions.append(_Region(loop, branch[1], loop.bundles))
+      regions.append(_Conditional(loop, branch[1], loop.bundles))
   return Kernel(body, _BOTH_CORES in text)
 
 
