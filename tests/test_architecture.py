@@ -223,7 +223,7 @@ def test_only_two_modules_read_a_config_dict():
 
 
 # Most lines of Python in the package: a change that needs more says so here.
-MOST_LINES = 42_468
+MOST_LINES = 42_479
 
 
 def test_the_package_does_not_grow_unseen():

@@ -30,8 +30,8 @@ from gspo_jax.rollout import environment, reward_model
 from gspo_jax.rollout.config import RolloutConfig
 from gspo_jax.rollout.conversations import Conversations
 from gspo_jax.rollout.environment_pool import EnvironmentPool
+from gspo_jax.rollout.episode import SequenceLimits
 from gspo_jax.rollout.reward_model import RewardModel
-from gspo_jax.rollout.sequences import SequenceLimits
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError, needs_extra, prefixed
 from gspo_jax.workers import sandbox_files

@@ -3,7 +3,7 @@
 Other wings take: `source.make_source`; `off_policy.OffPolicy`; `context` and
 `batch` (input and output of sources); `scoring`; `metrics.rollout_metrics`;
 `config.RolloutConfig`; `partial.PartialRollouts`, for a plan; `environment` and
-`environment_pool`; `conversations` and `agents`; `sequences`; `reward_model`.
+`environment_pool`; `conversations` and `agents`; `episode`; `reward_model`.
 `environments` has the built-in ones.
 """
 
@@ -15,11 +15,11 @@ __all__ = [
   "conversations",
   "environment",
   "environment_pool",
+  "episode",
   "metrics",
   "off_policy",
   "partial",
   "reward_model",
   "scoring",
-  "sequences",
   "source",
 ]

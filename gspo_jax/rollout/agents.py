@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.data.tokenizers.base import Tokenizer
-from gspo_jax.endpoint.answers import Choice
 from gspo_jax.endpoint.app import MODEL, Endpoint
 from gspo_jax.endpoint.server import Server
 from gspo_jax.rollout import agent
@@ -17,17 +16,6 @@ from gspo_jax.rollout.player import Play, Player
 from gspo_jax.sampler.continuous.engine import Engine
 from gspo_jax.sampler.samples import SamplerConfig
 from gspo_jax.workers.pool import Call, Pool, Started
-
-
-class AgentEpisode(Episode):
-  """An episode whose calls come over HTTP, in the server's thread."""
-
-  tool_calls = 0
-
-  def ended(self, choice: Choice) -> None:
-    self.record(choice.generation)
-    if choice.call.messages:
-      self.tool_calls += len(choice.message.get("tool_calls", ()))
 
 
 class AgentPool(Pool):
@@ -73,12 +61,11 @@ class AgentPool(Pool):
 
 class Agents(Player):
   pool: AgentPool
-  episode = AgentEpisode
 
   def play(
     self,
     batch: PromptBatch,
-    episodes: Mapping[int, AgentEpisode],
+    episodes: Mapping[int, Episode],
     engine: Engine,
     key,
     group_size: int,
@@ -110,7 +97,7 @@ class Agents(Player):
       for b, episode in episodes.items()
     }
 
-  def _conversation(self, episode: AgentEpisode, result) -> Conversation:
+  def _conversation(self, episode: Episode, result) -> Conversation:
     """What became of an episode; the reward belongs to its last call."""
     if result.lost:
       episode.lose()

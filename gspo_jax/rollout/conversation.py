@@ -1,7 +1,6 @@
 """A conversation: how it begins, what it gathers, its reward."""
 
 import dataclasses
-import functools
 from collections.abc import Collection, Mapping, Sequence
 
 import jax
@@ -9,18 +8,8 @@ import numpy as np
 
 from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
 from gspo_jax.data.tokenizers.base import Turn, as_messages
-from gspo_jax.rewards.pool import PendingRewards, Rewards
-from gspo_jax.rewards.reward import Response
-from gspo_jax.rollout import scoring
-from gspo_jax.rollout.batch import ScoredSamples
 from gspo_jax.rollout.environment_pool import EnvironmentPool, Reply
-from gspo_jax.rollout.sequences import SequenceLimits
-from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.samples import Samples
-
-# The one reward of conversations.
-REWARD = "environment"
 
 
 def reason(error: Exception) -> str:
@@ -119,61 +108,3 @@ def first_messages(cfg: PromptConfig, messages: Sequence[Turn]) -> list[Turn]:
       f"the user, got roles {[role for role, _ in messages]}"
     )
   return [*first, *messages]
-
-
-def scored(
-  batch: PromptBatch,
-  samples: Samples,
-  chats: Mapping[int, Conversation],
-  responses: Mapping[int, Response],
-  limits: SequenceLimits,
-  *,
-  group_size: int,
-  environment_seconds: float,
-) -> ScoredSamples:
-  """The samples with the rewards of all hosts; call it on every process.
-
-  `chats` and their `responses`, for people, are this host's, by episode.
-  """
-  B, P = len(batch) * group_size, len(batch)
-  gather = lambda value: gather_rows(
-    B, {row: value(chat) for row, chat in chats.items()}
-  )
-  failed = gather(lambda chat: bool(chat.failure)) > 0
-  lowest = functools.partial(
-    scoring.pay_failures_least, failed_B=failed, G=group_size
-  )
-  sums = gather(lambda chat: sum(chat.rewards))
-  total = lowest(sums[:, None]).reshape(P, group_size)
-  reasons = dict.fromkeys(c.failure for c in chats.values() if c.failure)
-  reasons = tuple(reasons)[: scoring.MAX_REASONS]
-  rewards = Rewards(
-    total, {REWARD: total}, failed.reshape(total.shape), reasons
-  )
-  turns = gather(lambda chat: len(chat.rewards))
-  rewards_BN = np.zeros((B, limits.turns), np.float32)
-  for row, chat in chats.items():
-    rewards_BN[row, : len(chat.rewards)] = chat.rewards
-  rewards_BN = multihost.sum_of_all(rewards_BN)
-  rewards_BN[np.arange(limits.turns) >= turns[:, None]] = np.nan
-  return ScoredSamples(
-    prompts=batch,
-    samples=samples,
-    responses=responses,
-    rewards=PendingRewards.computed(rewards),
-    conversation={
-      "turns": turns,
-      "tool_calls": gather(lambda chat: chat.tool_calls),
-      "tool_errors": gather(lambda chat: chat.tool_errors),
-      "rewards": lowest(rewards_BN),
-    },
-    environment_seconds=environment_seconds,
-  )
-
-
-def gather_rows(B: int, values: Mapping[int, float]) -> np.ndarray:
-  """[B] float32 of all hosts; 0 for rows without a value."""
-  local = np.zeros(B, np.float32)
-  for row, value in values.items():
-    local[row] = value
-  return multihost.sum_of_all(local)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Generator, Mapping
 
 import jax
@@ -12,11 +13,10 @@ from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
 from gspo_jax.record.progress import Progress
 from gspo_jax.rewards.pool import PendingRewards, Rewards
 from gspo_jax.rewards.reward import Response
-from gspo_jax.rollout import conversation
+from gspo_jax.rollout import scoring
 from gspo_jax.rollout.batch import ScoredSamples
 from gspo_jax.rollout.conversation import Conversation
-from gspo_jax.rollout.episode import Episode
-from gspo_jax.rollout.sequences import SequenceLimits, episode_samples
+from gspo_jax.rollout.episode import Episode, SequenceLimits, episode_samples
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.continuous.engine import Engine
@@ -25,6 +25,7 @@ from gspo_jax.sampler.stop_strings import StopStrings
 from gspo_jax.workers.pool import Pool
 
 Play = Generator[None, None, Mapping[int, Conversation]]
+REWARD = "environment"  # the one reward of a conversation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +34,6 @@ class Player:
   limits: SequenceLimits
   prompt_config: PromptConfig  # how messages become tokens
   stop: StopStrings | None  # of the sampler
-
-  episode = Episode  # the class of an episode
 
   def play(
     self,
@@ -75,7 +74,7 @@ class Player:
       Progress(label, len(own), "episodes") as progress,
     ):
       episodes = {
-        b: self.episode(engine, config.tokenizer, limits, b, size, sampling)
+        b: Episode(engine, config.tokenizer, limits, b, size, sampling)
         for b in own
       }
       play = self.play(batch, episodes, engine, key, group_size, progress)
@@ -96,7 +95,7 @@ class Player:
       finish = {b: episode.finish for b, episode in episodes.items()}
       samples = episode_samples(engine, sequences, finish, limits)
     tokens = {b: [s.tokens for s in own] for b, own in sequences.items()}
-    return conversation.scored(
+    return _scored(
       batch,
       samples,
       chats,
@@ -139,7 +138,7 @@ class Player:
   ) -> ScoredSamples:
     """The scored samples of `state`."""
     total = np.array(state["rewards"], np.float32)
-    by_name, failed = {conversation.REWARD: total}, np.array(state["failed"])
+    by_name, failed = {REWARD: total}, np.array(state["failed"])
     tokens, lengths = {}, multihost.local_rows(samples.lengths)
     for row, ids in multihost.local_rows(samples.tokens).items():
       sequences = tokens.setdefault(row // self.limits.sequences, [])
@@ -155,3 +154,61 @@ class Player:
         for name, values in state["conversation"].items()
       },
     )
+
+
+def _scored(
+  batch: PromptBatch,
+  samples: Samples,
+  chats: Mapping[int, Conversation],
+  responses: Mapping[int, Response],
+  limits: SequenceLimits,
+  *,
+  group_size: int,
+  environment_seconds: float,
+) -> ScoredSamples:
+  """The samples with the rewards of all hosts; call it on every process.
+
+  `chats` and their `responses`, for people, are this host's, by episode.
+  """
+  B, P = len(batch) * group_size, len(batch)
+  gather = lambda value: _gather_rows(
+    B, {row: value(chat) for row, chat in chats.items()}
+  )
+  failed = gather(lambda chat: bool(chat.failure)) > 0
+  lowest = functools.partial(
+    scoring.pay_failures_least, failed_B=failed, G=group_size
+  )
+  sums = gather(lambda chat: sum(chat.rewards))
+  total = lowest(sums[:, None]).reshape(P, group_size)
+  reasons = dict.fromkeys(c.failure for c in chats.values() if c.failure)
+  reasons = tuple(reasons)[: scoring.MAX_REASONS]
+  rewards = Rewards(
+    total, {REWARD: total}, failed.reshape(total.shape), reasons
+  )
+  turns = gather(lambda chat: len(chat.rewards))
+  rewards_BN = np.zeros((B, limits.turns), np.float32)
+  for row, chat in chats.items():
+    rewards_BN[row, : len(chat.rewards)] = chat.rewards
+  rewards_BN = multihost.sum_of_all(rewards_BN)
+  rewards_BN[np.arange(limits.turns) >= turns[:, None]] = np.nan
+  return ScoredSamples(
+    prompts=batch,
+    samples=samples,
+    responses=responses,
+    rewards=PendingRewards.computed(rewards),
+    conversation={
+      "turns": turns,
+      "tool_calls": gather(lambda chat: chat.tool_calls),
+      "tool_errors": gather(lambda chat: chat.tool_errors),
+      "rewards": lowest(rewards_BN),
+    },
+    environment_seconds=environment_seconds,
+  )
+
+
+def _gather_rows(B: int, values: Mapping[int, float]) -> np.ndarray:
+  """[B] float32 of all hosts; 0 for rows without a value."""
+  local = np.zeros(B, np.float32)
+  for row, value in values.items():
+    local[row] = value
+  return multihost.sum_of_all(local)

@@ -14,7 +14,7 @@ from gspo_jax.data import prompt_batch, tokenizers
 from gspo_jax.data.problem import Problem
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.rollout import agent
-from gspo_jax.rollout.sequences import SequenceLimits
+from gspo_jax.rollout.episode import SequenceLimits
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous import engine
@@ -282,7 +282,7 @@ def test_of_two_calls_at_once_one_goes_on_and_one_is_a_branch(pool):
 
 def test_a_call_goes_on_with_the_longest_sequence_that_is_free():
   limits = SequenceLimits(turns=9, sequences=2, width=8, longest=64)
-  episode = agents.AgentEpisode(None, BYTES, limits, number=5, size=7)
+  episode = agents.Episode(None, BYTES, limits, number=5, size=7)
 
   def answer(generation, *tokens):
     generation.add([*tokens], [0.0] * len(tokens), "stop")
@@ -305,7 +305,7 @@ def test_a_call_goes_on_with_the_longest_sequence_that_is_free():
 
 
 def test_a_call_of_a_lost_attempt_may_end_later():
-  episode = agents.AgentEpisode(None, BYTES, LIMITS, number=0, size=1)
+  episode = agents.Episode(None, BYTES, LIMITS, number=0, size=1)
   episode.started(made := engine.Generation([1], 9))
   episode.end()
   episode.lose()

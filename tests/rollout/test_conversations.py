@@ -17,7 +17,7 @@ from gspo_jax.data.problem import Problem
 from gspo_jax.rollout import conversation
 from gspo_jax.rollout.conversations import Conversations
 from gspo_jax.rollout.environment_pool import EnvironmentPool
-from gspo_jax.rollout.sequences import SequenceLimits
+from gspo_jax.rollout.episode import SequenceLimits
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import (

@@ -7,7 +7,7 @@ from repository import ROOT
 from scripted import Scripted, make_tokenizer
 
 from gspo_jax.data.problem import Problem
-from gspo_jax.rollout.sequences import SequenceLimits
+from gspo_jax.rollout.episode import SequenceLimits
 from gspo_jax.sampler.samples import SamplerConfig
 
 agents = pytest.importorskip("gspo_jax.rollout.agents")
@@ -29,7 +29,7 @@ def test_the_example_runs_its_tool_and_is_one_sequence(tmp_path, monkeypatch):
   engine.most = 200
   engine.texts = [f"I look. {CALL}", "2962"]
   limits = SequenceLimits(turns=4, sequences=2, width=1000, longest=1000)
-  episode = agents.Episode(engine, tokenizer, limits)
+  episode = agents.Episode(engine, tokenizer, limits, number=0, size=1)
   config = SamplerConfig(stop_ids=tokenizer.stop_ids)
   spec = "openai:guide.play"
   with agents.AgentPool(
@@ -37,7 +37,7 @@ def test_the_example_runs_its_tool_and_is_one_sequence(tmp_path, monkeypatch):
   ) as pool:
     key = pool.endpoint.admit(episode)
     problem = Problem("Height of the Zugspitze?", "2962", "")
-    (result,) = pool.play([(problem, 0, key)]).wait()
+    (result,) = pool.play([(problem, 0, key)], lambda: None).wait()
   assert (result.value, result.failure) == (1.0, None)
   assert episode.tool_calls == 1
   assert "Answer by a number." in tokenizer.decode(engine.made[0].prompt)

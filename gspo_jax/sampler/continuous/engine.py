@@ -713,7 +713,8 @@ class Engine:
       for request, count in zip(scheduler.slots, num_tokens, strict=True):
         if request and request.owner and request.owner.streams:
           read[-1].append((request, int(count), False))
-    self._placement.update(results)
+    if not self._keeps:
+      self._placement.update(results)
     before = self._active
     self._active = results.active.reshape(programs.shards, -1).sum(1)
     counts = before - self._active  # of responses that left, on all hosts

@@ -9,7 +9,7 @@ import pytest
 from scripted import Scripted, make_tokenizer
 
 from gspo_jax.data.problem import Problem
-from gspo_jax.rollout.sequences import SequenceLimits
+from gspo_jax.rollout.episode import SequenceLimits
 from gspo_jax.sampler.samples import SamplerConfig
 
 agents = pytest.importorskip("gspo_jax.rollout.agents")
@@ -75,10 +75,10 @@ def play(pool, tokenizer, texts, row, turns=2):
   engine = Scripted(tokenizer)
   engine.texts = texts
   limits = SequenceLimits(turns, sequences=2, width=100, longest=200)
-  episode = agents.Episode(engine, tokenizer, limits)
+  episode = agents.Episode(engine, tokenizer, limits, number=0, size=1)
   key = pool.endpoint.admit(episode)
   problem = Problem("", "", "", {"row": row})
-  (result,) = pool.play([(problem, 0, key)]).wait()
+  (result,) = pool.play([(problem, 0, key)], lambda: None).wait()
   pool.endpoint.dismiss(key)
   return result, episode.end()
 

@@ -11,8 +11,11 @@ from gspo_jax.learner import credit, packing
 from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.packing import PackingConfig
 from gspo_jax.losses.advantages import group_relative_advantages
-from gspo_jax.rollout import sequences
-from gspo_jax.rollout.sequences import EpisodeSequence, SequenceLimits
+from gspo_jax.rollout.episode import (
+  EpisodeSequence,
+  SequenceLimits,
+  episode_samples,
+)
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts, Samples
 
@@ -52,7 +55,7 @@ def arranged(episodes, batch_sharding):
     logps = np.where(turns > 0, -tokens, 0).astype(np.float32)
     return Samples(tokens, logps, turns=turns, slot_steps=0, **rows)
 
-  samples = sequences.episode_samples(
+  samples = episode_samples(
     SimpleNamespace(finish_episodes=finish_episodes),
     episodes,
     dict(enumerate(FINISH.tolist())),
