@@ -1,6 +1,7 @@
 """The gated delta rule against its recurrence in float64, token by token."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -89,9 +90,11 @@ ZEROS = (
 )
 
 
-@jax.jit
+jitted = jax.jit(delta_net.mix)
+
+
 def mix(inputs, weights, segments, real, states=ZEROS):
-  return delta_net.mix(inputs, weights, segments, real, states)
+  return jax.device_get(jitted(inputs, weights, segments, real, states))
 
 
 @pytest.mark.parametrize("T", SEGMENTS)
@@ -108,24 +111,22 @@ def test_chunks_equal_the_recurrence(T, rate):
     np.testing.assert_allclose(state[row], last, atol=1e-5 * scale)
 
 
-@pytest.mark.parametrize("rate", [0.02, 20.0])
-def test_no_gradient_crosses_a_border(rate):
+def test_no_gradient_crosses_a_border():
   """Exactly 0 at all other segments, finite and not 0 at its own tokens."""
   T = 65
-  inputs, weights = operands(T, rate)
   segments = np.stack([row_segments(33, 31, 1), row_segments(7, 2, 56)])
   cotangent = normal(np.random.default_rng(1), B, T, M, V)
 
   @jax.jit
   @jax.grad
-  def gradient(inputs, segment):
+  def gradient(inputs, weights, segment):
     real = np.ones((B, T), bool)
     out, _ = delta_net.mix(inputs, weights, segments, real, ZEROS)
     here = (segments == segment)[..., None, None]
     return jnp.where(here, out * cotangent, 0).sum()
 
-  for segment in range(3):
-    for x in gradient(inputs, segment):
+  for rate, segment in itertools.product((0.02, 20.0), range(3)):
+    for x in jax.device_get(gradient(*operands(T, rate), segment)):
       assert np.isfinite(x).all()
       assert not x[segments != segment].any()
       assert x[segments == segment].any()
@@ -152,15 +153,13 @@ def test_gradients_equal_differences():
     direction = jax.tree.map(lambda x: rng.normal(size=x.shape), tree)
     at = lambda h: loss(jax.tree.map(lambda x, d: x + h * d, tree, direction))
     measured = (at(1e-3) - at(-1e-3)) / 2e-3
-    products = jax.tree.map(
-      lambda g, d: (g * d).sum(), jax.grad(loss)(tree), direction
-    )
-    np.testing.assert_allclose(
-      sum(jax.tree.leaves(products)), measured, rtol=2e-3
-    )
+    grads = jax.device_get(jax.grad(loss)(tree))
+    products = jax.tree.map(lambda g, d: (g * d).sum(), grads, direction)
+    total = sum(jax.tree.leaves(products))
+    np.testing.assert_allclose(total, measured, rtol=2e-3)
 
 
-@pytest.mark.parametrize("ends", [(1, 2, 3, 4, 5), (3, 70, 71, 72), (80,)])
+@pytest.mark.parametrize("ends", [(1, 2, 3, 4, 5), (3, 70, 71, 72)])
 def test_passes_over_a_row_equal_one_pass(ends):
   """Prefill, then tokens: states carry over."""
   T = ends[-1]
@@ -206,7 +205,7 @@ def test_a_copied_state_resumes_with_the_same_bits():
   inputs, weights = operands(8)
   real, none = np.ones((B, 8), bool), np.zeros((B, 8), int)
   _, states = mix(inputs, weights, none, real)
-  copies = tuple(x[jnp.array([1, 1])] for x in states)
+  copies = tuple(x[[1, 1]] for x in states)
   token = tuple(x[:, :1] for x in operands(1, seed=4)[0])
   token = tuple(np.stack([x[1], x[1]]) for x in token)
   out, after = mix(token, weights, none[:, :1], real[:, :1], copies)
