@@ -297,8 +297,8 @@ def test_biases_and_the_clamped_activation(rank):
 
 @every_case
 def test_without_replay_routes_change_nothing(case):
-  params, x = random_layer()
   """But where the log-probs are taken."""
+  params, x = random_layer()
   routes = random_routes(case)
   y, routing, grads = run(case, params, x, routes)
   free_y, free, free_grads = run(case, params, x)
