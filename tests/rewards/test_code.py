@@ -36,20 +36,10 @@ def fenced(*programs):
     *(
       (fenced(ADD).replace("```python", fence), PAIRS)
       for fence in (
-        "```py",
-        "```Python",
-        "``` python",
-        "```",
-        '```python title="a.py"',
-        "```python:main.py",
-        "```{python}",
-        "``` {.python .numberLines}",
-        "```python3.11",
-        "```pypy3",
-        "1. ```python",
-        "Code: ```python",
-        "```{.numberLines .python}",
-        "```{code-cell} python",
+        *("```py", "```Python", "``` python", "```", '```python title="a.py"'),
+        *("```python:main.py", "```{python}", "``` {.python .numberLines}"),
+        *("```python3.11", "```pypy3", "1. ```python", "Code: ```python"),
+        *("```{.numberLines .python}", "```{code-cell} python"),
         "It takes ~5 s: ```python",
       )
     ),

@@ -73,29 +73,18 @@ def _write(path, rows):
 
 
 def _scalars(rng, step, steps, moe):
+  clips = [
+    f"clip_frac/{unit}{end}"
+    for unit in ("sequence", "token")
+    for end in ("", "_low", "_high")
+  ]
   names = (
-    "clip_frac/sequence",
-    "clip_frac/sequence_low",
-    "clip_frac/sequence_high",
-    "clip_frac/token",
-    "clip_frac/token_low",
-    "clip_frac/token_high",
-    "grad/norm",
-    "kl/old_new",
-    "loss/policy",
-    "mismatch/sequence_abs_mean",
-    "mismatch/token_abs_mean",
-    "policy/entropy",
-    "ratio/moved",
-    "ratio/sequence_std",
-    "ratio/token_std",
-    "reward/mixed_groups",
-    "response/truncated",
-    "time/generate",
-    "time/score",
-    "time/update",
-    "time/iteration",
-    "throughput/tokens_per_second",
+    *clips,
+    *("grad/norm", "kl/old_new", "loss/policy", "policy/entropy"),
+    *("mismatch/sequence_abs_mean", "mismatch/token_abs_mean", "ratio/moved"),
+    *("ratio/sequence_std", "ratio/token_std", "reward/mixed_groups"),
+    *("response/truncated", "time/generate", "time/score", "time/update"),
+    *("time/iteration", "throughput/tokens_per_second"),
     *(("moe/expert_flip_rate", "moe/load_max") if moe else ()),
   )
   row = dict(zip(names, rng.uniform(0.01, 1, len(names)), strict=True))
