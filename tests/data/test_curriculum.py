@@ -125,15 +125,8 @@ CASES = {
   "rounds": {"stages": [(1, BOTH)], "rounds": 3},
   "stages": {"stages": [(1, MATH), (7, BOTH)]},
   "many stages": {
-    "stages": [
-      (1, TINY),
-      (3, CODE),
-      (4, sources.mix([TINY, CODE])),
-      (19, MATH),
-    ],
-    "rounds": 2,
-    "width": 4,
-    "batch": 2,
+    "stages": [(1, TINY), (3, CODE), (4, MIX), (19, MATH)],
+    **{"rounds": 2, "width": 4, "batch": 2},
   },
 }
 STEPS = range(1, 25)

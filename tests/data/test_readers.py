@@ -15,21 +15,6 @@ from gspo_jax.data import readers, sources
 from gspo_jax.runtime.errors import UserError
 
 
-def test_windows_files(tmp_path):
-  path = tmp_path / "a"
-  path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n{"a": 2}\r\n')
-  records = [record for _, record in readers.json_lines(str(path))]
-  assert records == [{"a": 1}, {"a": 2}]
-
-
-def test_a_line_in_another_encoding_is_named(tmp_path):
-  path = tmp_path / "a.jsonl"
-  line = json.dumps({"a": "é"}, ensure_ascii=False)
-  path.write_bytes(f"{line}\n".encode() + f"{line}\n".encode("latin-1"))
-  with pytest.raises(UserError, match=r"a\.jsonl:2: .*UTF-8"):
-    list(readers.json_lines(str(path)))
-
-
 def test_a_field_that_is_not_there():
   assert readers.field({"question": 1}, "question", "a:1") == 1
   with pytest.raises(UserError, match=r"a:1: no field 'qestion'; .*'question'"):

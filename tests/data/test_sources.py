@@ -137,8 +137,6 @@ def test_fields_by_name(tmp_path):
   "bad",
   [
     "{",
-    "[1, 2]",
-    "[" * 100_000,
     {"question": "only"},
     {"answer": "only"},
     {"question": 3, "answer": "3"},
@@ -167,47 +165,27 @@ VERL = {
   ("record", "problem", "names"),
   [
     # GSM8K, MATH
-    (
-      {"question": "1+1?", "answer": "so #### 2"},
-      Problem("1+1?", "2", "so #### 2"),
-      ("question", "answer"),
-    ),
-    (
-      {"problem": "1+1?", "solution": "so", "answer": "2", "level": "1"},
-      Problem("1+1?", "2", "so", {"level": "1"}),
-      ("problem", "answer", "solution"),
-    ),
+    ({"question": "1+1?", "answer": "so #### 2"},
+     Problem("1+1?", "2", "so #### 2"), ("question", "answer")),
+    ({"problem": "1+1?", "solution": "so", "answer": "2", "level": "1"},
+     Problem("1+1?", "2", "so", {"level": "1"}),
+     ("problem", "answer", "solution")),
     # TRL
-    (
-      {"prompt": BRIEF + ASK, "solution": "2"},
-      Problem("1+1?", "2", "#### 2", {}, (("system", "Be brief."),)),
-      ("prompt", "solution"),
-    ),
+    ({"prompt": BRIEF + ASK, "solution": "2"},
+     Problem("1+1?", "2", "#### 2", {}, (("system", "Be brief."),)),
+     ("prompt", "solution")),
     # verl
-    (
-      VERL | {"prompt": ASK},
-      Problem("1+1?", "2", "#### 2", VERL),
-      ("prompt", "reward_model.ground_truth"),
-    ),
+    (VERL | {"prompt": ASK}, Problem("1+1?", "2", "#### 2", VERL),
+     ("prompt", "reward_model.ground_truth")),
     # Supervised fine-tuning
-    (
-      {"messages": ASK + ANSWER, "prompt_id": "x"},
-      Problem("1+1?", "2", "so #### 2", {"prompt_id": "x"}),
-      ("messages", ""),
-    ),
-    (
-      {"messages": BRIEF + ASK + ANSWER + ASK + ANSWER, "answer": 3},
-      Problem(
-        "1+1?",
-        "3",
-        "so #### 2",
-        {},
-        (("system", "Be brief."), ("user", "1+1?"), ("assistant", "so #### 2")),
-      ),
-      ("messages", "answer"),
-    ),
+    ({"messages": ASK + ANSWER, "prompt_id": "x"},
+     Problem("1+1?", "2", "so #### 2", {"prompt_id": "x"}), ("messages", "")),
+    ({"messages": BRIEF + ASK + ANSWER + ASK + ANSWER, "answer": 3},
+     Problem("1+1?", "3", "so #### 2", {}, (
+       ("system", "Be brief."), ("user", "1+1?"), ("assistant", "so #### 2"))),
+     ("messages", "answer")),
   ],
-)
+)  # fmt: skip
 def test_columns_of_other_trainers(tmp_path, record, problem, names):
   source = sources.load(write(tmp_path / "a.jsonl", record))
   assert list(source) == [problem]
@@ -236,29 +214,21 @@ def test_a_name_that_is_given_is_not_looked_for(tmp_path):
 @pytest.mark.parametrize(
   ("record", "words"),
   [
-    (
-      {"query": "a?", "info": {"gold": 1}},
-      "no column for the problem: none of question, problem, prompt, "
-      "messages; set data.problem_field to one of info, info.gold, query$",
-    ),
-    (
-      {"prompt": ASK, "gold": "2"},
-      "no column for the reference: none of answer, .*; set "
-      "data.reference_field to one of gold, prompt$",
-    ),
+    ({"query": "a?", "info": {"gold": 1}},
+     "no column for the problem: none of question, problem, prompt, "
+     "messages; set data.problem_field to one of info, info.gold, query$"),
+    ({"prompt": ASK, "gold": "2"},
+     "no column for the reference: none of answer, .*; set "
+     "data.reference_field to one of gold, prompt$"),
     ({"prompt": [], "answer": "2"}, r"'prompt' must end .*, got roles \[\]"),
-    (
-      {"prompt": BRIEF, "answer": "2"},
-      r"must end with a message of the user, .* got roles \['system'\]",
-    ),
-    (
-      {"prompt": [{"role": "user", "content": [1]}], "answer": "2"},
-      r"each with a 'role' and a 'content' of text, got .*'role': 'user'",
-    ),
+    ({"prompt": BRIEF, "answer": "2"},
+     r"must end with a message of the user, .* got roles \['system'\]"),
+    ({"prompt": [{"role": "user", "content": [1]}], "answer": "2"},
+     r"each with a 'role' and a 'content' of text, got .*'role': 'user'"),
     ({"prompt": ["Hi"], "answer": "2"}, "each with a 'role' .*, got 'Hi'"),
     ({"prompt": {"a": 1}, "answer": "2"}, "must be text or a list of messages"),
   ],
-)
+)  # fmt: skip
 def test_columns_that_hold_no_problem(tmp_path, record, words):
   with pytest.raises(UserError, match=rf"a.jsonl:1: .*{words}"):
     one(tmp_path, record)

@@ -124,15 +124,10 @@ FAMILIES = {
 CONTROL = [
   *("<pad>", "<s>", "<|im_start|>", "<|start_header_id|>", "<|system|>"),
   *("<|end_header_id|>", "<|assistant|>", "<|start|>", "<|channel|>"),
-  *(
-    "<|message|>",
-    "<|end|>",
-    "<｜User｜>",
-    "<｜Assistant｜>",
-    "<｜tool▁sep｜>",
-  ),
-  *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
-  *("<｜tool▁calls▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
+  *("<|message|>", "<|end|>", "<｜User｜>", "<｜Assistant｜>"),
+  *("<｜tool▁sep｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+  *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜tool▁output▁begin｜>"),
+  "<｜tool▁output▁end｜>",
 ]
 TOOL = {
   "type": "function",

@@ -146,14 +146,6 @@ def test_turn_by_turn_gives_the_ids_of_the_whole_template(family, name, role):
   assert ids == whole(tokenizer, turns)
 
 
-def test_two_tool_messages_share_a_turn(family):
-  tokenizer = family("qwen2.5")
-  messages = [("tool", "84"), ("tool", "an error")]
-  turns = [("user", "x"), ("assistant", "a"), *messages]
-  ids = [*tokenizer.prompt("x"), *tokenizer.encode("a"), tokenizer.stop_ids[0]]
-  assert ids + tokenizer.turn(messages, stopped=True) == whole(tokenizer, turns)
-
-
 def test_a_demonstration_is_what_the_policy_would_read(family):
   """Two tool messages in one turn, then two answers, each a turn."""
   tokenizer = family("qwen2.5")
