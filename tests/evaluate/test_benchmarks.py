@@ -165,19 +165,15 @@ def test_codeforces_has_formats_and_a_rating(read):
     ({"official_tests": []}, "no tests but the examples"),
     ({"official_tests": None, "tests": []}, "no tests but the examples"),
     ({"official_tests": [], "examples": None}, "no tests"),
+    (["official_tests"], "no tests but the examples"),  # it is not there
   ],
 )
 def test_codeforces_rows_that_tests_cannot_score(read, change, reason):
-  found = read("codeforces", CODEFORCES, CODEFORCES | change)
+  row = {k: v for k, v in CODEFORCES.items() if k not in change}
+  row |= change if isinstance(change, dict) else {}
+  found = read("codeforces", CODEFORCES, row)
   assert len(found.problems) == 1
   assert found.skipped == {reason: 1}
-
-
-def test_codeforces_with_examples_alone(read):
-  alone = {k: v for k, v in CODEFORCES.items() if k != "official_tests"}
-  found = read("codeforces", CODEFORCES, alone)
-  assert len(found.problems) == 1
-  assert found.skipped == {"no tests but the examples": 1}
 
 
 def test_codeforces_takes_the_first_column_that_has_tests(read):

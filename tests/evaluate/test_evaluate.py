@@ -406,22 +406,14 @@ def test_tests_of_programs_are_not_written_with_each_response(five, run_on):
 @pytest.mark.parametrize(
   ("most", "fails", "kept", "words"),
   [
-    (
-      0.5,
-      "yyyyyy",
-      0,
-      "--set=chain: 2 of 2 responses could not be scored, .* why$",
-    ),
-    (
-      0.5,
-      "ynynyy",
-      4,
-      "chain: 4 of 6 responses .* at most 3 .*max_failed=0.5.* why$",
-    ),
+    (0.5, "yyyyyy", 0,
+     "--set=chain: 2 of 2 responses could not be scored, .* why$"),
+    (0.5, "ynynyy", 4,
+     "chain: 4 of 6 responses .* at most 3 .*max_failed=0.5.* why$"),
     (0.4, "yhyyyy", 0, "chain: 1 of 2 .* at most 0 .* first reason: .*why$"),
     (0.5, "nnynyy", 6, ""),  # of all so far, not of the last batch
   ],
-)
+)  # fmt: skip
 def test_a_reward_that_fails_too_often_stops_it(
   files, tmp_path, monkeypatch, most, fails, kept, words
 ):

@@ -27,7 +27,8 @@ def rows(request):
   return sharding.batch_sharding(sharding.make_mesh(**request.param))
 
 
-def test_local_rows_and_to_host_invert_to_global(rows):
+def test_rows_of_global_arrays(rows):
+  """Local ones and those of the host invert `to_global`; values are joined."""
   tree = {"x": ARRAY, "n": np.arange(16)}
   arrays = multihost.to_global(tree, rows)
   assert arrays["x"].sharding == rows
@@ -35,12 +36,8 @@ def test_local_rows_and_to_host_invert_to_global(rows):
   assert list(local) == list(range(16))
   np.testing.assert_array_equal(np.stack(list(local.values())), ARRAY)
   jax.tree.map(np.testing.assert_array_equal, multihost.to_host(arrays), tree)
-
-
-def test_allgather_rows_joins_one_value_per_row(rows):
-  like = multihost.to_global(np.zeros(16), rows)
   values = {i: i / 2 for i in reversed(range(16))}
-  joined = multihost.allgather_rows(values, like)
+  joined = multihost.allgather_rows(values, arrays["x"])
   assert joined.dtype == np.float32
   np.testing.assert_array_equal(joined, np.arange(16) / 2)
 

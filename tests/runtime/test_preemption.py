@@ -10,26 +10,36 @@ from gspo_jax.runtime import multihost
 from gspo_jax.runtime.preemption import Preemption
 
 
+@pytest.fixture(autouse=True)
+def before():
+  """The handler of SIGTERM; the one of SIGINT is Python's own.
+
+  A shell that starts the tests in the background lets them ignore SIGINT.
+  """
+  set_handler, term = signal.signal, signal.getsignal(signal.SIGTERM)
+  interrupt = set_handler(signal.SIGINT, signal.default_int_handler)
+  yield term
+  set_handler(signal.SIGTERM, term)
+  set_handler(signal.SIGINT, interrupt)
+
+
 def terminate():
   os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_sigterm_sets_a_flag_and_the_previous_handler_returns():
   seen = []
-  before = signal.signal(signal.SIGTERM, lambda *_: seen.append("old"))
-  try:
-    with Preemption() as preemption:
-      assert not preemption.reached()
-      assert not preemption.requested
-      terminate()
-      assert preemption.requested
-      assert preemption.reached()
-      assert preemption.reached()
-      assert seen == []
+  signal.signal(signal.SIGTERM, lambda *_: seen.append("old"))
+  with Preemption() as preemption:
+    assert not preemption.reached()
+    assert not preemption.requested
     terminate()
-    assert seen == ["old"]
-  finally:
-    signal.signal(signal.SIGTERM, before)
+    assert preemption.requested
+    assert preemption.reached()
+    assert preemption.reached()
+    assert seen == []
+  terminate()
+  assert seen == ["old"]
 
 
 def test_a_sigterm_during_the_exchange_is_not_lost(monkeypatch):
@@ -56,29 +66,19 @@ def test_a_sigterm_to_another_process_stops_this_run_alone(monkeypatch):
 
 
 def test_a_handler_set_outside_python_is_replaced_by_the_default(monkeypatch):
-  before = signal.getsignal(signal.SIGTERM)
   actual = signal.signal
   monkeypatch.setattr(signal, "signal", lambda *a: actual(*a) and None)
-  try:
-    with Preemption():
-      pass
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-  finally:
-    actual(signal.SIGTERM, before)
+  with Preemption():
+    pass
+  assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_ctrl_c_still_raises_keyboard_interrupt():
-  # SIGINT is ignored if a shell started the tests in the background.
-  before = signal.signal(signal.SIGINT, signal.default_int_handler)
-  try:
-    with pytest.raises(KeyboardInterrupt), Preemption():
-      os.kill(os.getpid(), signal.SIGINT)
-  finally:
-    signal.signal(signal.SIGINT, before)
+  with pytest.raises(KeyboardInterrupt), Preemption():
+    os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_outside_the_main_thread_no_handler_is_set():
-  before = signal.getsignal(signal.SIGTERM)
+def test_outside_the_main_thread_no_handler_is_set(before):
   results = []
 
   def loop():
