@@ -159,9 +159,7 @@ def test_in_every_case_all_problems_come_back():
   assert max(resets) > 3
 
 
-@pytest.mark.parametrize(
-  "case", ["embedded", "too long", "rounds", "stages", "many stages"]
-)
+@pytest.mark.parametrize("case", ["embedded", "many stages"])
 def test_resumed_is_uninterrupted(case):
   """In a fresh curriculum, and in one that has gone on elsewhere."""
   rounds, states = CASES[case].get("rounds", 1), []

@@ -127,7 +127,10 @@ def test_seconds_of_a_reward(monkeypatch):
 def test_an_interrupted_command_continues(
   whole, workdir, files, tmp_path, monkeypatch
 ):
+  """One benchmark after the other; the second stands beside the first."""
   append, calls = evaluator.AnswersFile.append, []
+  inside, summarize = [], evaluator.summary.summarize
+  run_on_all = multihost.run_on_all
 
   def fails_third(self, records):
     calls.append(records[0]["set"])
@@ -135,17 +138,32 @@ def test_an_interrupted_command_continues(
       raise KeyboardInterrupt
     append(self, records)
 
+  def watched(work):
+    inside.append(True)
+    try:
+      return run_on_all(work)
+    finally:
+      inside.pop()
+
+  def checked(*of):
+    assert inside, "a fault would end this process alone"
+    return summarize(*of)
+
   monkeypatch.setattr(evaluator.AnswersFile, "append", fails_third)
+  monkeypatch.setattr(multihost, "run_on_all", watched)
+  monkeypatch.setattr(evaluator.summary, "summarize", checked)
   with pytest.raises(KeyboardInterrupt):
     run(workdir, files, tmp_path)
   assert 0 < len(read(tmp_path)) < 66
-  assert run(workdir, files, tmp_path) == whole[1]
+  each = [run(workdir, [file], tmp_path)[0] for file in files]
+  assert each == whole[1]
   assert calls == ["chain"] * 4 + ["CodeForces"]
   monkeypatch.setattr(PolicySampler, "sample", None)  # all is done
   assert run(workdir, files, tmp_path) == whole[1]
   assert len(calls) == 5
-  one, other = (p / "chain/answers.jsonl" for p in (whole[0], tmp_path))
-  assert one.read_bytes() == other.read_bytes()
+  for name in ("chain", "CodeForces"):
+    one, other = (p / name / "answers.jsonl" for p in (whole[0], tmp_path))
+    assert one.read_bytes() == other.read_bytes()
 
 
 def test_a_step_of_the_run(whole, workdir, files):
@@ -171,31 +189,6 @@ def test_a_step_of_the_run(whole, workdir, files):
 def test_other_settings_are_not_mixed_in(whole, workdir, files, change, words):
   with pytest.raises(UserError, match=words):
     run(workdir, files, whole[0], **change)
-
-
-def test_a_second_benchmark_stands_beside_the_first(
-  whole, workdir, files, tmp_path, monkeypatch
-):
-  inside, summarize = [], evaluator.summary.summarize
-  run_on_all = multihost.run_on_all
-
-  def watched(work):
-    inside.append(True)
-    try:
-      return run_on_all(work)
-    finally:
-      inside.pop()
-
-  def checked(*of):
-    assert inside, "a fault would end this process alone"
-    return summarize(*of)
-
-  monkeypatch.setattr(multihost, "run_on_all", watched)
-  monkeypatch.setattr(evaluator.summary, "summarize", checked)
-  both = [run(workdir, [file], tmp_path)[0] for file in files]
-  assert both == whole[1]
-  for name in ("chain", "CodeForces"):
-    assert read(tmp_path, name) == read(whole[0], name)
 
 
 @pytest.mark.parametrize(
