@@ -29,7 +29,8 @@ def block(
 ):
   """Returns the stream [B, T, D], the routing or None, the new cache arrays.
 
-  `params` are the layer's by module; `i` is its number in the cache.
+  `params` are the layer's by module, and "routes" of its experts, if any; `i`
+  is its number in the cache.
   """
   weights = {name: parameters.weights(x, cfg) for name, x in params.items()}
   norm = lambda x, name: rms_norm(x, weights[name]["scale"], cfg)
@@ -40,6 +41,7 @@ def block(
   h = norm(x_BTD, "mlp_norm")
   if not layer.experts:
     return add(x_BTD, mlp(h, weights["mlp"], "mlp")), None, updated
+  routes = routes._replace(experts=weights["moe"].pop("routes", None))
   y_BTD, routing = sparse_mlp(h, weights["moe"], cfg, segments_BT != 0, routes)
   if cfg.shared_dim:
     y_BTD = add(y_BTD, mlp(h, weights["shared"], "shared"))

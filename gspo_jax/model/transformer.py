@@ -189,16 +189,19 @@ def _scan_layers(
   # A scan would stack what the backward pass needs, even if unrolled.
   scanned = steps < cfg.num_layers and cfg.num_periods > 0
 
+  stacks, outs = params["layers"], []
+  if routes.experts is not None and "moe" in stacks:
+    stacks = stacks | {"moe": stacks["moe"] | {"routes": routes.experts}}
+
   def run(layer, places, x_BTD, stacks):
-    layer_params, routes_BTk = _at(stacks, places)
     x_BTD, routing, arrays = block(
       x_BTD.astype(cfg.dtype),
-      layer_params,
+      stacks if places is None else parameters.at(stacks, places),
       cfg,
       layer,
       angles,
       segments_BT,
-      routes=routes._replace(experts=routes_BTk),
+      routes=routes,
     )
     return x_BTD.astype(dtype), _by_module(layer, routing, store and arrays)
 
@@ -211,10 +214,9 @@ def _scan_layers(
     # In a loop nothing can be merged with the forward pass anyway.
     return jax.checkpoint(body, prevent_cse=not looped, policy=keep)
 
-  stacks, outs = (params["layers"], routes.experts), []
   first = cfg.first if scanned else cfg.layers
   for layer, places in parameters.places(cfg, first):
-    x_BTD, out = step(layer)(x_BTD, _at(stacks, places))
+    x_BTD, out = step(layer)(x_BTD, parameters.at(stacks, places))
     outs.append(out)
   out = _stacked(outs)
   if scanned:
@@ -244,22 +246,11 @@ def _scan_layers(
   return x_BTD.astype(cfg.dtype), routing, cache
 
 
-def _at(stacks, places):
-  """The parameters of one layer, and its routes or None."""
-  if places is None:
-    return stacks
-  layers, routes_LBTk = stacks
-  has_routes = routes_LBTk is not None and "moe" in places
-  routes_BTk = routes_LBTk[places["moe"]] if has_routes else None
-  return parameters.at(layers, places), routes_BTk
-
-
 def _by_period(stacks, cfg):
-  """Layers and routes after the first layers, [periods, ...].
+  """Layers after the first ones, [periods, ...].
 
   If a period has several layers, the next axis is those that have the module.
   """
-  layers, routes_LBTk = stacks
 
   def by_period(module, x):
     rest = x[sum(cfg.has(layer, module) for layer in cfg.first) :]
@@ -267,15 +258,12 @@ def _by_period(stacks, cfg):
       return rest
     return rest.reshape(cfg.num_periods, -1, *rest.shape[1:])
 
-  layers = {
+  return {
     module: jax.tree.map(functools.partial(by_period, module), tree)
-    for module, tree in layers.items()
+    for module, tree in stacks.items()
     # Its layers may all be among the first.
     if any(cfg.has(layer, module) for layer in cfg.period)
   }
-  if routes_LBTk is not None:
-    routes_LBTk = by_period("moe", routes_LBTk)
-  return layers, routes_LBTk
 
 
 def _by_module(layer, routing, arrays):
