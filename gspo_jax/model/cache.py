@@ -206,15 +206,9 @@ def empty(cfg: ModelConfig, batch: int, slots: int) -> Cache:
 
 
 def from_prefill(
-  stacks: dict[str, tuple], cfg: ModelConfig, mask_BT: jax.Array
+  arrays: Sequence[tuple], cfg: ModelConfig, mask_BT: jax.Array
 ) -> Cache:
-  """A full cache; each mixer's arrays are stacked over its layers."""
-  places = dict.fromkeys(stacks, 0)
-  arrays = []
-  for layer in cfg.layers:
-    at = places[layer.mixer]
-    arrays.append(tuple(x[at] for x in stacks[layer.mixer]))
-    places[layer.mixer] += 1
+  """A full cache of what each layer returns."""
   kv, states = separate(arrays, [token_shapes(cfg, x) for x in cfg.layers])
   valid = mask_BT.astype(bool)
   return Cache(kv, states, valid, jnp.int32(valid.shape[1]))

@@ -189,7 +189,7 @@ def _scan_layers(
   # A scan would stack what the backward pass needs, even if unrolled.
   scanned = steps < cfg.num_layers and cfg.num_periods > 0
 
-  stacks, outs = params["layers"], []
+  stacks, outs, rest = params["layers"], [], []
   if routes.experts is not None and "moe" in stacks:
     stacks = stacks | {"moe": stacks["moe"] | {"routes": routes.experts}}
 
@@ -203,7 +203,7 @@ def _scan_layers(
       segments_BT,
       routes=routes,
     )
-    return x_BTD.astype(dtype), _by_module(layer, routing, store and arrays)
+    return x_BTD.astype(dtype), (routing, arrays if store else None)
 
   def step(layer, places=None, *, looped=False):
     """Runs a layer at these places of the stacks; None: the stacks are one."""
@@ -218,7 +218,6 @@ def _scan_layers(
   for layer, places in parameters.places(cfg, first):
     x_BTD, out = step(layer)(x_BTD, parameters.at(stacks, places))
     outs.append(out)
-  out = _stacked(outs)
   if scanned:
     one, unroll = len(cfg.period) == 1, max(1, steps // len(cfg.period))
     step_of_scan = functools.partial(step, looped=unroll == 1)
@@ -230,7 +229,7 @@ def _scan_layers(
         # the stacks here; so the step does it.
         x_BTD, out = step_of_scan(layer, places)(x_BTD, stacks)
         outs.append(out)
-      return x_BTD, _stacked(outs)
+      return x_BTD, outs
 
     x_BTD, rest = jax.lax.scan(
       step_of_scan(cfg.period[0]) if one else run_period,
@@ -238,11 +237,16 @@ def _scan_layers(
       _by_period(stacks, cfg),
       unroll=unroll,
     )
-    if not one:
-      rest = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rest)
-    out = {name: _concatenated(name, out, rest) for name in out | rest}
-  routing = out.pop("moe", None)
-  cache = kv.from_prefill(out, cfg, mask_BT) if store else None
+    rest = [rest] if one else rest
+  routing = _stacked([out[0] for out in outs], [out[0] for out in rest])
+  if not store:
+    return x_BTD.astype(cfg.dtype), routing, None
+  outs += [
+    jax.tree.map(lambda x, i=i: x[i], out)
+    for i in range(cfg.num_periods if rest else 0)
+    for out in rest
+  ]
+  cache = kv.from_prefill([arrays for _, arrays in outs], cfg, mask_BT)
   return x_BTD.astype(cfg.dtype), routing, cache
 
 
@@ -266,25 +270,18 @@ def _by_period(stacks, cfg):
   }
 
 
-def _by_module(layer, routing, arrays):
-  """What a layer returns, by the module that it comes from."""
-  out = {} if routing is None else {"moe": routing}
-  return out | ({layer.mixer: arrays} if arrays else {})
+def _stacked(first, rest=()):
+  """The routing of all layers that have one, or None.
 
-
-def _stacked(outs):
-  """Each module's results, stacked over the layers that have it."""
-  found = {}
-  for out in outs:
-    for module, x in out.items():
-      found.setdefault(module, []).append(x)
-  stack = lambda *trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
-  return {module: stack(*trees) for module, trees in found.items()}
-
-
-def _concatenated(module, first, rest):
-  trees = [out[module] for out in (first, rest) if module in out]
-  return jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
+  `first` is by layer. `rest` is by layer of a period, [periods, ...] each.
+  """
+  first, rest = ([x for x in part if x is not None] for part in (first, rest))
+  stack = lambda *x: jnp.stack(x)
+  in_turns = lambda *x: jnp.stack(x, 1).reshape(-1, *x[0].shape[1:])
+  parts = [jax.tree.map(stack, *first)] if first else []
+  parts += [jax.tree.map(in_turns, *rest)] if rest else []
+  join = lambda *x: jnp.concatenate(x)
+  return jax.tree.map(join, *parts) if parts else None
 
 
 def _layers_per_step(cfg):
@@ -297,15 +294,15 @@ def _layers_per_step(cfg):
 def _loop_over_layers(params, cfg, x_BTD, angles, mask_BT, cache):
   cache = cache.mark_valid(mask_BT)
   segments_BT = mask_BT.astype(jnp.int32)
-  outs, arrays = [], []
+  routings, arrays = [], []
   for i, layer in enumerate(cfg.layers):
     x_BTD, routing, updated = block(
       x_BTD, params["layers"][i], cfg, layer, angles, segments_BT, cache, i
     )
-    outs.append(_by_module(layer, routing, None))
+    routings.append(routing)
     arrays.append(updated)
   cache = cache.append(tuple(arrays), mask_BT)
-  return x_BTD, _stacked(outs).get("moe"), cache
+  return x_BTD, _stacked(routings), cache
 
 
 def output_matrix(params: Params, cfg: ModelConfig) -> jax.Array:

@@ -207,8 +207,8 @@ def test_a_window_leaves_out_the_padding_of_a_shared_prompt(padding, window):
   qkv, sinks_N = random_heads(mask)
   for x in qkv:
     x[:, :S] = np.repeat(x[::G, :S], G, axis=0)
-  k, v = (x[None, ::G, :S].swapaxes(2, 3) for x in qkv[1:])
-  cache = kv.from_prefill({"attention": (k, v)}, ONE, prompts)
+  of_prompts = tuple(x[::G, :S].swapaxes(1, 2) for x in qkv[1:])
+  cache = kv.from_prefill([of_prompts], ONE, prompts)
   cache = kv.share_prefix(cache, ONE, G, R)
   options = {"window": window, "sinks_N": sinks_N}
   responses = [x[:, S:] for x in qkv]
