@@ -33,7 +33,7 @@ from gspo_jax.losses.batch import (
 )
 from gspo_jax.losses.kl import kl_penalty
 from gspo_jax.losses.methods import METHODS, Method
-from gspo_jax.losses.metrics import EDGES, Histogram, Mean, Metrics, Std
+from gspo_jax.losses.metrics import EDGES, Histogram, Mean, Metric, Metrics, Std
 from gspo_jax.losses.mismatch import mismatch_weights, off_policy_mask
 from gspo_jax.losses.policy import *  # noqa: F403
 from gspo_jax.losses.surrogate import Surrogate, reduce
@@ -47,6 +47,7 @@ __all__ = [
   "Histogram",
   "Mean",
   "Method",
+  "Metric",
   "Metrics",
   "Std",
   "Surrogate",

@@ -1,5 +1,6 @@
 """The checked arguments of a policy loss, and its sums and means."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -93,7 +94,11 @@ def fixed_length_mean(
   return Mean(sums.total, sums.count * length)
 
 
-def require_float32_BT(floats, mask, segment_ids=None) -> None:
+def require_float32_BT(
+  floats: Mapping[str, jax.Array],
+  mask: jax.Array,
+  segment_ids: jax.Array | None = None,
+) -> None:
   """Raises unless `floats`, arrays by name, are float32 and all [B, T]."""
   for name, x in floats.items():
     if x.dtype != jnp.float32:
@@ -128,7 +133,12 @@ def _require_values(mask, segment_ids) -> None:
 
 
 def checked_batch(
-  logps, old_logps, advantages, mask, segment_ids=None, terms=NO_TERMS
+  logps: jax.Array,
+  old_logps: jax.Array,
+  advantages: jax.Array,
+  mask: jax.Array,
+  segment_ids: jax.Array | None = None,
+  terms: Terms = NO_TERMS,
 ) -> TokenBatch:
   """Checks the arguments of a policy loss and zeroes what is masked."""
   arrays = terms.arrays()
@@ -152,11 +162,12 @@ def checked_batch(
   log_ratio = logps - old_logps
   if "penalty" in arrays:
     terms = terms._replace(penalty=masked(arrays.pop("penalty")))
-  terms = terms._replace(**{name: constant(x) for name, x in arrays.items()})
+  constants = {name: constant(x) for name, x in arrays.items()}
+  terms = terms._replace(**constants)  # type: ignore[arg-type]  # no dual_clip
   shift = terms.log_ratio_shift
   if advantages.ndim == 1:
     advantages = advantages[:, None]
-  if packed:
+  if segment_ids is not None:
     segment_ids = jnp.where(mask, segment_ids, 0)
   return TokenBatch(
     logps=logps,

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -68,7 +69,7 @@ class Method:
     return {p.name: p.default for p in _keyword_only(self.loss)}
 
   @property
-  def numbers(self) -> dict[str, object]:
+  def numbers(self) -> dict[str, Any]:
     """The method's numbers, such as `clip_low`, with their defaults."""
     return {
       name: default
@@ -77,7 +78,9 @@ class Method:
     }
 
   # `objective.name` may be the path of a `Method`; it must be callable.
-  def __call__(self, *arrays, **options) -> tuple[jax.Array, Metrics]:
+  def __call__(
+    self, *arrays: jax.Array, **options: Any
+  ) -> tuple[jax.Array, Metrics]:
     return self.loss(*arrays, **options)
 
 
@@ -85,7 +88,7 @@ METHODS: dict[str, Method] = {}  # keys are values of `objective.name`
 
 
 def method(
-  mean: Callable[..., Mean], **facts
+  mean: Callable[..., Mean], **facts: Any
 ) -> Callable[[Callable[..., Surrogate]], Callable]:
   """The decorator of a loss: it checks, reduces and adds a row to `METHODS`.
 
@@ -128,7 +131,8 @@ def method(
     shared = inspect.signature(loss, follow_wrapped=False)
     *arguments, _ = shared.parameters.values()  # without **numbers
     arguments[4:4] = [*_keyword_only(tokens), *of_mean]
-    loss.__signature__ = shared.replace(parameters=arguments)
+    signature = shared.replace(parameters=arguments)
+    loss.__signature__ = signature  # type: ignore[attr-defined]
     row = METHODS[name.removesuffix("_loss")] = Method(loss, **facts)
     return loss
 

@@ -1,12 +1,11 @@
 """Metrics of a loss: sums and counts that add over micro-batches."""
 
-from typing import NamedTuple
+import math
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-Metrics = dict[str, "Mean | Std | Histogram"]
 
 _POWERS = 10.0 ** (np.arange(-24, 5) / 4)
 # Bins of `Histogram`, for small signed numbers such as log-ratios: four bins
@@ -15,11 +14,20 @@ _POWERS = 10.0 ** (np.arange(-24, 5) / 4)
 EDGES = np.concatenate([[-np.inf], -_POWERS[::-1], _POWERS, [np.inf]])
 
 
+class Metric(Protocol):
+  """Sums that add over micro-batches, and the value that they give."""
+
+  def value(self) -> float | np.ndarray: ...
+
+
+Metrics = dict[str, Metric]
+
+
 class Mean(NamedTuple):
   """A mean, or a vector of means: sum and number of the values, [] or [n]."""
 
   total: jax.Array
-  count: jax.Array
+  count: jax.Array  # type: ignore[assignment]  # hides the tuple's method
 
   @classmethod
   def of(cls, values: jax.Array, mask: jax.Array) -> "Mean":
@@ -40,7 +48,7 @@ class Std(NamedTuple):
 
   total: jax.Array
   squares: jax.Array
-  count: jax.Array
+  count: jax.Array  # type: ignore[assignment]  # hides the tuple's method
 
   @classmethod
   def of(cls, values: jax.Array, mask: jax.Array) -> "Std":
@@ -57,9 +65,11 @@ class Std(NamedTuple):
 
   def value(self) -> float:
     """The standard deviation on the host; NaN where the count is 0."""
-    mean = Mean(self.total, self.count).value()
+    total, squares, count = map(float, self)
+    if count == 0:
+      return math.nan
     # In this order a NaN stays a NaN: max(0.0, nan) would be 0.0.
-    return max(Mean(self.squares, self.count).value() - mean**2, 0.0) ** 0.5
+    return max(squares / count - (total / count) ** 2, 0.0) ** 0.5
 
 
 class Histogram(NamedTuple):

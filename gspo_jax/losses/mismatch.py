@@ -70,7 +70,7 @@ def mismatch_weights(
   if method == "mis":
     out_of_bounds |= weight < floor
   weight = jnp.where(out_of_bounds, cap if method == "tis" else 0.0, weight)
-  metrics = {
+  metrics: Metrics = {
     "mismatch/weight": token_mean(batch, weight),
     "mismatch/cut": token_mean(batch, out_of_bounds),
   }

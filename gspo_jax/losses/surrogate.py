@@ -33,11 +33,11 @@ def reduce(
   weights, penalty = batch.terms.weights, batch.terms.penalty
   loss = surrogate.loss if weights is None else weights * surrogate.loss
   policy = aggregate(batch, loss)
-  metrics = {"loss/policy": policy} | _ratio_metrics(batch, surrogate)
+  metrics: Metrics = {"loss/policy": policy} | _ratio_metrics(batch, surrogate)
   total = policy.total
   if penalty is not None:
-    metrics["loss/penalty"] = aggregate(batch, penalty)
-    total = total + metrics["loss/penalty"].total
+    metrics["loss/penalty"] = mean = aggregate(batch, penalty)
+    total = total + mean.total
   if normalizer is None:
     normalizer = jnp.maximum(policy.count, 1.0)
   return total / normalizer, jax.lax.stop_gradient(metrics)
@@ -48,7 +48,7 @@ def _ratio_metrics(batch: TokenBatch, surrogate: Surrogate) -> Metrics:
   token_log_ratio = batch.raw_log_ratio
   # Std sums squares of r - 1: in float32 squares of r would round them away.
   offset = jnp.expm1(token_log_ratio)
-  metrics = {
+  metrics: Metrics = {
     "ratio/moved": token_mean(batch, token_log_ratio != 0),
     "kl/old_new": token_mean(batch, offset - token_log_ratio),
   }

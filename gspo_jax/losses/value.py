@@ -47,7 +47,7 @@ def value_loss(
   total = jnp.maximum(error, clipped_error).sum() / 2
   count = jnp.sum(mask, dtype=jnp.float32)
   is_clipped = jnp.sum(clipped_error > error, dtype=jnp.float32)
-  metrics = {
+  metrics: Metrics = {
     "loss/value": Mean(total, count),
     "clip_frac/value": Mean(is_clipped, count),
     "value/error_std": Std.of(target - v, mask),
