@@ -239,6 +239,7 @@ def policy_and_pairs(moved):
     "response_mask": np.broadcast_to(np.arange(R) < R - 1, (*shape, R)),
     "old_logps": np.zeros((*shape, R), np.float32),
     "advantages": np.broadcast_to(signs, (*shape, R)),
+    "response_index": np.zeros((*shape, R), np.int32),
   }
   params = model.init(keys[1], CFG)
   flat = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), TrainBatch(**rows))

@@ -13,6 +13,7 @@ import numpy as np
 
 from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import (
+  Batch,
   DemonstrationBatch,
   PromptBatch,
   PromptConfig,
@@ -24,7 +25,7 @@ from gspo_jax.runtime.errors import UserError
 Source = Sequence[Problem] | Mixture
 
 
-class Batches(Iterator[PromptBatch]):
+class Batches(Iterator[Batch]):
   """Endless batches of prompts; the state is a position.
 
   Args:
@@ -42,10 +43,10 @@ class Batches(Iterator[PromptBatch]):
   ):
     self._prompts, self._batch, self._solved = prompts, batch, tuple(solved)
 
-  def __next__(self) -> PromptBatch:
+  def __next__(self) -> Batch:
     return self.take(self._batch)
 
-  def take(self, count: int) -> PromptBatch:
+  def take(self, count: int) -> Batch:
     unsolved = filter(self._is_unsolved, self._prompts)
     return join(list(itertools.islice(unsolved, count)))
 
@@ -67,7 +68,7 @@ def prompts(
   batch: int,
   seed: int,
   solved: Sequence[np.ndarray] = (),
-) -> Batches:
+) -> Batches[PromptBatch]:
   """Endless batches of prompts, shuffled anew each epoch; see `Batches`.
 
   UserError: fewer problems fit than a batch, or a problem is too long. The
@@ -86,8 +87,8 @@ def demonstrations(
   width: int,
   seed: int,
   conversations: bool = False,
-) -> Batches:
-  """As `prompts`, but DemonstrationBatch with responses [batch, width].
+) -> Batches[DemonstrationBatch]:
+  """As `prompts`, with responses [batch, width].
 
   With `conversations` a response includes all `Problem.turns`. UserError as
   well if the chat template has no place for plain text as a response.

@@ -15,6 +15,7 @@ import numpy as np
 
 from gspo_jax import model
 from gspo_jax.data.pipeline import Batches
+from gspo_jax.data.prompt_batch import DemonstrationBatch
 from gspo_jax.learner import train_batch, train_step
 from gspo_jax.learner.optimizer import OptimConfig
 from gspo_jax.learner.packing import PackingConfig, pack
@@ -91,7 +92,7 @@ def run(
   functions: ColdStartFunctions,
   init_params: Callable[[], model.Params],
   *,
-  batches: Batches,
+  batches: Batches[DemonstrationBatch],
   batch_sharding: jax.sharding.Sharding,
   accuracy: Callable[[model.Params], float],
   checkpoints: Checkpoints,

@@ -55,11 +55,13 @@ def assign_advantages(
   mask, response = rows.response_mask, rows.response_index // sequences
   penalty = jnp.zeros(mask.shape)
   if objective.has_kl_in_reward:
+    assert rows.reference_logps is not None
     gap = rows.old_logps - rows.reference_logps
     penalty = jnp.where(mask, objective.kl_coef * gap, 0.0)
   groups = lambda x: x.reshape(-1, group_size, *x.shape[1:])
   returns = None
   if objective.credit == "turn":
+    assert rows.turns is not None
     by_turn = turn_advantages(
       groups(rewards), normalize_std=objective.method.normalize_std
     ).reshape(rewards.shape)

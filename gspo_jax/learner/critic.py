@@ -65,6 +65,7 @@ def loss(
   clip: float,
 ) -> LossOutput:
   """A `train_step.Loss`: `losses.value_loss` of a micro-batch, no ratio."""
+  assert batch.values is not None and batch.returns is not None
   total, metrics = value_loss(
     values(params, cfg, batch),
     batch.values,
@@ -73,4 +74,5 @@ def loss(
     clip=clip,
     normalizer=1.0,
   )
-  return LossOutput(Mean(total, metrics["loss/value"].count), metrics)
+  count = metrics["loss/value"].count  # type: ignore[attr-defined]  # a Mean
+  return LossOutput(Mean(total, count), metrics)

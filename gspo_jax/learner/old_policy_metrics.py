@@ -19,15 +19,18 @@ def old_policy_metrics(
 ) -> Metrics:
   """Metrics of the old policy; `out` is its forward pass over the batch.
 
+  None for a batch without the sampler's log-probs.
   `mismatch/*` is the recomputed log-prob minus the sampler's. In bfloat16 it
   can exceed GSPO's clip range, so it is measured also if the sampler's
   log-probs are the old ones. `moe/dropped` is a mean over the micro-batches
   that hold responses, of each part of the mesh axis `data`.
   """
   mask = batch.response_mask
-  metrics = _mismatch(out.logps, batch)
+  if batch.sampler_logps is None:
+    return {}
+  metrics = _mismatch(out.logps, batch.sampler_logps, batch)
   metrics["policy/entropy"] = Mean.of(out.entropy, mask)
-  if cfg.num_experts:
+  if out.dropped is not None:
     metrics |= _routing_metrics(out, mask, cfg)
     dropped = out.dropped.sum(dtype=jnp.float32)
     metrics["moe/dropped"] = Mean(dropped, jnp.float32(1))
@@ -46,12 +49,10 @@ def sequence_log_ratio(
   return gaps_BN, lengths_BN > 0
 
 
-def _mismatch(recomputed_BR, batch: TrainBatch) -> Metrics:
+def _mismatch(recomputed_BR, sampled_BR, batch: TrainBatch) -> Metrics:
   mask_BR = batch.response_mask
-  gap_BR = jnp.where(mask_BR, recomputed_BR - batch.sampler_logps, 0.0)
-  gap_BN, has_tokens_BN = sequence_log_ratio(
-    recomputed_BR, batch.sampler_logps, batch
-  )
+  gap_BR = jnp.where(mask_BR, recomputed_BR - sampled_BR, 0.0)
+  gap_BN, has_tokens_BN = sequence_log_ratio(recomputed_BR, sampled_BR, batch)
   return {
     "mismatch/token_abs_mean": Mean.of(jnp.abs(gap_BR), mask_BR),
     "mismatch/token_gap": Histogram.of(gap_BR, mask_BR),
@@ -61,6 +62,7 @@ def _mismatch(recomputed_BR, batch: TrainBatch) -> Metrics:
 
 
 def _routing_metrics(out: TokenLogprobs, mask_BR, cfg) -> Metrics:
+  assert out.experts is not None and out.router_entropy is not None
   experts_BLTk, entropy_BLR = (
     x.swapaxes(0, 1) for x in (out.experts, out.router_entropy)
   )

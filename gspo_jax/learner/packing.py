@@ -178,7 +178,8 @@ def _rows(lengths, width, multiple) -> list[tuple[int, list[int]]]:
 
 def _best_fit(lengths, width):
   """Each sequence goes into the fullest row that it fits; longest first."""
-  rows, left = [], []  # left: (free columns, row), ascending
+  rows: list[tuple[int, list[int]]] = []
+  left: list[tuple[int, int]] = []  # (free columns, row), ascending
   for item, length in enumerate(lengths):
     at = bisect.bisect_left(left, (length, -1))
     if at == len(left):
@@ -193,6 +194,7 @@ def _best_fit(lengths, width):
 
 def _emptiest_first(lengths, width, count):
   """Each sequence goes into the emptiest row; None if one does not fit."""
+  heap: list[tuple[int, int, list[int]]]
   heap = [(0, row, []) for row in range(count)]
   for item, length in enumerate(lengths):
     tokens, row, items = heap[0]
@@ -408,6 +410,7 @@ def train_batch_from_samples(
     turns=samples.turns,
   )
   rows = batch.rows
+  assert rows.sampler_logps is not None
   lead, T = rows.tokens.shape[:-1], rows.tokens.shape[-1]
   zeros = jnp.zeros_like(rows.old_logps)
   L, k = cfg.num_moe_layers, cfg.experts_per_token

@@ -62,9 +62,7 @@ def policy_loss(
     use_own_experts=None if objective.replay == "r3" else is_old_policy,
     router_losses=objective.has_router_losses,
   )
-  old_metrics = {}
-  if batch.sampler_logps is not None:
-    old_metrics = old_policy_metrics.old_policy_metrics(out, batch, cfg)
+  old_metrics = old_policy_metrics.old_policy_metrics(out, batch, cfg)
   gap, has_tokens = old_policy_metrics.sequence_log_ratio(
     out.logps, batch.old_logps, batch
   )
@@ -75,11 +73,11 @@ def policy_loss(
     k: jnp.where(is_old_policy, x, getattr(batch, k)) for k, x in fields.items()
   }
   batch = dataclasses.replace(batch, **old)
-  distilled = {}
+  metrics: Metrics = {}
   if batch.teacher_logps is not None:
-    batch, distilled = _distilled(batch, objective.distillation)
-  options, metrics = _options(out, batch, objective, max_length)
-  metrics |= distilled
+    batch, metrics = _distilled(batch, objective.distillation)
+  options, option_metrics = _options(out, batch, objective, max_length)
+  metrics |= option_metrics
   total, method_metrics = objective.method.loss(
     out.logps,
     batch.old_logps,
@@ -100,8 +98,9 @@ def policy_loss(
       {name: x for name, x in each.items() if name not in INSTRUMENTS}
       for each in (metrics, old_metrics)
     )
+  count = metrics["loss/policy"].count  # type: ignore[attr-defined]  # a Mean
   return train_step.LossOutput(
-    Mean(total, metrics["loss/policy"].count),
+    Mean(total, count),
     metrics,
     fields,
     old_metrics,
@@ -129,9 +128,10 @@ def _distilled(
   The estimate k1 of the reverse KL, sampled at this token alone: later tokens
   do not count (a discount of 0).
   """
+  assert batch.teacher_logps is not None
   mask = batch.response_mask
   gap = jnp.where(mask, batch.old_logps - batch.teacher_logps, 0.0)
-  metrics = {"distill/reverse_kl": Mean.of(gap, mask)}
+  metrics: Metrics = {"distill/reverse_kl": Mean.of(gap, mask)}
   if batch.teacher is not None:
     for i, name in enumerate(c.folders):
       own = Mean.of(gap, mask & (batch.teacher == i))
@@ -144,13 +144,16 @@ def _options(
   out: TokenLogprobs, batch: TrainBatch, objective, max_length
 ) -> tuple[dict, Metrics]:
   """Keyword arguments of the loss; metrics of the reference and mismatch."""
-  mask, metrics, numbers = batch.response_mask, {}, objective.numbers
+  mask, numbers = batch.response_mask, objective.numbers
+  reference, sampler = batch.reference_logps, batch.sampler_logps
+  metrics: Metrics = {}
   penalty = weights = shift = None
   if objective.has_reference and not objective.has_kl_in_reward:
+    assert reference is not None
     estimator = objective.kl_estimator
     penalty = objective.kl_coef * losses.kl_penalty(
       out.logps,
-      batch.reference_logps,
+      reference,
       mask,
       estimator=estimator,
       old_logps=batch.old_logps,
@@ -159,17 +162,19 @@ def _options(
     bonus = objective.entropy_coef * out.entropy
     penalty = -bonus if penalty is None else penalty - bonus
   if options := objective.mismatch_options:
+    assert sampler is not None
     weights, metrics = losses.mismatch_weights(
       batch.old_logps,
-      batch.sampler_logps,
+      sampler,
       mask,
       segment_ids=batch.response_segments,
       **options,
     )
   if threshold := objective.off_policy_mask_threshold:
+    assert sampler is not None
     kept, masked = losses.off_policy_mask(
       out.logps,
-      batch.sampler_logps,
+      sampler,
       batch.advantages,
       mask,
       threshold=threshold,
@@ -177,8 +182,8 @@ def _options(
     )
     weights = kept if weights is None else weights * kept
     metrics |= masked
-  if batch.reference_logps is not None:
-    gap = losses.kl_penalty(out.logps, batch.reference_logps, mask)
+  if reference is not None:
+    gap = losses.kl_penalty(out.logps, reference, mask)
     metrics["kl/reference"] = jax.lax.stop_gradient(Mean.of(gap, mask))
   arguments = objective.method.arguments
   options = objective.loss_numbers
@@ -209,12 +214,14 @@ def _router_losses(
   averages the losses of micro-batches; here tokens weigh the same. Only `f` is
   still of a micro-batch, so the load-balancing loss depends on their size.
   """
+  assert batch.loss_per_token is not None
+  assert out.load_balance is not None and out.z_loss is not None
   real_BT = batch.segment_ids > 0
   balance, z = (x.mean(0) for x in (out.load_balance, out.z_loss))
   sums_BT = objective.router_aux_loss_coef * balance
   sums_BT += objective.router_z_loss_coef * z
   total = batch.loss_per_token[:, None] * jnp.where(real_BT, sums_BT, 0.0)
-  metrics = {
+  metrics: Metrics = {
     "loss/router_aux": Mean.of(balance, real_BT),
     "loss/router_z": Mean.of(z, real_BT),
   }
@@ -245,7 +252,7 @@ def loss_per_token(
       segment_ids=batch.response_segments,
       **options | {name: own[name] for name in own if name in arguments},
     )
-    return metrics["loss/policy"].count
+    return metrics["loss/policy"].count  # type: ignore[attr-defined]  # a Mean
 
   counts_M = jax.vmap(jax.vmap(count))(batch).sum(1)
   tokens_M = (batch.segment_ids > 0).sum((1, 2, 3))
@@ -256,12 +263,14 @@ def loss_per_token(
 
 
 def _router_shift(out: TokenLogprobs, batch: TrainBatch) -> jax.Array:
+  assert batch.router_logps is not None
   new = _rows_first(out.router_logps)
   return routing_metrics.shift(new, batch.router_logps)
 
 
-def _rows_first(x: jax.Array) -> jax.Array:
+def _rows_first(x: jax.Array | None) -> jax.Array:
   """[L, B, ...] -> [B, L, ...], as in a `TrainBatch`."""
+  assert x is not None  # the model has experts
   return x.swapaxes(0, 1)
 
 
@@ -271,8 +280,9 @@ def _routing_metrics(
   """How far the routers have moved since the old policy."""
   mask = batch.response_mask
   ratio = jnp.exp(-_router_shift(out, batch))
-  metrics = {"moe/router_shift_ratio": Mean.of(ratio, mask)}
+  metrics: Metrics = {"moe/router_shift_ratio": Mean.of(ratio, mask)}
   if objective.replay == "none":  # a replay uses the old experts
+    assert batch.experts is not None
     flips = routing_metrics.flips(_rows_first(out.experts), batch.experts, mask)
     metrics["moe/expert_flip_rate"] = routing_metrics.over_layers(flips)
     metrics["moe/layer_flip_rate"] = flips

@@ -1,7 +1,7 @@
 """The passes of the reference policy, teachers and critic before an update."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,8 @@ def add_reference_and_values(
   if teacher is not None:
     rows = dataclasses.replace(rows, teacher=teacher[rows.response_index])
 
-  passes = {}  # by the field that a pass fills in
+  # By the field that a pass fills in.
+  passes: dict[str, Callable[[TrainBatch], jax.Array]] = {}
   if state.reference is not None:
     reference = train_step.with_base(state.base, state.reference)
     passes["reference_logps"] = lambda one: (
@@ -51,8 +52,8 @@ def add_reference_and_values(
     passes["teacher_logps"] = lambda one: _teacher_logps(
       teachers, teacher_models, one, temperature
     )
-  if state.critic is not None:
-    passes["values"] = lambda one: critic.values(state.critic.params, cfg, one)
+  if (of_critic := state.critic) is not None:
+    passes["values"] = lambda one: critic.values(of_critic.params, cfg, one)
 
   def minibatch(m, fields):
     def micro_batch(a, fields):

@@ -46,7 +46,7 @@ class Load(NamedTuple):
 
   tokens: jax.Array  # [L, E] float32, of each expert
 
-  def value(self) -> np.ndarray:
+  def value(self) -> float | np.ndarray:
     tokens = np.asarray(self.tokens, float)
     return tokens.max(1) / np.maximum(tokens.mean(1), 1e-9)
 
@@ -55,7 +55,7 @@ class MeanLoad(Load):
   """`Load`, averaged over the layers."""
 
   def value(self) -> float:
-    return float(super().value().mean())
+    return float(np.mean(super().value()))
 
 
 def tokens(experts: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:

@@ -6,7 +6,7 @@ layers, k experts a token, K kept ids a token, W columns of a row.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ class TrainBatch:
   old_logps: jax.Array  # [B, R] float32
   advantages: jax.Array  # [B, R] float32
   # [B, R] int32, the index of a token's response among the samples.
-  response_index: jax.Array | None = None
+  response_index: jax.Array
   # [B, L, T, k] unsigned, the experts that an update may replay: the sampler's
   # if they were recorded, else the old policy's.
   experts: jax.Array | None = None
@@ -107,7 +107,10 @@ def unpacked(
 
 
 def response_logps(
-  params: model.Params, cfg: model.ModelConfig, batch: TrainBatch, **options
+  params: model.Params,
+  cfg: model.ModelConfig,
+  batch: TrainBatch,
+  **options: Any,
 ) -> TokenLogprobs:
   """Log-probs of the responses; `options` are arguments of `token_logprobs`."""
   return token_logprobs(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,8 @@ from gspo_jax.sampler.samples import Samples
 # The named scope of conditionals that only an update computes; `plan` finds
 # their work by it.
 BACKWARD = "backward"
+
+Tree = TypeVar("Tree")  # of arrays
 
 
 class LossOutput(NamedTuple):
@@ -183,7 +185,9 @@ def update(
   return state, batch, metrics
 
 
-def run_if(apply_updates, function, otherwise):
+def run_if(
+  apply_updates: jax.Array | bool, function: Callable[[], Tree], otherwise: Tree
+) -> Tree:
   """`function()` if `apply_updates`, else `otherwise`, at no cost."""
   if apply_updates is True:
     return function()
@@ -232,7 +236,8 @@ def gradient(
   minibatch of a batch. Without `apply_updates` the gradient is zero. Devices
   along the mesh axis `data`, which may be slices, add up once, at the end.
   """
-  count = len(micro_batches.tokens) if count is None else count
+  if count is None:
+    count = jnp.asarray(len(micro_batches.tokens))
   rows = PartitionSpec(None, "data")
   whole = PartitionSpec()
   always = apply_updates is True
@@ -243,7 +248,7 @@ def gradient(
   )
   applying, first = jnp.asarray(apply_updates), jnp.asarray(first)
   (grads, divisor, metrics), old = add_up(
-    params, base, micro_batches, jnp.asarray(count), applying, first
+    params, base, micro_batches, count, applying, first
   )
   grads = jax.tree.map(lambda g: g / jnp.maximum(divisor, 1), grads)
   norm = Mean(optax.tree.norm(grads), jnp.float32(1))
@@ -291,7 +296,7 @@ def _sums(
     jax.tree.map(stack, out.old_policy_fields),
     _zeros(metrics),
   )
-  begin = 0
+  begin: jax.Array | int = 0
   if not learner.recompute_first_minibatch:
     # One micro-batch of the first minibatch is enough to compare two passes.
     begin = jnp.where(first & ~applying, jnp.maximum(count - 1, 0), 0)
@@ -309,7 +314,7 @@ def _counted_once(
   if out.first_minibatch_gap is not None:
     gap = out.first_minibatch_gap
     if not learner.has_old_logps:  # the batch has none to compare with
-      gap = Std(*[jnp.zeros_like(x) for x in gap[:2]], gap.count)
+      gap = _zeros(gap)._replace(count=gap.count)
     gap = _only(apply_updates & first & last, gap)
     metrics["ratio/first_minibatch_std"] = gap
   return metrics

@@ -155,8 +155,8 @@ class Prompts:
     lengths: [P] int32, real tokens of each, at least 1.
   """
 
-  tokens: jax.Array
-  lengths: jax.Array
+  tokens: jax.Array | np.ndarray
+  lengths: jax.Array | np.ndarray
 
   @property
   def mask(self) -> jax.Array:
