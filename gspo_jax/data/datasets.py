@@ -25,7 +25,7 @@ class Stage(NamedTuple):
 
 class Datasets(NamedTuple):
   stages: Sequence[Stage]
-  held_out: Sequence[Problem]
+  held_out: pipeline.Source
   demonstrations: Sequence[Problem]
   notes: Sequence[str] = ()  # lines on columns found, and on equal problems
 

@@ -74,5 +74,4 @@ def loss(
     clip=clip,
     normalizer=1.0,
   )
-  count = metrics["loss/value"].count  # type: ignore[attr-defined]  # a Mean
-  return LossOutput(Mean(total, count), metrics)
+  return LossOutput(Mean(total, metrics["loss/value"].count), metrics)  # type: ignore[attr-defined]  # a Mean

@@ -194,8 +194,7 @@ def _best_fit(lengths, width):
 
 def _emptiest_first(lengths, width, count):
   """Each sequence goes into the emptiest row; None if one does not fit."""
-  heap: list[tuple[int, int, list[int]]]
-  heap = [(0, row, []) for row in range(count)]
+  heap = [(0, row, list[int]()) for row in range(count)]
   for item, length in enumerate(lengths):
     tokens, row, items = heap[0]
     if tokens + length > width:

@@ -98,9 +98,8 @@ def policy_loss(
       {name: x for name, x in each.items() if name not in INSTRUMENTS}
       for each in (metrics, old_metrics)
     )
-  count = metrics["loss/policy"].count  # type: ignore[attr-defined]  # a Mean
   return train_step.LossOutput(
-    Mean(total, count),
+    Mean(total, metrics["loss/policy"].count),  # type: ignore[attr-defined]  # a Mean
     metrics,
     fields,
     old_metrics,

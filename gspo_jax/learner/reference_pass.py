@@ -8,11 +8,7 @@ import jax.numpy as jnp
 
 from gspo_jax import model
 from gspo_jax.learner import critic, train_batch, train_step
-from gspo_jax.learner.train_batch import (
-  MICRO_BATCHES,
-  PackedBatch,
-  TrainBatch,
-)
+from gspo_jax.learner.train_batch import MICRO_BATCHES, PackedBatch, TrainBatch
 from gspo_jax.learner.train_step import TrainState
 
 # The named scope of conditionals that run one of several teachers or skip it;

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +23,15 @@ import optax
 from jax.sharding import PartitionSpec
 
 from gspo_jax import model
-from gspo_jax.learner.train_batch import (
-  MICRO_BATCHES,
-  PackedBatch,
-  TrainBatch,
-)
+from gspo_jax.learner.train_batch import MICRO_BATCHES, PackedBatch, TrainBatch
 from gspo_jax.losses import Mean, Metrics, Std
 from gspo_jax.runtime import sharding
+from gspo_jax.runtime.sharding import Tree
 from gspo_jax.sampler.samples import Samples
 
 # The named scope of conditionals that only an update computes; `plan` finds
 # their work by it.
 BACKWARD = "backward"
-
-Tree = TypeVar("Tree")  # of arrays
 
 
 class LossOutput(NamedTuple):
@@ -236,8 +231,7 @@ def gradient(
   minibatch of a batch. Without `apply_updates` the gradient is zero. Devices
   along the mesh axis `data`, which may be slices, add up once, at the end.
   """
-  if count is None:
-    count = jnp.asarray(len(micro_batches.tokens))
+  count = jnp.asarray(len(micro_batches.tokens)) if count is None else count
   rows = PartitionSpec(None, "data")
   whole = PartitionSpec()
   always = apply_updates is True

@@ -131,8 +131,7 @@ def method(
     shared = inspect.signature(loss, follow_wrapped=False)
     *arguments, _ = shared.parameters.values()  # without **numbers
     arguments[4:4] = [*_keyword_only(tokens), *of_mean]
-    signature = shared.replace(parameters=arguments)
-    loss.__signature__ = signature  # type: ignore[attr-defined]
+    loss.__signature__ = shared.replace(parameters=arguments)  # type: ignore[attr-defined]
     row = METHODS[name.removesuffix("_loss")] = Method(loss, **facts)
     return loss
 

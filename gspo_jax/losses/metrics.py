@@ -1,6 +1,5 @@
 """Metrics of a loss: sums and counts that add over micro-batches."""
 
-import math
 from typing import NamedTuple, Protocol
 
 import jax
@@ -67,7 +66,7 @@ class Std(NamedTuple):
     """The standard deviation on the host; NaN where the count is 0."""
     total, squares, count = map(float, self)
     if count == 0:
-      return math.nan
+      return np.nan
     # In this order a NaN stays a NaN: max(0.0, nan) would be 0.0.
     return max(squares / count - (total / count) ** 2, 0.0) ** 0.5
 

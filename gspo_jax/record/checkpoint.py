@@ -195,7 +195,7 @@ class Checkpoints:
       del state
       for i, like in enumerate(jax.tree.leaves(abstract_state)):
         leaves[i] = _from_first_part(leaves[i], like)  # frees what was read
-      state = tree.unflatten(leaves)
+      state = jax.tree.unflatten(tree, leaves)
       del leaves
     if self._try(step, _require_checksums, state, saved["checksums"]):
       return Restored(step, state, saved["user"])
@@ -252,8 +252,8 @@ def _to_read(abstract_state: Any) -> Any:
     if not _is_shared(x.sharding, x.dtype):
       return x
     mesh, spec = x.sharding.mesh, x.sharding.spec
-    first = Mesh(mesh.devices[:1], mesh.axis_names, axis_types=mesh.axis_types)
-    first = NamedSharding(first, spec)
+    part = Mesh(mesh.devices[:1], mesh.axis_names, axis_types=mesh.axis_types)
+    first = NamedSharding(part, spec)
     if not first.addressable_devices:
       return ocp.PLACEHOLDER
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=first)

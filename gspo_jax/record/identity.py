@@ -50,7 +50,7 @@ def changes(saved: dict, now: dict) -> list[str]:
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
   """The leaves of nested dicts or ConfigDicts, by dotted name."""
-  leaves = {}
+  leaves: dict[str, Any] = {}
   for key, value in tree.items():
     if hasattr(value, "items"):
       leaves |= flatten(value, f"{prefix}{key}.")

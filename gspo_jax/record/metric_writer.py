@@ -31,6 +31,7 @@ import jax
 import numpy as np
 from etils import epath
 
+from gspo_jax.losses import Metric
 from gspo_jax.record import json_lines, run_files
 from gspo_jax.record.progress import Progress
 from gspo_jax.record.run_files import (
@@ -80,7 +81,7 @@ def _without_torch() -> Iterator[None]:
   """Makes `import torch` fail: tensorboardX would load 470 MiB."""
   hides = "torch" not in sys.modules
   if hides:
-    sys.modules["torch"] = None
+    sys.modules["torch"] = None  # type: ignore[assignment]
   try:
     yield
   finally:
@@ -104,28 +105,28 @@ _COLUMNS = (
 
 
 def to_scalars(
-  *metrics: Mapping[str, Any],
+  *metrics: Mapping[str, Metric],
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
   """Fetches the metrics of a step in one transfer, and returns their values.
 
-  A metric has a method `value`, and fields that are sums. Metrics with the same
-  name are added. Returns scalars and distributions: the counts of a histogram,
-  or one number for each layer. A mean of nothing is left out, such as that of a
-  teacher without a problem in the batch.
+  Metrics with the same name are added. Returns scalars and distributions: the
+  counts of a histogram, or one number for each layer. A mean of nothing is left
+  out, such as that of a teacher without a problem in the batch.
   """
-  totals = {}
+  totals: dict[str, Metric] = {}
   for part in jax.device_get([dict(m) for m in metrics]):
     for name, metric in part.items():
       if name in totals:
         metric = jax.tree.map(np.add, totals[name], metric)
       totals[name] = metric
-  scalars, distributions = {}, {}
+  scalars: dict[str, float] = {}
+  distributions: dict[str, list[float]] = {}
   for name, metric in totals.items():
-    value = np.asarray(metric.value())
-    if value.ndim == 0 and np.isnan(value) and getattr(metric, "count", 1) == 0:
-      continue
-    kind = distributions if value.ndim else scalars
-    kind[name] = value.astype(float).tolist()
+    value = np.asarray(metric.value(), float)
+    if value.ndim:
+      distributions[name] = value.tolist()
+    elif not (np.isnan(value) and getattr(metric, "count", 1) == 0):
+      scalars[name] = float(value)
   return scalars, distributions
 
 
@@ -152,7 +153,7 @@ class MetricWriter:
     *,
     total_steps: int,
     resume_step: int,
-    edges: Sequence[float],
+    edges: np.ndarray,
     active: bool = True,
     wandb: str = "",
     config: Mapping[str, Any] | None = None,
@@ -160,7 +161,7 @@ class MetricWriter:
     self._active, self._total_steps = active, total_steps
     start = Progress.clock(), resume_step
     self._recent = collections.deque([start], maxlen=20)
-    self._edges = np.asarray(edges)
+    self._edges = edges
     self._files: list[RunFile] = []
     self._wandb, self._last_row = None, math.inf
     if not active:
@@ -221,16 +222,16 @@ class MetricWriter:
     step, scalars = int(step), {k: float(v) for k, v in scalars.items()}
     if "time/iteration" in scalars:
       scalars |= self._goodput.after(scalars["time/iteration"])
-    samples = [Sample(step, *row[:3], float(row[3])) for row in samples]
+    records = [Sample(step, *row[:3], float(row[3])) for row in samples]
     self._write_distributions(step, scalars, distributions or {})
-    if samples:
-      self._write_samples(samples)
+    if records:
+      self._write_samples(records)
     finite = {k: v if math.isfinite(v) else None for k, v in scalars.items()}
     # Written last, because the process may be killed at any time; see `lacks`.
     self._metrics.append(line({"step": step, **finite}))
-    if samples:
+    if records:
       self.flush()
-    self._print(step, scalars, samples)
+    self._print(step, scalars, records)
 
   def _write_distributions(self, step, scalars, distributions) -> None:
     if distributions:

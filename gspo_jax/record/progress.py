@@ -63,7 +63,8 @@ class Progress:
     self._work, self._total, self._unit, self._file = work, total, unit, file
     self._after = SECONDS if after is None else after
     self._start, self._done, self._tokens = time.monotonic(), done, 0
-    self._first = self._last = None  # (clock, done) of an `advance`
+    self._first: tuple[float, int] | None = None  # (clock, done)
+    self._last: tuple[float, int] | None = None  # of the newest `advance`
     self._next, self._prints = 0.0, multihost.is_primary()
     self.note = ""  # ends the last line, and lines that count
 
@@ -177,26 +178,27 @@ class Compilations:
     monitoring.unregister_event_listener(self._event)
     monitoring.unregister_event_duration_listener(self._end)
 
-  def _begin(self, event: str, _, fun_name: str = "", **more) -> None:
+  def _begin(self, event: str, value: float, **facts: str | int) -> None:
     if event in _STAGES:
       stage = _STAGES[event]
       # "update" of "jit(_update)"
-      name = fun_name.removeprefix("jit(").removesuffix(")").strip("_")
-      stage = Progress(
+      name = str(facts.get("fun_name", "")).removeprefix("jit(")
+      name = name.removesuffix(")").strip("_")
+      progress = Progress(
         f"{stage} {name}",
         after=COMPILE_SECONDS if stage == "compiling" else None,
       )
-      self._stages.append(stage.__enter__())
+      self._stages.append(progress.__enter__())
 
-  def _event(self, event: str, **more) -> None:
+  def _event(self, event: str, **facts: str | int) -> None:
     if event == _CACHE_HIT and self._stages:
       self._stages[-1].note = ", from the compilation cache"
 
-  def _end(self, event: str, seconds: float, **more) -> None:
+  def _end(self, event: str, duration_secs: float, **facts: str | int) -> None:
     if event in _STAGES and self._stages:
       self._stages.pop().__exit__(None, None, None)
       if not self._stages:  # an outer stage includes the inner ones
-        Progress.compile_seconds += seconds
+        Progress.compile_seconds += duration_secs
 
   @property
   def _stages(self) -> list[Progress]:

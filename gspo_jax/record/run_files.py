@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 from absl import logging
@@ -111,7 +111,7 @@ class RunFile:
 
 
 def open_run_files(
-  workdir: epath.Path, resume_step: int, edges: Sequence[float]
+  workdir: epath.Path, resume_step: int, edges: Iterable[float]
 ) -> list[RunFile]:
   """Opens metrics.jsonl and distributions.jsonl, to continue after a step.
 
@@ -136,8 +136,8 @@ def open_run_files(
         if not last_line or json.loads(last_line[0])["step"] != step:
           step -= 1  # the run writes all of this step again
     for file in samples.iterdir() if samples.exists() else ():
-      name = _SAMPLE_FILE.fullmatch(file.name)
-      if name and int(name[1]) > step:
+      match = _SAMPLE_FILE.fullmatch(file.name)
+      if match and int(match[1]) > step:
         file.unlink()
   else:
     old = [paths[name] for name in headers if contents[name] != headers[name]]
@@ -182,7 +182,7 @@ def step_of(record: Mapping[str, Any], place: str) -> int:
   return step
 
 
-def counts_over_edges(name: str, values: Sequence, edges: Sequence) -> bool:
+def counts_over_edges(name: str, values: Sized, edges: Sized) -> bool:
   """Whether it is a histogram: a model may have as many layers as bins."""
   by_layer = name.rpartition("/")[2].startswith("layer_")
   return len(values) == len(edges) - 1 and not by_layer

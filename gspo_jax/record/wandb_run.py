@@ -79,11 +79,11 @@ class WandbRun:
     """
     try:
       if step >= self._run.step:
-        histograms = {
+        charts = {
           name: self._histogram(np_histogram=bins)
           for name, bins in histograms.items()
         }
-        self._run.log({**scalars, **histograms}, step=step, commit=True)
+        self._run.log({**scalars, **charts}, step=step, commit=True)
     except Exception as error:
       logging.warning("step %d is not in W&B: %s", step, error)
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,9 @@ from gspo_jax.runtime import tpus
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.key import ZERO_OR_MORE, check, key
 from gspo_jax.runtime.multihost import by_process
+
+Tree = TypeVar("Tree")  # of arrays, shapes or shardings
+Array = jax.Array | np.ndarray  # on devices, or on the host before it is sent
 
 AXES = ("data", "fsdp", "context", "expert", "tensor")
 BATCH_AXES = ("data", "fsdp", "context", "expert")  # of samples
@@ -507,10 +510,10 @@ class Moves(NamedTuple):
   On a device all three are [n] int32.
   """
 
-  sent: jax.Array  # slices that this device offers
+  sent: Array  # slices that this device offers
   # The offered slice to store, counted over all devices in their order.
-  source: jax.Array
-  target: jax.Array  # where to store it; beyond the array: it is dropped
+  source: Array
+  target: Array  # where to store it; beyond the array: it is dropped
 
 
 def exchange(tree, moves: Moves, *axes: str, dim: int):
