@@ -9,7 +9,7 @@ from gspo_jax.learner.optimizer import STATE_AXES
 from gspo_jax.runtime import sharding
 
 
-def sharded(shapes, mesh: jax.sharding.Mesh):
+def sharded(shapes: sharding.Tree, mesh: jax.sharding.Mesh) -> sharding.Tree:
   """A tree of shapes with the sharding of each on a mesh, or a UserError."""
   return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
@@ -18,7 +18,7 @@ def sharded(shapes, mesh: jax.sharding.Mesh):
   )
 
 
-def shardings(abstract):
+def shardings(abstract: sharding.Tree) -> sharding.Tree:
   return jax.tree.map(lambda x: x.sharding, abstract)
 
 

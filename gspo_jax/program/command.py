@@ -112,7 +112,7 @@ def parse(argv: list[str], start: str = START, doc: str = "") -> list[str]:
     raise
   except flags.UnrecognizedFlagError as error:
     hint = _meant_flag(error.flagname, config)
-    hint = f"--{error.flagname}: no such flag; {hint}" if hint else error
+    hint = f"--{error.flagname}: no such flag; {hint}" if hint else str(error)
     raise UserError(f"{hint}; {usage}") from error
   except (AttributeError, KeyError) as error:
     raise _unknown_key(error) from error
@@ -204,7 +204,7 @@ def _as_tuple(key: str, text: str, default: tuple) -> str:
   if key == "sampler.stop":
     strings = value if isinstance(value, tuple | list) else (value,)
     if not all(isinstance(string, str) for string in strings):
-      strings = filter(None, text.split(","))
+      strings = [string for string in text.split(",") if string]
     return repr(tuple(strings))
   if value is None:
     # `name=` belongs to the part before: `overlong:buffer=8,scale=2,format`.
@@ -233,7 +233,7 @@ def _help(config, doc: str) -> str:
       continue
     for flag in ours:
       unset = flag.default in (None, [])
-      value = "" if unset else flag.default_as_str.strip("'")
+      value = "" if unset else str(flag.default_as_str).strip("'")
       lines += _entry(f"--{flag.name}={value}", flag.help)
   lines += ["", "Keys of the config, with their values by default:"]
   for key, default, comment in describe(config):
@@ -288,15 +288,16 @@ def _check_processes() -> None:
   missing = [flag.name for flag in together if flag.value is None]
   if len(missing) == len(together):
     return
-  if missing:
+  where, count = _COORDINATOR.value, _NUM_PROCESSES.value
+  if where is None or count is None or _PROCESS_ID.value is None:
     raise UserError(
       f"--{missing[0]} is missing: --coordinator=HOST:PORT --num_processes=N "
       "--process_id=I belong together"
     )
-  if not re.fullmatch(r".+:\d+", _COORDINATOR.value):
-    raise UserError(f"--coordinator={_COORDINATOR.value}: expected HOST:PORT")
-  if _PROCESS_ID.value >= _NUM_PROCESSES.value:
+  if not re.fullmatch(r".+:\d+", where):
+    raise UserError(f"--coordinator={where}: expected HOST:PORT")
+  if _PROCESS_ID.value >= count:
     raise UserError(
-      f"--process_id={_PROCESS_ID.value}: expected 0 to "
-      f"{_NUM_PROCESSES.value - 1}, under --num_processes"
+      f"--process_id={_PROCESS_ID.value}: expected 0 to {count - 1}, under "
+      "--num_processes"
     )

@@ -8,7 +8,6 @@ not go together.
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -111,7 +110,7 @@ class Config:
     tree["model"] |= dict(self.model.sizes)
     return json.loads(json.dumps(tree))
 
-  def replace(self, **changes) -> "Config":
+  def replace(self, **changes: Any) -> "Config":
     """A copy; `replace(seed=1, data={"prompts": 8})` changes two keys."""
     sections = {
       name: dataclasses.replace(getattr(self, name), **value)
@@ -128,7 +127,8 @@ def parse(config: ConfigDict) -> Config:
 
 
 def _section(default, values, prefix: str):
-  names, parsed = keys(default), {}
+  names = keys(default)
+  parsed: dict[str, Any] = {}
   for name in values:
     if name in names:
       continue
@@ -152,7 +152,7 @@ def _section(default, values, prefix: str):
   return type(default)(**parsed)
 
 
-def parse_model(values: Mapping[str, Any]) -> PolicyConfig:
+def parse_model(values: dict[str, Any]) -> PolicyConfig:
   """The section `model` of `Config.as_json`, also of an earlier release."""
   default = as_dict(PolicyConfig())
   values = default | values | {"lora": default["lora"] | values["lora"]}

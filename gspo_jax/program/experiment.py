@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,10 +31,12 @@ from gspo_jax.rollout.config import RolloutConfig
 from gspo_jax.rollout.conversations import Conversations
 from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.episode import SequenceLimits
+from gspo_jax.rollout.player import Player
 from gspo_jax.rollout.reward_model import RewardModel
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError, needs_extra, prefixed
 from gspo_jax.workers import sandbox_files
+from gspo_jax.workers.pool import Pool
 
 # The version of an RL checkpoint's layout. Raise it when arrays or metadata
 # change: a run does not resume from another version.
@@ -57,11 +59,11 @@ class Experiment:
   config: Config
   workdir: epath.Path
   program: Program
-  reward_pool: RewardPool | EnvironmentPool
+  reward_pool: Pool  # with an environment its pool, else a RewardPool
   datasets: Datasets
-  # The first `eval.prompts` held-out problems as one batch; empty if neither an
+  # The first `eval.prompts` held-out problems as one batch; None if neither an
   # evaluation nor a cold start reads them.
-  held_out: PromptBatch
+  held_out: PromptBatch | None
   # A checkpoint or cold start of this run has the same identity.
   identity: dict
   keys: Keys
@@ -73,27 +75,28 @@ class Experiment:
       return None
     if not c.teacher_key:
       return prompts.positions[:, 1]
-    return np.int32([teacher_of(c, p) for p in prompts.problems])
+    return np.array([teacher_of(c, p) for p in prompts.problems], np.int32)
 
   @property
-  def conversations(self):
+  def conversations(self) -> Player | None:
     """What plays the environment or the agents; None without them."""
-    rollout = self.config.rollout
+    rollout, sampler = self.config.rollout, self.program.sampler
     if not rollout.environment:
       return None
-    play = Conversations
+    assert sampler is not None
+    player: type[Player] = Conversations
     if rollout.plays_agents:
-      from gspo_jax.rollout.agents import Agents as play
+      from gspo_jax.rollout.agents import Agents as player
     limits = SequenceLimits(
       turns=rollout.max_turns,
       sequences=rollout.max_sequences,
       width=self.config.data.max_prompt_length,
       longest=self.config.sampler.max_new_tokens,
     )
-    return play(
+    return player(
       pool=self.reward_pool,
       prompt_config=self.program.prompt_config,
-      stop=self.program.sampler.stop,
+      stop=sampler.stop,
       limits=limits,
     )
 
@@ -154,7 +157,7 @@ def prepare(
       problems.held_out, program.prompt_config, config.eval.prompts
     )
     if config.eval.every or config.cold_start.steps
-    else {},
+    else None,
     identity=identity,
     keys=Keys(*jax.random.split(jax.random.key(config.seed), 4)),
   )
@@ -218,10 +221,10 @@ def _with_tools(program: Program, rollout: RolloutConfig) -> Program:
 
 def _environment_pool(
   config: Config, tokenizer, problems: Datasets, workdir: str
-):
+) -> Pool:
   """An `EnvironmentPool`, or an `AgentPool`."""
   c, spec = config.reward, config.rollout.environment
-  limits = {
+  limits: dict[str, Any] = {
     "workers": c.workers,
     "seconds": c.seconds,
     "concurrency": c.concurrency,
@@ -244,7 +247,7 @@ def _environment_pool(
 def _first_problems(problems: Datasets) -> list[Problem]:
   """The first problem of every source."""
   mixtures = [*(stage.source for stage in problems.stages), problems.held_out]
-  sources = [s for m in mixtures for s in getattr(m, "sources", (m,))]
+  sources = [source for m in mixtures for source in pipeline.parts(m)]
   return [source[0] for source in sources if len(source)]
 
 
@@ -291,6 +294,7 @@ def checkpoint_identity(
   experiment: Experiment, teachers: Sequence[model.Params] = ()
 ) -> dict:
   """What a checkpoint of RL must agree with: `identity` and more."""
+  assert experiment.program.learner is not None
   config, state = experiment.config, experiment.program.learner.abstract
   identity = experiment.identity | {"checkpoint format": CHECKPOINT_FORMAT}
   if state.reference is not None:

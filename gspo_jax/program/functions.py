@@ -38,8 +38,8 @@ class Program:
   mesh: jax.sharding.Mesh  # of all devices, or of the trainer's
   prompt_config: PromptConfig
   abstract_params: model.Params  # shapes and shardings
-  # key -> the weights of `model.checkpoint`, else random ones
-  init_params: Callable[[jax.Array], model.Params]
+  # key -> random weights; those of `model.checkpoint` need no key
+  init_params: Callable[[jax.Array | None], model.Params]
   abstract_policy: model.Params  # shapes and shardings
   # params -> the initial policy: with LoRA, the base in `cfg.dtype` plus fresh
   # adapters
@@ -98,7 +98,7 @@ def build_program(
   tokenizer = settings.load_tokenizer(config, cfg)
   params, policy = abstract.params(cfg, mesh), abstract.policy(cfg, mesh)
   learner = cold_start = None
-  teachers = ()
+  teachers: tuple[Program, ...] = ()
   if training:
     if not cfg.num_experts:
       rules.check(config, rules.DENSE)

@@ -145,15 +145,13 @@ def learner_functions(
     )
     for cfg, params in teachers
   )
-  taught = (abstract.shardings(weights), sharding.batch_sharding(mesh))
-  taught = taught if teachers else ()
+  taught = [abstract.shardings(weights), sharding.batch_sharding(mesh)]
   states = abstract.shardings(state)
   rows = settings.packing(config, sharding.row_shards(mesh))
   replicated = sharding.replicated(mesh)
   # The rows of a micro-batch are split.
-  packed = PackedBatch(
-    NamedSharding(mesh, PartitionSpec(None, None, *sharding.ROWS)), replicated
-  )
+  by_row = NamedSharding(mesh, PartitionSpec(None, None, *sharding.ROWS))
+  packed = PackedBatch(by_row, replicated)  # type: ignore[arg-type]
 
   return LearnerFunctions(
     abstract=state,
@@ -183,7 +181,7 @@ def learner_functions(
         teacher_models=tuple(cfg for cfg, _ in teachers),
       ),
       mesh,
-      in_shardings=(states, packed, *taught),
+      in_shardings=(states, packed, *(taught if teachers else ())),
       out_shardings=packed,
       donate_argnums=1,
       compiler_options=_training_options(mesh),

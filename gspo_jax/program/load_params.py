@@ -106,7 +106,7 @@ def load_base(
     abstract, _ = model.lora.split(program.abstract_policy)
     with Checkpoints(folder) as checkpoints:
       restored = checkpoints.restore({"base": abstract}, lambda *_: None)
-    source, base = str(folder), restored and restored.state["base"]
+    source, base = str(folder), restored.state["base"] if restored else None
   else:
     source, base = f"model.checkpoint={c.checkpoint!r}", None
     if c.checkpoint:

@@ -33,10 +33,8 @@ def _where(
   holds: Callable[[Config], Any], rules: Rules, because: str = ""
 ) -> Rules:
   """The rules of a config where `holds`; their errors end with `because`."""
-  return {
-    error + because: lambda c, wrong=wrong: holds(c) and wrong(c)
-    for error, wrong in rules.items()
-  }
+  both = lambda wrong: lambda c: holds(c) and wrong(c)
+  return {error + because: both(wrong) for error, wrong in rules.items()}
 
 
 _ESTIMATOR = "{objective.advantage_estimator}: expected 'grpo' with "

@@ -20,11 +20,8 @@ from gspo_jax.runtime.sharding import mesh_jit
 from gspo_jax.sampler import continuous, samples, static
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.functions import SamplerFunctions, SeparateDevices
-from gspo_jax.sampler.samples import (
-  Prompts,
-  SamplerConfig,
-  samples_sharding,
-)
+from gspo_jax.sampler.samples import Prompts, SamplerConfig, samples_sharding
+from gspo_jax.sampler.stop_strings import StopStrings
 
 # Slots of a shard to serve a policy, where continuous_batching.slots is 0.
 _SLOTS = 16
@@ -99,7 +96,7 @@ def sampler_functions(
     take_batch=take_groups(),
     take_pending=take_groups(),
     empty_samples=mesh_jit(empty_samples, mesh, out_shardings=place),
-    stop=sampling.stop,
+    stop=sampling.stop if isinstance(sampling.stop, StopStrings) else None,
     mesh=mesh,
     separate=separate,
   )
