@@ -45,7 +45,7 @@ def decode_params(params: model.Params, cfg: model.ModelConfig) -> model.Params:
   return rest | constrain(layers) | {"head": head}
 
 
-def decode_params_sharding(cfg: model.ModelConfig, mesh: Mesh):
+def decode_params_sharding(cfg: model.ModelConfig, mesh: Mesh) -> model.Params:
   """Shardings of `decode_params`, unstacked; on a TPU some are Formats.
 
   A decode step on a TPU multiplies by query, key and value weights with the

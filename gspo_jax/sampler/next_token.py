@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from gspo_jax import model
 from gspo_jax.runtime.sharding import constrain
-from gspo_jax.sampler.samples import SamplerConfig, SamplingParams
+from gspo_jax.sampler.samples import SamplerConfig
+from gspo_jax.sampler.stop_strings import StopStrings
 
 # Mesh axes of the rows and of the vocabulary of decode logits. Devices that
 # share experts and heads read different parts of the head, for the same rows.
@@ -17,7 +18,9 @@ ROW_AXES, VOCAB_AXES = ("data", "fsdp"), ("expert", "tensor")
 LARGE_VOCAB = 4096
 
 
-def logits(params, cfg: model.ModelConfig, hidden_BD: jax.Array) -> jax.Array:
+def logits(
+  params: model.Params, cfg: model.ModelConfig, hidden_BD: jax.Array
+) -> jax.Array:
   """Logits [B, V] float32, sharded over `ROW_AXES` and `VOCAB_AXES`."""
   hidden_BD = constrain(hidden_BD, ROW_AXES)
   logits_BV = model.project_logits(hidden_BD, params["head"], cfg)
@@ -58,15 +61,15 @@ def sample_token(
 
 
 def _sample_by_row(logits_BV, keys, step_B, sampler, params_B4):
-  params = SamplingParams(*jnp.split(params_B4, 4, axis=1))
-  greedy_B1 = params.temperature == 0
-  temperature_B1 = jnp.where(greedy_B1, 1.0, params.temperature)
+  temperature_B1, k_B1, p_B1, min_p_B1 = jnp.split(params_B4, 4, axis=1)
+  greedy_B1 = temperature_B1 == 0
+  temperature_B1 = jnp.where(greedy_B1, 1.0, temperature_B1)
   logps_BV = jax.nn.log_softmax(logits_BV / temperature_B1)
   allowed_BV = jax.lax.cond(
-    ((params.top_k > 0) | (params.top_p < 1)).any(),
-    lambda logps_BV: _best(logps_BV, params),
+    ((k_B1 > 0) | (p_B1 < 1)).any(),
+    lambda logps_BV: _best(logps_BV, k_B1, p_B1),
     lambda logps_BV: logps_BV,
-    _likely(_no_early_stop(logps_BV, step_B, sampler), params.min_p),
+    _likely(_no_early_stop(logps_BV, step_B, sampler), min_p_B1),
   )
   sampled_B = jax.vmap(categorical)(keys, allowed_BV)
   token_B = jnp.where(greedy_B1[:, 0], allowed_BV.argmax(-1), sampled_B)
@@ -139,24 +142,25 @@ def truncate(
   """
   logps_BV = _no_early_stop(logps_BV, step_B, sampler)
   logps_BV = _likely(logps_BV, sampler.min_p)
-  sorts = sampler.top_k or sampler.top_p < 1
-  return _best(logps_BV, sampler.params) if sorts else logps_BV
+  if sampler.top_k or sampler.top_p < 1:
+    return _best(logps_BV, sampler.top_k, sampler.top_p)
+  return logps_BV
 
 
-def _best(logps_BV, params: SamplingParams):
-  """What top-k and top-p leave; `params` are numbers or arrays [B, 1]."""
+def _best(logps_BV, top_k, top_p):
+  """What top-k and top-p leave; both are numbers or arrays [B, 1]."""
   B, V = logps_BV.shape
   best_BV = jnp.sort(logps_BV, axis=-1, descending=True)
-  k = jnp.where(jnp.asarray(params.top_k) > 0, params.top_k, V)
+  k = jnp.where(jnp.asarray(top_k) > 0, top_k, V)
   k_B1 = jnp.broadcast_to(jnp.minimum(k, V), (B, 1)).astype(jnp.int32)
   least_B1 = jnp.take_along_axis(best_BV, k_B1 - 1, axis=1)
   # A token stays if all likelier tokens together have less than top_p. So the
   # likeliest token always stays.
   probs_BV = jax.nn.softmax(jnp.where(best_BV < least_B1, -jnp.inf, best_BV))
-  stays_BV = jnp.cumsum(probs_BV, -1) - probs_BV < params.top_p
+  stays_BV = jnp.cumsum(probs_BV, -1) - probs_BV < top_p
   stays_BV = stays_BV.at[:, 0].set(True)  # also where top_p rounds to 0
   last_B1 = jnp.where(stays_BV, best_BV, jnp.inf).min(-1, keepdims=True)
-  last_B1 = jnp.where(jnp.asarray(params.top_p) < 1, last_B1, -jnp.inf)
+  last_B1 = jnp.where(jnp.asarray(top_p) < 1, last_B1, -jnp.inf)
   least_B1 = jnp.maximum(least_B1, last_B1)
   return jnp.where(logps_BV < least_B1, -jnp.inf, logps_BV)
 
@@ -187,7 +191,7 @@ def stop(
   before the token; the first result is the state after it.
   """
   stopped_B = jnp.isin(token_B, jnp.array(sampler.stop_ids))
-  if not sampler.stop:
+  if not isinstance(sampler.stop, StopStrings):
     return stop_state_B, stopped_B
   stop_state_B, ended_B = sampler.stop.advance(stop_state_B, token_B)
   ended_B &= length_B >= sampler.min_new_tokens

@@ -7,7 +7,7 @@ length, R most new tokens, L layers, k experts a token, K kept ids a token.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from gspo_jax.runtime.key import (
   check,
   key,
 )
-from gspo_jax.runtime.sharding import batch_sharding, replicated
+from gspo_jax.runtime.sharding import Array, Tree, batch_sharding, replicated
 from gspo_jax.sampler.stop_strings import StopStrings
 
 # Values of Samples.finish. Only `ContinuousSampler` continues the unfinished.
@@ -155,8 +155,8 @@ class Prompts:
     lengths: [P] int32, real tokens of each, at least 1.
   """
 
-  tokens: jax.Array | np.ndarray
-  lengths: jax.Array | np.ndarray
+  tokens: Array
+  lengths: Array
 
   @property
   def mask(self) -> jax.Array:
@@ -276,19 +276,20 @@ def samples_sharding(
   sampler: SamplerConfig, mesh: jax.sharding.Mesh, *, turns: bool = False
 ) -> Samples:
   """The sharding of each field; `turns`: and of those that episodes have."""
-  batch = batch_sharding(mesh)
+  # Any: they stand where a Samples has arrays.
+  batch: Any = batch_sharding(mesh)
+  whole: Any = replicated(mesh)
   return Samples(
-    *[batch] * 4,
-    slot_steps=replicated(mesh),
+    *(batch, batch, batch, batch, whole),
     experts=batch if sampler.record_routing else None,
     kept_ids=batch if sampler.keeps_ids else None,
     turns=batch if turns else None,
-    drafts=(replicated(mesh),) * 2 if sampler.speculation else None,
+    drafts=(whole, whole) if sampler.speculation else None,
     prompts=Prompts(batch, batch) if turns else None,
   )
 
 
-def merge_groups(kept, new, index: jax.Array):
+def merge_groups(kept: Tree, new: Tree, index: jax.Array) -> Tree:
   """Selects P of the 2 P groups of two batches, in the order of `index` [P].
 
   `kept` and `new` are pytrees of arrays [P * G, ...], G neighbours a group; the

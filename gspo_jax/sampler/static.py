@@ -119,7 +119,7 @@ def generate(
 
 @dataclasses.dataclass(frozen=True)
 class StaticSampler:
-  """`generate`, jitted; see `Sampler`."""
+  """`generate`, jitted; called as a `ContinuousSampler` is."""
 
   config: SamplerConfig
   jitted: MeshJit
@@ -153,12 +153,15 @@ class StaticSampler:
     *,
     continues: bool = False,
   ) -> dict[str, jax.stages.Lowered]:
+    """Lowers the functions for abstract arguments, by name."""
     return {"generate": self.jitted.lower(params, prompts, key)}
 
   def compilations(self) -> dict[str, tuple[MeshJit, int]]:
+    """Each jitted function, and how many programs it may compile, by name."""
     return {"generate": (self.jitted, 1)}
 
   def describe(self, *, continues: bool) -> str:
+    """A log line about the programs; "" if there is only one."""
     return ""
 
 
@@ -166,7 +169,7 @@ def build_static_sampler(
   cfg: model.ModelConfig,
   sampler: SamplerConfig,
   *,
-  params_sharding,
+  params_sharding: model.Params,
   mesh: jax.sharding.Mesh,
   sampler_mesh: jax.sharding.Mesh,
 ) -> StaticSampler:
@@ -193,13 +196,15 @@ def _prefill(params, cfg, prompts, sampler):
   out = model.prefill(
     params, cfg, prompts.tokens, prompts.positions, prompts.mask
   )
+  assert out.cache is not None
   logits = next_token.logits(params, cfg, out.hidden[:, -1])
   cache = kv.share_prefix(
     out.cache, cfg, sampler.group_size, cache_slots(0, cfg, sampler)
   )
   logits = jnp.repeat(logits, sampler.group_size, axis=0)
-  records = sampler.record_routing and cfg.num_experts
-  experts = out.routing.experts if records else None
+  experts = None
+  if sampler.record_routing and out.routing:
+    experts = out.routing.experts
   logits = constrain(logits, next_token.ROW_AXES, next_token.VOCAB_AXES)
   return logits, cache, experts
 
@@ -245,7 +250,7 @@ def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
       params, cfg, s.last_token[:, None], positions, real, s.cache
     )
     experts = s.experts
-    if experts is not None:
+    if experts is not None and out.routing:
       experts = jax.lax.dynamic_update_slice_in_dim(
         experts, out.routing.experts, s.step - 1, axis=2
       )
@@ -275,7 +280,7 @@ def _sample_token(s: _State, logits, row_keys, sampler) -> _State:
   write = jax.lax.dynamic_update_slice
   stop_state, stop = next_token.stop(token, steps_B + 1, s.stop_state, sampler)
   kept_ids = s.kept_ids
-  if kept_ids is not None:
+  if kept_ids is not None and ids is not None:
     kept_ids = write(kept_ids, ids[:, :, None], (0, 0, s.step))
   return dataclasses.replace(
     s,

@@ -50,7 +50,7 @@ class StopStrings:
     entry = jnp.asarray(self.table)[state, token].astype(jnp.int32)
     return entry % len(self.table), entry >= len(self.table)
 
-  def state(self, ids: Sequence[int]) -> int:
+  def state(self, ids: Sequence[int] | np.ndarray) -> int:
     # Only the last `longest` bytes determine the state.
     longest = max(len(string.encode()) for string in self.strings)
     start, known = len(ids), 0
@@ -62,7 +62,7 @@ class StopStrings:
       state = int(self.table[state, self._column(i)]) % len(self.table)
     return state
 
-  def ended(self, ids: Sequence[int]) -> bool:
+  def ended(self, ids: Sequence[int] | np.ndarray) -> bool:
     entry = self.table[self.state(ids[:-1]), self._column(ids[-1])]
     return bool(entry >= len(self.table))
 
@@ -127,7 +127,8 @@ def response_text(
 @functools.lru_cache(maxsize=4)
 def _automaton(strings: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
   """The next state [A, 256] by byte, and whether a string ends [A]."""
-  children, ends = [{}], [False]
+  children: list[dict[int, int]] = [{}]
+  ends = [False]
   for string in strings:
     state = 0
     for byte in string.encode():
