@@ -21,6 +21,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,20 +33,18 @@ from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous import speculation
 from gspo_jax.sampler.continuous.config import PROMPT_ROWS
-from gspo_jax.sampler.continuous.paged_decode import SegmentPlan
+from gspo_jax.sampler.continuous.paged_decode import SegmentPlan, SegmentResults
 from gspo_jax.sampler.continuous.placement import Placement
 from gspo_jax.sampler.continuous.programs import Programs
-from gspo_jax.sampler.continuous.scheduler import (
-  Admission,
-  Request,
-  Scheduler,
-)
+from gspo_jax.sampler.continuous.scheduler import Admission, Request, Scheduler
 from gspo_jax.sampler.samples import (
   FinishedResponse,
   OnFinished,
+  Prompts,
   Samples,
   SamplingParams,
 )
+from gspo_jax.sampler.stop_strings import StopStrings
 
 # A segment ends when 1 of 8 slots is idle and responses wait. Where requests
 # come at any time, 1 of 3 must be idle, because a segment costs prefills, too.
@@ -175,7 +174,9 @@ class Engine:
     # Active slots of each shard, as far as results are known, and those that
     # stream.
     self._active = self._streams = np.zeros(programs.shards, int)
-    self._results = self._shared = None  # of the last segment; None: read
+    # Of the last segment; None: read.
+    self._results: SegmentResults | None = None
+    self._shared: jax.Array  # of the newest `_share`
     self._reads: list[tuple] = []  # of rows, not reported so far
     self._open: dict[Request, Scheduler] = {}  # the requests of generations
     self._on_finished: OnFinished | None = None
@@ -299,7 +300,9 @@ class Engine:
       samples = programs.jitted.move_rows(samples, programs.to_devices(rows))
     return programs.jitted.finalize(samples)
 
-  def finish_episodes(self, numbers: Sequence[int], **rows) -> Samples:
+  def finish_episodes(
+    self, numbers: Sequence[int], **rows: np.ndarray | Prompts
+  ) -> Samples:
     """The samples, on the training mesh, with these fields.
 
     `rows` are of the rows `numbers`, all that this process answers for.
@@ -345,10 +348,10 @@ class Engine:
     if not self._results:  # else nothing waited, so nothing starts
       facts = self._facts()
       self._active, self._streams = facts.active, facts.streams
-      is_open = facts.open.any()
+      is_open = bool(facts.open.any())
       if not facts.active.any() or (self._keeps and not is_open):
         return self._pause(is_open)
-      any_waiting = facts.waiting.any()
+      any_waiting = bool(facts.waiting.any())
       for arrays in self._prefill_batches(queues, facts):
         self._prefill(*arrays)
     slots, drafts = None, 0
@@ -395,7 +398,7 @@ class Engine:
     return True
 
   @contextlib.contextmanager
-  def idle(self):
+  def idle(self) -> Iterator[None]:
     """Counts the seconds in which the devices have nothing to sample."""
     start = time.monotonic()
     yield
@@ -428,6 +431,7 @@ class Engine:
       if generation.row is None and not self._choose_row(generation):
         left.append(generation)
       else:
+        assert generation.row is not None
         shard, row = divmod(generation.row, self._rows)
         if shard not in self._programs.own:
           continue
@@ -514,14 +518,14 @@ class Engine:
         prefills = [prefill for prefill, *_ in queue.get(place, ())]
         row += [len(prefills), sum(not p.num_cached for p in prefills)]
       rows.append(row)
-    rows = self._programs.to_devices(np.array(rows, np.int32))
-    self._shared = self._programs.jitted.share(rows)
+    facts = self._programs.to_devices(np.array(rows, np.int32))
+    self._shared = self._programs.jitted.share(facts)
 
   def _facts(self) -> _Facts:
     """The facts of all shards; waits for them."""
     columns = np.asarray(self._shared).T
     places = self._prefill_places()
-    return _Facts(
+    return _Facts(  # type: ignore[misc]  # mypy does not count them
       *columns[:9],
       prefixes=dict(zip(places, columns[9::2], strict=True)),
       uncached=dict(zip(places, columns[10::2], strict=True)),
@@ -538,7 +542,7 @@ class Engine:
     The experts of the tokens are recorded in these rows of the shard's samples,
     and in these columns; beyond the last one they are not recorded.
     """
-    queue = {place: [] for place in self._prefill_places()}
+    queue: dict[tuple, list] = {place: [] for place in self._prefill_places()}
     S, buckets = self._programs.sizes.max_prompt_length, self._programs.buckets
     for prefill in admission.prefill:
       tokens = prefill.prefix.tokens[:-1]
@@ -551,9 +555,9 @@ class Engine:
       columns = np.where(number < first.num_recorded, _NOWHERE, columns)
       rows = rows if first.num_recorded < len(tokens) else []
       queue[prefill.stage, T].append((prefill, tokens, rows, columns))
-    for rows in queue.values():
+    for prefills in queue.values():
       # The row with the fewest cached tokens decides what a batch computes.
-      rows.sort(key=lambda row: row[0].num_cached)
+      prefills.sort(key=lambda row: row[0].num_cached)
     return queue
 
   def _prefill_batches(
@@ -625,34 +629,34 @@ class Engine:
     names = ("response", "num_tokens", "stop_at", "stop_state")
     fields = np.zeros((len(names) + 2, len(active)), np.int32)
     slots = [slot for s in self.schedulers for slot in s.slots]
-    for i in np.flatnonzero(new):
+    started = [(i, r) for i, r in enumerate(slots) if r and new[i]]
+    for i, request in started:
       shard = self._programs.own[i // self._programs.sizes.slots]
       fields[:, i] = [
-        shard * self._rows + slots[i].row,
-        slots[i].tokens[-1],
-        *(getattr(slots[i], name) for name in names),
+        shard * self._rows + request.row,
+        request.tokens[-1],
+        *(getattr(request, name) for name in names),
       ]
     row, last_token, *others = fields
     params = None
     if self._programs.by_row:
       params = np.zeros((len(active), 4), np.float32)
-      for i in np.flatnonzero(new):
-        params[i] = slots[i].params or self.params
-    return SegmentPlan(
-      table=join(segments, "table"),
-      active=active,
-      new=new,
-      row=row,
-      last_token=last_token,
-      num_cached=join(admissions, "num_cached"),
-      copy_source=join(admissions, "copy_source"),
-      copy_target=join(admissions, "copy_target"),
-      prompt_row=(
-        join(admissions, "prompt_row") if has_states(self._programs.cfg) else ()
-      ),
-      params=params,
+      for i, request in started:
+        params[i] = request.params or self.params
+    from_admissions = ("num_cached", "copy_source", "copy_target", "prompt_row")
+    arrays: dict[str, Any] = {  # the devices get them later
+      "table": join(segments, "table"),
+      "active": active,
+      "new": new,
+      "row": row,
+      "last_token": last_token,
+      "params": params,
+      **{name: join(admissions, name) for name in from_admissions},
       **dict(zip(names, others, strict=True)),
-    )
+    }
+    if not has_states(self._programs.cfg):
+      arrays["prompt_row"] = ()
+    return SegmentPlan(**arrays)
 
   def _min_active(self, any_waiting) -> np.int32:
     count = self._active.sum()
@@ -718,12 +722,13 @@ class Engine:
     before = self._active
     self._active = results.active.reshape(programs.shards, -1).sum(1)
     counts = before - self._active  # of responses that left, on all hosts
-    if self._progress:
-      self._advance(int(counts.sum()), int(results.num_sampled))
+    self._advance(int(counts.sum()), int(results.num_sampled))
     if self._keeps or self._on_finished:
       self._read_rows(read, (counts + self._streams).max(initial=0))
 
   def _advance(self, count: int, tokens: int) -> None:
+    if not self._progress:
+      return
     self._progress.advance(count, tokens=tokens)
     if self._programs.shards > 1:
       shard, words = self._placement.slowest()
@@ -751,6 +756,7 @@ class Engine:
     """Hands out the rows that were read."""
     reads, self._reads = self._reads, []
     responses, config = {}, self._programs.config
+    stop = config.stop
     rows_of = (
       multihost.addressable_rows if self._keeps else multihost.local_rows
     )
@@ -765,13 +771,13 @@ class Engine:
           self._extend(request, tokens[i], logps.get(i, ()), length, left)
           continue
         stopped = bool(tokens[i][length - 1] in config.stop_ids)
-        if config.stop and length >= config.min_new_tokens:
-          stopped |= config.stop.ended(tokens[i][:length])
+        if isinstance(stop, StopStrings) and length >= config.min_new_tokens:
+          stopped |= stop.ended(tokens[i][:length])
         if stopped or length == config.max_new_tokens:
           responses[request.response] = FinishedResponse(
             tokens[i], length, stopped
           )
-    if responses:
+    if responses and self._on_finished:
       self._on_finished(responses)
 
   def _extend(self, request: Request, tokens, logps, length, left) -> None:
@@ -783,8 +789,9 @@ class Engine:
     new = tokens[first:length].tolist()
     finish = ""
     if left:
-      stopped = new[-1] in config.stop_ids
-      stopped = stopped or bool(config.stop and config.stop.ended(new))
+      stopped, stop = new[-1] in config.stop_ids, config.stop
+      if isinstance(stop, StopStrings):
+        stopped = stopped or stop.ended(new)
       finish = STOP if stopped else LENGTH
       if kept := request.kept:
         kept.tokens = np.append(request.tokens, np.int32(new))

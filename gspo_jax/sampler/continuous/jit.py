@@ -5,6 +5,7 @@ Dimension letters as in `continuous/__init__`.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -149,7 +150,7 @@ class _Functions:
       axis=1,
     )
     num_tokens, active, *others, before = sharding.constrain(slots).T
-    results = SegmentResults(
+    results = SegmentResults(  # type: ignore[misc]  # mypy does not count them
       num_tokens,
       active.astype(bool),
       *others,
@@ -192,15 +193,18 @@ def jit_sampler(
   *,
   prefill_chunk: int,
   sizes: ShardSizes,
-  params_sharding,
+  params_sharding: model.Params,
   mesh: jax.sharding.Mesh,
   sampler_mesh: jax.sharding.Mesh,
   by_row: bool,
 ) -> JittedSampler:
-  batch = sharding.batch_sharding(sampler_mesh)
+  # Any: it stands where a DecodeState has arrays.
+  batch: Any = sharding.batch_sharding(sampler_mesh)
   pages = paged_cache.shardings(cfg, sampler_mesh)
   params = batch if by_row else None
-  state = DecodeState(pages, *[batch] * 6, pages.states, params)
+  state = DecodeState(
+    pages, batch, batch, batch, batch, batch, batch, pages.states, params
+  )
   shards = sharding.batch_shards(sampler_mesh)
   decode_samples = samples_sharding(sampler, sampler_mesh)
   train_samples = samples_sharding(sampler, mesh)

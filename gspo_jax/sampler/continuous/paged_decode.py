@@ -7,7 +7,7 @@ decides what each slot does (`scheduler`, SegmentPlan). Dimension letters as in
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,9 @@ from gspo_jax.sampler.samples import (
   Samples,
 )
 
-_BATCH = jax.sharding.PartitionSpec(sharding.BATCH_AXES)
-_STATES = jax.sharding.PartitionSpec(sharding.BATCH_AXES, "tensor")
+# Any: they stand where a dataclass has arrays.
+_BATCH: Any = jax.sharding.PartitionSpec(sharding.BATCH_AXES)
+_STATES: Any = jax.sharding.PartitionSpec(sharding.BATCH_AXES, "tensor")
 
 
 @jax.tree_util.register_dataclass
@@ -103,7 +104,9 @@ def empty(
   zeros = jnp.zeros_like(pages.lengths)
   prompt_states = kv.empty_states(cfg, PROMPT_ROWS * shards)
   params = jnp.zeros((len(zeros), 4)) if by_row else None
-  return DecodeState(pages, *[zeros] * 6, prompt_states, params)
+  return DecodeState(
+    pages, zeros, zeros, zeros, zeros, zeros, zeros, prompt_states, params
+  )
 
 
 def prefill(
@@ -148,7 +151,7 @@ def prefill(
     out = model.hidden_states(
       params, cfg, cut(tokens), positions, cut(real_QT), cache
     )
-    if record_routing:
+    if record_routing and out.routing:
       experts = jax.lax.dynamic_update_slice_in_dim(
         experts, out.routing.experts, start, axis=2
       )
@@ -227,7 +230,7 @@ def apply_plan(
   if slots is not None:
     copies = _select(copies, slots, (_BATCH, _BATCH))
   pages = paged_cache.copy(state.pages, *copies)
-  if jax.tree.leaves(pages.states):
+  if not isinstance(plan.prompt_row, tuple):
     states = paged_cache.copy_states(
       pages.states, state.prompt_states, plan.prompt_row
     )
@@ -241,7 +244,7 @@ def apply_plan(
     active=plan.active & (plan.new | pages.active),
   )
   params = state.params
-  if params is not None:
+  if params is not None and plan.params is not None:
     params = jnp.where(plan.new[:, None], plan.params, params)
   return DecodeState(
     pages=pages,
@@ -452,9 +455,8 @@ def move_rows(samples: Samples, moves: Moves) -> Samples:
     return sharding.exchange(arrays, moves, *sharding.BATCH_AXES, dim=0)
 
   move = sharding.shard_map(local, (_BATCH, _BATCH), _BATCH)
-  moved = move(
-    dataclasses.replace(samples, slot_steps=None, drafts=None), moves
-  )
+  scalars: dict[str, Any] = {"slot_steps": None, "drafts": None}
+  moved = move(dataclasses.replace(samples, **scalars), moves)
   return dataclasses.replace(
     moved, slot_steps=samples.slot_steps, drafts=samples.drafts
   )
@@ -462,7 +464,8 @@ def move_rows(samples: Samples, moves: Moves) -> Samples:
 
 # Specs of the arrays of slots, without what slots share.
 _OF_SLOTS = DecodeState(
-  paged_cache.Pages(None, _STATES, *[_BATCH] * 3), *[_BATCH] * 6, None, _BATCH
+  paged_cache.Pages((), _STATES, _BATCH, _BATCH, _BATCH),
+  *(_BATCH, _BATCH, _BATCH, _BATCH, _BATCH, _BATCH, (), _BATCH),
 )
 
 
@@ -475,8 +478,8 @@ def _with_shared(state: DecodeState, source: DecodeState) -> DecodeState:
 
 
 def _without_shared(state: DecodeState) -> DecodeState:
-  pages = dataclasses.replace(state.pages, kv=None)
-  return dataclasses.replace(state, pages=pages, prompt_states=None)
+  pages = dataclasses.replace(state.pages, kv=())
+  return dataclasses.replace(state, pages=pages, prompt_states=())
 
 
 def _write_tokens(

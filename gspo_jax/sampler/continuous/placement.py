@@ -58,7 +58,7 @@ class Placement:
     self._request_of: Callable[[int], Request] | None = None
     self._segments = 0  # since the last migration
     self._stuck_at = 0  # running responses when no move was of use
-    self._cached_DM = None  # tokens of each running response
+    self._cached_DM = np.zeros((shards, sizes.slots), int)  # tokens in pages
     # Cached tokens, summed over segments: of the fullest shard, and the mean.
     self._most = self._mean = 0.0
     self._above_D = np.zeros(shards)  # what each was above the mean as fullest
@@ -89,7 +89,7 @@ class Placement:
 
   def is_uneven(self) -> bool:
     """Whether responses should move before the next segment."""
-    running = np.count_nonzero(self._cached_DM) if self._segments else 0
+    running = np.count_nonzero(self._cached_DM)
     if self._segments < _SEGMENTS or running == self._stuck_at:
       return False
     cached_D = self._cached_DM.sum(1)
@@ -107,7 +107,7 @@ class Placement:
     """
     self._queues, self._request_of = list(map(deque, queues)), request_of
 
-  def can_lend(self, waiting_D) -> bool:
+  def can_lend(self, waiting_D: np.ndarray) -> bool:
     """Whether responses wait on one shard, and on another none."""
     return bool(self._request_of and waiting_D.any() and not waiting_D.all())
 
@@ -119,6 +119,7 @@ class Placement:
     After all results were applied. Of all shards, `facts_D` has `waiting`,
     `queued`, `active` and `room`. Returns the exchanges of rows, in order.
     """
+    assert self._request_of
     own = dict(zip(self._own, schedulers, strict=True))
     # The first ones of a queue have begun, on their shard.
     for queue, count in zip(self._queues, facts_D["queued"], strict=True):
@@ -158,7 +159,11 @@ class Placement:
     return loans
 
   def migrate(
-    self, schedulers: Sequence[Scheduler], room_D, visitors_D, waiting_D
+    self,
+    schedulers: Sequence[Scheduler],
+    room_D: np.ndarray,
+    visitors_D: np.ndarray,
+    waiting_D: np.ndarray,
   ) -> Migration | None:
     """Moves responses between shards after all results were applied.
 
@@ -194,7 +199,7 @@ class Placement:
         for old, new in zip(old_pages, new_pages, strict=True)
       ]
     if not pages:
-      self._stuck_at = np.count_nonzero(self._cached_DM)
+      self._stuck_at = int(np.count_nonzero(self._cached_DM))
       return None
     self.swaps.append(rows.moves(self._own))
     return Migration(
@@ -223,7 +228,8 @@ class Placement:
     # All visitors, and one more response, fit if they grow to their longest.
     most = (sizes.num_pages - 1) // sizes.pages_per_slot - 1
     takes_D = np.minimum(np.minimum(idle_D, n), most - visitors_D)
-    room_D, gives_D, choices = room_D.copy(), np.full(len(load_D), n), []
+    room_D, gives_D = room_D.copy(), np.full(len(load_D), n)
+    choices: list[tuple[int, int, int]] = []
     gave_D, took_D = np.zeros((2, len(load_D)), bool)
     while True:
       giver = int(load_D.argmax())
@@ -291,6 +297,5 @@ class _MoveList:
     return int(k)
 
   def moves(self, shards: list[int]) -> Moves:
-    return Moves(
-      *(x[shards].ravel() for x in (self._sent, self._source, self._target))
-    )
+    of = lambda x: x[shards].ravel()
+    return Moves(of(self._sent), of(self._source), of(self._target))

@@ -13,7 +13,7 @@ import numpy as np
 from gspo_jax import model
 from gspo_jax.model.cache import has_states
 from gspo_jax.runtime import multihost
-from gspo_jax.runtime.sharding import MeshJit
+from gspo_jax.runtime.sharding import MeshJit, Tree
 from gspo_jax.sampler.continuous.config import (
   PROMPT_ROWS,
   ContinuousBatchingConfig,
@@ -36,7 +36,7 @@ class Programs:
   batching: ContinuousBatchingConfig
   sizes: ShardSizes
   shards: int
-  batch_sharding: jax.sharding.Sharding
+  batch_sharding: jax.sharding.NamedSharding
   jitted: JittedSampler
   by_row: bool = False  # whether each request has its own SamplingParams
 
@@ -46,12 +46,12 @@ class Programs:
     parts = self.batch_sharding.addressable_devices_indices_map((self.shards,))
     shards = range(self.shards)
     return sorted(
-      {shard for (part,) in parts.values() for shard in shards[part]}
+      {s for (part,) in filter(None, parts.values()) for s in shards[part]}
     )
 
   @property
   def mesh(self) -> jax.sharding.Mesh:
-    return self.batch_sharding.mesh
+    return self.batch_sharding.mesh  # type: ignore[return-value]
 
   @property
   def records(self) -> bool:
@@ -89,7 +89,8 @@ class Programs:
     """Whether several processes have the same rows."""
     places = self.batch_sharding.devices_indices_map((self.shards,))
     owners = {
-      (part.start, device.process_index) for device, (part,) in places.items()
+      (part.start, d.process_index)  # type: ignore[attr-defined]
+      for d, (part,) in places.items()
     }
     return len(owners) > len({start for start, _ in owners})
 
@@ -103,7 +104,7 @@ class Programs:
     like = multihost.to_global(np.zeros(size, np.int8), self.batch_sharding)
     return [*multihost.local_rows(like)]
 
-  def to_devices(self, tree):
+  def to_devices(self, tree: Tree) -> Tree:
     """Global arrays from the rows of this host's own shards, joined."""
     if len(self.batch_sharding.device_set) == 1:
       return tree
@@ -131,9 +132,10 @@ class Programs:
     continues: bool = False,
     subsets: bool = False,
   ) -> dict[str, jax.stages.Lowered]:
-    """Lowers a prefill of the longest prompts, and a segment; see `Sampler`.
+    """Lowers a prefill of the longest prompts, and a segment.
 
-    With `subsets`, also the segments of fewer slots, as "generate SLOTS".
+    If it `continues` responses, they are a part of the prompts. With `subsets`,
+    also the segments of fewer slots, as "generate SLOTS".
     """
     shape, jitted = jax.ShapeDtypeStruct, self.jitted
     whole = lambda *dims: shape(dims, np.int32, sharding=self.batch_sharding)
@@ -149,9 +151,11 @@ class Programs:
     slots |= {"table": state.pages.table}
     slots |= {"active": state.pages.active, "new": state.pages.active}
     slots |= {"params": state.params}
-    sources = whole(self.batching.slots), whole(PROMPT_ROWS * self.shards)
-    if not has_states(self.cfg):
-      slots["prompt_row"], sources = (), None
+    sources = None
+    if has_states(self.cfg):
+      sources = whole(self.batching.slots), whole(PROMPT_ROWS * self.shards)
+    else:
+      slots["prompt_row"] = ()
     T = self.buckets(continues=continues)[-1]
     Q, C = self.prefill_batch(T) * self.shards, T // self.sizes.page_size
     decode = lambda compute_slots, drafts: jitted.decode.lower(

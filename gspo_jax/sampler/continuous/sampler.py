@@ -21,10 +21,11 @@ from gspo_jax.sampler.samples import (
   Samples,
   SamplingParams,
 )
+from gspo_jax.sampler.stop_strings import StopStrings
 
 
 class ContinuousSampler(Programs):
-  """A `Sampler` that can also continue responses."""
+  """Samples with continuous batching; it can also continue responses."""
 
   def open(self, params: model.Params, key: jax.Array, rows: int) -> Engine:
     """An engine with so many empty rows, a multiple of G."""
@@ -96,7 +97,7 @@ class ContinuousSampler(Programs):
       stop_state = 0
       if count:
         prefix = np.concatenate([prefix, sampled[response][:count]])
-        if self.config.stop:
+        if isinstance(self.config.stop, StopStrings):
           stop_state = self.config.stop.state(prefix[-count:])
       return Request(
         prefix.astype(np.int32),
@@ -126,7 +127,7 @@ def build_continuous_sampler(
   *,
   batching: ContinuousBatchingConfig,
   max_prompt_length: int,
-  params_sharding,
+  params_sharding: model.Params,
   mesh: jax.sharding.Mesh,
   sampler_mesh: jax.sharding.Mesh,
   by_row: bool = False,

@@ -62,7 +62,7 @@ class Request:
 class Prefix:
   """First tokens of a sequence, and their pages in the pool."""
 
-  tokens: np.ndarray | None  # None: kept, and not known to the host so far
+  tokens: np.ndarray  # none: kept, and not known to the host so far
   age: int
   requests: list[Request] = dataclasses.field(default_factory=list)
   pages: list[int] = dataclasses.field(default_factory=list)
@@ -149,7 +149,8 @@ class Scheduler:
     # slots start from. Their pages are written and copied after it.
     self._stages: dict[Prefix, int] = {}
     self._started: set[Prefix] = set()
-    self._row, self._prefix_of_row = 0, None
+    self._row = 0
+    self._prefix_of_row: Prefix | None = None
     self._unknown_segments = 0  # planned, without results so far
     self._readers = np.zeros(sizes.num_pages, np.int64)
     self._free_pages = list(range(sizes.num_pages))
@@ -202,7 +203,7 @@ class Scheduler:
   @property
   def num_visitors(self) -> int:
     """Running responses of other shards, which are never preempted."""
-    return sum(bool(r) and not r.prefix for r in self._slots)
+    return sum(r is not None and not r.prefix for r in self._slots)
 
   @property
   def can_look_ahead(self) -> bool:
@@ -302,26 +303,26 @@ class Scheduler:
     known = (
       _common(prefix.tokens[: prefix.num_stored], tokens)
       for prefix in self._stored()
-      if prefix.tokens is not None
     )
     return max(known, default=0)
 
   def _reuse(self, request: Request) -> None:
     """Lets a prefix begin with the pages of stored tokens that begin it."""
     prefix = request.prefix
-    if prefix.pages or not self._keeps:
+    if not prefix or prefix.pages or not self._keeps:
       return
     limit = prefix.num_cached
     if self._group_size:
       limit = min(limit, request.num_recorded)
-    page_size, best, most = self._sizes.page_size, None, 0
+    page_size, most = self._sizes.page_size, 0
+    best: Prefix | None = None
     # A request that goes on mostly does so with all that its row has.
-    last = self._kept.get(self._kept_of_row.get(request.row))
-    if last and last.tokens is not None and last.num_stored <= limit:
+    last = self._kept.get(self._kept_of_row.get(request.row, -1))
+    if last and last.num_stored <= limit:
       count = _common(last.tokens[: last.num_stored], prefix.tokens)
       best, most = (last, count) if count == last.num_stored else (None, 0)
     for other in () if best else self._stored():
-      if other.tokens is None or self._stages.get(other):
+      if not len(other.tokens) or self._stages.get(other):
         continue
       if not (other.num_stored > most < limit):
         continue
@@ -356,7 +357,7 @@ class Scheduler:
       ages = [r.age if r and r.prefix else -1 for r in self._slots]
       slot = int(np.argmax(ages))
       request = self._slots[slot] if ages[slot] >= 0 else None
-      if not self._evict(request and request.prefix):
+      if not self._evict(request.prefix if request else None):
         assert request  # `Placement` leaves room for all visitors
         self._first.appendleft(request)
         self._release_slot(slot)
@@ -379,9 +380,11 @@ class Scheduler:
     """
     self._unknown_segments -= 1
     self._num_tokens_M[:] = num_tokens
-    slots = np.flatnonzero(self._active_M & ~np.asarray(active)).tolist()
-    ended = [(self._slots[slot], int(num_tokens[slot])) for slot in slots]
-    for slot, (request, _) in zip(slots, ended, strict=True):
+    ended = []
+    for slot in np.flatnonzero(self._active_M & ~np.asarray(active)).tolist():
+      request = self._slots[slot]
+      assert request
+      ended.append((request, int(num_tokens[slot])))
       if self._keeps:
         self._keep(slot, request)
       self._release_slot(slot)
@@ -406,7 +409,7 @@ class Scheduler:
     pages = self._table[slot, : -(-count // self._sizes.page_size)].tolist()
     self._readers[pages] += 1
     self._age += 1
-    request.kept = Prefix(None, self._age, [], pages, count)
+    request.kept = Prefix(np.zeros(0), self._age, [], pages, count)
     self._kept[self._age] = request.kept
     self._kept_of_row[request.row] = self._age
 
@@ -416,6 +419,7 @@ class Scheduler:
     The results of all segments have been applied.
     """
     request, pages = self._slots[slot], self._table[slot, :num_pages].tolist()
+    assert request
     self._release_slot(slot)
     self._finish(request)
     return request.row, pages

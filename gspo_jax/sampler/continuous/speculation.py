@@ -52,7 +52,7 @@ def draft(
     row_m = row_m % B
     row_mG = row_m[:, None] // group_size * group_size + jnp.arange(group_size)
     text_mGR, place_R = tokens_BR[row_mG], jnp.arange(R)
-    matches_mGR, run_mGR = 0, True
+    matches_mGR, run_mGR = 0, jnp.bool_(True)
     for i in range(_LONGEST):
       before_m = num_tokens_m - 1 - i
       token_m = tokens_BR[row_m, jnp.maximum(before_m, 0)]
