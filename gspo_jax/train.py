@@ -26,19 +26,16 @@ from gspo_jax.learner.health import (
   require_responses,
 )
 from gspo_jax.learner.train_step import TrainState
-from gspo_jax.losses import EDGES
+from gspo_jax.losses import EDGES, Metrics
 from gspo_jax.program import load_params, settings
 from gspo_jax.program.config import ConfigDict, parse
-from gspo_jax.program.experiment import (
-  Experiment,
-  checkpoint_identity,
-  prepare,
-)
+from gspo_jax.program.experiment import Experiment, checkpoint_identity, prepare
 from gspo_jax.record import metric_writer, profile, run_files, wandb_run
 from gspo_jax.record.checkpoint import Checkpoints, checksums
 from gspo_jax.record.identity import changes, flatten, match
 from gspo_jax.record.metric_writer import LogConfig, MetricWriter
 from gspo_jax.record.progress import Compilations
+from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rollout.batch import (
   ScoredSamples,
   prompts_on_device,
@@ -200,16 +197,18 @@ def _train(
       evaluates = _due(config.eval.every, step, last)
       if not evaluates:
         finish(step, state, row)
-      unwritten = row if evaluates else None
+      rest = row if evaluates else None
       if stop and (step < last or evaluates):
-        return _stop(run, writer, step, state, unwritten)
+        _stop(run, writer, step, state, rest)
+        return None
       if _due(config.checkpoint.every, step, last):
         writer.flush()  # a checkpoint has all the rows before it
-        _save(run, step, state, unwritten)
+        _save(run, step, state, rest)
       if evaluates:
         finish(step, state, row)
         if step < last and run.preemption.reached():
-          return _stop(run, writer, step, state, None)
+          _stop(run, writer, step, state, None)
+          return None
   return state
 
 
@@ -230,6 +229,7 @@ def _due(every: int, step: int, last: int) -> bool:
 def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   """One iteration; it waits for each phase, so that the times are correct."""
   config, learner = run.experiment.config, run.experiment.program.learner
+  assert learner is not None
   batch_sharding = sharding.batch_sharding(run.experiment.program.mesh)
   key = iteration_keys(run.experiment.keys.steps, step).shuffle
   clock = [time.monotonic()]
@@ -249,7 +249,7 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   lengths = multihost.to_host(scored.samples.lengths)
   packing = learner.pack(prompt_lengths, lengths, key)
   train_batch = learner.make_train_batch(prompts, scored.samples, packing)
-  old_metrics = {}
+  old_metrics: Metrics = {}
   if learner.needs_old_logps:
     state, train_batch, old_metrics = learner.compute_old_logps(
       state, train_batch
@@ -300,7 +300,7 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
 
   # Metrics.
   metrics |= rollout_metrics(batch, config.rollout, step)
-  lost = np.int32([run.experiment.reward_pool.take_restarts()])
+  lost = np.array([run.experiment.reward_pool.take_restarts()], np.int32)
   metrics["workers/restarts"] = float(multihost.sum_of_all(lost)[0])
   metrics |= time_metrics(clock, batch, int(scored.samples.num_sampled))
   metrics |= memory_metrics(jax.local_devices()[0])
@@ -363,26 +363,28 @@ def _first_samples(
 
 
 def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
-  config, program = experiment.config, experiment.program
-  batch_sharding = sharding.batch_sharding(program.sampler.mesh)
+  config, sampler = experiment.config, experiment.program.sampler
+  pool = experiment.reward_pool
+  assert sampler is not None
+  batch_sharding = sharding.batch_sharding(sampler.mesh)
   context = RolloutContext(
     curriculum=curriculum,
-    generate=program.sampler.generate,
-    tokenizer=program.tokenizer,
-    reward_pool=experiment.reward_pool,
+    generate=sampler.generate,
+    tokenizer=experiment.program.tokenizer,
+    reward_pool=pool if isinstance(pool, RewardPool) else None,
     batch_sharding=batch_sharding,
     # Keys on a dedicated sampler's devices, so that they wait for no training.
     rng=sharding.key_beside(batch_sharding, experiment.keys.steps),
     prompts=config.data.prompts,
     group_size=config.rollout.group_size,
-    stop=program.sampler.stop,
+    stop=sampler.stop,
     max_failed=config.reward.max_failed,
     conversations=experiment.conversations,
   )
   if line := context.generate.describe(continues=config.rollout.continues):
     multihost.print_once(line)
   return make_source(
-    config.rollout, context, program.sampler, last_step=config.num_steps
+    config.rollout, context, sampler, last_step=config.num_steps
   )
 
 
@@ -411,6 +413,7 @@ def _print_parameters(experiment: Experiment) -> None:
       experiment.program.abstract_policy, include_stats="sharding"
     )
   )
+  assert experiment.program.learner is not None
   state = experiment.program.learner.abstract
   if state.base is not None:
     trained = parameter_overview.count_parameters(state.params)
@@ -420,6 +423,7 @@ def _print_parameters(experiment: Experiment) -> None:
 def _start(run: Run) -> tuple[TrainState, dict | None] | None:
   """The saved state, else a first one; and the row that `_save` stored."""
   experiment, learner = run.experiment, run.experiment.program.learner
+  assert learner is not None
   name = f"checkpoint in {str(experiment.workdir)!r}"
   accept = lambda _, saved: match(
     run.identity, saved, name, "use another --workdir"
@@ -440,8 +444,8 @@ def _start(run: Run) -> tuple[TrainState, dict | None] | None:
     saved = restored.metadata["config"]
     for line in changes(saved, config):
       multihost.print_once(line)
-    if line := settings.changed_decay(experiment.config, saved, restored.step):
-      multihost.print_once(line)
+    if note := settings.changed_decay(experiment.config, saved, restored.step):
+      multihost.print_once(note)
     base = None
     if experiment.config.model.lora.rank:
       base = load_params.load_base(
@@ -514,6 +518,7 @@ def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
   """The policy of this or an earlier cold start; None after a SIGTERM."""
   config, program = experiment.config, experiment.program
   cold, problems = config.cold_start, experiment.datasets.demonstrations
+  assert program.cold_start is not None
   k_init, k_check = jax.random.split(experiment.keys.cold_start)
   identity = experiment.identity | {
     "data": {"fingerprint": sources.fingerprint(problems)},

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from gspo_jax.rollout.environment import Question
 from gspo_jax.runtime import spec as specs
 from gspo_jax.runtime.errors import UserError
+from gspo_jax.workers.process import Tasks
 
 PREFIX = "openai:"  # of `rollout.environment`, before the agent's name
 BUILT_IN = {
@@ -44,11 +45,11 @@ def named(spec: str) -> Callable:
   return play
 
 
-def is_reward(value) -> bool:
+def is_reward(value: object) -> bool:
   return isinstance(value, bool | int | float) and abs(value) <= 1e9
 
 
-def load(spec: str, seconds: float):
+def load(spec: str, seconds: float) -> Tasks:
   """The one task of `workers.pool`: (question, keywords) -> reward."""
   play = named(spec)
 

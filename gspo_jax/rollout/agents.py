@@ -2,12 +2,16 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
 
 from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.endpoint.app import MODEL, Endpoint
 from gspo_jax.endpoint.server import Server
+from gspo_jax.record.progress import Progress
 from gspo_jax.rollout import agent
 from gspo_jax.rollout.conversation import Conversation
 from gspo_jax.rollout.environment import Question
@@ -28,7 +32,7 @@ class AgentPool(Pool):
     config: SamplerConfig,
     *,
     workdir: str = "",
-    **limits,
+    **limits: Any,
   ):
     self.name = f"agent {spec.removeprefix(agent.PREFIX)!r}"
     self._workdir = workdir  # of the run, for agents
@@ -62,14 +66,14 @@ class AgentPool(Pool):
 class Agents(Player):
   pool: AgentPool
 
-  def play(
+  def play(  # type: ignore[override]  # of its own episodes
     self,
     batch: PromptBatch,
     episodes: Mapping[int, Episode],
     engine: Engine,
-    key,
+    key: jax.Array,
     group_size: int,
-    progress,
+    progress: Progress,
   ) -> Play:
     steps, endpoint = batch.steps.tolist(), self.pool.endpoint
     of = {b: b // group_size for b in episodes}

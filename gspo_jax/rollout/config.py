@@ -3,13 +3,7 @@
 import dataclasses
 
 from gspo_jax.rollout.agent import PREFIX
-from gspo_jax.runtime.key import (
-  AT_LEAST_1,
-  ZERO_OR_MORE,
-  Range,
-  check,
-  key,
-)
+from gspo_jax.runtime.key import AT_LEAST_1, ZERO_OR_MORE, Range, check, key
 
 
 @dataclasses.dataclass(frozen=True)

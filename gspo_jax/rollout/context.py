@@ -10,7 +10,6 @@ from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rollout import scoring
 from gspo_jax.rollout.batch import ScoredSamples
-from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.player import Player
 from gspo_jax.sampler.functions import Sampler
 from gspo_jax.sampler.samples import Samples
@@ -33,8 +32,8 @@ class RolloutContext(NamedTuple):
   # resumes responses.
   generate: Sampler
   tokenizer: Tokenizer
-  reward_pool: RewardPool | EnvironmentPool
-  batch_sharding: jax.sharding.Sharding  # of arrays [B, ...]
+  reward_pool: RewardPool | None  # None with an environment, which rewards
+  batch_sharding: jax.sharding.NamedSharding  # of arrays [B, ...]
   rng: jax.Array  # the key of all iterations; see `iteration_keys`
   prompts: int  # P
   group_size: int  # G
@@ -46,6 +45,7 @@ class RolloutContext(NamedTuple):
     self, batch: PromptBatch, samples: Samples
   ) -> ScoredSamples:
     """Starts to score finished responses; each host scores its rows."""
+    assert self.reward_pool
     responses = scoring.decode_responses(
       samples, batch, self.tokenizer, self.stop
     )

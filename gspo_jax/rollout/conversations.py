@@ -13,9 +13,12 @@ of its own.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import jax
+
 from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.data.tokenizers.base import Turn, as_messages
 from gspo_jax.endpoint.requests import ApiError, Call
+from gspo_jax.record.progress import Progress
 from gspo_jax.rollout import conversation
 from gspo_jax.rollout.conversation import Conversation
 from gspo_jax.rollout.environment_pool import EnvironmentPool
@@ -27,15 +30,16 @@ from gspo_jax.sampler.stop_strings import response_text
 from gspo_jax.workers.pool import Started
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class _Going(Conversation):
   """A conversation and where it is.
 
   `messages` and `rendered` are of one that may have several sequences.
   """
 
-  episode: Episode | None = None
-  messages: list[dict] = dataclasses.field(default_factory=list)  # all so far
+  episode: Episode
+  # All so far.
+  messages: list[Mapping] = dataclasses.field(default_factory=list)
   rendered: str = ""  # the newest prompt, as the chat template writes it
   ids: Sequence[int] = ()  # all of the newest response, and before it
   generation: Generation | None = None  # the response that is sampled
@@ -53,9 +57,9 @@ class Conversations(Player):
     batch: PromptBatch,
     episodes: Mapping[int, Episode],
     engine: Engine,
-    key,
+    key: jax.Array,
     group_size: int,
-    progress,
+    progress: Progress,
   ) -> Play:
     chats = {b: _Going(episode=episode) for b, episode in episodes.items()}
     self._begin(batch, chats, engine, key, group_size)

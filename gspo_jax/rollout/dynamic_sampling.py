@@ -23,12 +23,13 @@ from gspo_jax.rollout.batch import (
   sampled_tokens,
 )
 from gspo_jax.rollout.scoring import wait_scored
+from gspo_jax.runtime.sharding import Array
 from gspo_jax.sampler.samples import Samples
 
 
 def sample_until_mixed(
   sample: Callable[[int], ScoredSamples],
-  merge_groups: Callable[[Samples, Samples, jax.Array], Samples],
+  merge_groups: Callable[[Samples, Samples, Array], Samples],
   *,
   rounds: int,
   max_failed: float,
@@ -41,9 +42,10 @@ def sample_until_mixed(
   rounds. Returns P groups, the first with mixed rewards and then the first
   others; and the cost of each batch.
   """
-  kept, costs = None, []
+  kept: ScoredSamples | None = None
+  costs: list[RolloutCost] = []
   for i in range(rounds):
-    if i and kept.rewards.result().mixed_groups.all():
+    if kept and kept.rewards.result().mixed_groups.all():
       break
     new = sample(i)
     tokens, slot_steps = new.samples.num_sampled, new.samples.slot_steps
@@ -53,7 +55,8 @@ def sample_until_mixed(
       wait_scored(
         [x.rewards for x in costs], max_failed, label=label, size=size
       )
-    kept = _merge(kept, new, merge_groups) if i else new
+    kept = _merge(kept, new, merge_groups) if kept else new
+  assert kept
   return kept, costs
 
 
@@ -91,10 +94,8 @@ def _merge(
   P, G = kept_rewards.total.shape
   index = np.argsort(~mixed, kind="stable")[:P].astype(np.int32)
   pick = lambda a, b: np.concatenate([a, b])[index]
-  rewards = Rewards(
-    *jax.tree.map(pick, kept_rewards[:3], new_rewards[:3]),
-    reasons=kept_rewards.reasons + new_rewards.reasons,
-  )
+  total, parts, failed = jax.tree.map(pick, kept_rewards[:3], new_rewards[:3])
+  reasons = kept_rewards.reasons + new_rewards.reasons
   responses = dict(kept.responses)
   responses |= {P * G + row: x for row, x in new.responses.items()}
   rows_of_both = group_rows(index, G)
@@ -103,7 +104,7 @@ def _merge(
     prompts=join([kept.prompts, new.prompts]).pick(index),
     samples=merge_groups(kept.samples, new.samples, index),
     responses={i: responses[row] for i, row in rows if row in responses},
-    rewards=PendingRewards.computed(rewards),
+    rewards=PendingRewards.computed(Rewards(total, parts, failed, reasons)),
     conversation={
       name: np.concatenate([values, new.conversation[name]])[rows_of_both]
       for name, values in kept.conversation.items()

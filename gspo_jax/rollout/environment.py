@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from gspo_jax.data import tool_calls
 from gspo_jax.runtime import errors
 from gspo_jax.runtime import spec as specs
+from gspo_jax.workers.process import Tasks
 
 # Role and content; behind them, for the result of a tool call, the name of the
 # function.
@@ -91,8 +92,8 @@ def named(spec: str, tool_format: str = "") -> functools.partial:
   """
   name, colon, text = spec.partition(":")
   if ":" in (preset := BUILT_IN.get(name, "")):
-    name, colon, arguments = preset.partition(":")
-    text = f"{arguments},{text}" if text else arguments
+    name, colon, given = preset.partition(":")
+    text = f"{given},{text}" if text else given
   cls = specs.imported(name, BUILT_IN, "environment")
   arguments = specs.arguments(name, cls, text, "environment") if colon else {}
   if hasattr(cls, "tools") and "format" in specs.keywords(cls):
@@ -103,7 +104,7 @@ def named(spec: str, tool_format: str = "") -> functools.partial:
       "only step may be `async`"
     )
   for method, parameters in (("reset", 3), ("step", 2)):
-    function = getattr(cls, method, None)
+    function: Any = getattr(cls, method, None)
     try:
       inspect.signature(function).bind(*range(parameters))
     except TypeError as e:
@@ -151,7 +152,7 @@ def _roles(cls) -> tuple[str, ...]:
   return getattr(cls, "roles", ("user",))
 
 
-def load(spec: str, seconds: float, *, tool_format: str = ""):
+def load(spec: str, seconds: float, *, tool_format: str = "") -> Tasks:
   """Tasks of `workers.pool`: `BEGIN` and `STEP`.
 
   BEGIN takes (question, seed), STEP takes (state, response).
@@ -177,7 +178,7 @@ def load(spec: str, seconds: float, *, tool_format: str = ""):
     game = pickle.loads(base64.b64decode(state))
     return _answer(game, await game.step(response), _roles(make.func))
 
-  is_async = inspect.iscoroutinefunction(make.func.step)
+  is_async = inspect.iscoroutinefunction(make.func.step)  # type: ignore[attr-defined]
   return [begin, step_async if is_async else step], is_async
 
 

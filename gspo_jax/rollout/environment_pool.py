@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gspo_jax.data.problem import Problem
 from gspo_jax.rollout import environment
@@ -32,7 +32,7 @@ class EnvironmentPool(Pool):
     tool_format: str = "",
     examples: Sequence[Problem] = (),
     workdir: str = "",
-    **limits,
+    **limits: Any,
   ):
     self._name, self._workdir = f"environment {spec!r}", workdir
     load = functools.partial(environment.load, spec, tool_format=tool_format)

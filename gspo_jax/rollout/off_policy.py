@@ -7,11 +7,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import jax
 
+from gspo_jax import model
 from gspo_jax.rollout.batch import RolloutBatch, RolloutCost
 from gspo_jax.rollout.context import RolloutContext
+from gspo_jax.rollout.on_policy import OnPolicy
+from gspo_jax.rollout.partial import PartialRollouts
 from gspo_jax.sampler.functions import SeparateDevices
 from gspo_jax.sampler.samples import Samples
 
@@ -42,7 +46,7 @@ class OffPolicy:
 
   def __init__(
     self,
-    source,
+    source: OnPolicy | PartialRollouts,
     context: RolloutContext,
     empty: Samples,
     *,
@@ -60,7 +64,7 @@ class OffPolicy:
     self._thread = separate and _Thread(context.batch_sharding.mesh)
     self._batches: deque[Future[RolloutBatch]] = deque()
 
-  def __call__(self, params, step: int) -> RolloutBatch:
+  def __call__(self, params: model.Params, step: int) -> RolloutBatch:
     newest = min(step + self._max_staleness, self._last_step)
     targets = range(step + len(self._batches), newest + 1)
     if self._separate and targets:
@@ -89,8 +93,7 @@ class OffPolicy:
     began = time.monotonic()
     batch = self._source(params, target, policy_step=step)
     # In this thread, because it may run a program on the sampler's devices.
-    samples = self._on_trainer(batch.samples.samples)
-    jax.block_until_ready(samples)
+    samples = jax.block_until_ready(self._on_trainer(batch.samples.samples))
     return batch._replace(
       samples=batch.samples._replace(samples=samples),
       seconds=time.monotonic() - began,
@@ -116,7 +119,7 @@ class OffPolicy:
       self._thread.close()
 
   @property
-  def pending(self) -> dict:
+  def pending(self) -> dict | Samples | None:
     """Pending samples, and the source's, on the trainer's devices.
 
     With `max_staleness` 0 only the source's, which any devices can resume.
@@ -125,7 +128,7 @@ class OffPolicy:
     of_source = self._on_trainer(self._source.pending)
     if not self._max_staleness:
       return of_source
-    samples = [batch.samples.samples for batch in batches]
+    samples: list[Samples | None] = [x.samples.samples for x in batches]
     samples += [self._empty] * (self._max_staleness - len(samples))
     return {"next": samples, "source": of_source}
 
@@ -149,7 +152,7 @@ class OffPolicy:
     ]
     return {"source": self._source.get_state(), "next": batches}
 
-  def set_state(self, pending: dict, state: dict) -> None:
+  def set_state(self, pending: Any, state: dict) -> None:
     """Restores the state; scores responses of one turn again."""
     ahead = self._max_staleness > 0
     of_source = pending["source"] if ahead else pending
@@ -163,10 +166,9 @@ class OffPolicy:
       prompts = self._context.curriculum.prompts_at(
         saved["positions"], saved.get("steps", 0)
       )
-      if conversations := saved["conversations"]:
-        scored = self._context.conversations.restore(
-          prompts, samples, conversations
-        )
+      player, played = self._context.conversations, saved["conversations"]
+      if player and played:
+        scored = player.restore(prompts, samples, played)
       else:
         scored = self._context.start_scoring(prompts, samples)
       cost = RolloutCost(
@@ -179,7 +181,7 @@ class OffPolicy:
 
 
 def _done(batch: RolloutBatch) -> Future[RolloutBatch]:
-  future = Future()
+  future: Future[RolloutBatch] = Future()
   future.set_result(batch)
   return future
 
@@ -191,14 +193,14 @@ class _Thread:
   the sampler's mesh, so `multihost` collectives run on the sampler's devices.
   """
 
-  def __init__(self, mesh: jax.sharding.Mesh):
+  def __init__(self, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh):
     self._work: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(
       target=self._run, args=(mesh,), name="sampler", daemon=True
     ).start()
 
   def submit(self, function: Callable[[], RolloutBatch]) -> Future:
-    future = Future()
+    future: Future[RolloutBatch] = Future()
     self._work.put((future, function))
     return future
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 
+from gspo_jax import model
 from gspo_jax.record.progress import Progress
 from gspo_jax.rollout import dynamic_sampling
 from gspo_jax.rollout.batch import (
@@ -26,7 +27,7 @@ class OnPolicy:
   def __init__(
     self,
     context: RolloutContext,
-    merge_groups: Callable[[Samples, Samples, jax.Array], Samples],
+    merge_groups: Callable[[Samples, Samples, sharding.Array], Samples],
     *,
     rounds: int,
   ):
@@ -34,7 +35,7 @@ class OnPolicy:
     self._merge_groups = merge_groups
 
   def __call__(
-    self, params, step: int, policy_step: int | None = None
+    self, params: model.Params, step: int, policy_step: int | None = None
   ) -> RolloutBatch:
     """A batch for iteration `step`; the policy may be of another iteration."""
     rng = iteration_keys(self._context.rng, step).sample
@@ -57,10 +58,9 @@ class OnPolicy:
     context = self._context
     batch = context.curriculum.next_batch(step)
     label = f"rollout of iteration {step}"
-    if context.conversations:
-      return context.conversations(
-        context.generate, params, batch, key, label=label
-      )
+    if play := context.conversations:  # then the sampler is a continuous one
+      return play(context.generate, params, batch, key, label=label)  # type: ignore[arg-type]
+    assert context.reward_pool
     key = sharding.key_beside(context.batch_sharding, key)
     prompts = prompts_on_device(batch, context.batch_sharding)
     scorer = StreamingScorer(
@@ -81,5 +81,5 @@ class OnPolicy:
     """Nothing is pending."""
     return {}
 
-  def set_state(self, pending, state: dict) -> None:
+  def set_state(self, pending: None, state: dict) -> None:
     """Nothing is pending."""

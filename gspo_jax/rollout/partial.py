@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from gspo_jax import model
 from gspo_jax.data.prompt_batch import PromptBatch, join
 from gspo_jax.record.progress import Progress
 from gspo_jax.rollout.batch import (
@@ -52,21 +53,22 @@ class PartialRollouts:
     self._max_tokens = max_tokens
     self._in_flight = context.prompts + extra_prompts
     responses = self._in_flight * context.group_size
-    self._batch, self.pending = None, empty_samples(self._in_flight)
+    self._batch: PromptBatch | None = None
+    self.pending = empty_samples(self._in_flight)
     # Of each response: the sum over its tokens of the iteration that sampled
     # them, and the number of iterations that added tokens.
     self._step_sums = np.zeros(responses)
     self._iterations = np.zeros(responses, int)
 
   def __call__(
-    self, params, step: int, policy_step: int | None = None
+    self, params: model.Params, step: int, policy_step: int | None = None
   ) -> RolloutBatch:
     batch, before = self._fill(step), multihost.to_host(self.pending.lengths)
     samples, slot_steps = self._resume(params, step, batch, before)
-    lengths, finished = multihost.to_host(samples.lengths), _finished(samples)
-    finished = finished.reshape(self._in_flight, -1).all(1)
-    policy_step = float(step if policy_step is None else policy_step)
-    self._step_sums += (lengths - before) * policy_step
+    lengths = multihost.to_host(samples.lengths)
+    finished = _finished(samples).reshape(self._in_flight, -1).all(1)
+    sampled_at = float(step if policy_step is None else policy_step)
+    self._step_sums += (lengths - before) * sampled_at
     self._iterations += lengths > before
     chosen = np.flatnonzero(finished)[: self._context.prompts].astype(np.int32)
     rows = group_rows(chosen, self._context.group_size)
@@ -133,7 +135,7 @@ class PartialRollouts:
     def sample(samples, stop_at, waits):
       label = f"rollout of iteration {step}"
       with Progress(label, int(waits.sum()), "responses") as progress:
-        return context.generate(
+        return context.generate(  # type: ignore[call-arg]  # continuous
           params,
           prompts,
           key,

@@ -78,7 +78,7 @@ class Player:
         for b in own
       }
       play = self.play(batch, episodes, engine, key, group_size, progress)
-      chats = None
+      chats: Mapping[int, Conversation] | None = None
 
       def ended() -> bool:
         nonlocal chats
@@ -94,6 +94,7 @@ class Player:
       sequences = {b: episode.end() for b, episode in episodes.items()}
       finish = {b: episode.finish for b, episode in episodes.items()}
       samples = episode_samples(engine, sequences, finish, limits)
+    assert chats is not None
     tokens = {b: [s.tokens for s in own] for b, own in sequences.items()}
     return _scored(
       batch,
@@ -139,7 +140,8 @@ class Player:
     """The scored samples of `state`."""
     total = np.array(state["rewards"], np.float32)
     by_name, failed = {REWARD: total}, np.array(state["failed"])
-    tokens, lengths = {}, multihost.local_rows(samples.lengths)
+    tokens: dict[int, list] = {}
+    lengths = multihost.local_rows(samples.lengths)
     for row, ids in multihost.local_rows(samples.tokens).items():
       sequences = tokens.setdefault(row // self.limits.sequences, [])
       if lengths[row]:
@@ -180,8 +182,8 @@ def _scored(
   )
   sums = gather(lambda chat: sum(chat.rewards))
   total = lowest(sums[:, None]).reshape(P, group_size)
-  reasons = dict.fromkeys(c.failure for c in chats.values() if c.failure)
-  reasons = tuple(reasons)[: scoring.MAX_REASONS]
+  failures = dict.fromkeys(c.failure for c in chats.values() if c.failure)
+  reasons = tuple(failures)[: scoring.MAX_REASONS]
   rewards = Rewards(
     total, {REWARD: total}, failed.reshape(total.shape), reasons
   )

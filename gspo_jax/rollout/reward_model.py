@@ -111,7 +111,7 @@ class RewardModel:
         ids[row] = self.ids(response)
       except Exception as error:  # no process may raise alone
         reasons.append(f"{_NAME}: {error}")
-    rows = {}
+    rows: dict[int, list[int]] = {}
     for part in multihost.allgather_json(list(ids.items())):
       rows |= dict(part)
     values = np.full(size, np.nan, np.float32)

@@ -40,7 +40,8 @@ class ResponseDecoder:
     stop: StopStrings | None = None,
   ):
     self._batch, self._tokenizer, self._stop = batch, tokenizer, stop
-    self.group_size, self._prompts = group_size, {}
+    self.group_size = group_size
+    self._prompts: dict[int, str] = {}
 
   def __call__(self, row: int, finished: FinishedResponse) -> Response:
     """The response of row p * G + g; see `response_text`."""
@@ -87,7 +88,8 @@ class StreamingScorer:
     self.responses: dict[int, Response] = {}  # by row
     # A host without responses needs the names of the rewards, too.
     self._pending = [pool.submit([])]
-    self._rows, self._incomplete = [], {}
+    self._rows: list[int] = []
+    self._incomplete: dict[int, list[int]] = {}  # rows by group
 
   def add(self, finished: Mapping[int, FinishedResponse]) -> None:
     """Starts to score these responses, by row; add each row once."""

@@ -24,10 +24,11 @@ def make_source(
   *,
   last_step: int,
 ) -> Source:
+  source: Source
   if rollout.max_tokens_per_iteration:
     source = PartialRollouts(
       context,
-      context.generate.jitted.empty_samples,
+      context.generate.jitted.empty_samples,  # type: ignore[union-attr]
       functions,
       max_tokens=rollout.max_tokens_per_iteration,
       extra_prompts=context.prompts,

@@ -5,6 +5,7 @@ its output. A response without a program is the answer.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from gspo_jax.rewards import code, gsm8k
 from gspo_jax.rollout.environment import Message, Question, Step
@@ -47,7 +48,7 @@ class Python:
     sandbox.bwrap_path()
 
   @staticmethod
-  def fits(within: float, *, seconds: float = 4.0, **_) -> None:
+  def fits(within: float, *, seconds: float = 4.0, **_: Any) -> None:
     if seconds >= within:
       raise UserError(
         f"environment 'python': its {seconds=} of a program must end before "

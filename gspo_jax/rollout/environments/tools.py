@@ -45,7 +45,7 @@ class Tools:
     self._format, self._characters = format, characters
 
   @staticmethod
-  def tools(*, functions: str, format: str = "", **_) -> list[Mapping]:
+  def tools(*, functions: str, format: str = "", **_: Any) -> list[Mapping]:
     """The JSON schemas; [] for the format `call`, which no prompt tells of."""
     if format == "call":
       return []
@@ -77,7 +77,7 @@ class Tools:
     _scores(reward)
 
   @staticmethod
-  def fits(within: float, *, reward: str, **_) -> None:
+  def fits(within: float, *, reward: str, **_: Any) -> None:
     named_reward(reward, within)
 
   def reset(self, problem: Question, seed: int) -> Sequence[Message]:
