@@ -4,6 +4,7 @@ setup.cfg draws the arrows, import-linter holds them.
 """
 
 import ast
+import configparser
 import functools
 import importlib
 import pkgutil
@@ -220,6 +221,31 @@ def test_only_two_modules_read_a_config_dict():
     name for name, path in MODULES.items() if "ml_collections" in external(path)
   }
   assert readers == {"gspo_jax.program.command", "gspo_jax.program.config"}
+
+
+def public_functions(node: ast.AST):
+  """Functions and methods without a leading underscore, of public classes."""
+  for child in getattr(node, "body", ()):
+    if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+      if not child.name.startswith("_") or child.name == "__call__":
+        yield child
+    elif isinstance(child, ast.ClassDef) and not child.name.startswith("_"):
+      yield from public_functions(child)
+
+
+def test_public_functions_have_types():
+  """In the files that mypy checks: it alone allows a parameter without."""
+  setup = configparser.ConfigParser()
+  setup.read(ROOT / "setup.cfg")
+  for name in setup["mypy"]["files"].replace(",", " ").split():
+    path = ROOT / name
+    for file in [path] if path.is_file() else path.rglob("*.py"):
+      for function in public_functions(ast.parse(file.read_text())):
+        a = function.args
+        named = [*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg]
+        untyped = {x.arg for x in named if x and not x.annotation}
+        assert untyped <= {"self", "cls"}, f"{file}: {function.name}"
+        assert function.returns, f"{file}: {function.name}"
 
 
 # Most lines of Python in the package: a change that needs more says so here.
