@@ -58,7 +58,7 @@ class Placement:
     self._request_of: Callable[[int], Request] | None = None
     self._segments = 0  # since the last migration
     self._stuck_at = 0  # running responses when no move was of use
-    self._cached_DM = np.zeros((shards, sizes.slots), int)  # tokens in pages
+    self._cached_DM = np.zeros((shards, 0), int)  # tokens of running responses
     # Cached tokens, summed over segments: of the fullest shard, and the mean.
     self._most = self._mean = 0.0
     self._above_D = np.zeros(shards)  # what each was above the mean as fullest
