@@ -13,11 +13,8 @@ import random_model
 from families import FAMILIES
 
 from gspo_jax import model, sampler
-from gspo_jax.data import tokenizers
 from gspo_jax.learner import train_batch
-from gspo_jax.logprobs import token_logprobs
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.continuous.engine import Engine, Generation
 from gspo_jax.sampler.samples import (
@@ -44,29 +41,30 @@ def weights(cfg=CFG):
 
 
 @functools.cache
-def built(
-  config=GREEDY, devices=1, batching=SMALL, cfg=CFG, prompt=S, by_row=False
-):
+def built(config=GREEDY, devices=1, batching=SMALL, cfg=CFG, by_row=False):
   axes = {"data": 2} if devices > 1 else {}
   return continuous_sampler.build(
-    cfg, config, batching, prompt, devices=devices, by_row=by_row, **axes
+    cfg, config, batching, S, devices=devices, by_row=by_row, **axes
   )
 
 
-def opened(config=GREEDY, devices=1, key=1):
-  generate = built(config, devices)
-  return generate.open(weights(), jax.random.key(key), SMALL.slots)
+def opened(devices=1):
+  generate = built(devices=devices)
+  return generate.open(weights(), jax.random.key(1), SMALL.slots)
+
+
+static = jax.jit(sampler.generate, static_argnums=1, static_argnames="sampler")
 
 
 @functools.cache
 def expected():
-  """The greedy responses of one call of a ContinuousSampler."""
-  generate = built(prompt=17)
+  """The greedy responses of the static sampler."""
   tokens = np.zeros((len(PROMPTS), 17), np.int32)
   for row, prompt in zip(tokens, PROMPTS, strict=True):
     row[17 - len(prompt) :] = prompt
   lengths = np.array([len(p) for p in PROMPTS], np.int32)
-  s = generate(weights(), Prompts(tokens, lengths), jax.random.key(0))
+  prompts = Prompts(tokens, lengths)
+  s = static(weights(), CFG, prompts, jax.random.key(0), sampler=GREEDY)
   s = jax.device_get(s)
   return [
     (row[:n].tolist(), logps[:n])
@@ -100,51 +98,44 @@ def test_more_requests_than_rows_get_the_samplers_responses(devices):
     assert g.finish == ("stop" if tokens[-1] in GREEDY.stop_ids else "length")
 
 
+# test_next_token.py has others.
 SAMPLING = [
   None,
-  SamplingParams(),
   SamplingParams(0.0),
-  SamplingParams(1.4, top_k=5),
-  SamplingParams(1.2, top_p=0.6),
-  SamplingParams(1.2, top_p=1e-50),
-  SamplingParams(0.7, min_p=0.1),
   SamplingParams(1.5, top_k=9, top_p=0.8, min_p=0.02),
-  SamplingParams(0.0, top_k=1),
+  None,
+  SamplingParams(1.2, top_p=0.6),
 ]
+BY_ROW = dataclasses.replace(
+  GREEDY, temperature=0.9, kept_ids=0, min_new_tokens=3
+)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_each_request_is_sampled_with_its_params(devices):
   """As `generate` samples with these, whatever the others in the slots have."""
-  config = dataclasses.replace(
-    GREEDY, temperature=0.9, kept_ids=0, min_new_tokens=3
-  )
-  generate, key = built(config, devices, by_row=True), jax.random.key(1)
+  generate, key = built(BY_ROW, devices, by_row=True), jax.random.key(1)
   with generate.open(weights(), key, SMALL.slots) as e:
     made = []
-    for prompt, params in zip([*PROMPTS, [7]], SAMPLING, strict=True):
+    for prompt, params in zip(PROMPTS[:5], SAMPLING, strict=True):
       made.append(Generation(prompt[:S], 20, params=params, logprobs=True))
       e.submit(made[-1])
     run(e, *made)
   for g, params in zip(made, SAMPLING, strict=True):
-    own = dataclasses.replace(config, max_new_tokens=20)
+    own = dataclasses.replace(BY_ROW, max_new_tokens=20)
     if params:
       own = dataclasses.replace(own, **params._asdict())
     # The row of `generate` is the number of the request.
     tokens = np.tile(np.int32(g.prompt), (1 + g.response, 1))
     lengths = np.full(len(tokens), len(g.prompt), np.int32)
-    alone = jax.jit(
-      sampler.generate, static_argnums=1, static_argnames="sampler"
-    )
-    s = alone(weights(), CFG, Prompts(tokens, lengths), key, sampler=own)
+    s = static(weights(), CFG, Prompts(tokens, lengths), key, sampler=own)
     n = int(s.lengths[g.response])
     assert g.tokens == s.tokens[g.response, :n].tolist()
     np.testing.assert_allclose(g.logps, s.logps[g.response, :n], atol=1e-4)
 
 
 def test_a_seed_repeats_a_response():
-  config = dataclasses.replace(GREEDY, temperature=1.0)
-  generate = built(config, by_row=True)
+  generate = built(BY_ROW, by_row=True)
   with generate.open(weights(), jax.random.key(1), SMALL.slots) as e:
     made = []
     for seed in (5, None, 6, 5, None, 5 + 2**40):
@@ -281,51 +272,6 @@ def test_a_thread_is_told_of_each_segment_and_of_the_end():
   assert waiting.finish == "abort"  # the engine was closed
 
 
-def test_a_stop_string_is_found_across_segments():
-  prompt, (tokens, _) = PROMPTS[3], expected()[3]
-  words = [chr(97 + i) for i in range(32)]  # a letter a token
-
-  class Letters(tokenizers.base.Tokenizer):
-    fingerprint, token_bytes = (
-      "letters",
-      lambda self: [word.encode() for word in words],
-    )
-
-  string = "".join(words[i] for i in tokens[3:7])
-  config = dataclasses.replace(
-    GREEDY, stop=stop_strings.build((string,), Letters())
-  )
-  text = "".join(words[i] for i in tokens)
-  assert text.index(string) == 3  # it ends in the third segment of 3
-  with opened(config) as e:
-    g = ask(e, prompt)
-    run(e, g)
-  assert g.tokens == tokens[: text.index(string) + 4]
-  assert g.finish == "stop"
-
-
-def test_sampled_logps_are_those_of_a_forward_pass():
-  config = dataclasses.replace(GREEDY, temperature=0.8)
-  with opened(config) as e:
-    made = [ask(e, prompt, 11) for prompt in PROMPTS]
-    run(e, *made)
-  assert len({*map(tuple, (g.tokens for g in made))}) > 1
-  rows = [[*g.prompt, *g.tokens] for g in made]
-  ids = np.array([row + [0] * (CONTEXT - len(row)) for row in rows])
-  columns = np.broadcast_to(np.arange(CONTEXT), ids.shape)
-  mask = columns < np.array([*map(len, rows)])[:, None]
-  forced = jax.jit(
-    token_logprobs, static_argnames=("cfg", "response_length", "temperature")
-  )(
-    *(weights(), CFG, ids, columns, mask),
-    response_length=CONTEXT - 1,
-    temperature=0.8,
-  )
-  for g, logps in zip(made, forced.logps, strict=True):
-    logps = logps[len(g.prompt) - 1 :][: len(g.tokens)]
-    np.testing.assert_allclose(g.logps, logps, atol=1e-4)
-
-
 @pytest.mark.parametrize(
   ("prompt", "count", "words"),
   [
@@ -368,12 +314,13 @@ FEW = dataclasses.replace(SMALL, num_pages=14)
 DRAFTS = dataclasses.replace(SMALL, slots=16, speculation=2)
 
 
-def play(config, batching, devices=1, cfg=CFG, *, order=0, episodes=4):
+@functools.cache
+def play(batching, devices=1, cfg=CFG, *, order=0, episodes=4):
   """Each episode has a sequence of three turns, and one of a single turn.
 
   `order`: a seed of the order in which requests come, between segments.
   """
-  config = dataclasses.replace(config, speculation=batching.speculation)
+  config = dataclasses.replace(ROUTED, speculation=batching.speculation)
   generate = built(config, devices, batching, cfg)
   rng = np.random.default_rng(order)
   ids = {row: [*PROMPTS[row % 8]] for row in range(episodes * K)}
@@ -423,6 +370,17 @@ def play(config, batching, devices=1, cfg=CFG, *, order=0, episodes=4):
   return jax.device_get(samples)
 
 
+@functools.cache
+def forced(cfg, replay):
+  logps = functools.partial(
+    train_batch.response_logps,
+    cfg=cfg,
+    temperature=ROUTED.temperature,
+    replay=replay,
+  )
+  return jax.jit(logps)
+
+
 @pytest.mark.parametrize(
   ("batching", "devices", "family"),
   [
@@ -443,7 +401,7 @@ def test_episodes_have_the_log_probs_and_experts_of_a_forward_pass(
   if family:
     small = {"vocab_size": 32, "num_layers": 2}
     cfg = dataclasses.replace(FAMILIES[family], **small)
-  s = play(ROUTED, batching, devices, cfg)
+  s = play(batching, devices, cfg)
   sampled = s.turns > 0
   assert sampled.any(1).all()
   assert (~sampled[:, 1:] & sampled[:, :1] & (s.tokens[:, 1:] > 0)).any()
@@ -453,22 +411,15 @@ def test_episodes_have_the_log_probs_and_experts_of_a_forward_pass(
   fed = column >= S - s.prompts.lengths[:, None]
   fed &= column < (S + s.lengths - 1)[:, None]
   for replay in (False, True):
-    logps = jax.jit(
-      functools.partial(
-        train_batch.response_logps,
-        cfg=cfg,
-        temperature=ROUTED.temperature,
-        replay=replay,
-      )
-    )
     routes = s.experts.swapaxes(0, 1)
+    logps = forced(cfg, replay)
     out = jax.device_get(logps(weights(cfg), batch=batch, routes=routes))
     np.testing.assert_allclose(s.logps[sampled], out.logps[sampled], atol=2e-5)
     if not replay:
       experts = out.experts.transpose(1, 2, 0, 3)
       found = np.sort(s.experts.swapaxes(1, 2)[fed])
       np.testing.assert_array_equal(found, np.sort(experts[fed]))
-  other = play(ROUTED, SMALL, 1, cfg, order=1)
+  other = play(SMALL, cfg=cfg, order=1)
   np.testing.assert_array_equal(other.tokens, s.tokens)
   np.testing.assert_array_equal(other.turns, s.turns)
   np.testing.assert_allclose(other.logps, s.logps, atol=2e-5)

@@ -1,5 +1,6 @@
 """The next token: sampling, and truncation by top-k, top-p and min length."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 from gspo_jax.data import tokenizers
 from gspo_jax.sampler import next_token, stop_strings
-from gspo_jax.sampler.samples import SamplerConfig
+from gspo_jax.sampler.samples import SamplerConfig, SamplingParams
 
 V, STOPS = 11, (4, 1)
 
@@ -193,3 +194,29 @@ def test_tokens_of_a_large_vocabulary_have_their_probabilities(
   counts = np.bincount(sample(keys, logps), minlength=vocab)
   sigma = np.sqrt(draws * probs * (1 - probs))
   assert (np.abs(counts - draws * probs) <= 4.5 * sigma).all()
+
+
+PARAMS = (
+  SamplingParams(),
+  SamplingParams(0.0),
+  SamplingParams(1.4, top_k=5),
+  SamplingParams(1.2, top_p=0.6),
+  SamplingParams(1.2, top_p=1e-50),
+  SamplingParams(0.7, min_p=0.1),
+  SamplingParams(1.5, top_k=9, top_p=0.8, min_p=0.02),
+  SamplingParams(0.0, top_k=1),
+)
+
+
+def test_each_row_is_sampled_with_its_params():
+  """As a sampler with these samples it, whatever the others have."""
+  logits = np.random.default_rng(0).normal(0, 2, (48, 32)).astype(np.float32)
+  keys, steps = jax.random.split(jax.random.key(0), 48), np.arange(48) // 8
+  config = SamplerConfig(1, 8, (3, 5), kept_ids=0, min_new_tokens=3)
+  sample = jax.jit(next_token.sample_token, static_argnums=3)
+  token, logp, _ = sample(logits, keys, steps, config, np.float32(PARAMS * 6))
+  for i, params in enumerate(PARAMS):
+    own = dataclasses.replace(config, **params._asdict())
+    tokens, logps, _ = sample(logits, keys, steps, own)
+    np.testing.assert_array_equal(token[i::8], tokens[i::8])
+    np.testing.assert_allclose(logp[i::8], logps[i::8], atol=1e-5)
