@@ -3,8 +3,8 @@
 Other wings take: `source.make_source`; `off_policy.OffPolicy`; `context` and
 `batch` (input and output of sources); `scoring`; `metrics.rollout_metrics`;
 `config.RolloutConfig`; `partial.PartialRollouts`, for a plan; `environment` and
-`environment_pool`; `conversations` and `agents`; `episode`; `reward_model`.
-`environments` has the built-in ones.
+`environment_pool`; `conversations` and `agents`; `episode`; `player`;
+`reward_model`. `environments` has the built-in ones.
 """
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
   "metrics",
   "off_policy",
   "partial",
+  "player",
   "reward_model",
   "scoring",
   "source",

@@ -66,7 +66,7 @@ class AgentPool(Pool):
 class Agents(Player):
   pool: AgentPool
 
-  def play(  # type: ignore[override]  # of its own episodes
+  def play(
     self,
     batch: PromptBatch,
     episodes: Mapping[int, Episode],
