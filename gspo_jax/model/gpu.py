@@ -27,6 +27,9 @@ _LEAST_TILE = 16  # rows and columns that tensor cores multiply
 # step. Three steps of 16-bit numbers are loaded at a time: 48 KiB.
 _TILE, _ROWS = 128, 32
 _MOSAIC_TILE = 128  # queries
+# Keys of a block of tokamax 0.0.12's gradient. The last block also reads
+# queries beyond the row, unless their number is not a multiple of 16.
+_KEY_BLOCK = 64
 # Compute capabilities with at least 163 KiB for a block, after the CUDA C++
 # Programming Guide.
 _MUCH_SHARED_MEMORY = (8.0, 8.7, 9.0, 10.0, 10.3)
@@ -70,12 +73,17 @@ def attend(q_BTNH, k_BTKH, v_BTKV, first_BT, scale: float):
   _prepare()
   from tokamax._src.ops.attention import api, base
 
+  T = q_BTNH.shape[1]
+  pad = lambda x: jnp.pad(x, [(0, 0), (0, -T % _KEY_BLOCK)] + [(0, 0)] * 2)
+  q_BTNH, k_BTKH, v_BTKV = map(pad, (q_BTNH, k_BTKH, v_BTKV))
+  first_BT = jnp.pad(first_BT, ((0, 0), (0, -T % _KEY_BLOCK)), mode="edge")
   # The public function has no first keys, from which whole blocks are skipped.
   mask = base.Mask(k_start=first_BT[:, None], is_causal=True)
   # Mosaic reads first keys for a whole tile of queries.
   use_mosaic = _has_mosaic() and q_BTNH.shape[1] % _MOSAIC_TILE == 0
   kernel = api.IMPLEMENTATIONS["mosaic_gpu" if use_mosaic else "triton"]
-  return kernel(q_BTNH, k_BTKH, v_BTKV, mask=mask, logits_scale=scale)
+  out_BTNV = kernel(q_BTNH, k_BTKH, v_BTKV, mask=mask, logits_scale=scale)
+  return out_BTNV[:, :T]
 
 
 @jax.custom_vjp
