@@ -25,8 +25,6 @@ def weights(cfg, seed=0):
 def base_and_adapters(cfg):
   """An adapter moves the logits by about as much as they are."""
   rng = np.random.default_rng(0)
-  make = lambda key: model.init(key, cfg)
-  base = jax.device_get(jax.jit(make)(jax.random.key(0)))
   shapes = jax.eval_shape(lambda: lora.init(jax.random.key(0), cfg))
   noise = lambda x: (0.4 * rng.normal(size=x.shape)).astype(np.float32)
-  return base, jax.tree.map(noise, shapes)
+  return weights(cfg), jax.tree.map(noise, shapes)
