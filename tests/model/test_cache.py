@@ -165,14 +165,17 @@ def random_heads(mask):
   return [normal(N), normal(K), normal(K)], 2 * np.float32(rng.normal(size=N))
 
 
+@functools.partial(jax.jit, static_argnames="window")
+def attend(cache, q, k, v, sinks_N, window):
+  return cache.attend(0, q, k, v, sinks_N=sinks_N, window=window)
+
+
 def attend_in_passes(cache, qkv, mask, ends, **options):
   """The output [B, T, N, H] of tokens fed up to each of `ends`."""
-  attend = jax.jit(functools.partial(kv.Cache.attend, layer=0, **options))
   outs = []
   for a, b in itertools.pairwise((0, *ends)):
     cache = cache.mark_valid(mask[:, a:b])
-    q, k, v = (x[:, a:b] for x in qkv)
-    out, pair = attend(cache, q_BTNH=q, k_BTKH=k, v_BTKV=v)
+    out, pair = attend(cache, *(x[:, a:b] for x in qkv), **options)
     outs.append(out)
     cache = cache.append((pair,), mask[:, a:b])
   return np.concatenate(outs, 1)

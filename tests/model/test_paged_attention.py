@@ -68,17 +68,6 @@ def by_blocks(q_BKRH, *rest, **options):
 FORMS = {"blocks": by_blocks, "kernel": by_kernel}
 
 
-@pytest.mark.parametrize(
-  ("form", "block"), [("blocks", 512), ("kernel", 4), ("kernel", 512)]
-)
-def test_every_form_equals_plain_attention(form, block, monkeypatch):
-  """The kernel in one block, or in two that a row does not fill."""
-  monkeypatch.setattr(paged_kernel, "_TOKENS", block * S)
-  inputs = random_inputs((S, 0, 5 * S - 1, 0, 6 * S))
-  out = np.asarray(jax.jit(FORMS[form])(*inputs))
-  assert_equals_plain(out, inputs)
-
-
 @pytest.mark.parametrize("pairs", [3, 5])
 def test_the_end_of_the_last_block_adds_nothing(pairs, monkeypatch):
   """7 rows in blocks of 3 or 5 pairs, with all remainders of 3."""
