@@ -61,6 +61,9 @@ class Parameter:
   # The part of a block, "attention" or "mlp", of a matrix that LoRA adapts and
   # Muon updates; None for other parameters.
   target: str | None = None
+  # A model has it if some layer has the module, all these fields of ModelConfig
+  # are set, and `exists` is true.
+  needs: tuple[str, ...] = ()
   exists: Callable[[ModelConfig], bool] = lambda cfg: True
   # "inputs": normal with variance 1 / inputs; "width": 1 / D; "scale": ones, or
   # zeros with `norm_plus_one`; "ones"; "zeros"; "decay": of `A_log`;
@@ -159,32 +162,15 @@ def _decay_rates(key, shape):
   return jnp.log(jax.random.uniform(key, shape, minval=0.01, maxval=16))
 
 
-def _in(module: str, *fields: str, **others) -> dict:
-  """A parameter of a module that has all of these fields of ModelConfig."""
-  return {
-    "exists": lambda cfg: (
-      bool(cfg.layers_with(module))
-      and all(getattr(cfg, field) for field in fields)
-    ),
-    **others,
-  }
-
-
 _NORM = {"init": "scale"}
-_BIAS = _in("attention", "attention_bias", init="zeros")
-_QK_NORM = _in("attention", "qk_norm", **_NORM)
-_ATTENTION = _in("attention", target="attention")
-_MLA = _in("mla", target="attention")
-_Q_LORA_NORM = _in("mla", "q_lora_rank", **_NORM)
-_Q_LORA = _in("mla", "q_lora_rank", target="attention")
-_DELTA = _in("delta_net", target="attention")
-_STATE = _in("delta_net", float32=True)
-_CONVOLUTION = _in("delta_net", init="convolution")
-_MLP = _in("mlp", target="mlp")
-_MOE = _in("moe", target="mlp")
+_BIAS = {"init": "zeros", "needs": ("attention_bias",)}
+_QK_NORM = _NORM | {"needs": ("qk_norm",)}
+_ATTENTION = {"target": "attention"}
+_Q_LORA = {"needs": ("q_lora_rank",)}
+_CONVOLUTION = {"init": "convolution"}
+_MLP = {"target": "mlp"}
 _ROUTER = {"unrounded": lambda cfg: cfg.float32_router}
-_SHARED = _in("shared", target="mlp")
-_EXPERT_BIAS = _in("moe", "expert_bias", init="zeros")
+_EXPERT_BIAS = {"init": "zeros", "needs": ("expert_bias",)}
 
 
 def _shared_names(end: str) -> dict:
@@ -232,40 +218,39 @@ TABLE = (
             ("self_attn.v_proj.bias",), **_BIAS),
   Parameter("layers/attention/o_bias", "D", "whole",
             ("self_attn.o_proj.bias",),
-            **_in("attention", "output_bias", init="zeros")),
+            init="zeros", needs=("output_bias",)),
   Parameter("layers/attention/sinks", "N", "heads",
-            ("self_attn.sinks",), **_in("attention", "sinks", init="zeros")),
+            ("self_attn.sinks",), init="zeros", needs=("sinks",)),
   Parameter("layers/mla/q", "D -> N H", "embed heads whole",
-            ("self_attn.q_proj.weight",), **_MLA | {
-              "exists": lambda cfg: (
-                bool(cfg.layers_with("mla")) and not cfg.q_lora_rank)}),
+            ("self_attn.q_proj.weight",), **_ATTENTION,
+            exists=lambda cfg: not cfg.q_lora_rank),
   Parameter("layers/mla/q_a", "D -> Cq", "embed whole",
-            ("self_attn.q_a_proj.weight",), **_Q_LORA),
+            ("self_attn.q_a_proj.weight",), **_ATTENTION, **_Q_LORA),
   Parameter("layers/mla/q_a_norm/scale", "Cq", "whole",
-            ("self_attn.q_a_layernorm.weight",), **_Q_LORA_NORM),
+            ("self_attn.q_a_layernorm.weight",), **_NORM, **_Q_LORA),
   Parameter("layers/mla/q_b", "Cq -> N H", "embed heads whole",
-            ("self_attn.q_b_proj.weight",), **_Q_LORA),
+            ("self_attn.q_b_proj.weight",), **_ATTENTION, **_Q_LORA),
   Parameter("layers/mla/kv_a", "D -> Cr", "embed whole",
-            ("self_attn.kv_a_proj_with_mqa.weight",), **_MLA),
+            ("self_attn.kv_a_proj_with_mqa.weight",), **_ATTENTION),
   Parameter("layers/mla/kv_a_norm/scale", "C", "whole",
-            ("self_attn.kv_a_layernorm.weight",), **_in("mla", **_NORM)),
+            ("self_attn.kv_a_layernorm.weight",), **_NORM),
   Parameter("layers/mla/kv_b", "C -> N Hkv", "embed heads whole",
-            ("self_attn.kv_b_proj.weight",), **_MLA),
+            ("self_attn.kv_b_proj.weight",), **_ATTENTION),
   Parameter("layers/mla/o", "N Ho -> D", "heads head_dim whole",
-            ("self_attn.o_proj.weight",), **_MLA),
+            ("self_attn.o_proj.weight",), **_ATTENTION),
   # Parameters of one tensor are its rows one after the other, in this order.
   Parameter("layers/delta_net/q", "D -> G Hk", "embed heads whole",
-            **_delta_names("qkv"), **_DELTA),
+            **_delta_names("qkv"), **_ATTENTION),
   Parameter("layers/delta_net/k", "D -> G Hk", "embed heads whole",
-            **_delta_names("qkv"), **_DELTA),
+            **_delta_names("qkv"), **_ATTENTION),
   Parameter("layers/delta_net/v", "D -> M Hv", "embed heads whole",
-            **_delta_names("qkv"), **_DELTA),
+            **_delta_names("qkv"), **_ATTENTION),
   Parameter("layers/delta_net/z", "D -> M Hv", "embed heads whole",
-            **_delta_names("z"), **_DELTA),
+            **_delta_names("z"), **_ATTENTION),
   Parameter("layers/delta_net/b", "D -> M", "embed heads",
-            **_delta_names("b"), **_DELTA),
+            **_delta_names("b"), **_ATTENTION),
   Parameter("layers/delta_net/a", "D -> M", "embed heads",
-            **_delta_names("a"), **_DELTA),
+            **_delta_names("a"), **_ATTENTION),
   Parameter("layers/delta_net/q_conv", "G Hk W", "heads whole whole",
             ("linear_attn.conv1d.weight",), **_CONVOLUTION),
   Parameter("layers/delta_net/k_conv", "G Hk W", "heads whole whole",
@@ -273,13 +258,13 @@ TABLE = (
   Parameter("layers/delta_net/v_conv", "M Hv W", "heads whole whole",
             ("linear_attn.conv1d.weight",), **_CONVOLUTION),
   Parameter("layers/delta_net/A_log", "M", "heads", ("linear_attn.A_log",),
-            init="decay", **_STATE),
+            init="decay", float32=True),
   Parameter("layers/delta_net/dt_bias", "M", "heads", ("linear_attn.dt_bias",),
-            init="ones", **_STATE),
+            init="ones", float32=True),
   Parameter("layers/delta_net/norm/scale", "Hv", "whole",
-            ("linear_attn.norm.weight",), **_in("delta_net", init="ones")),
+            ("linear_attn.norm.weight",), init="ones"),
   Parameter("layers/delta_net/o", "M Hv -> D", "heads head_dim whole",
-            ("linear_attn.out_proj.weight",), **_DELTA),
+            ("linear_attn.out_proj.weight",), **_ATTENTION),
   Parameter("layers/mlp_norm/scale", "D", "whole",
             ("post_attention_layernorm.weight",), **_NORM),
   Parameter("layers/mlp/gate", "D -> Fd", "embed mlp",
@@ -290,27 +275,27 @@ TABLE = (
             ("mlp.down_proj.weight",), **_MLP),
   # Neither LoRA nor Muon takes the router: its output is a choice.
   Parameter("layers/moe/router", "D -> E", "embed whole",
-            ("mlp.gate.weight",), **_MOE | {"target": None}, **_ROUTER,
+            ("mlp.gate.weight",), **_ROUTER,
             other_names={"mixtral": ("block_sparse_moe.gate.weight",),
                          "gpt_oss": ("mlp.router.weight",)}),
   Parameter("layers/moe/router_bias", "E", "whole", ("mlp.router.bias",),
-            **_in("moe", "router_bias", init="zeros"), **_ROUTER),
+            init="zeros", needs=("router_bias",), **_ROUTER),
   # State of pre-training: it has no gradient.
   Parameter("layers/moe/choice_bias", "E", "whole",
             ("mlp.gate.e_score_correction_bias",),
-            **_in("moe", "choice_bias", init="zeros"), float32=True,
+            init="zeros", needs=("choice_bias",), float32=True,
             other_names={
               "mixtral": ("block_sparse_moe.e_score_correction_bias",)}),
   # Gate and up side by side: one matmul, and no relayout on a TPU.
   Parameter("layers/moe/gate_up", "E | D -> 2F", "experts whole whole",
             ("mlp.experts.{e}.gate_proj.weight",
-             "mlp.experts.{e}.up_proj.weight"), **_MOE,
+             "mlp.experts.{e}.up_proj.weight"), **_MLP,
             other_names={
               "mixtral": ("block_sparse_moe.experts.{e}.w1.weight",
                           "block_sparse_moe.experts.{e}.w3.weight"),
               "gpt_oss": ("mlp.experts.gate_up_proj",)}),
   Parameter("layers/moe/down", "E | F -> D", "experts whole whole",
-            ("mlp.experts.{e}.down_proj.weight",), **_MOE,
+            ("mlp.experts.{e}.down_proj.weight",), **_MLP,
             other_names={
               "mixtral": ("block_sparse_moe.experts.{e}.w2.weight",),
               "gpt_oss": ("mlp.experts.down_proj",)}),
@@ -319,19 +304,19 @@ TABLE = (
   Parameter("layers/moe/down_bias", "E | D", "experts whole",
             ("mlp.experts.down_proj_bias",), **_EXPERT_BIAS),
   Parameter("layers/shared/gate", "D -> Fs", "embed mlp",
-            **_shared_names("gate_proj"), **_SHARED),
+            **_shared_names("gate_proj"), **_MLP),
   Parameter("layers/shared/up", "D -> Fs", "embed mlp",
-            **_shared_names("up_proj"), **_SHARED),
+            **_shared_names("up_proj"), **_MLP),
   Parameter("layers/shared/down", "Fs -> D", "mlp embed",
-            **_shared_names("down_proj"), **_SHARED),
+            **_shared_names("down_proj"), **_MLP),
   Parameter("layers/shared/expert_gate", "D -> 1", "embed whole",
-            ("mlp.shared_expert_gate.weight",), **_in("shared", "shared_gate")),
+            ("mlp.shared_expert_gate.weight",), needs=("shared_gate",)),
   Parameter("final_norm/scale", "D", "whole", ("model.norm.weight",), **_NORM),
   Parameter("head", "D -> V", "table vocab", ("lm_head.weight",), init="width",
             exists=lambda cfg: not (cfg.tie_embeddings or cfg.classifier),
             unrounded=lambda cfg: cfg.float32_head),
   Parameter("score", "D -> 1", "whole whole", ("score.weight",), init="zeros",
-            exists=lambda cfg: cfg.classifier),
+            needs=("classifier",)),
   # A critic has it in place of the head.
   Parameter("value_head", "D ->", "whole", init="zeros",
             exists=lambda cfg: False),
@@ -355,7 +340,13 @@ def find(path: str) -> Parameter:
 
 
 def rows(cfg: ModelConfig) -> list[Parameter]:
-  return [row for row in TABLE if row.exists(cfg)]
+  return [
+    row
+    for row in TABLE
+    if row.layers(cfg)
+    and all(getattr(cfg, field) for field in row.needs)
+    and row.exists(cfg)
+  ]
 
 
 def adapted(cfg: ModelConfig) -> list[Parameter]:
