@@ -475,14 +475,9 @@ def no_evaluation(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_evaluation")
-def test_every_added_part_resumes(run, reference, tmp_path, assert_same_run):
-  """A reference that is synced, R3, weights, dynamic sampling, drop_solved."""
+def test_dynamic_sampling_resumes(run, reference, tmp_path, assert_same_run):
+  """With the update of the reference run."""
   flags = {
-    "objective__name": "grpo",
-    "objective__kl_coef": 0.1,
-    "objective__reference_every": 2,
-    "objective__mismatch": "tis_token",
-    "objective__replay": "r3",
     "rollout__dynamic_sampling_rounds": 2,
     "data__drop_solved": True,
     "cold_start": str(reference[0] / "cold_start"),
@@ -505,7 +500,8 @@ CONTINUOUS = {
 def test_pending_responses_resume(run, reference, tmp_path, assert_same_run):
   """Partial rollouts, one step off-policy, from the step that was saved.
 
-  With the ids of their tokens, for sampling is truncated.
+  With the ids of their tokens, for sampling is truncated, with R3, weights and
+  a reference that is synced.
   """
   flags = {
     **CONTINUOUS,
@@ -513,6 +509,9 @@ def test_pending_responses_resume(run, reference, tmp_path, assert_same_run):
     "rollout__max_staleness": 2,
     "sampler__top_p": 0.9,
     "data__drop_solved": True,
+    "objective__name": "grpo",
+    "objective__kl_coef": 0.1,
+    "objective__reference_every": 2,
     "objective__mismatch": "tis_sequence",
     "objective__replay": "r3",
     "cold_start": str(reference[0] / "cold_start"),

@@ -1,14 +1,17 @@
 """`python -m gspo_jax.plan`: what it prints, and when it refuses."""
 
 import json
+import sys
 
 import jax
 import pytest
+from absl.testing import flagsaver
 from compilers import absent_devices, needs_libtpu
 from processes import python
 from repository import ROOT
 
 from gspo_jax import plan
+from gspo_jax.plan import __main__ as door
 from gspo_jax.plan import chips, planner
 from gspo_jax.plan import table as plan_table
 from gspo_jax.program.config import parse
@@ -212,25 +215,29 @@ def test_what_does_not_fit_is_refused_on_one_screen():
     ),
   ],
 )
-def test_a_mistake_is_told_in_one_line(arguments, words):
-  done = run(*arguments)
-  assert (done.returncode, done.stdout) == (2, ""), done.stderr
-  assert done.stderr.startswith("error: ")
-  assert words in done.stderr
-  assert done.stderr.count("\n") == 1
+def test_a_mistake_is_told_in_one_line(arguments, words, monkeypatch, capsys):
+  code, out, error = exits(arguments, monkeypatch, capsys)
+  assert (code, out) == (2, ""), error
+  assert error.startswith("error: ")
+  assert words in error
+  assert error.count("\n") == 1
 
 
-def test_a_fault_is_not_taken_for_a_misfit():
+def exits(arguments, monkeypatch, capsys):
+  """The exit code of the command, in this process, and what it printed."""
+  monkeypatch.setattr(sys, "argv", ["plan", *arguments])
+  with flagsaver.flagsaver(), pytest.raises(SystemExit) as error:
+    door.main()
+  return error.value.code, *capsys.readouterr()
+
+
+def test_a_fault_is_not_taken_for_a_misfit(monkeypatch, capsys):
   """Python would exit with 1, which says that something does not fit."""
-  broken = (
-    "from gspo_jax.plan import __main__ as door\n"
-    "door.plan = lambda *_, **__: 1 // 0\n"
-    "door.main()"
-  )
-  done = python("-c", broken, *TINY, SLICE)
-  assert (done.returncode, done.stdout) == (3, "")
-  assert done.stderr.startswith("Traceback")
-  assert "ZeroDivisionError" in done.stderr
+  monkeypatch.setattr(door, "plan", lambda *_, **__: 1 // 0)
+  code, out, error = exits([*TINY, SLICE], monkeypatch, capsys)
+  assert (code, out) == (3, "")
+  assert error.startswith("Traceback")
+  assert "ZeroDivisionError" in error
 
 
 def test_functions_that_a_config_lacks_are_named(monkeypatch):

@@ -342,26 +342,6 @@ def test_samples_are_the_same_where_a_response_starts_on_another_shard(
   np.testing.assert_array_equal(lengths, samples.lengths)
 
 
-def test_kept_ids_are_those_of_the_tokens_also_after_a_pause():
-  """The trainer's log-probs over them are the sampler's; pages run out."""
-  config = dataclasses.replace(SAMPLED, top_k=9, top_p=0.8)
-  generate = build(dataclasses.replace(SMALL, num_pages=24), config)
-  samples = run(generate, stop_at=np.full(B, 9))
-  samples = run(generate, resume_from=samples)
-  whole = train_batch.unpacked(prompts(), samples.tokens, samples.lengths)
-  whole = dataclasses.replace(whole, kept_ids=samples.kept_ids)
-  scored = jax.jit(
-    lambda params: train_batch.response_logps(
-      params, CFG, whole, temperature=SAMPLED.temperature
-    )
-  )(weights())
-  mask = np.asarray(whole.response_mask)
-  np.testing.assert_allclose(
-    samples.logps[mask], np.asarray(scored.logps)[mask], atol=1e-5
-  )
-  assert (np.asarray(scored.entropy)[mask] < np.log(9)).all()
-
-
 def test_slot_steps_follow_the_lengths_of_the_responses():
   """An idle slot gets the next response soon; idle ones are counted, too."""
   params = known_lengths.countdown(weights())
