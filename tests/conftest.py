@@ -1,7 +1,10 @@
 """Eight virtual CPU devices for every test, set before JAX is imported."""
 
+import ctypes
 import gc
 import os
+import sys
+from pathlib import Path
 
 import pytest
 from repository import ROOT, xla_flags
@@ -26,6 +29,7 @@ jax.devices()  # and this XLA_FLAGS
 del os.environ["XLA_FLAGS"]
 
 gc.set_threshold(50_000, 20, 50)  # the default took about another tenth
+MOST_BYTES = 1.5 * 2**30  # of a worker, before compiled programs are dropped
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,6 +42,18 @@ def keep_the_compilation_cache():
   if not jax.config.jax_enable_compilation_cache:
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bound_memory():
+  """A worker would hold gigabytes of compiled programs by its last file; a
+  program that a later file needs again comes from the cache on disk."""
+  yield
+  if sys.platform == "linux":
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    if pages * os.sysconf("SC_PAGE_SIZE") > MOST_BYTES:
+      jax.clear_caches()
+      ctypes.CDLL(None).malloc_trim(0)  # glibc would keep what was freed
 
 
 @pytest.fixture
