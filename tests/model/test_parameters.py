@@ -51,10 +51,8 @@ def test_no_path_is_declared_twice():
 @each_kind
 def test_the_table_has_the_shapes_of_a_model(name):
   cfg = dataclasses.replace(model.variant(name), lora=LORA)
-  make = lambda key: model.lora.join(
-    model.init(key, cfg), model.lora.init(key, cfg)
-  )
-  assert model.shapes(cfg) == jax.eval_shape(make, jax.random.key(0))
+  adapters = jax.eval_shape(lambda: model.lora.init(jax.random.key(0), cfg))
+  assert model.shapes(cfg) == model.lora.join(initial(name), adapters)
   assert model.shapes(model.variant(name)) == initial(name)
 
 

@@ -37,51 +37,61 @@ def test_no_compiler_drops_a_rounding():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_rounds_to_the_nearest(dtype):
-  x = jnp.asarray(np.random.default_rng(0).standard_normal(1000), jnp.float32)
+  x = draw(1000, dtype=np.float32)
   y = rounded(x, dtype)
   assert y.dtype == dtype
   np.testing.assert_array_equal(y, x.astype(dtype))
+
+
+def draw(*shape, dtype=jnp.bfloat16, seed=0):
+  return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def with_gradients(product, x, w, dy):
+  """The product, and the gradients of its operands."""
+
+  @jax.jit
+  def run(x, w, dy):
+    y, pull = jax.vjp(product, x, w)
+    return y, *pull(dy)
+
+  return jax.device_get(run(x, w, dy))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("axes", [1, 2])
 def test_products_and_their_gradients_are_rounded_once(dtype, axes):
   """Against float64; the sums of 16-bit products are float32."""
-  rng = np.random.default_rng(0)
-  draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
-  x, w = draw(3, 5, 4, 6), draw(*(4, 6)[2 - axes :], 2, 7)
-  y, pull = jax.vjp(lambda x, w: matmul(x, w, axes), x, w)
-  dy = draw(*y.shape)
-  wide = lambda a: np.asarray(a, np.float64)
+  dtype = jnp.dtype(dtype)
+  x = draw(3, 5, 4, 6, dtype=dtype)
+  w = draw(*(4, 6)[2 - axes :], 2, 7, dtype=dtype, seed=1)
+  dy = draw(*x.shape[: 4 - axes], 2, 7, dtype=dtype, seed=2)
   summed = np.prod(w.shape[:axes])
-  x2, w2 = wide(x).reshape(-1, summed), wide(w).reshape(summed, -1)
-  dy2 = wide(dy).reshape(len(x2), -1)
+  x2, w2 = np.float64(x).reshape(-1, summed), np.float64(w).reshape(summed, -1)
+  dy2 = np.float64(dy).reshape(len(x2), -1)
+  product = lambda x, w: matmul(x, w, axes)
   for got, exact in zip(
-    (y, *pull(dy)), (x2 @ w2, dy2 @ w2.T, x2.T @ dy2), strict=True
+    with_gradients(product, x, w, dy),
+    (x2 @ w2, dy2 @ w2.T, x2.T @ dy2),
+    strict=True,
   ):
     assert got.dtype == dtype
     exact = exact.reshape(got.shape)
     unit = np.spacing(np.abs(exact).astype(np.float32)) / 2
-    if dtype == "bfloat16":
+    if dtype == jnp.bfloat16:
       unit *= 2**16  # half a unit in the last place
-    np.testing.assert_array_less(np.abs(wide(got) - exact), unit + 1e-5)
+    np.testing.assert_array_less(np.abs(np.float64(got) - exact), unit + 1e-5)
 
 
 def test_logits_are_not_rounded_but_their_gradient_before_its_product():
-  rng = np.random.default_rng(0)
-  draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
-  x, w = draw(5, 6), draw(6, 7)
-  dy = jnp.asarray(rng.standard_normal((5, 7)), jnp.float32)
-  logits, pull = jax.vjp(matmul_float32, x, w)
-  exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
-  assert logits.dtype == jnp.float32
+  x, w, dy = draw(5, 6), draw(6, 7, seed=1), draw(5, 7, dtype="f4", seed=2)
+  logits, dx, dw = with_gradients(matmul_float32, x, w, dy)
+  assert logits.dtype == np.float32
+  exact = np.float64(x) @ np.float64(w)
   np.testing.assert_allclose(logits, exact, rtol=1e-5, atol=1e-5)
-  dx, dw = pull(dy)
-  wide = lambda a: np.asarray(a, np.float32)
-  rounded_dy = wide(rounded(dy, jnp.bfloat16))
-  bfloat16 = lambda a: wide(rounded(jnp.asarray(a), jnp.bfloat16))
-  np.testing.assert_array_equal(wide(dx), bfloat16(rounded_dy @ wide(w).T))
-  np.testing.assert_array_equal(wide(dw), bfloat16(wide(x).T @ rounded_dy))
+  x, w, dy = (np.float32(a) for a in (x, w, dy.astype(jnp.bfloat16)))
+  np.testing.assert_array_equal(dx, (dy @ w.T).astype(jnp.bfloat16))
+  np.testing.assert_array_equal(dw, (x.T @ dy).astype(jnp.bfloat16))
 
 
 def test_products_on_a_mesh_gather_no_rows():
