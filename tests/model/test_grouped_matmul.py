@@ -1,5 +1,7 @@
 """Grouped matmul: each row times the matrix of its group, in both forms."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from processes import python
 
 from gspo_jax.model import grouped_matmul, moe
 
-R, D, F = 300, 8, 6
+D, F = 8, 6
 LOADS = {
   "even": (75, 75, 75, 75),
   "ragged": (1, 0, 170, 129),
@@ -17,51 +19,60 @@ LOADS = {
   "rows beyond": (64, 0, 65, 31),
   "nothing": (0, 0, 0, 0),
 }
-every_load = pytest.mark.parametrize("sizes", LOADS.values(), ids=LOADS)
 
 
-def random_inputs(sizes):
-  rng = np.random.default_rng(0)
-  x, cotangent = rng.normal(size=(R, D)), rng.normal(size=(R, F))
-  weights = rng.normal(size=(len(sizes), D, F))
-  cotangent[sum(sizes) :] = 0  # rows beyond the groups are undefined
-  return (np.float32(a) for a in (x, weights, cotangent))
-
-
-in_blocks = jax.jit(grouped_matmul.in_blocks)
-
-
-@every_load
-def test_each_row_is_multiplied_by_the_matrix_of_its_group(sizes):
-  x, weights, _ = random_inputs(sizes)
-  y = in_blocks(x, weights, np.array(sizes))
+def by_row(x, weights, sizes, dy):
+  """In NumPy: the products of rows in groups, and gradients of operands."""
   group = np.repeat(np.arange(len(sizes)), sizes)
-  expected = np.einsum("rd,rdf->rf", x[: len(group)], weights[group])
-  np.testing.assert_allclose(y[: len(group)], expected, atol=1e-5)
+  x, dy = x[: len(group)], dy[: len(group)]
+  dw = np.zeros_like(weights)
+  np.add.at(dw, group, np.einsum("rd,rf->rdf", x, dy))
+  y = np.einsum("rd,rdf->rf", x, weights[group])
+  return y, np.einsum("rf,rdf->rd", dy, weights[group]), dw
 
 
-@every_load
-def test_tiles_change_no_result(sizes):
-  """On a CPU the tiles are an attribute that nothing reads."""
-  rng, rows = np.random.default_rng(0), 384
-  x, weights, cotangent = (
-    rng.normal(size=shape).astype(np.float32)
-    for shape in ((rows, 128), (len(sizes), 128, 256), (rows, 256))
-  )
-  cotangent[sum(sizes) :] = 0
-  tiled, plain = (
-    jax.jit(
-      lambda x, w, s, dy, f=f: jax.vjp(lambda x, w: f(x, w, s), x, w)[1](dy)
-    )
-    for f in (grouped_matmul.in_tiles, jax.lax.ragged_dot)
-  )
-  inputs = x, weights, np.array(sizes), cotangent
-  close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4)
-  jax.tree.map(close, tiled(*inputs), plain(*inputs))
-  close(
-    grouped_matmul.in_tiles(*inputs[:3])[: sum(sizes)],
-    jax.lax.ragged_dot(*inputs[:3])[: sum(sizes)],
-  )
+@functools.partial(jax.jit, static_argnums=0)
+def with_gradients(form, x, weights, sizes, dy):
+  y, pull = jax.vjp(lambda x, w: form(x, w, sizes), x, weights)
+  return y, *pull(dy)
+
+
+in_blocks = grouped_matmul.in_blocks
+again_in_blocks = jax.checkpoint(grouped_matmul.in_blocks)
+small = np.random.default_rng(0).multinomial
+
+
+@pytest.mark.parametrize(
+  ("form", "rows", "widths", "sizes"),
+  [
+    *((in_blocks, 300, (D, F), sizes) for sizes in LOADS.values()),
+    # On a CPU the tiles are an attribute that nothing reads.
+    *(
+      (grouped_matmul.in_tiles, 384, (128, 256), sizes)
+      for sizes in LOADS.values()
+    ),
+    # Blocks of 8 and more rows, empty groups.
+    *(
+      (again_in_blocks, rows, (D, F), small(rows - 2, np.ones(32) / 32))
+      for rows in (6, 1000)
+    ),
+  ],
+)
+def test_each_row_is_multiplied_by_the_matrix_of_its_group(
+  form, rows, widths, sizes
+):
+  """Gradients, too; rows beyond the groups are undefined and have none."""
+  rng, (D, F), n = np.random.default_rng(1), widths, sum(sizes)
+  normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  x, weights, dy = normal(rows, D), normal(len(sizes), D, F), normal(rows, F)
+  dy[n:] = 0
+  y, dx, dw = with_gradients(form, x, weights, np.array(sizes), dy)
+  tiled = form is grouped_matmul.in_tiles
+  assert tiled or not dx[n:].any()
+  expected = by_row(x, weights, sizes, dy)
+  limits = (1e-4,) * 3 if tiled else (1e-5, 1e-5, 1e-4)
+  for a, b, atol in zip((y[:n], dx[:n], dw), expected, limits, strict=True):
+    np.testing.assert_allclose(a, b, atol=atol)
 
 
 @pytest.mark.parametrize("rows", [384, 64, 300])
@@ -155,32 +166,6 @@ def test_work_does_not_grow_with_the_groups(rows, groups):
   blocks = jax.jit(grouped_matmul._blocks, static_argnums=0)(rows, sizes)
   assert rows <= blocks.count * blocks.size <= 2 * rows
   assert blocks.count <= len(blocks.group_n)
-
-
-@pytest.mark.parametrize("rows", [6, 1000])
-def test_gradients_of_many_small_groups(rows):
-  """Blocks of 8 and more rows, empty groups, in a rematerialised gradient."""
-  rng = np.random.default_rng(rows)
-  sizes = rng.multinomial(rows - 2, np.ones(32) / 32)
-  x, cotangent = rng.normal(size=(rows, D)), rng.normal(size=(rows, F))
-  weights = np.float32(rng.normal(size=(32, D, F)))
-  x, cotangent = np.float32(x), np.float32(cotangent)
-  group = np.repeat(np.arange(32), sizes)
-
-  def loss(x, w):
-    y = jax.checkpoint(grouped_matmul.in_blocks)(x, w, jnp.array(sizes))
-    # Rows beyond the groups are undefined and have no gradient.
-    return (y * cotangent).sum()
-
-  dx, dw = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, weights)
-  used = cotangent[: len(group)]
-  expected = np.einsum("rf,rdf->rd", used, weights[group])
-  np.testing.assert_allclose(dx[: len(group)], expected, atol=1e-5)
-  assert not dx[len(group) :].any()
-  each = np.einsum("rd,rf->rdf", x[: len(group)], used)
-  sums = np.zeros_like(weights)
-  np.add.at(sums, group, each)
-  np.testing.assert_allclose(dw, sums, atol=1e-4)
 
 
 def test_bfloat16_gradients_are_summed_over_blocks_in_float32():
