@@ -51,18 +51,10 @@ GUESSING = {
 MAIN = (*("-u", "-m", "gspo_jax.main"), "--config=configs/tiny_cpu.py:debug")
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-  return os.environ | {
-    "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-  }
-
-
 class Job:
   """Processes with a log file each; `commands` are their arguments."""
 
-  def __init__(self, commands, logs, environment, devices):
+  def __init__(self, commands, logs, devices):
     logs.mkdir(parents=True)
     self.logs = [logs / str(i) for i in range(len(commands))]
     self.processes = []
@@ -72,7 +64,7 @@ class Job:
           subprocess.Popen(
             [sys.executable, *map(str, command)],
             cwd=ROOT,
-            env=environment | {"XLA_FLAGS": xla_flags(devices)},
+            env=os.environ | {"XLA_FLAGS": xla_flags(devices)},
             stdout=file,
             stderr=subprocess.STDOUT,
           )
@@ -96,7 +88,7 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def launch(environment, tmp_path_factory):
+def launch(tmp_path_factory):
   """Starts `gspo_jax.main` as `count` processes; kills them at the end.
 
   `only` has flags for single processes, `cold_start` is the folder of another
@@ -122,7 +114,7 @@ def launch(environment, tmp_path_factory):
           flags += [f"--num_processes={count}"]
         commands.append([*MAIN, *flags])
       logs = tmp_path_factory.mktemp("logs") / "job"
-      job = Job(commands, logs, environment, devices)
+      job = Job(commands, logs, devices)
       for process in job.processes:
         stack.callback(process.kill)
       return job
@@ -402,13 +394,13 @@ folder = pathlib.Path(sys.argv[3])
 """
 
 
-def run_two(script, environment, folder, devices):
+def run_two(script, folder, devices):
   """The outputs of two processes; arguments: address, index and a folder."""
   address = f"127.0.0.1:{free_port()}"
   commands = [
     ["-u", "-c", JOIN + script, address, i, folder / "work"] for i in (0, 1)
   ]
-  job = Job(commands, folder / "logs", environment, devices)
+  job = Job(commands, folder / "logs", devices)
   try:
     return job.finish(seconds=240)
   finally:
@@ -538,11 +530,11 @@ multihost.print_once("once")
 
 
 @pytest.fixture(scope="module")
-def outputs(environment, tmp_path_factory):
+def outputs(tmp_path_factory):
   """What two processes print that run all of this, one after the other."""
   folder = tmp_path_factory.mktemp("two")
   script = DAMAGE + BUSY + COPIES + AGREEMENT
-  texts = run_two(script, environment, folder, devices=2)
+  texts = run_two(script, folder, devices=2)
   return [text.split("== agreement\n") for text in texts]
 
 
@@ -676,6 +668,6 @@ print("same", len(np.unique(samples.lengths)) > 3)
 
 
 @pytest.mark.slow
-def test_responses_move_between_processes(environment, tmp_path):
-  for output in run_two(MIGRATION, environment, tmp_path, devices=1):
+def test_responses_move_between_processes(tmp_path):
+  for output in run_two(MIGRATION, tmp_path, devices=1):
     assert output.endswith("moved 1\nsame True\n")
