@@ -10,7 +10,7 @@ import pytest
 
 from gspo_jax.data import pipeline, prompt_batch, tokenizers
 from gspo_jax.evaluate import held_out
-from gspo_jax.rewards.pool import PendingRewards, RewardPool, Rewards
+from gspo_jax.rewards.pool import PendingRewards, Rewards
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import SamplerConfig, Samples, SamplingParams
 from gspo_jax.tasks.chain import Chain
@@ -20,10 +20,19 @@ PROBLEMS = pipeline.take(Chain((3,)), prompt_batch.PromptConfig(BYTES, 16), 10)
 KEY = jax.random.key(0)
 
 
-@pytest.fixture(scope="module")
-def pool():
-  with RewardPool(("final_answer",), (1.0,), workers=1) as pool:
-    yield pool
+class Pool:
+  """Scores the reference 1, and fails on the responses that have `fails`."""
+
+  model = None
+
+  def __init__(self, fails="nothing"):
+    self.fails = fails
+
+  def submit(self, responses, group_size):
+    right = np.float32([r.text == f"#{r.reference}" for r in responses])
+    failed = np.array([self.fails in response.text for response in responses])
+    scores = Rewards(right, {"it": right}, failed, ("why", "and why"))
+    return PendingRewards.computed(scores)
 
 
 def experiment(pool, respond, shards=1, max_failed=0.5):
@@ -96,10 +105,10 @@ def samples_of(responses, width=8):
 
 
 @pytest.mark.parametrize("shards", [1, 4, 25])
-def test_each_problem_is_evaluated_once(shards, pool):
+def test_each_problem_is_evaluated_once(shards):
   """Sampled and greedy, whatever number of prompts fills the shards."""
   solved = [p for i, p in enumerate(PROBLEMS.problems) if i in (2, 8, 9)]
-  run = experiment(pool, ScriptedSampler(solved), shards)
+  run = experiment(Pool(), ScriptedSampler(solved), shards)
   sampling = ScriptedSampler.config.params
   correct = held_out.first_rewards(run, "params", KEY, 2, sampling)
   right = np.isin(np.arange(10), (2, 8, 9))
@@ -109,24 +118,12 @@ def test_each_problem_is_evaluated_once(shards, pool):
   assert metrics["eval/greedy"] == np.float32(0.7)
 
 
-class FailingPool:
-  """A reward pool that fails on the responses with "wrong"."""
-
-  model = None
-
-  def submit(self, responses, group_size):
-    failed = np.array(["wrong" in response.text for response in responses])
-    zeros = np.zeros(len(failed), np.float32)
-    scores = Rewards(zeros, {"broken": zeros}, failed, ("why", "and why"))
-    return PendingRewards.computed(scores)
-
-
 def test_it_stops_where_too_many_responses_fail():
   """One of two to each of ten; two more problems fill the shards."""
   sampling = ScriptedSampler.config.params
   solving = ScriptedSampler(PROBLEMS.problems)
   call = lambda most: held_out.first_rewards(
-    experiment(FailingPool(), solving, 4, most), "params", KEY, 2, sampling
+    experiment(Pool("wrong"), solving, 4, most), "params", KEY, 2, sampling
   )
   assert call(0.5).shape == (10, 2)
   with pytest.raises(multihost.AgreedError, match=r"12 of 24 .* reason: why$"):

@@ -378,12 +378,6 @@ def test_a_failed_save_raises_later(child):
 DTYPES = ["bool", "int8", "uint8", "int16", "bfloat16", "int32", "float32"]
 
 
-def random_array(rng, dtype, shape):
-  size = jnp.dtype(dtype).itemsize
-  bits = rng.integers(0, 2 if dtype == "bool" else 256, (*shape, size))
-  return bits.astype(np.uint8).view(jnp.dtype(dtype))[..., 0]
-
-
 def checksum(array):
   return checksums({"x": array})["x"]
 
@@ -391,8 +385,10 @@ def checksum(array):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_flipped_bit_changes_the_checksum(dtype):
   rng = np.random.default_rng(0)
-  bits = 1 if dtype == "bool" else 8 * jnp.dtype(dtype).itemsize
-  array = random_array(rng, dtype, (3, 5))
+  size, is_bool = jnp.dtype(dtype).itemsize, dtype == "bool"
+  bits = 1 if is_bool else 8 * size
+  numbers = rng.integers(0, 2 if is_bool else 256, (3, 5, size))
+  array = numbers.astype(np.uint8).view(jnp.dtype(dtype))[..., 0]
   total = checksum(array)
   assert 0 <= total < 2**32
   for bit in range(bits):

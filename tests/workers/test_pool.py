@@ -93,8 +93,6 @@ def remember(path):
     file.write(f"{os.getpid()} {os.getppid()}")
   time.sleep(60)
 
-ACTS = {k: v for k, v in list(globals().items()) if callable(v)}
-
 running = most = calls = 0
 
 async def act_async(kind):  # how many were seen to run at once
@@ -102,7 +100,7 @@ async def act_async(kind):  # how many were seen to run at once
   running += 1
   most = max(most, running)
   try:
-    await ASYNC_ACTS.get(kind, lambda: asyncio.sleep(0.02))()
+    await ACTS.get(kind, lambda: asyncio.sleep(0.02))()
   finally:
     running -= 1
   return most
@@ -122,9 +120,7 @@ async def threads():
 async def hangs(): await asyncio.to_thread(time.sleep, 60)
 async def naps_async(): await asyncio.to_thread(time.sleep, 0.01)
 async def rests(): await asyncio.sleep(0.4)
-ASYNC_ACTS = {f.__name__: f for f in (
-  raises_async, exits_async, dies, blocks, waits, never_cancelled, threads,
-  hangs, naps_async, rests)}
+ACTS = {k: v for k, v in list(globals().items()) if callable(v)}
 
 async def child(_): return os.getpid()
 
