@@ -276,29 +276,22 @@ class Echo:
 
   program = None  # of no reward model
 
-  def __init__(self, batch_size, events=(), samples=3):
+  def __init__(self, batch_size, events=None, samples=3):
     self.batch_size, self.samples = batch_size, samples
-    self.events, self.keys = events, []
+    self.events, self.keys = [] if events is None else events, []
 
   def text(self, problem, n):
     return "fail" if n == 1 else problem.text
 
   def sample(self, params, problems, key, progress):
     self.keys.append(tuple(jax.random.key_data(key).tolist()))
-    if self.events != ():
-      self.events.append("sample")
+    self.events.append("sample")
+    pairs = itertools.product(problems, range(self.samples))
     responses = [
-      Response(
-        f"{p.text}<think>",
-        self.text(p, n),
-        p.reference,
-        10 * len(p.text) + n,
-        99,
-        p.columns,
-      )
-      for p in problems
-      for n in range(self.samples)
-    ]
+      Response(f"{p.text}<think>", self.text(p, n), p.reference,
+               10 * len(p.text) + n, 99, p.columns)
+      for p, n in pairs
+    ]  # fmt: skip
     return responses, [r.tokens % 10 == 1 for r in responses]
 
 

@@ -59,8 +59,6 @@ def fenced(*programs):
       fenced("print(' 3  \\n\\n')"),
       json.dumps([{"input": "", "output": " 3"}]),
     ),
-    (fenced("if __name__ == '__main__': print(3)"), ROWS),
-    (fenced("import sys; print(sys.stdin.read()[2] == '2' and 3)"), ROWS),
     (fenced("import os, resource; print(3)"), ROWS),
     (fenced("def f(n): return n and f(n - 1) + 1\nprint(f(3))"), ROWS),
     (fenced("print(3)\nraise SystemExit"), ROWS),
@@ -90,8 +88,6 @@ def test_right(passes, response, reference):
     (fenced("print(3); print(4)"), ROWS),
     (fenced("print(3, end='x')"), ROWS),
     (fenced("print('3\\n\\n3')"), ROWS),
-    (fenced("print(3); 1 / 0"), ROWS),
-    (fenced("print(user, memory, lower)"), ROWS),
   ],
 )
 def test_wrong(passes, response, reference):
