@@ -62,21 +62,15 @@ def new_sampler(keys, samples, problems=5, mesh=None):
   )
 
 
-def with_echo(sampler):
-  """The Echo that now is its program's `respond`."""
-  echo = Echo(sampler)
-  functions = dataclasses.replace(sampler.program.sampler, respond=echo)
-  sampler.program = dataclasses.replace(sampler.program, sampler=functions)
-  return echo
-
-
 @pytest.mark.parametrize(
   ("samples", "batch_size"), [(1, 5), (3, 5), (4, 3), (6, 2), (32, 1)]
 )
 def test_each_problem_gets_its_responses(debug_config, samples, batch_size):
   """A batch has at most 4 prompts x 4 responses, or one problem."""
   sampler = new_sampler(debug_config, samples)
-  echo = with_echo(sampler)
+  echo = Echo(sampler)
+  functions = dataclasses.replace(sampler.program.sampler, respond=echo)
+  sampler.program = dataclasses.replace(sampler.program, sampler=functions)
   assert sampler.batch_size == batch_size
   responses, truncated = sampler.sample("params", PROBLEMS, jax.random.key(0))
   expected = [f"{p}{g}" for p in TEXTS for g in range(samples)]
