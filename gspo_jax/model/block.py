@@ -29,8 +29,8 @@ def block(
 ):
   """Returns the stream [B, T, D], the routing or None, the new cache arrays.
 
-  `params` are the layer's by module, and "routes" of its experts, if any; `i`
-  is its number in the cache.
+  `params` are the layer's by module; "moe" may have "routes", too. `i` is the
+  number of the layer in the cache.
   """
   weights = {name: parameters.weights(x, cfg) for name, x in params.items()}
   norm = lambda x, name: rms_norm(x, weights[name]["scale"], cfg)

@@ -56,28 +56,17 @@ class Pages:
     return Pages(kv, states, self.table, lengths, self.active[:, 0])
 
   def attend(
-    self,
-    layer: int,
-    q_BTNH,
-    k_BTKH,
-    v_BTKV=None,
-    *,
-    value_dim: int | None = None,
-    window: int | None = None,
-    sinks_N=None,
-    scale: float | None = None,
+    self, layer: int, q_BTNH, k_BTKH, v_BTKV=None, *, sinks_N=None, **options
   ):
     """Writes the new keys and values; each token attends up to itself.
 
-    As `cache.Cache.attend`.
+    Arguments and results are those of `cache.Cache.attend`.
     """
     pages = self.kv[layer]
     new = (k_BTKH,) if v_BTKV is None else (k_BTKH, v_BTKV)
     heads = PartitionSpec(BATCH_AXES, None, kv_cache.heads_axis(pages))
     attend = sharding.shard_map(
-      functools.partial(
-        _attend, value_dim=value_dim, window=window, scale=scale
-      ),
+      functools.partial(_attend, **options),
       in_specs=(_HEADS, heads, _pages_spec(pages), _ROWS, _SINKS),
       out_specs=(_HEADS, _pages_spec(pages)),
     )
@@ -243,7 +232,7 @@ def _write(old, index, new):
   return old.at[index].set(new.astype(old.dtype), mode="drop")
 
 
-def _attend(q_BTNH, new, pages, rows, sinks_N, *, value_dim, window, scale):
+def _attend(q_BTNH, new, pages, rows, sinks_N, **options):
   """`Pages.attend` on one device."""
   table_BW, lengths_B, active_BT = rows
   (B, T), (K, n, t, width) = active_BT.shape, pages[0].shape
@@ -263,9 +252,7 @@ def _attend(q_BTNH, new, pages, rows, sinks_N, *, value_dim, window, scale):
     values,
     table_BW,
     jnp.where(active_BT[:, 0], lengths_B + 1, 0),
-    value_dim=value_dim,
-    window=window,
     sinks_N=sinks_N,
-    scale=scale,
+    **options,
   )
   return out_BTNV, updated

@@ -188,9 +188,9 @@ def _scan_layers(
   steps = _layers_per_step(cfg)
   # A scan would stack what the backward pass needs, even if unrolled.
   scanned = steps < cfg.num_layers and cfg.num_periods > 0
-
   stacks, outs, rest = params["layers"], [], []
   if routes.experts is not None and "moe" in stacks:
+    # Where `block` looks for those of its layer.
     stacks = stacks | {"moe": stacks["moe"] | {"routes": routes.experts}}
 
   def run(layer, places, x_BTD, stacks):
@@ -241,12 +241,12 @@ def _scan_layers(
   routing = _stacked([out[0] for out in outs], [out[0] for out in rest])
   if not store:
     return x_BTD.astype(cfg.dtype), routing, None
-  outs += [
-    jax.tree.map(lambda x, i=i: x[i], out)
-    for i in range(cfg.num_periods if rest else 0)
-    for out in rest
+  by_layer = [arrays for _, arrays in outs] + [
+    tuple(x[i] for x in arrays)
+    for i in range(cfg.num_periods)
+    for _, arrays in rest
   ]
-  cache = kv.from_prefill([arrays for _, arrays in outs], cfg, mask_BT)
+  cache = kv.from_prefill(by_layer, cfg, mask_BT)
   return x_BTD.astype(cfg.dtype), routing, cache
 
 
