@@ -14,8 +14,10 @@ from ml_collections import ConfigDict
 from repository import ROOT
 
 from gspo_jax.configs import common
+from gspo_jax.program import settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
+from gspo_jax.program.rules import check_training
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from studies import arguments, runs, study, weight_errors
@@ -68,7 +70,7 @@ def test_a_plan(name):
 
 @each_study
 def test_planned_configs_build(name):
-  mesh = sharding.make_mesh(jax.devices()[:1])
+  """All are checked, and the last is built."""
   make = module(name, "config").get_config
   # Only one of the learning rates and seeds.
   shape = lambda one: {k: v for k, v in one.items() if k != "rate"}
@@ -77,8 +79,10 @@ def test_planned_configs_build(name):
     config = make(text)
     if config.model.checkpoint:  # a folder that is not everywhere
       config = make(f"{text},quick=1")
-    config = runs.of_package(config)
-    assert build_program(parse(config), mesh).cfg.num_experts
+    parsed = parse(runs.of_package(config))
+    check_training(parsed, 1)
+    assert settings.model_config(parsed.model).num_experts
+  build_program(parsed, sharding.make_mesh(jax.devices()[:1]))
 
 
 def test_a_cold_start_depends_on_how_its_batch_is_cut():
