@@ -108,7 +108,7 @@ def test_a_run_learns_by_it(debug_config, my_methods, tmp_path, name):
   c.reward.names = ("my_methods.reward",)
   c.num_steps, c.cold_start.steps, c.eval.every = 2, 0, 0
   c.log.instruments = name != "shifted"  # its routers are compared all the same
-  c.data.prompts = 8
+  c.data.prompts, c.model.num_layers = 8, 1
   c.learner.minibatches, c.learner.micro_batch_size = 1, 16
   train.train_and_evaluate(c, str(tmp_path / "run"))
   lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
