@@ -162,7 +162,7 @@ def checked_batch(
   log_ratio = logps - old_logps
   if "penalty" in arrays:
     terms = terms._replace(penalty=masked(arrays.pop("penalty")))
-  terms = terms._replace(**{name: constant(x) for name, x in arrays.items()})  # type: ignore[arg-type]
+  terms = terms._replace(**{name: constant(x) for name, x in arrays.items()})  # type: ignore[arg-type]  # no dual_clip
   shift = terms.log_ratio_shift
   if advantages.ndim == 1:
     advantages = advantages[:, None]

@@ -131,7 +131,7 @@ def method(
     shared = inspect.signature(loss, follow_wrapped=False)
     *arguments, _ = shared.parameters.values()  # without **numbers
     arguments[4:4] = [*_keyword_only(tokens), *of_mean]
-    loss.__signature__ = shared.replace(parameters=arguments)  # type: ignore[attr-defined]
+    loss.__signature__ = shared.replace(parameters=arguments)  # type: ignore[attr-defined]  # for `inspect`
     row = METHODS[name.removesuffix("_loss")] = Method(loss, **facts)
     return loss
 

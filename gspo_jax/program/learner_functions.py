@@ -151,7 +151,7 @@ def learner_functions(
   replicated = sharding.replicated(mesh)
   # The rows of a micro-batch are split.
   by_row = NamedSharding(mesh, PartitionSpec(None, None, *sharding.ROWS))
-  packed = PackedBatch(by_row, replicated)  # type: ignore[arg-type]
+  packed = PackedBatch(by_row, replicated)  # type: ignore[arg-type]  # of shardings
 
   return LearnerFunctions(
     abstract=state,

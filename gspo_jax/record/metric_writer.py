@@ -81,7 +81,7 @@ def _without_torch() -> Iterator[None]:
   """Makes `import torch` fail: tensorboardX would load 470 MiB."""
   hides = "torch" not in sys.modules
   if hides:
-    sys.modules["torch"] = None  # type: ignore[assignment]
+    sys.modules["torch"] = None  # type: ignore[assignment]  # as import allows
   try:
     yield
   finally:

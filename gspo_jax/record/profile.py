@@ -20,7 +20,7 @@ def require_profiler(iterations: tuple[int, ...]) -> None:
   """
   if (
     importlib.util.find_spec("libtpu")
-    and not jax.config.jax_platforms  # type: ignore[attr-defined]
+    and not jax.config.jax_platforms  # type: ignore[attr-defined]  # JAX adds it
     and jax.default_backend() != "tpu"
   ):
     backend = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())

@@ -178,7 +178,7 @@ def load(spec: str, seconds: float, *, tool_format: str = "") -> Tasks:
     game = pickle.loads(base64.b64decode(state))
     return _answer(game, await game.step(response), _roles(make.func))
 
-  is_async = inspect.iscoroutinefunction(make.func.step)  # type: ignore[attr-defined]
+  is_async = inspect.iscoroutinefunction(make.func.step)  # type: ignore[attr-defined]  # `named` saw it
   return [begin, step_async if is_async else step], is_async
 
 

@@ -28,7 +28,7 @@ def make_source(
   if rollout.max_tokens_per_iteration:
     source = PartialRollouts(
       context,
-      context.generate.jitted.empty_samples,  # type: ignore[union-attr]
+      context.generate.jitted.empty_samples,  # type: ignore[union-attr]  # continuous
       functions,
       max_tokens=rollout.max_tokens_per_iteration,
       extra_prompts=context.prompts,

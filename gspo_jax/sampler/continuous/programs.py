@@ -51,7 +51,7 @@ class Programs:
 
   @property
   def mesh(self) -> jax.sharding.Mesh:
-    return self.batch_sharding.mesh  # type: ignore[return-value]
+    return self.batch_sharding.mesh  # type: ignore[return-value]  # of devices
 
   @property
   def records(self) -> bool:
@@ -89,7 +89,7 @@ class Programs:
     """Whether several processes have the same rows."""
     places = self.batch_sharding.devices_indices_map((self.shards,))
     owners = {
-      (part.start, d.process_index)  # type: ignore[attr-defined]
+      (part.start, d.process_index)  # type: ignore[attr-defined]  # of jaxlib
       for d, (part,) in places.items()
     }
     return len(owners) > len({start for start, _ in owners})
