@@ -35,7 +35,6 @@ from gspo_jax.record.checkpoint import Checkpoints, checksums
 from gspo_jax.record.identity import changes, flatten, match
 from gspo_jax.record.metric_writer import LogConfig, MetricWriter
 from gspo_jax.record.progress import Compilations
-from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rollout.batch import (
   ScoredSamples,
   prompts_on_device,
@@ -371,7 +370,7 @@ def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
     curriculum=curriculum,
     generate=sampler.generate,
     tokenizer=experiment.program.tokenizer,
-    reward_pool=pool if isinstance(pool, RewardPool) else None,
+    reward_pool=None if config.rollout.environment else pool,  # type: ignore[arg-type]
     batch_sharding=batch_sharding,
     # Keys on a dedicated sampler's devices, so that they wait for no training.
     rng=sharding.key_beside(batch_sharding, experiment.keys.steps),

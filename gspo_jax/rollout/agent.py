@@ -12,7 +12,7 @@ from collections.abc import Callable
 from gspo_jax.rollout.environment import Question
 from gspo_jax.runtime import spec as specs
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.workers.process import Tasks
+from gspo_jax.workers.pool import Tasks
 
 PREFIX = "openai:"  # of `rollout.environment`, before the agent's name
 BUILT_IN = {

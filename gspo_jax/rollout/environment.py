@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from gspo_jax.data import tool_calls
 from gspo_jax.runtime import errors
 from gspo_jax.runtime import spec as specs
-from gspo_jax.workers.process import Tasks
+from gspo_jax.workers.pool import Tasks
 
 # Role and content; behind them, for the result of a tool call, the name of the
 # function.
