@@ -4,7 +4,6 @@ Token ids have vLLM's names: `return_token_ids` adds `prompt_token_ids` and, to
 a choice, `token_ids`, which include the stop token.
 """
 
-import bisect
 import dataclasses
 import functools
 import json
@@ -17,7 +16,11 @@ from gspo_jax.data import tool_calls
 from gspo_jax.data.tokenizers.base import UNKNOWN, Tokenizer
 from gspo_jax.endpoint.requests import Call, is_text
 from gspo_jax.sampler.continuous.engine import STOP, Generation
-from gspo_jax.sampler.stop_strings import StopStrings, response_text
+from gspo_jax.sampler.stop_strings import (
+  StopFinder,
+  StopStrings,
+  response_text,
+)
 
 
 class Answer:
@@ -42,15 +45,14 @@ class Answer:
     return self._body(made, usage=self._usage())
 
   def new_parts(self) -> Iterator[dict[str, Any]]:
-    """What is new since the last ones, as chunks of a stream; not the end."""
+    """What is new since the last ones, as chunks of a stream."""
     for choice in self.choices:
-      if part := choice.new_part():
+      if part := choice.last_part() or choice.new_part():
         yield self._body([part])
 
   def last_parts(self) -> Iterator[dict[str, Any]]:
     """The rest, when all is sampled."""
-    for choice in self.choices:
-      yield self._body([choice.last_part()])
+    yield from self.new_parts()
     if self.call.include_usage:
       yield self._body([], usage=self._usage())
 
@@ -86,43 +88,41 @@ class Choice:
   tokenizer: Tokenizer
   stop: StopStrings | None  # of the run
   index: int = 0
-  # The tokens up to the first stop string of the call, once there is one.
+  finder: StopFinder | None = None  # of the call's own stop strings
+  finish: str = ""  # as `Generation.finish`, since `read` was called
+  # The tokens up to the first of the call's stop strings, once there is one.
   cut: int | None = None
-  # Of the tokens and of the text, how much the parts had so far.
+  # Of the tokens and of the text, how much was read, and the parts had so far.
+  _read: int = 0
   _tokens: int = 0
   _letters: int = 0
   _start: int = 0  # of the last part
-
-  @property
-  def finish(self) -> str:
-    """Why it ended, as `Generation.finish`."""
-    return self.generation.finish if self.cut is None else STOP
+  _has_ended: bool = False  # whether the last part was made
 
   @property
   def tokens(self) -> list[int]:
     return self.generation.tokens[: self.cut]
 
-  def look(self) -> str:
-    """Ends it at the first of the call's own stop strings; its `finish`."""
-    count, _ = self.generation.progress
-    ids, decode = self.generation.tokens[:count], self.tokenizer.decode
-    count -= bool(ids) and ids[-1] in self.tokenizer.stop_ids
-    stops = lambda end: self._stop_at(decode(ids[:end])) is not None
-    if self.call.stop and self.cut is None and stops(count):
-      self.cut = bisect.bisect_left(range(count), True, key=stops)
-      self.generation.cancelled = True
+  def read(self) -> str:
+    """Reads what is new; its `finish`. A stop string ends the generation."""
+    if self.finish:
+      return self.finish
+    count, self.finish = self.generation.progress
+    first, self._read = self._read, count
+    for i in range(first, count) if self.finder else ():
+      token = self.generation.tokens[i]
+      if token not in self.tokenizer.stop_ids and self.finder.ends_in(token):
+        self.cut, self.finish = i + 1, STOP
+        self.generation.cancelled = True
+        break
     return self.finish
-
-  def _stop_at(self, text: str) -> int | None:
-    """The letters before the first stop string of the call."""
-    at = (text.find(string) for string in self.call.stop)
-    return min((i for i in at if i >= 0), default=None)
 
   @functools.cached_property
   def message(self) -> dict[str, Any]:
     """The assistant's message for `Tokenizer.chat`, when all is sampled."""
     text, calls = self._text, ()
-    if self.call.parses_tools and self.tokenizer.tool_format:
+    # What a stop string cut may be half a call.
+    if self.call.parses_tools and self.tokenizer.tool_format and not self.cut:
       functions = [tool["function"] for tool in self.call.tools]
       parameters = {f["name"]: _types(f) for f in functions}
       parsed = tool_calls.parse(text, self.tokenizer.tool_format, parameters)
@@ -154,29 +154,26 @@ class Choice:
 
   def new_part(self) -> dict[str, Any] | None:
     """What is new since the last one; not the end."""
-    count, finish = self.generation.progress
-    if self.call.parses_tools or finish or self.cut is not None:
-      return None  # a text may be a tool call
+    if self.call.parses_tools or self.finish:
+      return None  # a text may be a call
+    count = self.finder.num_safe() if self.finder else self._read
     first, decode = self._tokens, self.tokenizer.decode
     # Up to three tokens may be the first bytes of a letter.
     for end in range(count, max(first, count - 4), -1):
       # A part is decoded behind the last one: some tokenizers leave out a
       # space before a text.
       text = decode(self.generation.tokens[self._start : end])
-      if not text.endswith((UNKNOWN, *self._beginnings)):
+      if not text.endswith(UNKNOWN):
         before = decode(self.generation.tokens[self._start : first])
         self._start = first
         return self._part(text[len(before) :], end)
     return None
 
-  @functools.cached_property
-  def _beginnings(self) -> tuple[str, ...]:
-    """Of stop strings: no part ends with one, for it may be cut."""
-    stops = self.call.stop
-    return tuple(s[:end] for s in stops for end in range(1, len(s)))
-
-  def last_part(self) -> dict[str, Any]:
-    """The rest, when all is sampled."""
+  def last_part(self) -> dict[str, Any] | None:
+    """The rest, once, when all is sampled."""
+    if not self.finish or self._has_ended:
+      return None
+    self._has_ended = True
     end, finish = len(self.tokens), self._finish()
     if not self.call.parses_tools:
       return self._part(self._text[self._letters :], end, finish)
@@ -209,12 +206,10 @@ class Choice:
 
   @functools.cached_property
   def _text(self) -> str:
-    if self.cut is not None:
-      text = self.tokenizer.decode(self.tokens)
-      return text[: self._stop_at(text)]
-    made = self.generation
-    stopped = made.finish == STOP
-    return response_text(made.tokens, stopped, self.tokenizer, self.stop)
+    if self.finder and self.cut:
+      return self.finder.before(self.tokenizer.decode(self.tokens))
+    stopped = self.finish == STOP
+    return response_text(self.tokens, stopped, self.tokenizer, self.stop)
 
   def _finish(self) -> str:
     if self.call.messages and "tool_calls" in self.message:

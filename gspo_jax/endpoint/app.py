@@ -6,6 +6,7 @@ server; the engine runs in another.
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import json
 import secrets
@@ -26,12 +27,13 @@ from gspo_jax.endpoint.requests import ApiError, Call
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous.engine import ABORT
 from gspo_jax.sampler.samples import SamplerConfig
+from gspo_jax.sampler.stop_strings import StopFinder, bytes_of_ids
 
 T = TypeVar("T")
 MODEL = "policy"  # its name in the API
 # Bytes of a request: so many, and more for each token of the context.
 _MAX_BODY, _MORE_BODY = 1 << 20, 64
-_MOST_OPEN = 64  # requests of one client at once
+_MOST_OPEN = 64  # answers of one client at once
 _SECONDS = 60.0  # to receive a request, and to make token ids of it
 _LOOK = 1.0  # seconds after which a handler looks whether its client has left
 
@@ -43,6 +45,7 @@ class Endpoint:
     self._tokenizer, self._config = tokenizer, config
     self._clients: dict[bytes, Client] = {}
     self._told: set[str] = set()  # fields that the log has named
+    self._token_bytes: list[bytes] = []  # of ids; made when first needed
     post = lambda path, parse: Route(
       path, self._handler(parse), methods=["POST"]
     )
@@ -90,21 +93,12 @@ class Endpoint:
   def _handler(self, parse: Callable) -> Callable:
     async def handle(request: Request) -> Response:
       client = self._client(request)
-      if client.open >= _MOST_OPEN:
-        raise ApiError(
-          f"{client.open} requests are open: expected fewer than {_MOST_OPEN}",
-          code="rate_limit_exceeded",
-          status=429,
-        )
-      client.open += 1
-      try:
+      with _counted(client, 1):
         limit = _MAX_BODY + _MORE_BODY * client.engine.context
         call = parse(await _in_time(_body(request, limit)))
-        self._check(call, client)
-        answer, changed = await self._start(client, call)
-      except BaseException:
-        client.open -= 1
-        raise
+        call = self._checked(call, client)
+        with _counted(client, call.n - 1):
+          answer, changed = await self._start(client, call)
       changes = self._changes(request, client, answer, changed)
       if call.stream:
         events = _events(answer, changes)
@@ -115,8 +109,8 @@ class Endpoint:
 
     return handle
 
-  def _check(self, call: Call, client: Client) -> None:
-    """ApiError for another model, or where the run does not do as asked.
+  def _checked(self, call: Call, client: Client) -> Call:
+    """The call; ApiError for another model, or what the run does not do.
 
     Logs what the run samples otherwise.
     """
@@ -134,6 +128,7 @@ class Endpoint:
         raise requests.wrong("stop", call.stop, expected)
       if call.n > 1:
         raise requests.wrong("n", call.n, "1 in an episode")
+      call = dataclasses.replace(call, stop=())
     for name, value in call.sampling.items():
       own = getattr(self._config, name, None)
       ignored = name not in client.honours
@@ -142,6 +137,7 @@ class Endpoint:
         logging.warning(
           "a client asks for %s=%s: the run's sampling stays", name, value
         )
+    return call
 
   async def _start(self, client: Client, call: Call):
     """The answer, whose tokens are now sampled, and the event of a change."""
@@ -157,15 +153,22 @@ class Endpoint:
         loop.call_soon_threadsafe(changed.set)
 
     made = [client.sample(call, prompt, notify, i) for i in range(call.n)]
-    stop = self._config.stop
+    client.open += call.n
     choices = [
-      Choice(call, generation, self._tokenizer, stop, i)
+      Choice(call, generation, self._tokenizer, self._config.stop, i)
       for i, generation in enumerate(made)
     ]
+    for choice in choices if call.stop else ():
+      choice.finder = StopFinder(call.stop, self._token_bytes)
     return Answer(call, choices, MODEL, text), changed
 
   def _prompt(self, client: Client, call: Call) -> tuple[list[int], str]:
     """The ids of a prompt; and of messages, the template's text."""
+    if call.stop and not self._token_bytes:
+      try:
+        self._token_bytes = bytes_of_ids(self._tokenizer)
+      except UserError as error:
+        raise ApiError(f"stop: {error}", param="stop") from error
     if isinstance(call.prompt, str) and not call.messages:
       return self._tokenizer.encode(call.prompt), ""
     if not call.messages:
@@ -181,9 +184,8 @@ class Endpoint:
     """Yields after each change until the answer is whole, and records it."""
     choices = answer.choices
     try:
-      while "" in (ends := [choice.look() for choice in choices]):
-        if ABORT not in ends:
-          yield
+      while "" in (ends := {c.read() for c in choices}) and ABORT not in ends:
+        yield
         with contextlib.suppress(TimeoutError):
           await asyncio.wait_for(changed.wait(), _LOOK)
         changed.clear()
@@ -200,7 +202,7 @@ class Endpoint:
         client.gave_up(choice.generation)
       raise
     finally:
-      client.open -= 1
+      client.open -= len(choices)
 
   def _record(self, client: Client, answer: Answer, choice: Choice) -> None:
     # Of a choice that was cut, the client does not have all tokens.
@@ -212,6 +214,22 @@ class Endpoint:
         [*choice.generation.prompt, *choice.generation.tokens],
         answer.prompt_text,
       )
+
+
+@contextlib.contextmanager
+def _counted(client: Client, count: int):
+  """Counts open requests of a client; ApiError if they become too many."""
+  if client.open + count > _MOST_OPEN:
+    raise ApiError(
+      f"{client.open} requests are open: expected fewer than {_MOST_OPEN}",
+      code="rate_limit_exceeded",
+      status=429,
+    )
+  client.open += count
+  try:
+    yield
+  finally:
+    client.open -= count
 
 
 async def _in_time(work: Awaitable[T]) -> T:

@@ -43,7 +43,7 @@ _ONLY = {
   "prompt_logprobs": (0,),
   "use_beam_search": (False,),
 }
-_MOST_ANSWERS, _MOST_STOPS = 64, 16
+_MOST_ANSWERS, _MOST_STOPS, _LONGEST_STOP = 64, 16, 256
 _ROLES = "system", "developer", "user", "assistant", "tool"
 
 
@@ -165,12 +165,16 @@ def _common(body: Any) -> dict:
   if not (
     isinstance(stop, list)
     and len(stop) <= _MOST_STOPS
-    and all(isinstance(s, str) and s for s in stop)
+    and all(isinstance(s, str) and 0 < len(s) <= _LONGEST_STOP for s in stop)
   ):
-    raise wrong("stop", stop, f"a text, or a list of at most {_MOST_STOPS}")
+    raise wrong(
+      "stop",
+      stop,
+      f"a text, or at most {_MOST_STOPS}, of 1 to {_LONGEST_STOP} letters",
+    )
   n = 1 if body.get("n") is None else body["n"]
   if type(n) is not int or not 1 <= n <= _MOST_ANSWERS:
-    raise wrong("n", n, f"1 to {_MOST_ANSWERS}")
+    raise wrong("n", n, f"a whole number from 1 to {_MOST_ANSWERS}")
   options = body.get("stream_options") or {}
   if not isinstance(options, dict):
     raise wrong("stream_options", options, "an object")

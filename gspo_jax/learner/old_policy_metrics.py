@@ -19,7 +19,7 @@ def old_policy_metrics(
 ) -> Metrics:
   """Metrics of the old policy; `out` is its forward pass over the batch.
 
-  None for a batch without the sampler's log-probs.
+  Empty for a batch without the sampler's log-probs.
   `mismatch/*` is the recomputed log-prob minus the sampler's. In bfloat16 it
   can exceed GSPO's clip range, so it is measured also if the sampler's
   log-probs are the old ones. `moe/dropped` is a mean over the micro-batches

@@ -81,6 +81,48 @@ class StopStrings:
     return min(int(token), len(self.token_bytes) - 1)
 
 
+class StopFinder:
+  """Finds where the first of some strings ends, one token after another.
+
+  For the host. `token_bytes` has what each id adds to a text, and at last what
+  all others add.
+  """
+
+  def __init__(self, strings: Sequence[str], token_bytes: Sequence[bytes]):
+    self._strings = [string.encode() for string in strings]
+    self._token_bytes, self._text = token_bytes, b""
+    self._longest = max(map(len, self._strings))
+    self._lengths: list[int] = []  # of the tokens, in bytes
+    self._cut = 0  # letters from the string on
+
+  def ends_in(self, token: int) -> bool:
+    """Reads the next token; whether a string ends in it."""
+    new = self._token_bytes[min(token, len(self._token_bytes) - 1)]
+    self._lengths.append(len(new))
+    text = self._text[-self._longest :] + new
+    at = [i for s in self._strings if (i := text.find(s)) >= 0]
+    self._text = text
+    self._cut = len(text[min(at) :].decode(errors="replace")) if at else 0
+    return bool(at)
+
+  def before(self, text: str) -> str:
+    """The text of the tokens up to the string that was found."""
+    return text[: len(text) - self._cut]
+
+  def num_safe(self) -> int:
+    """Tokens in which no string can begin that has not ended."""
+    held, count = 0, len(self._lengths)
+    while count and held < self._longest - 1:
+      count -= 1
+      held += self._lengths[count]
+    return count
+
+
+def bytes_of_ids(tokenizer: Tokenizer) -> list[bytes]:
+  """`Tokenizer.token_bytes`, and at last those of ids that it does not have."""
+  return [*tokenizer.token_bytes(), UNKNOWN.encode()]
+
+
 @functools.lru_cache(maxsize=4)
 def build(strings: tuple[str, ...], tokenizer: Tokenizer) -> StopStrings:
   """Builds StopStrings from at least one string, none of them empty.
@@ -88,7 +130,7 @@ def build(strings: tuple[str, ...], tokenizer: Tokenizer) -> StopStrings:
   UserError if the tokens' bytes are unknown, or the table is too large.
   """
   with prefixed(f"sampler.stop={strings!r}"):
-    token_bytes = [*tokenizer.token_bytes(), UNKNOWN.encode()]
+    token_bytes = bytes_of_ids(tokenizer)
   step, ends = _automaton(strings)
   A = len(step)
   dtype = np.min_scalar_type(2 * A - 1)

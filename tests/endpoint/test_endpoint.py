@@ -13,8 +13,10 @@ from scripted import CONTEXT, Scripted, make_tokenizer
 from gspo_jax.endpoint import transcript
 from gspo_jax.endpoint.answers import Answer, Choice
 from gspo_jax.endpoint.requests import Call
+from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.continuous.engine import ABORT, LENGTH, STOP, Generation
 from gspo_jax.sampler.samples import SamplerConfig
+from gspo_jax.sampler.stop_strings import StopFinder, bytes_of_ids
 
 openai = pytest.importorskip("openai")
 app = pytest.importorskip("gspo_jax.endpoint.app")
@@ -193,10 +195,10 @@ def test_parts_are_of_one_moment_while_more_is_sampled(tokenizer, tools):
   call = Call([user("q")], tools=tools, parses_tools=bool(tools), **options)
   choice, parts = Choice(call, made, Growing(), None), []
   answer = Answer(call, [choice], "policy")
-  while not made.finish:
+  while not choice.read():
     parts += answer.new_parts()
     choice.tokenizer.decode([])
-  parts += [*answer.new_parts(), *answer.last_parts()]
+  parts += answer.last_parts()
   choices = [part["choices"][0] for part in parts]
   assert [i for c in choices for i in c["token_ids"]] == ids
   said = lambda c: c["delta"]["content"] or ""
@@ -223,6 +225,7 @@ def test_a_stream_decodes_each_token_a_few_times(tokenizer):
   choice = Choice(call, made, Counting(), None)
   for i in range(100):
     made.add(tokenizer.encode("abcdefgh") * 8, [0.0] * 64, LENGTH * (i == 99))
+    choice.read()
     assert bool(choice.new_part()) == (i < 99)
   assert choice.last_part()
   assert decoded < 5 * 6400
@@ -398,31 +401,35 @@ def test_a_request_has_n_answers_of_which_each_ends_at_its_stop(
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_no_part_goes_beyond_a_stop_string(tokenizer, size):
-  rng, options = random.Random(size), {"stream": True, "return_token_ids": True}
+  """Though more tokens come between a look and the parts."""
+  rng, ends = random.Random(size), []
+  options = {"stream": True, "return_token_ids": True}
   for _ in range(40):
-    text = "".join(rng.choices("ab中 ", k=30))
-    stop = tuple(
-      "".join(rng.choices("ab中 ", k=rng.randint(1, 5))) for _ in range(3)
-    )
-    ids = tokenizer.encode(text)
-    call = Call([user("q")], stop=stop, **options)
-    choice = Choice(call, Generation([5], len(ids)), tokenizer, None)
-    parts = []
-    for i in range(0, len(ids), size):
-      last = LENGTH * (i + size >= len(ids))
-      choice.generation.add(ids[i : i + size], [], last)
-      choice.look()
-      parts += filter(None, [choice.new_part()])
-      if choice.finish:
+    draw = lambda k: "".join(rng.choices("ab中 ", k=k))
+    text, stop = draw(30), tuple(draw(rng.randint(1, 5)) for _ in range(3))
+    ids, call = tokenizer.encode(text), Call([user("q")], stop=stop, **options)
+    finder = StopFinder(stop, bytes_of_ids(tokenizer))
+    choice = Choice(call, Generation([5], 99), tokenizer, None, finder=finder)
+    parts, pieces = [], [ids[i : i + size] for i in range(0, len(ids), size)]
+    while pieces:
+      choice.generation.add(pieces.pop(0), [], "" if pieces else LENGTH)
+      if choice.read():
         break
+      if pieces:
+        choice.generation.add(pieces.pop(0), [], "" if pieces else LENGTH)
+      parts += filter(None, [choice.new_part()])
+    choice.read()
     parts.append(choice.last_part())
-    ends = [i for s in stop if (i := text.find(s)) >= 0]
+    beginnings = [text[:i] for i in range(len(text))]
+    end = next((len(t) for t in beginnings if t.endswith(stop)), None)
+    ends.append(end)
+    found = [text[:end].find(s) for s in stop if s in text[:end]] if end else []
     said = "".join(part["delta"]["content"] for part in parts)
-    assert said == text[: min(ends, default=None)]
-    assert parts[-1]["finish_reason"] == (STOP if ends else LENGTH)
-    assert choice.cut is None or not any(
-      s in tokenizer.decode(choice.tokens[:-1]) for s in stop
-    )
+    assert said == text[: min(found, default=None)]
+    assert parts[-1]["finish_reason"] == (STOP if end else LENGTH)
+    assert tokenizer.decode(choice.tokens) == text[:end]
+  assert None in ends
+  assert len({*ends}) > 9
 
 
 def test_what_a_stop_string_cut_is_encoded_anew(ask, tokenizer):
@@ -435,6 +442,46 @@ def test_what_a_stop_string_cut_is_encoded_anew(ask, tokenizer):
   chat(client, history)
   assert said == "yes"
   assert engine.made[1].prompt == tokenizer.chat(history)
+
+
+def test_a_tool_call_that_a_stop_string_cut_is_text(ask):
+  engine, client = ask
+  engine.texts = [CALL]
+  options = {"tools": [CALC], "stop": "</tool_call>"}
+  (choice,) = chat(client, [user("a")], **options).choices
+  assert choice.finish_reason == "stop"
+  assert choice.message.content == CALL.removesuffix("</tool_call>")
+
+
+def test_a_completion_has_n_choices_with_the_ids_of_each(ask, tokenizer):
+  engine, client = ask
+  engine.texts = ["a", "bc"]
+  answer = client.completions.create(model="policy", prompt="q", n=2, **IDS)
+  stop = [*tokenizer.stop_ids]
+  for choice, text in zip(answer.choices, ("a", "bc"), strict=True):
+    assert choice.token_ids == [*tokenizer.encode(text), *stop]
+    assert choice.prompt_token_ids == tokenizer.encode("q")
+    assert choice.text == text
+
+
+def test_a_training_run_leaves_its_own_stop_string_in_the_text(tokenizer):
+  """A call that names it goes on as one that does not."""
+  stop = stop_strings.build((".",), tokenizer)
+  config = SamplerConfig(stop_ids=tokenizer.stop_ids, stop=stop)
+  endpoint = app.Endpoint(tokenizer, config)
+  client = app.Client(engine := Scripted(tokenizer), tokenizer)
+  client.honours, engine.texts = (), ["yes.", "b"]
+  with (
+    server.Server(endpoint.app) as s,
+    connected(endpoint, s.url, client) as api,
+  ):
+    said = chat(api, [user("a")], stop=["."]).choices[0].message
+    history = [user("a"), {"role": "assistant", "content": said.content}]
+    chat(api, [*history, user("c")], stop=["."])
+  first, second = engine.made
+  assert said.content == "yes."
+  begin = [*first.prompt, *first.tokens]
+  assert second.prompt[: len(begin)] == begin
 
 
 @pytest.mark.parametrize(
@@ -500,10 +547,12 @@ def wait_for(condition, seconds=10):
 def test_a_request_whose_client_leaves_is_cancelled(endless, stream):
   engine, client, api = endless
   with contextlib.suppress(openai.APITimeoutError):
-    made = chat(api.with_options(timeout=0.3), [user("a")], stream=stream)
+    api = api.with_options(timeout=0.3)
+    made = chat(api, [user("a")], stream=stream, n=2)
     next(iter(made))
     made.close()
-  wait_for(lambda: engine.made[0].cancelled and client.open == 0)
+  wait_for(lambda: client.open == 0)
+  assert [made.cancelled for made in engine.made] == [True, True]
 
 
 def test_a_client_has_so_many_requests_at_once(endless, monkeypatch):
@@ -555,8 +604,9 @@ def test_one_connection_too_many_or_idle_is_closed(
 
 def test_an_answer_when_the_engine_ends_is_an_error(endless):
   engine, _, api = endless
-  with chat(api, [user("a")], stream=True) as made:
+  with chat(api, [user("a")], stream=True, n=2) as made:
     parts = iter(made)
+    next(parts)
     next(parts)
     engine.made[-1].add([], [], ABORT)
     with pytest.raises(openai.APIError, match="no more requests"):

@@ -426,9 +426,10 @@ class Engine:
       if request.owner.row in ended:
         scheduler.cancel(request)
         self._end(request, [], [], ABORT)
-    left = []
+    left: list[Generation] = []
     for generation in new:
-      if generation.row is None and not self._choose_row(generation):
+      # Where one found no row, the next ones would find none.
+      if generation.row is None and (left or not self._choose_row(generation)):
         left.append(generation)
       else:
         assert generation.row is not None

@@ -107,7 +107,7 @@ class Programs:
   def to_devices(self, tree: Tree) -> Tree:
     """Global arrays from the rows of this host's own shards, joined."""
     if len(self.batch_sharding.device_set) == 1:
-      return tree
+      return tree  # NumPy arrays, which nobody may write to afterwards
 
     def put(x):
       n = len(x) // len(self.own)
