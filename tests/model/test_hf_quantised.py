@@ -113,6 +113,12 @@ def make(folder, plain, config=FP8):
   return stored, meant
 
 
+@pytest.fixture
+def in_blocks(plain, tmp_path):
+  """A folder with scales of blocks, its tensors, and what they mean."""
+  return tmp_path / "quantised", *make(tmp_path / "quantised", plain)
+
+
 def load_floats(folder, meant, cfg=CFG):
   folder.mkdir()
   write(folder / "model.safetensors", meant)
@@ -199,11 +205,10 @@ def test_parts_of_a_quantised_matrix_have_their_scales(cfg, tmp_path):
 
 
 def test_a_bucket_sends_each_byte_of_a_quantised_folder_once(
-  plain, tmp_path, monkeypatch
+  in_blocks, tmp_path, monkeypatch
 ):
   """Of scales, a row that two parts of a matrix share may be sent twice."""
-  folder = tmp_path / "quantised"
-  stored, meant = make(folder, plain)
+  folder, stored, meant = in_blocks
   params = load_floats(tmp_path / "floats", meant)
   sent, read = [], TensorFile.read
 
@@ -370,12 +375,11 @@ def add_multi_token_prediction(folder, stored):
   ("dtype", "scheme"), [("bfloat16", ""), ("float32", "file://")]
 )
 def test_multi_token_prediction_is_carried_over(
-  dtype, scheme, plain, tmp_path, monkeypatch, capsys
+  dtype, scheme, in_blocks, tmp_path, monkeypatch, capsys
 ):
   opened = lambda path: TensorFile(f"{scheme}{path}")
   monkeypatch.setattr(hf_tensors, "_open", opened)
-  folder, out = tmp_path / "like", tmp_path / "out"
-  stored, _ = make(folder, plain)
+  (folder, stored, _), out = in_blocks, tmp_path / "out"
   added = add_multi_token_prediction(folder, stored)
   params = hf.load_hf(folder, CFG)
   assert capsys.readouterr().out == (
@@ -412,9 +416,8 @@ def test_a_folder_without_tensors_has_nothing_to_carry_over(plain, tmp_path):
   assert tensors_of(out).keys() == tensors_of(plain).keys()
 
 
-def test_a_layer_too_many_is_no_multi_token_prediction(plain, tmp_path):
-  folder = tmp_path / "quantised"
-  stored, _ = make(folder, plain)
+def test_a_layer_too_many_is_no_multi_token_prediction(in_blocks):
+  folder, stored, _ = in_blocks
   stored[f"{MTP}input_layernorm.weight"] = np.ones(200, np.float32)
   stored["vision.mtp.norm"] = np.ones(200, np.float32)
   write(folder / "model.safetensors", stored)
@@ -437,11 +440,8 @@ def test_a_layer_too_many_is_no_multi_token_prediction(plain, tmp_path):
     (np.ones((2, 2), np.uint8), "U8 (2, 2)"),
   ],
 )
-def test_scales_that_are_missing_or_wrong_are_named(
-  change, words, plain, tmp_path
-):
-  folder = tmp_path / "quantised"
-  stored, _ = make(folder, plain)
+def test_scales_that_are_missing_or_wrong_are_named(change, words, in_blocks):
+  folder, stored, _ = in_blocks
   name = "model.layers.1.mlp.experts.3.down_proj.weight"
   scales = stored.pop(f"{name}_scale_inv")
   assert scales.shape == (2, 2)
@@ -471,13 +471,11 @@ def test_a_wrong_scale_of_4_bit_experts_is_named():
   )
 
 
-def test_a_shape_that_is_not_that_of_its_bytes_is_damage(plain, tmp_path):
-  folder = tmp_path / "quantised"
-  make(folder, plain)
-  path = folder / "model.safetensors"
+def test_a_shape_that_is_not_that_of_its_bytes_is_damage(in_blocks):
+  path = in_blocks[0] / "model.safetensors"
   data = path.read_bytes()
   path.write_bytes(data.replace(b'"shape": [200]', b'"shape": [201]', 1))
-  message = error_message(lambda: hf.load_hf(folder, CFG))
+  message = error_message(lambda: hf.load_hf(path.parent, CFG))
   assert f"{path}: damaged or truncated: ValueError: model." in message
   assert message.endswith("shape takes 804 bytes, the file has 800")
 
