@@ -4,15 +4,15 @@ import itertools
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from byte_samples import samples_of
 
 from gspo_jax.data import pipeline, prompt_batch, tokenizers
 from gspo_jax.evaluate import held_out
 from gspo_jax.rewards.pool import PendingRewards, Rewards
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.sampler.samples import SamplerConfig, Samples, SamplingParams
+from gspo_jax.sampler.samples import SamplerConfig, SamplingParams
 from gspo_jax.tasks.chain import Chain
 
 BYTES = tokenizers.load("bytes")
@@ -91,17 +91,6 @@ class ScriptedSampler:
       for answer, x in zip(answers, right, strict=True)
     ]
     return samples_of(list(itertools.chain(*pairs)))
-
-
-def samples_of(responses, width=8):
-  tokens = np.zeros((len(responses), width), np.int32)
-  lengths = np.zeros(len(responses), np.int32)
-  for i, text in enumerate(responses):
-    ids = [*BYTES.encode(text), *BYTES.stop_ids]
-    tokens[i, : len(ids)], lengths[i] = ids, len(ids)
-  zeros = np.zeros_like(tokens, np.float32)
-  samples = Samples(tokens, zeros, lengths, lengths > 0, np.int32(width))
-  return jax.tree.map(jnp.asarray, samples)
 
 
 @pytest.mark.parametrize("shards", [1, 4, 25])

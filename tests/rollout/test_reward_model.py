@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from byte_samples import samples_of
 from safetensors.numpy import load_file, save_file
 
 from gspo_jax import model
@@ -24,7 +25,7 @@ from gspo_jax.rollout import scoring
 from gspo_jax.rollout.reward_model import RewardModel
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.samples import FinishedResponse, Samples
+from gspo_jax.sampler.samples import FinishedResponse
 
 BYTES = tokenizers.load("bytes")
 PROMPTS = prompt_batch.PromptConfig(BYTES, 64, "Add.", "{problem} Go: ")
@@ -218,21 +219,10 @@ def test_a_plan_counts_its_weights(folder, scorer, debug_config):
     )
 
 
-def samples_of(texts, width=160):
-  tokens = np.full((len(texts), width), ord("9"), np.int32)
-  lengths = np.zeros(len(texts), np.int32)
-  for i, text in enumerate(texts):
-    ids = [*BYTES.encode(text), *BYTES.stop_ids]
-    tokens[i, : len(ids)], lengths[i] = ids, len(ids)
-  zeros = np.zeros_like(tokens, np.float32)
-  samples = Samples(tokens, zeros, lengths, lengths > 0, np.int32(width))
-  return jax.tree.map(jnp.asarray, samples)
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 def test_rewards_are_a_sum_of_rules_and_the_model(scorer, scores, streamed):
   names = ("model:somewhere", "final_answer")
-  samples = samples_of(TEXTS)
+  samples = samples_of(TEXTS, width=160)
   batch = pipeline.take(PROBLEMS, PROMPTS, 2)
   with RewardPool(names, (0.5, 2.0), workers=1, model=scorer) as pool:
     if streamed:
@@ -257,7 +247,7 @@ def test_rewards_are_a_sum_of_rules_and_the_model(scorer, scores, streamed):
 def test_a_model_may_be_the_only_reward(folder, tmp_path, scores):
   """And a failure of it gets no more than the others of its group."""
   linked(folder, tmp_path, max_position_embeddings=60)
-  samples = samples_of(TEXTS)
+  samples = samples_of(TEXTS, width=160)
   batch = pipeline.take(PROBLEMS, PROMPTS, 2)
   responses = scoring.decode_responses(samples, batch, BYTES)
   names = (f"model:{tmp_path}",)

@@ -3,10 +3,10 @@
 from concurrent import futures
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from byte_samples import samples_of
 
 from gspo_jax.data import pipeline, prompt_batch, tokenizers
 from gspo_jax.data.problem import Problem
@@ -39,18 +39,6 @@ def pool():
 def batch_of(problems):
   cfg = prompt_batch.PromptConfig(BYTES, 16)
   return pipeline.take(problems, cfg, len(problems))
-
-
-def samples_of(responses, width=8):
-  """Samples of these responses, with garbage after the stop token."""
-  tokens = np.full((len(responses), width), ord("9"), np.int32)
-  lengths = np.zeros(len(responses), np.int32)
-  for i, text in enumerate(responses):
-    ids = [*BYTES.encode(text), *BYTES.stop_ids]
-    tokens[i, : len(ids)], lengths[i] = ids, len(ids)
-  zeros = np.zeros_like(tokens, np.float32)
-  samples = Samples(tokens, zeros, lengths, lengths > 0, np.int32(width))
-  return jax.tree.map(jnp.asarray, samples)
 
 
 def test_the_text_of_a_response_ends_before_its_stop_token():
