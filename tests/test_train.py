@@ -50,9 +50,10 @@ def share(workdir, cold_start):
     link.symlink_to(cold_start)
 
 
-def config_of(*, cold_start=None, **overrides):
+def config_of(*, cold_start=None, layers=1, **overrides):
   """The debug config; __ in a keyword stands for a dot."""
   config = tiny_cpu.get_config("debug")
+  config.model.num_layers = layers
   config.update_from_flattened_dict(
     {key.replace("__", "."): value for key, value in overrides.items()}
   )
@@ -68,6 +69,8 @@ def program_key(config):
     del keys["data"][name]
   del keys["eval"]["every"]
   del keys["rollout"]["max_staleness"]
+  distillation = keys["objective"]["distillation"]
+  distillation["teachers"] = len(distillation["teachers"])  # one model
   return repr(keys)
 
 
@@ -170,7 +173,11 @@ def finish(process, code=0):
 def final_state(build_once, workdir, **overrides):
   """The step and the arrays of the last checkpoint, as a resume reads them."""
   mesh = sharding.make_mesh(None)
-  learner = build_once(parse(config_of(**overrides)), mesh).learner
+  saved = json.loads((workdir / "run_config.json").read_text())
+  # `start` runs the file, which has two layers.
+  layers = saved["model"].get("num_layers", 2)
+  config = config_of(layers=layers, **overrides)
+  learner = build_once(parse(config), mesh).learner
   fields = vars(learner.abstract).items()
   trained = {k: x for k, x in fields if x is not None and k != "step"}
   with Checkpoints(workdir / "checkpoints", keep=9) as checkpoints:

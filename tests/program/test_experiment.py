@@ -19,7 +19,6 @@ from gspo_jax.program.config import parse
 from gspo_jax.record.identity import flatten
 from gspo_jax.record.identity import match as require_match
 from gspo_jax.rollout.config import RolloutConfig
-from gspo_jax.rollout.context import iteration_keys
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 
@@ -156,12 +155,6 @@ def test_texts_longer_than_a_model_takes_are_named(
   assert f" {width - 1} (max_position_embeddings, " in short[0]
   assert warnings(max_position_embeddings=4, rope_parameters=yarn) == []
   assert warnings(max_position_embeddings=None) == []
-
-
-def test_every_iteration_has_its_keys():
-  rng = jax.random.key(0)
-  keys = [k for step in (1, 2) for k in iteration_keys(rng, step)]
-  assert len({tuple(jax.random.key_data(k).tolist()) for k in keys}) == 4
 
 
 def test_programs_of_the_policy_can_read_no_file_of_the_run(

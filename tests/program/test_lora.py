@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from etils import epath
 
-from gspo_jax import model
 from gspo_jax.configs import tiny_cpu
 from gspo_jax.model import hf, lora
 from gspo_jax.program import load_params
@@ -233,14 +232,3 @@ def test_other_weights_below_are_refused(run, tmp_path):
     epath.Path(folder / "base").rmtree()
     with pytest.raises(UserError, match=r"model.checkpoint='': expected"):
       load(changed)
-
-
-def test_without_adapters_a_policy_is_its_weights():
-  config = config_of(**{"model.lora.rank": 0})
-  program = program_of(config)
-  assert program.abstract_policy is program.abstract_params
-  assert program.new_policy(params := object()) is params
-  state = program.learner.abstract
-  assert state.base is None
-  assert state.policy is state.params
-  assert model.lora.merge(state.params, None) is state.params

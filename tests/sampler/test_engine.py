@@ -148,16 +148,6 @@ def test_a_seed_repeats_a_response():
   assert large == first
 
 
-def test_a_request_that_arrives_while_others_decode_changes_none():
-  with opened() as e:
-    made = []
-    for prompt in PROMPTS:
-      made.append(ask(e, prompt))
-      step(e)
-    run(e, *made)
-  assert [g.tokens for g in made] == [tokens for tokens, _ in expected()]
-
-
 def prefilled(monkeypatch):
   """Counts the tokens that engines prefill from now on."""
   count, queue = [0], Engine._prefill_queue

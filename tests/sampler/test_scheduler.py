@@ -537,15 +537,6 @@ def test_a_prefix_without_tokens_is_an_error():
     scheduled(SMALL, [5, 0], [0, 1], [8] * 2)
 
 
-def test_a_shard_without_requests_takes_part_in_each_round():
-  scheduler = Scheduler(SMALL, 4)
-  assert scheduler.done
-  assert not scheduler.admit().new.any()
-  segment = scheduler.allocate_pages()
-  assert not segment.active.any()
-  scheduler.apply_results(np.zeros(2), segment.active)
-
-
 def test_a_request_without_room_evicts_nothing():
   """And one of an episode that has begun starts before new ones."""
   sizes = sizes_of(num_pages=6, max_prompt_length=12)
