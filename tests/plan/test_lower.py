@@ -15,6 +15,7 @@ from gspo_jax.sampler.samples import Prompts
 
 def built(config, **sizes):
   config.data.prompts = config.learner.micro_batch_size = 8
+  config.model.num_layers = 1
   return build_program(
     parse(config), sharding.make_mesh(jax.devices()[:4], **sizes)
   )
