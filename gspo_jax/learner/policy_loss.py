@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from gspo_jax import losses, model
 from gspo_jax.learner import (
-  old_policy_metrics,
-  routing_metrics,
+  policy_metrics,
   train_batch,
   train_step,
 )
@@ -62,8 +61,8 @@ def policy_loss(
     use_own_experts=None if objective.replay == "r3" else is_old_policy,
     router_losses=objective.has_router_losses,
   )
-  old_metrics = old_policy_metrics.old_policy_metrics(out, batch, cfg)
-  gap, has_tokens = old_policy_metrics.sequence_log_ratio(
+  old_metrics = policy_metrics.old_policy_metrics(out, batch, cfg)
+  gap, has_tokens = policy_metrics.sequence_log_ratio(
     out.logps, batch.old_logps, batch
   )
   first_gap = Std.about_zero(jnp.expm1(gap), has_tokens)
@@ -264,7 +263,7 @@ def loss_per_token(
 def _router_shift(out: TokenLogprobs, batch: TrainBatch) -> jax.Array:
   assert batch.router_logps is not None
   new = _rows_first(out.router_logps)
-  return routing_metrics.shift(new, batch.router_logps)
+  return policy_metrics.router_shift(new, batch.router_logps)
 
 
 def _rows_first(x: jax.Array | None) -> jax.Array:
@@ -282,7 +281,9 @@ def _routing_metrics(
   metrics: Metrics = {"moe/router_shift_ratio": Mean.of(ratio, mask)}
   if objective.replay == "none":  # a replay uses the old experts
     assert batch.experts is not None
-    flips = routing_metrics.flips(_rows_first(out.experts), batch.experts, mask)
-    metrics["moe/expert_flip_rate"] = routing_metrics.over_layers(flips)
+    flips = policy_metrics.expert_flips(
+      _rows_first(out.experts), batch.experts, mask
+    )
+    metrics["moe/expert_flip_rate"] = policy_metrics.over_layers(flips)
     metrics["moe/layer_flip_rate"] = flips
   return metrics

@@ -32,11 +32,10 @@ from gspo_jax.losses.batch import (
   token_mean,
 )
 from gspo_jax.losses.kl import kl_penalty
-from gspo_jax.losses.methods import METHODS, Method
+from gspo_jax.losses.methods import METHODS, Method, Surrogate, reduce
 from gspo_jax.losses.metrics import EDGES, Histogram, Mean, Metric, Metrics, Std
 from gspo_jax.losses.mismatch import mismatch_weights, off_policy_mask
 from gspo_jax.losses.policy import *  # noqa: F403
-from gspo_jax.losses.surrogate import Surrogate, reduce
 from gspo_jax.losses.terms import NO_TERMS, Terms, router_log_weight
 from gspo_jax.losses.value import value_loss
 

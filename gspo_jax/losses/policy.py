@@ -15,8 +15,7 @@ from gspo_jax.losses.batch import (
   sum_mean,
   token_mean,
 )
-from gspo_jax.losses.methods import METHODS, method
-from gspo_jax.losses.surrogate import Surrogate
+from gspo_jax.losses.methods import METHODS, Surrogate, method
 from gspo_jax.losses.terms import router_log_weight
 
 

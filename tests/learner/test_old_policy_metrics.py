@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gspo_jax import model
-from gspo_jax.learner import old_policy_metrics, train_batch
+from gspo_jax.learner import policy_metrics, train_batch
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.losses import EDGES
 from gspo_jax.sampler.samples import Prompts
@@ -43,7 +43,7 @@ def inputs():
 @pytest.fixture(scope="module")
 def metrics(inputs):
   batch, out = inputs
-  return old_policy_metrics.old_policy_metrics(out, batch, CFG)
+  return policy_metrics.old_policy_metrics(out, batch, CFG)
 
 
 def test_metrics_of_the_routing(inputs, metrics):
