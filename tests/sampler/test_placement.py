@@ -151,7 +151,7 @@ def test_a_response_moves_with_its_pages():
   assert two.num_free_pages == free - 3
   assert (two.num_visitors, two.num_active) == (1, 2)
   for generated in (4, 6):
-    segment = two.allocate_pages()
-    two.apply_results(np.array([generated] * 2), segment.active)
-  assert segment.active.tolist() == [False, True]  # the newer one stays
+    _, active = two.allocate_pages()
+    two.apply_results(np.array([generated] * 2), active)
+  assert active.tolist() == [False, True]  # the newer one stays
   assert two.num_waiting == 1

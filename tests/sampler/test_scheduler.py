@@ -127,7 +127,7 @@ class SimulatedDevices:
     if self.scheduler.num_waiting:
       self.left_idle = max(self.left_idle, idle - len(new))
     assert len(new) <= idle
-    self.apply_pages(self.scheduler.allocate_pages(), new)
+    self.apply_pages(*self.scheduler.allocate_pages(), new)
     self.decode()
     while self.look_ahead and self.plan_ahead():
       self.decode()
@@ -138,13 +138,16 @@ class SimulatedDevices:
     if not self.scheduler.can_look_ahead or not self.scheduler.may_go_on:
       return False
     self.planned_ahead += 1
-    planned, before = self.scheduler.allocate_pages(), self.response.copy()
-    np.testing.assert_array_equal(planned.active, before != EMPTY)
-    for slot in np.flatnonzero(planned.active):
+    (table, active), before = (
+      self.scheduler.allocate_pages(),
+      self.response.copy(),
+    )
+    np.testing.assert_array_equal(active, before != EMPTY)
+    for slot in np.flatnonzero(active):
       self.hold(slot, start=self.begun[slot], segments=2)
     self.apply_results()
     # A slot that has just finished decodes nothing, whatever its pages are.
-    self.table = np.where((self.response == EMPTY)[:, None], 0, planned.table)
+    self.table = np.where((self.response == EMPTY)[:, None], 0, table)
     self.check_pages()
     return True
 
@@ -196,12 +199,12 @@ class SimulatedDevices:
       self.starts.append(response)
     return started
 
-  def apply_pages(self, segment, new):
-    preempted = (self.response != EMPTY) & ~segment.active
-    assert not (segment.active & (self.response == EMPTY)).any()
+  def apply_pages(self, table, active, new):
+    preempted = (self.response != EMPTY) & ~active
+    assert not (active & (self.response == EMPTY)).any()
     if preempted.any():
       lost = self.response[preempted].tolist()
-      kept = self.response[segment.active].tolist()
+      kept = self.response[active].tolist()
       assert not set(lost) & set(new)
       # The newest are preempted, and never all.
       oldest_lost = min(self.ages[response] for response in lost)
@@ -209,7 +212,7 @@ class SimulatedDevices:
       self.preempted += [self.ages.pop(response) for response in sorted(lost)]
       for slot in np.flatnonzero(preempted):
         self.clear(slot)
-    self.table = segment.table
+    self.table = table
     for slot in np.flatnonzero(self.response != EMPTY):
       self.hold(slot, start=self.generated[slot], segments=1)
     self.check_pages()
@@ -395,7 +398,7 @@ def test_no_slot_reads_a_row_that_is_written_in_the_same_round():
   while not scheduler.done:
     prefills, rows = admitted(scheduler)
     rounds.append(([(p, *rest) for p, _, *rest in prefills], rows))
-    active = scheduler.allocate_pages().active
+    _, active = scheduler.allocate_pages()
     scheduler.apply_results([3, 3], ~active)
   first, second = 1, 0
   assert rounds == [
@@ -411,7 +414,7 @@ def test_no_segment_is_planned_ahead_while_responses_wait():
   scheduler = scheduled(SMALL, [1], [0] * 3, [8] * 3)
   for waiting in (1, 0):
     scheduler.admit()
-    active = scheduler.allocate_pages().active
+    _, active = scheduler.allocate_pages()
     assert scheduler.num_waiting == waiting
     assert scheduler.can_look_ahead == (not waiting)
     assert scheduler.may_go_on
@@ -441,14 +444,14 @@ def test_pages_of_a_segment_planned_ahead_are_kept_if_it_ends_early():
   sizes = sizes_of(num_pages=12, page_size=1, max_prompt_length=1)
   scheduler = scheduled(sizes, [1], [0] * 2, [8] * 2)
   scheduler.admit()
-  active = scheduler.allocate_pages().active
+  _, active = scheduler.allocate_pages()
   assert scheduler.can_look_ahead
-  table = scheduler.allocate_pages().table[:, :6]
+  table = scheduler.allocate_pages()[0][:, :6]
   assert len(np.unique(table)) == 12
   scheduler.apply_results([1, 1], active)
   assert not scheduler.can_look_ahead
   scheduler.apply_results([2, 2], active)
-  np.testing.assert_array_equal(scheduler.allocate_pages().table[:, :6], table)
+  np.testing.assert_array_equal(scheduler.allocate_pages()[0][:, :6], table)
   assert scheduler.num_free_pages == 0
   scheduler.apply_results([3, 3], ~active)
   assert scheduler.num_free_pages == 12
@@ -644,15 +647,15 @@ class Turns:
     slots = self.scheduler.slots
     for slot in np.flatnonzero(admission.new):
       self.at[slot] = 0, int(self.rng.integers(1, 8))
-    plan = self.scheduler.allocate_pages()
-    active, num_tokens = plan.active.copy(), np.zeros(len(slots), int)
-    for slot in np.flatnonzero(plan.active):
+    table, planned = self.scheduler.allocate_pages()
+    active, num_tokens = planned.copy(), np.zeros(len(slots), int)
+    for slot in np.flatnonzero(planned):
       request, (done, most) = slots[slot], self.at[slot]
       steps = min(self.sizes.segment_steps, most - done)
       whole = [*request.tokens, *self.sampled(request.owner, done + steps)]
       t = len(request.tokens) - 1 + done + np.arange(steps)
-      self.pool[plan.table[slot, t // size], t % size] = np.array(whole)[t]
-      found = self.read(plan.table[slot], len(whole) - 1)
+      self.pool[table[slot, t // size], t % size] = np.array(whole)[t]
+      found = self.read(table[slot], len(whole) - 1)
       np.testing.assert_array_equal(found, whole[:-1])
       self.at[slot] = done + steps, most
       num_tokens[slot] = request.num_tokens + done + steps

@@ -624,9 +624,9 @@ class Engine:
   def _segment_plan(self, admissions: list[Admission]) -> SegmentPlan:
     """Allocates the next segment's pages; returns its plan for own shards."""
     segments = [scheduler.allocate_pages() for scheduler in self.schedulers]
-    join = lambda parts, name: np.concatenate([getattr(p, name) for p in parts])
-    active = join(segments, "active")
-    new = join(admissions, "new") & active  # some were preempted at once
+    table, active = map(np.concatenate, zip(*segments, strict=True))
+    join = lambda name: np.concatenate([getattr(a, name) for a in admissions])
+    new = join("new") & active  # some were preempted at once
     names = ("response", "num_tokens", "stop_at", "stop_state")
     fields = np.zeros((len(names) + 2, len(active)), np.int32)
     slots = [slot for s in self.schedulers for slot in s.slots]
@@ -646,13 +646,13 @@ class Engine:
         params[i] = request.params or self.params
     from_admissions = ("num_cached", "copy_source", "copy_target", "prompt_row")
     arrays: dict[str, Any] = {  # the devices get them later
-      "table": join(segments, "table"),
+      "table": table,
       "active": active,
       "new": new,
       "row": row,
       "last_token": last_token,
       "params": params,
-      **{name: join(admissions, name) for name in from_admissions},
+      **{name: join(name) for name in from_admissions},
       **dict(zip(names, others, strict=True)),
     }
     if not has_states(self._programs.cfg):

@@ -103,14 +103,6 @@ class Admission:
   prompt_row: np.ndarray  # with the state to copy; PROMPT_ROWS for none
 
 
-@dataclasses.dataclass(frozen=True)
-class SegmentPages:
-  table: np.ndarray  # [M, W] int32, pages in order; 0 where a slot has none
-  # [M] bool, slots to decode. The slot of a preempted response is not active;
-  # a later admission starts the response again.
-  active: np.ndarray
-
-
 class Scheduler:
   """Assigns the slots and pages of one shard.
 
@@ -345,13 +337,16 @@ class Scheduler:
     if best in self._stages:
       self._stages[prefix] = 1
 
-  def allocate_pages(self) -> SegmentPages:
+  def allocate_pages(self) -> tuple[np.ndarray, np.ndarray]:
     """Gives each slot the pages that the next segment can fill.
 
     A segment fills at most min(segment_tokens, remaining tokens) positions;
     earlier segments without results count, too. If pages run out, the newest
     responses are preempted: they return all pages and wait at the front of the
     queue. The oldest response is never preempted.
+
+    Returns the pages of each slot in order, [M, W] int32, 0 where it has none;
+    and [M] bool, the slots that decode.
     """
     while (missing_M := self._missing_pages()).sum() > self.num_free_pages:
       ages = [r.age if r and r.prefix else -1 for r in self._slots]
@@ -368,7 +363,7 @@ class Scheduler:
     self._table[allocated_MW] = self._pop_pages(int(missing_M.sum()))
     self._num_pages_M = num_pages_M
     self._unknown_segments += 1
-    return SegmentPages(self._table.copy(), self._active_M.copy())
+    return self._table.copy(), self._active_M.copy()
 
   def apply_results(
     self, num_tokens: np.ndarray, active: np.ndarray
