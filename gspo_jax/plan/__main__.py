@@ -45,7 +45,10 @@ _TOPOLOGY = flags.DEFINE_string(
 )
 _SLICES = flags.DEFINE_integer("slices", 1, "How many of them.")
 _FUNCTIONS = flags.DEFINE_list(
-  "functions", [*lower.FUNCTIONS], "Those to compile; each takes up to minutes."
+  "functions",
+  None,
+  f"Those to compile, of {', '.join(lower.FUNCTIONS)}, all by default; each "
+  "takes up to minutes.",
 )
 _LENGTHS = flags.DEFINE_string(
   "lengths",
@@ -76,7 +79,7 @@ def _plan() -> int:
     flags.FLAGS.config,
     chips.parse(_TOPOLOGY.value),
     slices=_SLICES.value,
-    functions=_FUNCTIONS.value,
+    functions=lower.FUNCTIONS if _FUNCTIONS.value is None else _FUNCTIONS.value,
     lengths=_LENGTHS.value,
     speculation=_SPECULATION.value,
   )
