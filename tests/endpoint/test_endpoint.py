@@ -10,7 +10,7 @@ import time
 import pytest
 from scripted import CONTEXT, Scripted, make_tokenizer
 
-from gspo_jax.endpoint import transcript
+from gspo_jax.endpoint import client as endpoint_client
 from gspo_jax.endpoint.answers import Answer, Choice
 from gspo_jax.endpoint.requests import Call
 from gspo_jax.sampler import stop_strings
@@ -232,8 +232,8 @@ def test_a_stream_decodes_each_token_a_few_times(tokenizer):
 
 
 def test_a_transcript_forgets_the_oldest_answers(tokenizer, monkeypatch):
-  monkeypatch.setattr(transcript, "_MOST", 60)
-  told = transcript.Transcript(tokenizer)
+  monkeypatch.setattr(endpoint_client, "_MOST", 60)
+  told = endpoint_client.Transcript(tokenizer)
   answer, sampled = {"role": "assistant", "content": "yes"}, [3, 4]
   for name in "abc":
     ids, text = told.prompt([user(name)], ())
