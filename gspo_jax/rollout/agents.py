@@ -13,10 +13,9 @@ from gspo_jax.endpoint.app import MODEL, Endpoint
 from gspo_jax.endpoint.server import Server
 from gspo_jax.record.progress import Progress
 from gspo_jax.rollout import agent
-from gspo_jax.rollout.conversation import Conversation
 from gspo_jax.rollout.environment import Question
 from gspo_jax.rollout.episode import Episode
-from gspo_jax.rollout.player import Play, Player
+from gspo_jax.rollout.player import Conversation, Play, Player
 from gspo_jax.sampler.continuous.engine import Engine
 from gspo_jax.sampler.samples import SamplerConfig
 from gspo_jax.workers.pool import Call, Pool, Started

@@ -11,19 +11,19 @@ of its own.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
+import numpy as np
 
-from gspo_jax.data.prompt_batch import PromptBatch
+from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
 from gspo_jax.data.tokenizers.base import Turn, as_messages
 from gspo_jax.endpoint.requests import ApiError, Call
 from gspo_jax.record.progress import Progress
-from gspo_jax.rollout import conversation
-from gspo_jax.rollout.conversation import Conversation
-from gspo_jax.rollout.environment_pool import EnvironmentPool
+from gspo_jax.rollout.environment_pool import EnvironmentPool, Reply
 from gspo_jax.rollout.episode import Episode
-from gspo_jax.rollout.player import Play, Player
+from gspo_jax.rollout.player import Conversation, Play, Player
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous.engine import STOP, Engine, Generation
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED
 from gspo_jax.sampler.stop_strings import response_text
@@ -38,6 +38,8 @@ class _Going(Conversation):
   """
 
   episode: Episode
+  state: str = ""  # of its environment
+  prompt: Sequence[int] = ()  # ids before the first response
   # All so far.
   messages: list[Mapping] = dataclasses.field(default_factory=list)
   rendered: str = ""  # the newest prompt, as the chat template writes it
@@ -45,6 +47,13 @@ class _Going(Conversation):
   generation: Generation | None = None  # the response that is sampled
   response: str = ""  # the newest one
   asked: tuple[Started, int] | None = None  # the environment's answer
+
+  def add(self, reply: Reply) -> None:
+    step = reply.step
+    self.rewards.append(step.reward)
+    self.tool_calls += step.tool_calls
+    self.tool_errors += step.tool_errors
+    self.failure, self.state = reply.failure, reply.state
 
 
 class Conversations(Player):
@@ -78,15 +87,53 @@ class Conversations(Player):
   ) -> None:
     config = self.prompt_config
     with engine.idle():
-      begun = conversation.begin(
-        self.pool, config, batch, chats, group_size, key
-      )
+      begun = self._reset(batch, chats, group_size, key)
     for b, said in begun.items():
       if self.limits.sequences > 1 and not chats[b].failure:
         first = config.messages_of(batch.problems[b // group_size])
         if said:
-          first = conversation.first_messages(config, said)
+          first = _first_messages(config, said)
         chats[b].messages = as_messages(first)
+
+  def _reset(
+    self,
+    batch: PromptBatch,
+    chats: Mapping[int, _Going],
+    group_size: int,
+    key: jax.Array,
+  ) -> dict[int, Sequence[Turn]]:
+    """Begins this host's conversations, by episode.
+
+    Returns the messages of the prompts that environments gave; () for the
+    data's prompt. A wrong prompt fails its group.
+    """
+    # 2**32 - 1 is never a row number, so no response has this key.
+    k_seed = jax.random.fold_in(key, np.uint32(2**32 - 1))
+    seeds = np.asarray(
+      jax.random.bits(k_seed, (len(batch),), np.uint32)
+    ).tolist()
+    steps, groups = batch.steps.tolist(), [b // group_size for b in chats]
+    begun = self.pool.begin(
+      [(batch.problems[p], steps[p], seeds[p]) for p in groups]
+    )
+    prompts: dict[int, set] = {}  # of a group
+    for p, chat, reply in zip(groups, chats.values(), begun, strict=True):
+      chat.state, chat.failure = reply.state, reply.failure
+      if not reply.failure:
+        prompts.setdefault(p, set()).add(reply.step.messages)
+    said = {
+      b: reply.step.messages for b, reply in zip(chats, begun, strict=True)
+    }
+    for p, choices in prompts.items():
+      try:
+        ids = prompt_ids(self.prompt_config, choices) or batch.ids(p)
+        why = ""
+      except Exception as error:  # no process may raise alone
+        ids, why = [], _reason(error)
+      for b, chat in chats.items():
+        if b // group_size == p:
+          chat.failure, chat.prompt = chat.failure or why, ids
+    return said
 
   def _start(self, chat: _Going) -> bool:
     """Asks the policy for the first response; False if it cannot."""
@@ -95,7 +142,7 @@ class Conversations(Player):
     try:
       ids = self._context(chat)
     except Exception as error:  # messages that the template refuses
-      chat.failure = conversation.reason(error)
+      chat.failure = _reason(error)
       return False
     return self._call(chat, ids)
 
@@ -164,7 +211,7 @@ class Conversations(Player):
       try:
         ids = self._context(chat, step.messages)
       except Exception as error:  # messages that the template refuses
-        failure = conversation.reason(error)
+        failure = _reason(error)
         reply = reply._replace(step=step._replace(done=True), failure=failure)
     chat.add(reply)
     if reply.step.done:
@@ -173,3 +220,48 @@ class Conversations(Player):
       episode.finish = TRUNCATED
       return False
     return self._call(chat, ids)
+
+
+def prompt_ids(cfg: PromptConfig, choices: Collection) -> list[int]:
+  """The ids of a group's prompt; [] for the data's prompt.
+
+  UserError if the environments gave several prompts, or none that fits.
+  """
+  if len(choices) > 1:
+    raise UserError(
+      "the environment began with several prompts for one problem: "
+      "expected reset(problem, seed) to depend on these two alone"
+    )
+  (messages,) = choices
+  if not messages:
+    return []
+  first = as_messages(_first_messages(cfg, messages))
+  ids = cfg.tokenizer.chat(first, cfg.tools)
+  if len(ids) > cfg.width:
+    raise UserError(
+      f"the environment's prompt {messages[-1][1][:40]!r} has {len(ids)} "
+      f"tokens, more than data.max_prompt_length={cfg.width}"
+    )
+  return ids
+
+
+def _first_messages(cfg: PromptConfig, messages: Sequence[Turn]) -> list[Turn]:
+  """The messages of the prompt that an environment's `reset` gave.
+
+  UserError unless they end with one of the user.
+  """
+  first = [("system", cfg.system)] if cfg.system else []
+  if messages[0][0] == "system":
+    first = []
+  if messages[-1][0] != "user":
+    raise UserError(
+      "reset of the environment: expected messages that end with one of "
+      f"the user, got roles {[role for role, _ in messages]}"
+    )
+  return [*first, *messages]
+
+
+def _reason(error: Exception) -> str:
+  if isinstance(error, UserError):
+    return str(error)
+  return f"messages of the environment: {type(error).__name__}: {error}"

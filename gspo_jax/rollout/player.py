@@ -15,7 +15,6 @@ from gspo_jax.rewards.pool import PendingRewards, Rewards
 from gspo_jax.rewards.reward import Response
 from gspo_jax.rollout import scoring
 from gspo_jax.rollout.batch import ScoredSamples
-from gspo_jax.rollout.conversation import Conversation
 from gspo_jax.rollout.episode import Episode, SequenceLimits, episode_samples
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler.continuous import ContinuousSampler
@@ -23,6 +22,17 @@ from gspo_jax.sampler.continuous.engine import Engine
 from gspo_jax.sampler.samples import Samples, SamplingParams
 from gspo_jax.sampler.stop_strings import StopStrings
 from gspo_jax.workers.pool import Pool
+
+
+@dataclasses.dataclass(kw_only=True)
+class Conversation:
+  """What became of an episode."""
+
+  rewards: list[float] = dataclasses.field(default_factory=list)  # of turns
+  tool_calls: int = 0
+  tool_errors: int = 0
+  failure: str = ""  # why a call failed; "" if none did
+
 
 Play = Generator[None, None, Mapping[int, Conversation]]
 REWARD = "environment"  # the one reward of a conversation

@@ -14,7 +14,7 @@ import pytest
 
 from gspo_jax.data import prompt_batch, tokenizers
 from gspo_jax.data.problem import Problem
-from gspo_jax.rollout import conversation
+from gspo_jax.rollout import conversations
 from gspo_jax.rollout.conversations import Conversations
 from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.episode import SequenceLimits
@@ -324,7 +324,7 @@ def test_a_prompt_of_the_environment_tells_of_tools():
   """As the prompts of the data do: without a chat template both are refused."""
   cfg = prompt_batch.PromptConfig(BYTES, S, tools=[{"type": "function"}])
   with pytest.raises(UserError, match="tools and tool calls need"):
-    conversation.prompt_ids(cfg, {(("user", "!"),)})
+    conversations.prompt_ids(cfg, {(("user", "!"),)})
   with pytest.raises(UserError, match="tools and tool calls need"):
     cfg.tokens_of(Problem("!", "", ""))
 
