@@ -215,10 +215,6 @@ def test_decode():
   assert min(record["seconds"].values()) > 0
   one_of_group = 1 / record["group"]
   assert record["shares"] == {"prefilled": one_of_group, "pages": one_of_group}
-  # Of 2 prompts of 32 tokens, all but the last are prefilled once for 2
-  # responses; behind them 16 are sampled and 16 given in each turn.
-  kept, unkept = 2 * 31 + 2 * 4 * 16, 2 * 31 + 4 * (63 + 95)
-  assert record["conversations"]["prefilled"] == kept / unkept
 
 
 @pytest.mark.slow
