@@ -94,8 +94,8 @@ def read(
     if not reward:  # only a user's reward reads columns
       problem = problem._replace(columns={})
     rating = _rating(record, place) if form.rated else None
-    ids = [record[k] for k in _IDS if record.get(k) not in (None, "")]
-    rows.append((problem, str((*ids, i + 1)[0]), rating))
+    ids = (record[k] for k in _IDS if record.get(k) not in (None, ""))
+    rows.append((problem, str(next(ids, i + 1)), rating))
   if not rows:
     raise UserError(f"{file}: no usable row; left out: {dict(skipped)}")
   problems, ids, ratings = map(list, zip(*rows, strict=True))

@@ -210,7 +210,7 @@ def random_routes(case, seed=3):
 @every_load
 @every_case
 def test_free_and_replayed_passes_equal_a_loop(case, load):
-  """Replay of its own experts changes nothing."""
+  """A layer that replays the experts that it chose gives the same numbers."""
   params, x = random_layer(load)
   table, own = router_log_softmax(params, x), None
   for replayed in "none", "any", "own":

@@ -90,7 +90,8 @@ class Generation:
     # As of `Request`; the engine chooses them with the row.
     self.response = self.num_tokens = self.num_recorded = 0
     self.goes_on = False
-    self.seed: int | None = None  # makes its random keys; None: keys of its own
+    # Its random keys are made of it; None: of a number that no other has.
+    self.seed: int | None = None
     self.tokens: list[int] = []
     self.logps: list[float] = []
     self.progress = 0, ""
