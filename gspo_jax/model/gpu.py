@@ -27,8 +27,8 @@ _LEAST_TILE = 16  # rows and columns that tensor cores multiply
 # step. Three steps of 16-bit numbers are loaded at a time: 48 KiB.
 _TILE, _ROWS = 128, 32
 _MOSAIC_TILE = 128  # queries
-# Keys of a block of tokamax 0.0.12's gradient. The last block also reads
-# queries beyond the row, unless their number is not a multiple of 16.
+# Keys of a block of tokamax 0.0.12's gradient. In a row whose length is a
+# multiple of 16 but not of 64 its last block reads queries beyond the row.
 _KEY_BLOCK = 64
 # Compute capabilities with at least 163 KiB for a block, after the CUDA C++
 # Programming Guide.

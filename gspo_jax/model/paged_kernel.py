@@ -113,12 +113,14 @@ class _Blocks:
   after block of a row, row after row.
   """
 
-  lengths: Any  # a Ref, as of all that follow: of all rows
+  # Refs: tokens and pages of all rows; keys and values in HBM, and in VMEM as
+  # [buffers, heads, S, H]; a semaphore of each buffer.
+  lengths: Any
   table: Any
-  pages: tuple[Any, Any]  # keys and values in HBM
-  blocks: tuple[Any, Any]  # keys and values, [buffers, heads, S, H]
+  pages: tuple[Any, Any]
+  blocks: tuple[Any, Any]
   arrived: Any
-  first: tuple[jax.Array, jax.Array]  # row and head
+  first: tuple[jax.Array, jax.Array]  # row and head of the program
   R: int
   T: int
   W: int
