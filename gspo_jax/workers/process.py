@@ -42,6 +42,7 @@ class Setup(NamedTuple):
 class Call(NamedTuple):
   task: int  # its index in the tasks of `load`
   request: Any  # its argument, picklable
+  number: int = -1  # of the call among those of a worker
 
 
 class Result(NamedTuple):
@@ -191,15 +192,16 @@ class Process:
 
     It died, it hung, or a call wrote other lines to the pipe of its results.
     """
-    waiting = dict(enumerate(calls))
-    if not self._send(list(calls.values())):
+    waiting = {*calls}
+    if not self._send([x._replace(number=i) for i, x in calls.items()]):
       return
     while waiting:
       # Twice: calls that did not end together are made again, one by one.
       match self._receive(2 * self._setup.seconds + GRACE):
         case [int(i), value, None | str() as failure] if i in waiting:
           lost = failure == SHARED_END
-          yield waiting.pop(i), Result(value, failure, lost)
+          waiting.remove(i)
+          yield i, Result(value, failure, lost)
         case _:
           return
 

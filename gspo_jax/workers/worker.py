@@ -11,8 +11,8 @@ made again, one by one.
 
 stdin: pickles, each after 8 bytes with its length; first a `process.Setup`,
 then lists of `process.Call`s. stdout: a line of JSON when ready, [facts, null]
-or [null, failure]; and a line for each call, in any order: [number of the call
-in its request, value, null] or [number, null, failure].
+or [null, failure]; and a line for each call, in any order: [its number, value,
+null] or [number, null, failure].
 """
 
 import asyncio
@@ -30,10 +30,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gspo_jax.runtime import errors
-from gspo_jax.workers.process import SHARED_END, Setup, children, message
+from gspo_jax.workers.process import SHARED_END, Call, Setup, children, message
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _TIMERS = signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF
@@ -60,12 +60,10 @@ def main() -> None:
   _prctl(_SET_CHILD_SUBREAPER, 1)
   _send(results, [facts, None])
   forked = _Children(setup, tasks, requests, results)
-  while (request := _receive(requests)) is not None:
-    calls = [
-      _Call(i, k, tasks[k], value) for i, (k, value) in enumerate(request)
-    ]
-    together = [call for call in calls if call.is_async]
-    calls = [call for call in calls if not call.is_async]
+  is_async = [inspect.iscoroutinefunction(task) for task in tasks]
+  while (calls := _receive(requests)) is not None:
+    together = [call for call in calls if is_async[call.task]]
+    calls = [call for call in calls if not is_async[call.task]]
     while together:
       left = forked.make_together(together)
       # One of the calls that ran is at fault; the other calls have not begun.
@@ -77,17 +75,6 @@ def main() -> None:
         _send(results, [call.number, None, SHARED_END])
     while calls:
       calls = forked.make_one_by_one(calls)
-
-
-class _Call(NamedTuple):
-  number: int  # its place in the request
-  index: int  # of its task
-  task: Callable[[Any], Any]
-  request: Any
-
-  @property
-  def is_async(self) -> bool:
-    return inspect.iscoroutinefunction(self.task)
 
 
 def _receive(source: int):
@@ -138,7 +125,7 @@ class _Children:
     self._requests, self._results = requests, results
     self._idle: _Child | None = None  # waits for calls
 
-  def make_together(self, calls: list[_Call]) -> list[_Call]:
+  def make_together(self, calls: list[Call]) -> list[Call]:
     """Makes `async` calls at once; returns calls that are left over.
 
     Calls are left over only if one of them ended the child or blocked its event
@@ -148,7 +135,7 @@ class _Children:
       self._idle.end()
       self._idle = None
     child = self._fork(
-      lambda source, sink: _make_together(calls, sink, self._setup)
+      lambda _, sink: _make_together(calls, sink, self._setup, self._tasks)
     )
     try:
       silence = self._setup.seconds + _SLACK
@@ -160,7 +147,7 @@ class _Children:
     done = {json.loads(line)[0] for line in lines}
     return [call for call in calls if call.number not in done]
 
-  def make_one_by_one(self, calls: list[_Call]) -> list[_Call]:
+  def make_one_by_one(self, calls: list[Call]) -> list[Call]:
     """Makes calls in order; returns the rest, if the child did not make all.
 
     A new child makes at least the first.
@@ -264,34 +251,33 @@ def _confine(memory: float) -> None:
   _limit_memory(memory)
 
 
-def _feed(child: _Child, calls: list[_Call]) -> None:
+def _feed(child: _Child, calls: list[Call]) -> None:
   """Gives an idle child calls; if it has died, `_forward` finds out."""
   with (
     contextlib.suppress(BrokenPipeError),
     open(child.feed, "wb", closefd=False) as feed,
   ):
-    feed.write(message([(c.number, c.index, c.request) for c in calls]))
+    feed.write(message(calls))
 
 
 def _make_one_by_one(
-  calls: list[_Call], source: int, sink: int, tasks: Sequence
+  calls: list[Call], source: int, sink: int, tasks: Sequence
 ) -> None:
   pid = os.getpid()
   while calls:
     for call in calls:
-      line = _make(call)
+      line = _make(call, tasks)
       for timer in _TIMERS:  # one set by a call would end the next call
         signal.setitimer(timer, 0)
       if os.getpid() != pid:  # a task forked, and both processes returned
         return
       _send(sink, line)
-    fed = _receive(source) or ()
-    calls = [_Call(i, k, tasks[k], value) for i, k, value in fed]
+    calls = _receive(source)
 
 
-def _make(call: _Call) -> list:
+def _make(call: Call, tasks: Sequence) -> list:
   try:
-    value = call.task(call.request)
+    value = tasks[call.task](call.request)
     if inspect.iscoroutine(value):  # made again after it ended its child
       value = asyncio.run(value)
     return [call.number, value, None]
@@ -299,12 +285,14 @@ def _make(call: _Call) -> list:
     return [call.number, None, _describe(e)]
 
 
-def _make_together(calls: list[_Call], sink: int, setup: Setup) -> None:
+def _make_together(
+  calls: list[Call], sink: int, setup: Setup, tasks: Sequence
+) -> None:
   waiting = iter(calls)
 
   async def make_each():
     for call in waiting:
-      _send(sink, await _make_in_time(call, setup))
+      _send(sink, await _make_in_time(call, setup, tasks))
 
   async def make_all():
     _renew_threads(setup)
@@ -321,8 +309,8 @@ def _renew_threads(setup: Setup) -> None:
   asyncio.get_running_loop().set_default_executor(threads)
 
 
-async def _make_in_time(call: _Call, setup: Setup) -> list:
-  task = asyncio.ensure_future(_make_async(call))
+async def _make_in_time(call: Call, setup: Setup, tasks: Sequence) -> list:
+  task = asyncio.ensure_future(_make_async(call, tasks))
   await asyncio.wait({task}, timeout=setup.seconds)
   if task.done():
     return task.result()
@@ -331,9 +319,9 @@ async def _make_in_time(call: _Call, setup: Setup) -> list:
   return [call.number, None, f"took over {setup.seconds:g} s"]
 
 
-async def _make_async(call: _Call) -> list:
+async def _make_async(call: Call, tasks: Sequence) -> list:
   try:
-    return [call.number, await call.task(call.request), None]
+    return [call.number, await tasks[call.task](call.request), None]
   except BaseException as e:
     return [call.number, None, _describe(e)]
 
