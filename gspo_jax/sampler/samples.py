@@ -296,34 +296,7 @@ def merge_groups(kept: Tree, new: Tree, index: jax.Array) -> Tree:
   groups of `new` have the numbers P to 2 P - 1. Scalars, such as `slot_steps`,
   are added.
   """
-  P = len(index)
-  is_kept = index < P
-  kept_index = jnp.where(is_kept, index, 0)
-  new_index = jnp.where(is_kept, 0, index - P)
-
-  def select(a, b):
-    groups = lambda x: x.reshape(P, -1, *x.shape[1:])
-    condition = is_kept.reshape(P, *[1] * a.ndim)
-    # Indexing their concatenation would pass it between devices three times.
-    selected = jnp.where(condition, groups(a)[kept_index], groups(b)[new_index])
-    return selected.reshape(a.shape)
-
-  def merge(a, b):
-    if a.ndim == 0:
-      return a + b
-    return select(a, b) if a.ndim < 3 else _by_layers(select, a, b)
-
-  return jax.tree.map(merge, kept, new)
-
-
-def _by_layers(select: Callable, *routing: jax.Array) -> jax.Array:
-  """Arrays of layers or of kept ids are large and cross devices whole.
-
-  So they are moved layer by layer.
-  """
-  layers_first = lambda x: x.swapaxes(0, 1)
-  layers = tuple(map(layers_first, routing))
-  return layers_first(jax.lax.map(lambda xs: select(*xs), layers))
+  return _select_groups(kept, new, index, len(index))
 
 
 def take_groups(
@@ -334,23 +307,41 @@ def take_groups(
   sampler: SamplerConfig,
 ) -> Samples:
   """Selects groups; -1: an empty group, with any experts. Counts stay."""
-  empty = empty_samples(len(index), 0, cfg, sampler)
   G = sampler.group_size
+  experts = None if samples.experts is None else samples.experts[:G]
+  empty = empty_samples(1, 0, cfg, sampler)
+  empty = dataclasses.replace(empty, experts=experts)
+  P = len(samples.lengths) // G
+  return _select_groups(samples, empty, jnp.where(index < 0, P, index), P)
 
-  def take(x):
-    taken = x.reshape(-1, G, *x.shape[1:])[jnp.maximum(index, 0)]
-    return taken.reshape(-1, *x.shape[1:])
 
-  def select(x, empty):
-    is_taken = jnp.repeat(index >= 0, G).reshape(-1, *[1] * (x.ndim - 1))
-    return jnp.where(is_taken, take(x), empty)
+def _select_groups(first: Tree, second: Tree, index: jax.Array, P: int) -> Tree:
+  """Selects among P groups of the first batch, then those of the second."""
+  is_first = index < P
+  first_index = jnp.where(is_first, index, 0)
+  second_index = jnp.where(is_first, 0, index - P)
 
-  others = {"slot_steps": None, "drafts": None, "experts": None}
-  arrays = lambda s: dataclasses.replace(s, **others)
-  experts = samples.experts
-  return dataclasses.replace(
-    jax.tree.map(select, arrays(samples), arrays(empty)),
-    slot_steps=samples.slot_steps,
-    drafts=samples.drafts,
-    experts=None if experts is None else _by_layers(take, experts),
-  )
+  def select(a, b):
+    groups = lambda x: x.reshape(-1, len(a) // P, *x.shape[1:])
+    condition = is_first.reshape(-1, *[1] * a.ndim)
+    # Indexing their concatenation would pass it between devices three times.
+    return jnp.where(
+      condition, groups(a)[first_index], groups(b)[second_index]
+    ).reshape(-1, *a.shape[1:])
+
+  def merge(a, b):
+    if a.ndim == 0:
+      return a + b
+    return select(a, b) if a.ndim < 3 else _by_layers(select, a, b)
+
+  return jax.tree.map(merge, first, second)
+
+
+def _by_layers(select: Callable, *routing: jax.Array) -> jax.Array:
+  """Arrays of layers or of kept ids are large and cross devices whole.
+
+  So they are moved layer by layer.
+  """
+  layers_first = lambda x: x.swapaxes(0, 1)
+  layers = tuple(map(layers_first, routing))
+  return layers_first(jax.lax.map(lambda xs: select(*xs), layers))
