@@ -15,7 +15,10 @@ from gspo_jax.model import paged_cache, rounding
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler.continuous import paged_decode
-from gspo_jax.sampler.continuous.config import ShardSizes
+from gspo_jax.sampler.continuous.config import (
+  ContinuousBatchingConfig,
+  ShardSizes,
+)
 from gspo_jax.sampler.continuous.paged_decode import DecodeState, SegmentResults
 from gspo_jax.sampler.decode_params import (
   decode_params,
@@ -54,16 +57,20 @@ class JittedSampler:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Functions:
+class Functions:
   """What `jit_sampler` compiles."""
 
   cfg: model.ModelConfig
-  sampler: SamplerConfig
+  config: SamplerConfig
+  batching: ContinuousBatchingConfig
   sizes: ShardSizes
   shards: int
-  prefill_chunk: int
-  record_routing: bool
-  by_row: bool
+  by_row: bool  # whether each request has its own SamplingParams
+
+  @property
+  def records(self) -> bool:
+    """Whether samples have the experts of tokens."""
+    return self.config.record_routing and self.cfg.num_experts > 0
 
   def unstacked_decode_params(self, params):
     return model.unstack_layers(decode_params(params, self.cfg), self.cfg)
@@ -104,8 +111,8 @@ class _Functions:
       self.cfg,
       tokens,
       lengths,
-      chunk=self.prefill_chunk,
-      record_routing=self.record_routing,
+      chunk=self.batching.prefill_chunk,
+      record_routing=self.records,
       cached=cached,
     )
     stored = paged_cache.store(state.pages, cache.kv, pages)
@@ -130,7 +137,7 @@ class _Functions:
       state if everything else paged_decode.select_slots(state, compute_slots),
       samples,
       sharding.constrain(key),
-      sampler=self.sampler,
+      sampler=self.config,
       steps=self.sizes.segment_steps,
       min_active=min_active,
       drafts=drafts,
@@ -162,11 +169,11 @@ class _Functions:
   def finalize(self, samples):
     """Moves samples to the training mesh; pads the end of each response."""
     # A response that was preempted may have left more tokens than it now has.
-    column = jnp.arange(self.sampler.max_new_tokens)
+    column = jnp.arange(self.config.max_new_tokens)
     real = column < samples.lengths[:, None]
     return dataclasses.replace(
       samples,
-      tokens=jnp.where(real, samples.tokens, self.sampler.pad_id),
+      tokens=jnp.where(real, samples.tokens, self.config.pad_id),
       logps=jnp.where(real, samples.logps, 0),
     )
 
@@ -175,10 +182,10 @@ class _Functions:
 
     An empty row gets a prompt of one token, which no update reads.
     """
-    pad_id, prompts = self.sampler.pad_id, rows["prompts"]
+    pad_id, prompts = self.config.pad_id, rows["prompts"]
     prompts = Prompts(prompts.tokens, jnp.maximum(prompts.lengths, 1))
     padded = jnp.where(prompts.mask, prompts.tokens, pad_id)
-    real = jnp.arange(self.sampler.max_new_tokens) < rows["lengths"][:, None]
+    real = jnp.arange(self.config.max_new_tokens) < rows["lengths"][:, None]
     known = {
       "tokens": jnp.where(real, rows["tokens"], pad_id),
       "logps": jnp.where(rows["turns"] > 0, samples.logps, 0),
@@ -188,31 +195,23 @@ class _Functions:
 
 
 def jit_sampler(
-  cfg: model.ModelConfig,
-  sampler: SamplerConfig,
+  of: Functions,
   *,
-  prefill_chunk: int,
-  sizes: ShardSizes,
   params_sharding: model.Params,
   mesh: jax.sharding.Mesh,
   sampler_mesh: jax.sharding.Mesh,
-  by_row: bool,
 ) -> JittedSampler:
+  cfg, sampler = of.cfg, of.config
   # Any: it stands where a DecodeState has arrays.
   batch: Any = sharding.batch_sharding(sampler_mesh)
   pages = paged_cache.shardings(cfg, sampler_mesh)
-  params = batch if by_row else None
+  params = batch if of.by_row else None
   state = DecodeState(
     pages, batch, batch, batch, batch, batch, batch, pages.states, params
   )
-  shards = sharding.batch_shards(sampler_mesh)
   decode_samples = samples_sharding(sampler, sampler_mesh)
   train_samples = samples_sharding(sampler, mesh)
   episodes = samples_sharding(sampler, mesh, turns=True)
-  record_routing = sampler.record_routing and cfg.num_experts > 0
-  of = _Functions(
-    cfg, sampler, sizes, shards, prefill_chunk, record_routing, by_row
-  )
   jit = functools.partial(sharding.mesh_jit, mesh=sampler_mesh)
   return JittedSampler(
     decode_params=jit(
@@ -221,7 +220,7 @@ def jit_sampler(
       out_shardings=decode_params_sharding(cfg, sampler_mesh),
     ),
     empty_samples=jit(
-      lambda P: empty_samples(P, sizes.max_prompt_length, cfg, sampler),
+      lambda P: empty_samples(P, of.sizes.max_prompt_length, cfg, sampler),
       static_argnums=0,
       out_shardings=train_samples,
     ),
@@ -236,7 +235,7 @@ def jit_sampler(
     prefill=jit(
       of.prefill,
       donate_argnums=1,
-      out_shardings=(state, batch if record_routing else None),
+      out_shardings=(state, batch if of.records else None),
       compiler_options=rounding.OPTIONS,
     ),
     write_prefix_routing=jit(

@@ -14,15 +14,11 @@ from gspo_jax import model
 from gspo_jax.model.cache import has_states
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.sharding import MeshJit, Tree
-from gspo_jax.sampler.continuous.config import (
-  PROMPT_ROWS,
-  ContinuousBatchingConfig,
-  ShardSizes,
-)
-from gspo_jax.sampler.continuous.jit import JittedSampler
+from gspo_jax.sampler.continuous.config import PROMPT_ROWS
+from gspo_jax.sampler.continuous.jit import Functions, JittedSampler
 from gspo_jax.sampler.continuous.paged_decode import SegmentPlan
 from gspo_jax.sampler.decode_params import decode_params_sharding
-from gspo_jax.sampler.samples import Prompts, SamplerConfig
+from gspo_jax.sampler.samples import Prompts
 
 # A step computes at least so many rows of a shard: a TPU tile has 8.
 _FEWEST_ROWS = 8
@@ -30,15 +26,9 @@ _MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
 
 
 @dataclasses.dataclass(frozen=True)
-class Programs:
-  cfg: model.ModelConfig
-  config: SamplerConfig
-  batching: ContinuousBatchingConfig
-  sizes: ShardSizes
-  shards: int
+class Programs(Functions):
   batch_sharding: jax.sharding.NamedSharding
   jitted: JittedSampler
-  by_row: bool = False  # whether each request has its own SamplingParams
 
   @functools.cached_property
   def own(self) -> list[int]:
@@ -52,11 +42,6 @@ class Programs:
   @property
   def mesh(self) -> jax.sharding.Mesh:
     return self.batch_sharding.mesh  # type: ignore[return-value]  # of devices
-
-  @property
-  def records(self) -> bool:
-    """Whether samples have the experts of tokens."""
-    return self.config.record_routing and self.cfg.num_experts > 0
 
   def buckets(self, *, continues: bool = True) -> tuple[int, ...]:
     longest = self.sizes.max_prompt_length

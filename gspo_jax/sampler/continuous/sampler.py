@@ -148,22 +148,14 @@ def build_continuous_sampler(
       "a model with gated DeltaNets, whose states cannot go back"
     )
   sizes = batching.shard_sizes(sampler, max_prompt_length, shards)
+  of = jit.Functions(cfg, sampler, batching, sizes, shards, by_row)
   return ContinuousSampler(
-    cfg=cfg,
-    config=sampler,
-    batching=batching,
-    sizes=sizes,
-    shards=shards,
+    **vars(of),
     batch_sharding=sharding.batch_sharding(sampler_mesh),
-    by_row=by_row,
     jitted=jit.jit_sampler(
-      cfg,
-      sampler,
-      prefill_chunk=batching.prefill_chunk,
-      sizes=sizes,
+      of,
       params_sharding=params_sharding,
       mesh=mesh,
       sampler_mesh=sampler_mesh,
-      by_row=by_row,
     ),
   )
