@@ -1,7 +1,7 @@
 """Agents: episodes in worker processes, which call the policy over HTTP."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from gspo_jax.record.progress import Progress
 from gspo_jax.rollout import agent
 from gspo_jax.rollout.environment import Question
 from gspo_jax.rollout.episode import Episode
-from gspo_jax.rollout.player import Conversation, Play, Player
+from gspo_jax.rollout.player import Conversation, Player
 from gspo_jax.sampler.continuous.engine import Engine
 from gspo_jax.sampler.samples import SamplerConfig
 from gspo_jax.workers.pool import Call, Pool, Started
@@ -50,9 +50,7 @@ class AgentPool(Pool):
     url = self._server.url
     calls = []
     for p, step, key in episodes:
-      question = Question(
-        p.text, p.reference, dict(p.columns), step, self._workdir
-      )
+      question = Question.of(p, step, self._workdir)
       keywords = {"base_url": url, "api_key": key, "model": MODEL}
       calls.append(Call(0, (tuple(question), keywords)))
     return self.start(calls, notify)
@@ -73,7 +71,8 @@ class Agents(Player):
     key: jax.Array,
     group_size: int,
     progress: Progress,
-  ) -> Play:
+    chats: dict[int, Conversation],
+  ) -> Generator[None]:
     steps, endpoint = batch.steps.tolist(), self.pool.endpoint
     of = {b: b // group_size for b in episodes}
     keys = {b: endpoint.admit(episode) for b, episode in episodes.items()}
@@ -94,11 +93,8 @@ class Agents(Player):
     finally:
       for each in keys.values():
         endpoint.dismiss(each)
-    results = dict(zip(episodes, started.wait(), strict=True))
-    return {
-      b: self._conversation(episode, results[b])
-      for b, episode in episodes.items()
-    }
+    for b, result in zip(episodes, started.wait(), strict=True):
+      chats[b] = self._conversation(episodes[b], result)
 
   def _conversation(self, episode: Episode, result) -> Conversation:
     """What became of an episode; the reward belongs to its last call."""

@@ -11,7 +11,7 @@ of its own.
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from gspo_jax.endpoint.requests import ApiError, Call
 from gspo_jax.record.progress import Progress
 from gspo_jax.rollout.environment_pool import EnvironmentPool, Reply
 from gspo_jax.rollout.episode import Episode
-from gspo_jax.rollout.player import Conversation, Play, Player
+from gspo_jax.rollout.player import Conversation, Player
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous.engine import STOP, Engine, Generation
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED
@@ -69,18 +69,19 @@ class Conversations(Player):
     key: jax.Array,
     group_size: int,
     progress: Progress,
-  ) -> Play:
-    chats = {b: _Going(episode=episode) for b, episode in episodes.items()}
-    self._begin(batch, chats, engine, key, group_size)
-    going = [chat for chat in chats.values() if self._start(chat)]
-    progress.advance(len(chats) - len(going))
+    chats: dict[int, Conversation],
+  ) -> Generator[None]:
+    begun = {b: _Going(episode=episode) for b, episode in episodes.items()}
+    chats |= begun
+    self._begin(batch, begun, engine, key, group_size)
+    going = [c for c in begun.values() if not c.failure and self._call(c)]
+    progress.advance(len(begun) - len(going))
     while going:
       yield
       self._ask([chat for chat in going if self._has_response(chat)], engine)
       still = [chat for chat in going if self._advance(chat)]
       progress.advance(len(going) - len(still))
       going = still
-    return chats
 
   def _begin(
     self, batch, chats: Mapping[int, _Going], engine, key, group_size
@@ -135,19 +136,13 @@ class Conversations(Player):
           chat.failure, chat.prompt = chat.failure or why, ids
     return said
 
-  def _start(self, chat: _Going) -> bool:
-    """Asks the policy for the first response; False if it cannot."""
-    if chat.failure:
-      return False
+  def _call(self, chat: _Going, said: Sequence[Turn] = ()) -> bool:
+    """Asks the policy for a response to what was said; False if it cannot."""
     try:
-      ids = self._context(chat)
+      ids = self._context(chat, said)
     except Exception as error:  # messages that the template refuses
       chat.failure = _reason(error)
       return False
-    return self._call(chat, ids)
-
-  def _call(self, chat: _Going, ids: list[int]) -> bool:
-    """Asks the policy for a response behind `ids`; False without room."""
     try:
       chat.generation = chat.episode.sample(Call(), ids)
     except ApiError:
@@ -155,7 +150,7 @@ class Conversations(Player):
       return False
     return True
 
-  def _context(self, chat: _Going, said: Sequence[Turn] = ()) -> list[int]:
+  def _context(self, chat: _Going, said: Sequence[Turn]) -> list[int]:
     """The ids before the next response, behind what the environment said."""
     config = self.prompt_config
     if self.limits.sequences > 1:
@@ -202,24 +197,14 @@ class Conversations(Player):
     if not (chat.asked and chat.asked[0].has_ended(chat.asked[1])):
       return True
     reply, episode = self.pool.reply(*chat.asked), chat.episode
-    chat.asked, step, ids = None, reply.step, None
-    if (
-      not step.done
-      and episode.finish == STOPPED
-      and episode.calls < self.limits.turns
-    ):
-      try:
-        ids = self._context(chat, step.messages)
-      except Exception as error:  # messages that the template refuses
-        failure = _reason(error)
-        reply = reply._replace(step=step._replace(done=True), failure=failure)
+    chat.asked = None
     chat.add(reply)
     if reply.step.done:
       return False
-    if ids is None:
-      episode.finish = TRUNCATED
-      return False
-    return self._call(chat, ids)
+    if episode.finish == STOPPED and episode.calls < self.limits.turns:
+      return self._call(chat, reply.step.messages)
+    episode.finish = TRUNCATED
+    return False
 
 
 def prompt_ids(cfg: PromptConfig, choices: Collection) -> list[int]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from gspo_jax.data import tool_calls
+from gspo_jax.data.problem import Problem
 from gspo_jax.runtime import errors
 from gspo_jax.runtime import spec as specs
 from gspo_jax.workers.pool import Tasks
@@ -41,6 +42,11 @@ class Question(NamedTuple):
   columns: Mapping[str, Any] = {}  # other columns of the problem's record
   step: int = 0  # the iteration that took the problem; 0 in an evaluation
   workdir: str = ""  # the run's folder
+
+  @classmethod
+  def of(cls, problem: Problem, step: int, workdir: str) -> "Question":
+    text, reference, columns = problem.text, problem.reference, problem.columns
+    return cls(text, reference, dict(columns), step, workdir)
 
 
 class Step(NamedTuple):

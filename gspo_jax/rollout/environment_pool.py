@@ -57,11 +57,9 @@ class EnvironmentPool(Pool):
     self, conversations: Sequence[tuple[Problem, int, int]]
   ) -> list[Reply]:
     """Begins conversations about (problem, step, seed); waits."""
-    question = lambda p, step: Question(
-      p.text, p.reference, dict(p.columns), step, self._workdir
-    )
     calls = [
-      Call(BEGIN, (question(p, step), seed)) for p, step, seed in conversations
+      Call(BEGIN, (Question.of(problem, step, self._workdir), seed))
+      for problem, step, seed in conversations
     ]
     return self.replies(self.start(calls))
 

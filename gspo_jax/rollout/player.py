@@ -34,7 +34,6 @@ class Conversation:
   failure: str = ""  # why a call failed; "" if none did
 
 
-Play = Generator[None, None, Mapping[int, Conversation]]
 REWARD = "environment"  # the one reward of a conversation
 
 
@@ -53,8 +52,12 @@ class Player:
     key: jax.Array,
     group_size: int,
     progress: Progress,
-  ) -> Play:
-    """Plays this host's episodes, by number; yields while some go on."""
+    chats: dict[int, Conversation],
+  ) -> Generator[None]:
+    """Plays this host's episodes, by number; yields while some go on.
+
+    `chats` gets what becomes of them.
+    """
     raise NotImplementedError
 
   def __call__(
@@ -87,24 +90,15 @@ class Player:
         b: Episode(engine, config.tokenizer, limits, b, size, sampling)
         for b in own
       }
-      play = self.play(batch, episodes, engine, key, group_size, progress)
-      chats: Mapping[int, Conversation] | None = None
-
-      def ended() -> bool:
-        nonlocal chats
-        if chats is None:
-          try:
-            next(play)
-          except StopIteration as end:
-            chats = end.value
-        return chats is not None
-
+      chats: dict[int, Conversation] = {}
+      play = self.play(
+        batch, episodes, engine, key, group_size, progress, chats
+      )
       with contextlib.closing(play):
-        engine.run(ended)
+        engine.run(lambda: bool(next(play, True)))
       sequences = {b: episode.end() for b, episode in episodes.items()}
       finish = {b: episode.finish for b, episode in episodes.items()}
       samples = episode_samples(engine, sequences, finish, limits)
-    assert chats is not None
     tokens = {b: [s.tokens for s in own] for b, own in sequences.items()}
     return _scored(
       batch,

@@ -55,48 +55,43 @@ _NOWHERE = 2**31 - 1  # a column behind the last one
 _SECONDS, _SECONDS_TOGETHER = 1.0, 0.02
 
 # What processes that share rows also tell each other of a Generation.
-_SENT = "row", "response", "num_tokens", "num_recorded", "goes_on", "streams"
+_SENT = (
+  *("prompt", "max_new_tokens", "params", "streams", "row", "response"),
+  *("num_tokens", "num_recorded", "goes_on"),
+)
 # Values of `Generation.finish`, as in OpenAI's API.
 STOP, LENGTH, ABORT = "stop", "length", "abort"
 
 
+@dataclasses.dataclass(eq=False)
 class Generation:
   """A request and what was sampled for it.
 
-  Only the engine's thread changes it. `tokens` have the stop token; `logps` are
-  their log-probs as in `Samples`. Another thread reads `progress` first, once:
-  so many of both, and why the request ended, "" until then.
+  Only the engine's thread changes what was sampled. Another thread reads
+  `progress` first, once.
   """
 
-  def __init__(
-    self,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    notify: Callable[[], None] = lambda: None,
-    *,
-    params: SamplingParams | None = None,
-    streams: bool = False,
-    logprobs: bool = False,
-  ):
-    """`notify` is called in the engine's thread after each change.
-
-    With `streams` also while the response is sampled, else at its end. Without
-    `logprobs` they stay on the devices, and `logps` is empty. `params` are for
-    engines whose requests have their own; None: as the sampler's.
-    """
-    self.prompt, self.max_new_tokens = list(prompt), max_new_tokens
-    self.params, self.streams, self.logprobs = params, streams, logprobs
-    self.row: int | None = None  # of the samples; None: any free one
-    # As of `Request`; the engine chooses them with the row.
-    self.response = self.num_tokens = self.num_recorded = 0
-    self.goes_on = False
-    # Its random keys are made of it; None: of a number that no other has.
-    self.seed: int | None = None
-    self.tokens: list[int] = []
-    self.logps: list[float] = []
-    self.progress = 0, ""
-    self.cancelled = False  # set it to give up the rest
-    self._notify = notify
+  prompt: list[int]
+  max_new_tokens: int
+  # Called in the engine's thread when it ends, with `streams` as it grows, too.
+  notify: Callable[[], None] = lambda: None
+  _: dataclasses.KW_ONLY
+  params: SamplingParams | None = None  # None: as the sampler's
+  streams: bool = False
+  logprobs: bool = False  # else they stay on the devices
+  row: int | None = None  # of the samples; None: any free one
+  # As of `Request`; the engine chooses them with the row.
+  response: int = 0
+  num_tokens: int = 0
+  num_recorded: int = 0
+  goes_on: bool = False
+  # Its random keys are made of it; None: of a number that no other has.
+  seed: int | None = None
+  cancelled: bool = False  # set it to give up the rest
+  tokens: list[int] = dataclasses.field(default_factory=list)  # and the stop
+  logps: list[float] = dataclasses.field(default_factory=list)
+  # The number of both, and why the request ended, "" until then.
+  progress: tuple[int, str] = (0, "")
 
   @property
   def finish(self) -> str:
@@ -106,7 +101,7 @@ class Generation:
     self.logps += logps
     self.tokens += tokens
     self.progress = len(self.tokens), finish
-    self._notify()
+    self.notify()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -463,10 +458,7 @@ class Engine:
     Processes that share rows must plan them alike. A request of another process
     has a Generation here, too, which nobody reads.
     """
-    own = [
-      (g.prompt, g.max_new_tokens, g.params, {k: getattr(g, k) for k in _SENT})
-      for g in new
-    ]
+    own = [{name: getattr(g, name) for name in _SENT} for g in new]
     said = multihost.allgather_json((own, ended, is_open))
     all_new, all_ended = [], []
     for process, (requests, rows, _) in enumerate(said):
@@ -474,10 +466,10 @@ class Engine:
       if process == jax.process_index():
         all_new += new
         continue
-      for prompt, most, params, others in requests:
-        params = params and SamplingParams(*params)
-        all_new.append(Generation(prompt, most, params=params))
-        vars(all_new[-1]).update(others)
+      for fields in requests:
+        if fields["params"]:
+          fields["params"] = SamplingParams(*fields["params"])
+        all_new.append(Generation(**fields))
     return all_new, all_ended, any(is_open for *_, is_open in said)
 
   def _choose_row(self, generation: Generation) -> bool:

@@ -165,12 +165,8 @@ class Programs(Functions):
     return lowered
 
   def compilations(self) -> dict[str, tuple[MeshJit, int]]:
-    once = (
-      *("decode_params", "begin", "read_rows", "finalize", "finish_episodes"),
-      *("move_pages", "move_slots", "move_rows"),
-    )
     prefills, sizes = 4 * len(self.buckets()), self.compute_sizes
-    limits = dict.fromkeys(once, 1) | {
+    limits = dict.fromkeys(vars(self.jitted), 1) | {
       # Few slots with drafts, and without if they do not pay.
       "decode": len(sizes) + sum(self.drafts(n) > 0 for n in sizes),
       "prefill": prefills,
