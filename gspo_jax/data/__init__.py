@@ -10,6 +10,7 @@ Other wings take these modules:
   problem       Problem
   readers       records of files and data sets
   tokenizers    `load` a tokenizer
+  json_schema   what fits a schema of arguments
   tool_calls    calls of functions in the text of a response
 Commands: prepare_tfds, tokenizers.train.
 """
@@ -18,6 +19,7 @@ __all__ = (
   "config",
   "curriculum",
   "datasets",
+  "json_schema",
   "pipeline",
   "prepare_tfds",
   "problem",

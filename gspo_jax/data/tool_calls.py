@@ -1,35 +1,32 @@
 """Tool calls in the text of a response, and their formats by model family.
 
 The formats have the names of vLLM's tool-call parsers
-(https://docs.vllm.ai/en/latest/features/tool_calling/); `call` is our own:
+(https://docs.vllm.ai/en/latest/features/tool_calling/); `call` is our own.
+`_SHAPES` says how most are written. The others:
 
-  hermes        <tool_call>{"name": .., "arguments": {..}}</tool_call>
-                (Qwen2.5, Qwen3, Hermes)
-  qwen3_coder   <tool_call><function=NAME><parameter=KEY>VALUE</parameter>
-                </function></tool_call>
-  glm45         <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE
-                </arg_value></tool_call> (GLM-4.5 to 4.7)
-  llama3_json   {"name": .., "parameters": {..}}, several with a semicolon
-                between them (Llama 3.1 to 3.3)
-  openai        to=functions.NAME in a message's header, JSON as its text
-                (gpt-oss, https://cookbook.openai.com/articles/openai-harmony)
-  deepseek_v3   <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME, a line with
-                ```json, the JSON, ``` and <｜tool▁call▁end｜>
-  deepseek_v31  <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>JSON<｜tool▁call▁end｜>
-  call          NAME(VALUE) and nothing else, for tokenizers without a chat
-                template: VALUE is the text of the first parameter
+  llama3_json  {"name": .., "parameters": {..}}, several with a semicolon
+               between them (Llama 3.1 to 3.3)
+  openai       to=functions.NAME in a message's header, JSON as its text
+               (gpt-oss, https://cookbook.openai.com/articles/openai-harmony)
+  call         NAME(VALUE) and nothing else, for tokenizers without a chat
+               template: VALUE is the text of the first parameter
 
 Control tokens are visible in the text. A call in thinking is none: thinking
-ends with `</think>`, and begins with `<think>` or in the prompt. Worker
-processes import this module, so it needs the standard library alone.
+ends with `</think>`, and begins with `<think>` or in the prompt. A call that
+was cut, or cannot be read, is an error, and nothing behind it is read, for
+nobody can say where it ends. Worker processes import this module, so it needs
+the standard library alone.
 """
 
+import functools
 import json
+import math
 import re
 import types
-import typing
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+from gspo_jax.data.json_schema import fitted
 
 
 class ToolCall(NamedTuple):
@@ -43,54 +40,94 @@ class Parsed(NamedTuple):
   calls: tuple[ToolCall, ...] = ()
 
 
-# The parameters of each function, with their types.
-Parameters = Mapping[str, Mapping[str, Any]]
-_NONE: Parameters = types.MappingProxyType({})
+# Of each function: the JSON schema of its arguments.
+Schemas = Mapping[str, Mapping[str, Any]]
+_NONE: Schemas = types.MappingProxyType({})
 
 _UNKNOWN = "unknown"
+# What may stand before the calls | what begins a call | its arguments, or one
+# of them | what ends it | what may stand behind the calls.
+_SHAPES = {
+  # Qwen2.5, Qwen3, Hermes: JSON with "name" and "arguments".
+  "hermes": " | <tool_call> | JSON | </tool_call> | ",
+  "qwen3_coder": (
+    "<tool_call> | <function=NAME> | <parameter=KEY>\nVALUE\n</parameter> | "
+    "</function> | </tool_call>"
+  ),
+  "glm45": (  # GLM-4.5 to 4.7
+    " | <tool_call>NAME | <arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>"
+    " | </tool_call> | "
+  ),
+  "minimax_m2": (
+    '<minimax:tool_call> | <invoke name="NAME"> | <parameter name="KEY">VALUE'
+    "</parameter> | </invoke> | </minimax:tool_call>"
+  ),
+  "deepseek_v32": (  # string="false" around JSON
+    '<｜DSML｜function_calls> | <｜DSML｜invoke name="NAME"> | '
+    '<｜DSML｜parameter name="KEY" string="true">VALUE</｜DSML｜parameter> | '
+    "</｜DSML｜invoke> | </｜DSML｜function_calls>"
+  ),
+  "deepseek_v31": (
+    "<｜tool▁calls▁begin｜> | <｜tool▁call▁begin｜>NAME<｜tool▁sep｜> | JSON | "
+    "<｜tool▁call▁end｜> | <｜tool▁calls▁end｜>"
+  ),
+  "deepseek_v3": (
+    "<｜tool▁calls▁begin｜> | <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n"
+    "```json\n | JSON | ```<｜tool▁call▁end｜> | <｜tool▁calls▁end｜>"
+  ),
+  "kimi_k2": (  # the calls of a conversation are numbered
+    "<|tool_calls_section_begin|> | <|tool_call_begin|>functions.NAME:0"
+    "<|tool_call_argument_begin|> | JSON | <|tool_call_end|> | "
+    "<|tool_calls_section_end|>"
+  ),
+  # Without NAME[ARGS] a list of objects, as in hermes.
+  "mistral": " | [TOOL_CALLS]NAME[ARGS] | JSON |  | ",
+  # Gemma writes JSON with its own sign around texts and none around keys.
+  "gemma4": (
+    ' | <|tool_call>call:NAME | {KEY:<|"|>VALUE<|"|>} | <tool_call|> | '
+  ),
+  "functiongemma": (
+    " | <start_function_call>call:NAME | {KEY:<escape>VALUE<escape>} | "
+    "<end_function_call> | "
+  ),
+}
 # Strings of the chat template that writes a format; the first one that fits.
 _SIGNS = {
   "glm45": ("<arg_key>",),
   "qwen3_coder": ("<function=", "<parameter="),
+  "minimax_m2": ("<minimax:tool_call>",),
+  "deepseek_v32": ("｜DSML｜",),
   "deepseek_v3": ("<｜tool▁sep｜>", "```json"),
   "deepseek_v31": ("<｜tool▁sep｜>",),
+  "kimi_k2": ("<|tool_call_argument_begin|>",),
+  "mistral": ("[TOOL_CALLS]",),
+  "gemma4": ("<|tool_call>",),
+  "functiongemma": ("<start_function_call>",),
   "openai": ("<|channel|>", "functions."),
   "hermes": ("<tool_call>",),
   "llama3_json": ("<|start_header_id|>", '"parameters":'),
 }
-# How a call begins and ends, in the formats of models that think in the text.
-_TAGS = "<tool_call>", "</tool_call>"
-_TOKENS = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-_ENDS = {
-  "deepseek_v3": _TOKENS,
-  "deepseek_v31": _TOKENS,
-  "glm45": _TAGS,
-  "hermes": _TAGS,
-  "qwen3_coder": ("<function=", "</function>"),
+# Patterns for what stands in a shape. A policy chooses the text: each takes
+# time linear in its length.
+_HOLES = {
+  "NAME": r'((?:[^<>"\n{\[:]|:(?!\d))*)',
+  ":0": r"(?::\d+)?",
+  "KEY": r'([^<>"]*)',
+  "VALUE": r"(.*?)",
+  "\\\n": r"\n?",
+  r'\ string="true"': r'(?: string="\w+")?',
+  r"\[ARGS\]": r"(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?",
 }
-# A policy chooses the text: each pattern takes time linear in its length.
-_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_CODED = re.compile(  # Qwen3-Coder may leave the first tag out
-  _TAGGED.pattern + r"|(<function=.*?(?:</function>|\Z))(?:\s*</tool_call>)?",
-  re.DOTALL,
-)
-_FUNCTION = re.compile(r"<function=([^<>]*)>\s*(?:</function>)?")
-_PARAMETER = re.compile(  # behind "<parameter="
-  r"([^<>]*)>\n?(.*?)\n?</parameter>\s*(?:</function>)?", re.DOTALL
-)
-_ARGUMENT = re.compile(  # behind "<arg_key>"
-  r"([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL
-)
+_TAG = re.compile(r"[<\[][^=\]>]*[=\]>]")
 _LLAMA = re.compile(
-  r'\{(?=.*?"name")(?=.*?"(?:arguments|parameters)")', re.DOTALL
+  r'[;\s]*(?=\{(?=.*?"name")(?=.*?"(?:arguments|parameters)"))', re.DOTALL
 )
-_DEEPSEEK = re.compile(
-  r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL
-)
-_FENCED = re.compile(r"([^\n]*)\n```json\n(.*?)\n?```\s*", re.DOTALL)
 _HARMONY_ENDS = re.compile(r"<\|(?:start\|>assistant|end\|>|call\|>|return\|>)")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 _WRITTEN = re.compile(r"(\w+)\((.*)\)", re.DOTALL)
+# Of a key of Gemma, or another word.
+_GEMMA = re.compile(r"([^\s{}\[\],:\"]+)(\s*:)?")
+_SPACE = re.compile(r"\s*")
 # As Jinja writes them without its filter `tojson`.
 _OF_PYTHON = {"True": True, "False": False, "None": None}
 
@@ -103,148 +140,181 @@ def format_of(template: str) -> str:
   return ""
 
 
-def parse(text: str, format: str, parameters: Parameters = _NONE) -> Parsed:
+def parse(text: str, format: str, schemas: Schemas = _NONE) -> Parsed:
   """The calls of a response, in their order.
 
   Args:
     text: the response, without its stop token.
     format: one of `FORMATS`.
-    parameters: of the functions that may be called. In `qwen3_coder` and
-      `glm45`, which write a text without quotes, a value is JSON if it can be,
-      unless its parameter is a `str`, a union with it, or a `Literal` of texts.
+    schemas: of the functions that may be called. A VALUE is the JSON that it
+      is, if its schema allows that, else a text. Arguments that do not fit are
+      no error here.
   """
-  return FORMATS[format](_behind_thinking(text, format), parameters)
+  return FORMATS[format](_behind_thinking(text, format), schemas)
 
 
 def _behind_thinking(text: str, format: str) -> str:
   thinking, end, answer = text.partition("</think>")
   if thinking.lstrip().startswith("<think>"):
     return answer
-  if not end or format not in _ENDS:
+  shape = _shape(format) if format in _SHAPES else None
+  if not (end and shape and shape.close):
     return text
   # A `</think>` in an argument ends no thinking.
-  begins, ends = _ENDS[format]
-  is_open = thinking.rfind(begins) > thinking.rfind(ends)
-  is_in_call = is_open and ends in answer.partition(begins)[0]
+  is_open = thinking.rfind(shape.tag) > thinking.rfind(shape.close)
+  is_in_call = is_open and shape.close in answer.partition(shape.tag)[0]
   return text if is_in_call else answer
 
 
-def _hermes(text: str, parameters: Parameters) -> Parsed:
-  return _tagged(text, _of_json)
+class _Shape(NamedTuple):
+  text: str
+  tag: str  # in which a call begins
+  close: str  # ends a call
+  before: re.Pattern  # before the tag
+  begin: re.Pattern  # with the name
+  argument: re.Pattern
+  end: re.Pattern
 
 
-def _qwen3_coder(text: str, parameters: Parameters) -> Parsed:
-  def call_of(body):
-    head, *parts = body.split("<parameter=")
-    name = _FUNCTION.fullmatch(head.strip())
-    if not name:
-      return ToolCall(
-        _UNKNOWN, error="expected one <function=NAME> in <tool_call>"
-      )
-    expected = "<parameter=KEY>VALUE</parameter>"
-    return _of_texts(name[1].strip(), parts, _PARAMETER, expected, parameters)
+@functools.cache
+def _shape(format: str) -> _Shape:
+  parts = _SHAPES[format].split(" | ")
+  tag, (before, begin, argument, end, behind) = (
+    _TAG.match(parts[1])[0],
+    map(re.escape, parts),
+  )
+  is_next = f"(?={re.escape(tag)})"
+  if "KEY:" in argument:
+    sign = argument[len(r"\{KEY:") :].partition("VALUE")[0]
+    argument = (
+      rf"((?:{sign}(?:(?!{sign}).)*{sign}|(?!{end}|{sign}).)*)(?={end})"
+    )
+  else:
+    argument += rf"\s*(?={argument.partition('KEY')[0]}|{end})"
+  sources = (
+    rf"{before}(?:\s*{is_next})?|{is_next}" if before else is_next,
+    rf"{begin}\s*",
+    argument,
+    rf"\s*{end}(?:\s*{behind})?",
+  )
+  patterns = []
+  for source in sources:
+    for hole, pattern in _HOLES.items():
+      source = source.replace(hole, pattern)
+    patterns.append(re.compile(source, re.DOTALL))
+  text = _SHAPES[format].replace(" | ", "")
+  return _Shape(text, tag, parts[3], *patterns)
 
-  return _tagged(text, call_of, _CODED)
 
-
-def _glm45(text: str, parameters: Parameters) -> Parsed:
-  def call_of(body):
-    name, *parts = body.split("<arg_key>")
-    expected = "<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>"
-    return _of_texts(name.strip(), parts, _ARGUMENT, expected, parameters)
-
-  return _tagged(text, call_of)
-
-
-def _llama3_json(text: str, parameters: Parameters) -> Parsed:
-  rest = text.strip().removeprefix("<|python_tag|>").lstrip()
-  calls, decoder = [], json.JSONDecoder()
-  while _LLAMA.match(rest):
+def _shaped(format: str, text: str, schemas: Schemas) -> Parsed:
+  shape = _shape(format)
+  read = _read_json
+  if shape.argument.groups:
+    read = _read_texts if shape.argument.groups > 1 else _read_gemma
+  content, calls, place = [], [], 0
+  while found := shape.before.search(text, place):
+    content.append(text[place : found.start()])
+    begin = shape.begin.match(text, found.end())
+    name = begin[1].strip() if begin and shape.begin.groups else ""
     try:
-      value, end = decoder.raw_decode(rest)
-    except (ValueError, RecursionError) as error:
-      calls.append(
-        ToolCall(_UNKNOWN, error=f"a call is not valid JSON: {error}")
-      )
-      return Parsed("", tuple(calls))
+      if not begin:
+        raise ValueError("a call has another beginning")
+      schema = schemas.get(name) or {}
+      made, place = read(text, begin.end(), shape, name, schema)
+      if not (end := shape.end.match(text, place)):
+        raise ValueError("a call has no end")
+    except ValueError as error:
+      error = f"{error}: expected {shape.text}"
+      calls.append(ToolCall(name or _UNKNOWN, error=error))
+      return Parsed("".join(content).strip(), tuple(calls))
+    calls += made
+    place = end.end()
+  content.append(text[place:])
+  return Parsed("".join(content).strip(), tuple(calls))
+
+
+def _read_json(text, place, shape, name, schema):
+  value, place = _decoded(text, place)
+  if name:
+    return [_checked(name, value)], place
+  several = value if isinstance(value, list) and value else [value]
+  return [*map(_of_object, several)], place
+
+
+def _read_texts(text, place, shape, name, schema):
+  arguments, error = {}, ""
+  of, others = schema.get("properties") or {}, "additionalProperties"
+  while pair := shape.argument.match(text, place):
+    key, value = pair[1].strip(), pair[2]
+    if key in arguments:
+      error = "expected each argument once"
+    if ' string="true"' not in text[pair.end(1) : pair.start(2)]:
+      value = _value(value, of.get(key, schema.get(others, True)), schema)
+    arguments[key], place = value, pair.end()
+  return [ToolCall(name, {} if error else arguments, error)], place
+
+
+def _read_gemma(text, place, shape, name, schema):
+  if not (found := shape.argument.match(text, place)):
+    raise ValueError("a call has no end")
+  parts = found[1].split(shape.text.partition("KEY:")[2].partition("VALUE")[0])
+  quoted = lambda word: f'"{word[1]}":' if word[2] else word[0]
+  for i, part in enumerate(parts):
+    parts[i] = json.dumps(part) if i % 2 else _GEMMA.sub(quoted, part)
+  value, end = _decoded("".join(parts))
+  if end < len("".join(parts).rstrip()):
+    raise ValueError("a call has text behind its arguments")
+  return [_checked(name, value)], found.end()
+
+
+def _llama3_json(text: str, schemas: Schemas) -> Parsed:
+  rest, calls = text.strip().removeprefix("<|python_tag|>"), []
+  place = 0
+  while begin := _LLAMA.match(rest, place):
+    try:
+      value, end = _decoded(rest, begin.end())
+    except ValueError as error:
+      return Parsed("", (*calls, ToolCall(_UNKNOWN, error=str(error))))
     if "name" not in value or not {"arguments", "parameters"} & value.keys():
       break
     calls.append(_of_object(value))
-    rest = rest[end:].lstrip("; \n")
+    place = end
+  rest = rest[place:].lstrip("; \n")
   return Parsed(rest if calls else text, tuple(calls))
 
 
-def _openai(text: str, parameters: Parameters) -> Parsed:
+def _openai(text: str, schemas: Schemas) -> Parsed:
   # Without channels a text is the answer; with them the last final one is.
-  calls, content = [], "" if "<|channel|>" in text else text
-  for message in _HARMONY_ENDS.split(text):
-    header, _, body = message.partition("<|message|>")
-    if name := _RECIPIENT.search(header):
-      calls.append(_of_arguments(name[1], body))
-    elif "<|channel|>final" in header:
-      content = body
+  calls, content, place = [], "" if "<|channel|>" in text else text, 0
+  while (begin := text.find("<|message|>", place)) >= 0:
+    header, place = text[place:begin], begin + len("<|message|>")
+    if name := _RECIPIENT.search(header.rpartition("<|start|>")[2]):
+      try:
+        value, place = _decoded(text, place)
+      except ValueError as error:
+        return Parsed(content, (*calls, ToolCall(name[1], error=str(error))))
+      calls.append(_checked(name[1], value))
+    end = _HARMONY_ENDS.search(text, place)
+    if "<|channel|>final" in header and not name:
+      content = text[place : end.start() if end else None]
+    place = end.end() if end else len(text)
   return Parsed(content, tuple(calls))
 
 
-def _deepseek_v3(text: str, parameters: Parameters) -> Parsed:
-  def call_of(body):
-    fenced = _FENCED.fullmatch(body.partition("<｜tool▁sep｜>")[2])
-    if not fenced:
-      error = (
-        "expected function<｜tool▁sep｜>NAME and JSON between ```json and ```"
-      )
-      return ToolCall(_UNKNOWN, error=error)
-    return _of_arguments(fenced[1].strip(), fenced[2])
-
-  return _deepseek(text, call_of)
-
-
-def _deepseek_v31(text: str, parameters: Parameters) -> Parsed:
-  def call_of(body):
-    name, _, arguments = body.partition("<｜tool▁sep｜>")
-    return _of_arguments(name.strip(), arguments)
-
-  return _deepseek(text, call_of)
-
-
-def _call(text: str, parameters: Parameters) -> Parsed:
+def _call(text: str, schemas: Schemas) -> Parsed:
   call = _WRITTEN.fullmatch(text)
-  if not call or call[1] not in parameters:
+  if not call or call[1] not in schemas:
     return Parsed(text)
-  first = [*parameters[call[1]]][:1]
+  first = list(schemas[call[1]].get("properties") or {})[:1]
   return Parsed("", (ToolCall(call[1], dict.fromkeys(first, call[2])),))
 
 
-FORMATS: Mapping[str, Callable[[str, Parameters], Parsed]] = {
+FORMATS: Mapping[str, Callable[[str, Schemas], Parsed]] = {
+  **{name: functools.partial(_shaped, name) for name in _SHAPES},
   "call": _call,
-  "deepseek_v3": _deepseek_v3,
-  "deepseek_v31": _deepseek_v31,
-  "glm45": _glm45,
-  "hermes": _hermes,
   "llama3_json": _llama3_json,
   "openai": _openai,
-  "qwen3_coder": _qwen3_coder,
 }
-
-
-def _tagged(
-  text: str, read: Callable[[str], ToolCall], pattern: re.Pattern = _TAGGED
-) -> Parsed:
-  found = pattern.finditer(text)
-  calls = (read(call[call.lastindex].strip()) for call in found)
-  return Parsed(pattern.sub("", text).strip(), tuple(calls))
-
-
-def _deepseek(text: str, read: Callable[[str], ToolCall]) -> Parsed:
-  content = text.partition("<｜tool▁calls▁begin｜>")[0].strip()
-  return Parsed(content, tuple(map(read, _DEEPSEEK.findall(text))))
-
-
-def _of_json(text: str) -> ToolCall:
-  try:
-    return _of_object(json.loads(text))
-  except (ValueError, RecursionError) as error:
-    return ToolCall(_UNKNOWN, error=f"a call is not valid JSON: {error}")
 
 
 def _of_object(value: Any) -> ToolCall:
@@ -259,13 +329,6 @@ def _of_object(value: Any) -> ToolCall:
   return ToolCall(name)
 
 
-def _of_arguments(name: str, text: str) -> ToolCall:
-  try:
-    return _checked(name, json.loads(text))
-  except (ValueError, RecursionError) as error:
-    return ToolCall(name, error=f"its arguments are not valid JSON: {error}")
-
-
 def _checked(name: str, arguments: Any) -> ToolCall:
   if isinstance(arguments, dict):
     return ToolCall(name, arguments)
@@ -273,36 +336,33 @@ def _checked(name: str, arguments: Any) -> ToolCall:
   return ToolCall(name, error=f"expected an object as arguments, got {got}")
 
 
-def _of_texts(name, parts, pattern, expected: str, parameters) -> ToolCall:
-  """The call whose arguments are these parts, each of which fits `pattern`."""
-  found = [pattern.fullmatch(part) for part in parts]
-  if not all(found):
-    return ToolCall(name, error=f"expected {expected} for each argument")
-  kinds = parameters.get(name, {})
-  pairs = [(pair[1].strip(), pair[2]) for pair in found]
-  arguments = {key: _value(text, kinds.get(key)) for key, text in pairs}
-  if len(arguments) < len(pairs):
-    return ToolCall(name, error="expected each argument once")
-  return ToolCall(name, arguments)
+def _number(text: str) -> float:
+  if text in ("NaN", "Infinity", "-Infinity") or abs(float(text)) == math.inf:
+    raise ValueError(f"no number of JSON: {text}")
+  return float(text)
 
 
-def _value(text: str, kind: Any) -> Any:
-  if _is_text(kind):
-    return text
-  if text in _OF_PYTHON:
-    return _OF_PYTHON[text]
+_JSON = json.JSONDecoder(parse_constant=_number, parse_float=_number)
+
+
+def _decoded(text: str, place: int = 0) -> tuple[Any, int]:
+  """The JSON value at a place, and the place behind it."""
   try:
-    return json.loads(text)
+    return _JSON.raw_decode(text, _SPACE.match(text, place).end())
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f"a call is not valid JSON: {error}") from error
+
+
+def _value(text: str, schema: Any, root: Any) -> Any:
+  """JSON if its schema allows it, else a text."""
+  try:
+    value = _OF_PYTHON[text] if text in _OF_PYTHON else _JSON.decode(text)
   except (ValueError, RecursionError):
     return text
-
-
-def _is_text(kind: Any) -> bool:
-  """Whether a value of the type may be a text."""
-  among = typing.get_args(kind)
-  match typing.get_origin(kind):
-    case typing.Literal:
-      return all(isinstance(value, str) for value in among)
-    case typing.Union | types.UnionType | typing.Annotated:
-      return any(map(_is_text, among))
-  return kind is str
+  choices = (text, value) if isinstance(value, str) else (value, text)
+  for choice in choices:
+    try:
+      return fitted(choice, schema, root)
+    except Exception:  # it does not fit, or the client's schema is none
+      continue
+  return choices[0]

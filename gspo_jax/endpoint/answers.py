@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import secrets
+import string
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from gspo_jax.sampler.stop_strings import (
   StopStrings,
   response_text,
 )
+
+_LETTERS = string.ascii_letters + string.digits
 
 
 class Answer:
@@ -120,12 +123,11 @@ class Choice:
   @functools.cached_property
   def message(self) -> dict[str, Any]:
     """The assistant's message for `Tokenizer.chat`, when all is sampled."""
-    text, calls = self._text, ()
-    # What a stop string cut may be half a call.
-    if self.call.parses_tools and self.tokenizer.tool_format and not self.cut:
+    text, calls, form = self._text, (), self.tokenizer.tool_format
+    if self.call.parses_tools and form:
       functions = [tool["function"] for tool in self.call.tools]
-      parameters = {f["name"]: _types(f) for f in functions}
-      parsed = tool_calls.parse(text, self.tokenizer.tool_format, parameters)
+      schemas = {f["name"]: f.get("parameters") or {} for f in functions}
+      parsed = tool_calls.parse(text, form, schemas)
       calls = parsed.calls
       # A call that cannot be read, or be sent back in a later request, stays
       # in the text, for the agent to see.
@@ -134,14 +136,14 @@ class Choice:
       text = parsed.content if calls else text
     message = {"role": "assistant", "content": text}
     if calls:
+      before = sum(len(m.get("tool_calls", ())) for m in self.call.messages)
       message["tool_calls"] = [
         {
-          # As Mistral's chat templates require.
-          "id": f"call{secrets.token_hex(3)[:5]}",
+          "id": _call_id(form, c.name, before + i),
           "type": "function",
           "function": {"name": c.name, "arguments": dict(c.arguments)},
         }
-        for c in calls
+        for i, c in enumerate(calls)
       ]
     return message
 
@@ -212,7 +214,8 @@ class Choice:
     return response_text(self.tokens, stopped, self.tokenizer, self.stop)
 
   def _finish(self) -> str:
-    if self.call.messages and "tool_calls" in self.message:
+    is_chat = self.call.messages and self.finish == STOP
+    if is_chat and "tool_calls" in self.message:
       return "tool_calls"
     return self.finish
 
@@ -248,10 +251,8 @@ def _for_client(message: Mapping[str, Any]) -> dict[str, Any]:
   return {**message, "content": message["content"] or None, "tool_calls": calls}
 
 
-def _types(function: Mapping[str, Any]) -> dict[str, Any]:
-  """The parameters of a JSON schema, `str` for those that are texts."""
-  properties = function.get("parameters", {}).get("properties", {})
-  return {
-    name: str if schema.get("type") == "string" else object
-    for name, schema in properties.items()
-  }
+def _call_id(form: str, name: str, number: int) -> str:
+  """Nine letters and digits, as Mistral's chat templates require."""
+  if form == "kimi_k2":  # its template writes the id as the call's name
+    return f"functions.{name}:{number}"
+  return "".join(secrets.choice(_LETTERS) for _ in range(9))

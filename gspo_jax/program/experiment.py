@@ -149,7 +149,7 @@ def prepare(
     config=config,
     workdir=epath.Path(workdir),
     program=program,
-    reward_pool=_environment_pool(config, program.tokenizer, problems, workdir)
+    reward_pool=_environment_pool(config, program, problems, workdir)
     if config.rollout.environment
     else _reward_pool(config, program, problems, workdir),
     datasets=problems,
@@ -220,10 +220,11 @@ def _with_tools(program: Program, rollout: RolloutConfig) -> Program:
 
 
 def _environment_pool(
-  config: Config, tokenizer, problems: Datasets, workdir: str
+  config: Config, program: Program, problems: Datasets, workdir: str
 ) -> Pool:
   """An `EnvironmentPool`, or an `AgentPool`."""
   c, spec = config.reward, config.rollout.environment
+  tokenizer = program.tokenizer
   limits: dict[str, Any] = {
     "workers": c.workers,
     "seconds": c.seconds,
@@ -235,6 +236,7 @@ def _environment_pool(
       return EnvironmentPool(
         spec,
         tool_format=tokenizer.tool_format,
+        schemas=program.prompt_config.tools,
         examples=_first_problems(problems),
         **limits,
       )

@@ -69,7 +69,7 @@ class Environment(Protocol):
   A class may have `tools(**arguments)`: the JSON schemas of the functions that
   the policy may call, of which the chat template is told. Its `__init__` may
   take `format`, one of `data.tool_calls.FORMATS`: that of the chat template, if
-  the spec does not set it.
+  the spec does not set it; and `schemas`, what `tools` returned.
   """
 
   roles: tuple[str, ...]
@@ -89,12 +89,14 @@ class Environment(Protocol):
     """
 
 
-def named(spec: str, tool_format: str = "") -> functools.partial:
+def named(
+  spec: str, tool_format: str = "", schemas: Sequence[Mapping] = ()
+) -> functools.partial:
   """A function without arguments that makes the environment of a config.
 
   `spec` is `name` or `name:key=value,key=value`: one of `BUILT_IN` or
   `package.module.Class`, and keyword-only arguments of its `__init__`. See
-  `Environment` for `tool_format`.
+  `Environment` for `tool_format` and `schemas`.
   """
   name, colon, text = spec.partition(":")
   if ":" in (preset := BUILT_IN.get(name, "")):
@@ -102,8 +104,11 @@ def named(spec: str, tool_format: str = "") -> functools.partial:
     text = f"{given},{text}" if text else given
   cls = specs.imported(name, BUILT_IN, "environment")
   arguments = specs.arguments(name, cls, text, "environment") if colon else {}
-  if hasattr(cls, "tools") and "format" in specs.keywords(cls):
+  takes = specs.keywords(cls) if hasattr(cls, "tools") else {}
+  if "format" in takes:
     arguments = {"format": tool_format} | arguments
+  if "schemas" in takes:
+    arguments["schemas"] = schemas
   if inspect.iscoroutinefunction(getattr(cls, "reset", None)):
     raise errors.UserError(
       f"environment {name!r}: its reset is `async`, expected a plain function; "
@@ -158,12 +163,18 @@ def _roles(cls) -> tuple[str, ...]:
   return getattr(cls, "roles", ("user",))
 
 
-def load(spec: str, seconds: float, *, tool_format: str = "") -> Tasks:
+def load(
+  spec: str,
+  seconds: float,
+  *,
+  tool_format: str = "",
+  schemas: Sequence[Mapping] = (),
+) -> Tasks:
   """Tasks of `workers.pool`: `BEGIN` and `STEP`.
 
   BEGIN takes (question, seed), STEP takes (state, response).
   """
-  make = named(spec, tool_format)
+  make = named(spec, tool_format, schemas)
   if prepare := getattr(make.func, "prepare", None):
     prepare(**make.keywords)
   if fits := getattr(make.func, "fits", None):

@@ -1,7 +1,7 @@
 """Worker processes that run environments."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gspo_jax.data.problem import Problem
@@ -20,7 +20,7 @@ class Reply(NamedTuple):
 class EnvironmentPool(Pool):
   """Worker processes that run environments; a context manager.
 
-  `spec` and `tool_format` are read by `environment.named`. At the start a
+  `environment.named` reads `spec`, `tool_format` and `schemas`. At the start a
   conversation about each of the `examples` is begun, to try the environment.
   `workdir` is the run's folder, for environments; `limits` are a `Pool`'s.
   """
@@ -30,12 +30,15 @@ class EnvironmentPool(Pool):
     spec: str,
     *,
     tool_format: str = "",
+    schemas: Sequence[Mapping] = (),
     examples: Sequence[Problem] = (),
     workdir: str = "",
     **limits: Any,
   ):
     self._name, self._workdir = f"environment {spec!r}", workdir
-    load = functools.partial(environment.load, spec, tool_format=tool_format)
+    load = functools.partial(
+      environment.load, spec, tool_format=tool_format, schemas=schemas
+    )
     super().__init__(self._name, load, **limits)
     # Calls of an `async` step run at once only if they are started together.
     self.is_async: bool = self.facts

@@ -1,7 +1,6 @@
 """Formats of tool calls: what a model of each family writes is read."""
 
 import time
-import typing
 
 import pytest
 
@@ -9,7 +8,8 @@ from gspo_jax.data.tool_calls import FORMATS, ToolCall, parse
 
 ROME = ToolCall("get_weather", {"city": "Roma – 罗马", "days": 2})
 OSLO = ToolCall("get_weather", {"city": "Oslo", "days": 1})
-PARAMETERS = {"get_weather": {"city": str, "days": int}}
+SCHEMA = {"city": {"type": "string"}, "days": {"type": "integer"}}
+PARAMETERS = {"get_weather": {"properties": SCHEMA}}
 HARMONY = (
   "<|channel|>analysis<|message|>Two cities.<|end|><|start|>assistant"
   "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
@@ -65,6 +65,52 @@ EXAMPLES = {
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "I look.",
   ),
+  "minimax_m2": (
+    "I look.\n<minimax:tool_call>\n"
+    '<invoke name="get_weather">\n<parameter name="city">Roma – 罗马'
+    '</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n'
+    '<invoke name="get_weather">\n<parameter name="city">Oslo</parameter>\n'
+    '<parameter name="days">1</parameter>\n</invoke>\n</minimax:tool_call>',
+    "I look.",
+  ),
+  "deepseek_v32": (
+    "I look.\n\n<｜DSML｜function_calls>\n"
+    '<｜DSML｜invoke name="get_weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Roma – 罗马'
+    '</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">2'
+    "</｜DSML｜parameter>\n</｜DSML｜invoke>\n"
+    '<｜DSML｜invoke name="get_weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">1</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    "I look.",
+  ),
+  "kimi_k2": (
+    "I look.<|tool_calls_section_begin|><|tool_call_begin|>"
+    "functions.get_weather:0<|tool_call_argument_begin|>"
+    '{"city": "Roma – 罗马", "days": 2}<|tool_call_end|><|tool_call_begin|>'
+    "functions.get_weather:1<|tool_call_argument_begin|>"
+    '{"city": "Oslo", "days": 1}<|tool_call_end|><|tool_calls_section_end|>',
+    "I look.",
+  ),
+  "mistral": (
+    'I look.[TOOL_CALLS]get_weather[ARGS]{"city": "Roma – 罗马", "days": 2}'
+    '[TOOL_CALLS]get_weather[CALL_ID]a1B2c3D4e[ARGS]{"city": "Oslo", '
+    '"days": 1}',
+    "I look.",
+  ),
+  "gemma4": (
+    'I look.<|tool_call>call:get_weather{city:<|"|>Roma – 罗马<|"|>,days:2}'
+    '<tool_call|><|tool_call>call:get_weather{city:<|"|>Oslo<|"|>,days:1}'
+    "<tool_call|>",
+    "I look.",
+  ),
+  "functiongemma": (
+    "I look.<start_function_call>call:get_weather{city:<escape>Roma – 罗马"
+    "<escape>,days:2}<end_function_call><start_function_call>call:get_weather{"
+    "city:<escape>Oslo<escape>,days:1}<end_function_call>",
+    "I look.",
+  ),
 }
 BROKEN = {
   "hermes": ['<tool_call>\n{"name": "f", "arguments": {"x": }}\n</tool_call>'],
@@ -83,15 +129,31 @@ BROKEN = {
     "<function=f><parameter=x>1",
     "<tool_call><function=f><parameter=x>1</parameter><parameter=x>2"
     "</parameter></function></tool_call>",
-    "<tool_call><function=f><parameter=x>1</parameter></function>"
-    "<function=g></function></tool_call>",
-    "<tool_call><function=f></function><function=g></function></tool_call>",
+    "<tool_call><tool_call><function=f></function></tool_call>",
   ],
   "glm45": [
     "<tool_call>f<arg_key>x</arg_key>1</tool_call>",
     "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value>"
     "<arg_key>x</arg_key><arg_value>2</arg_value></tool_call>",
   ],
+  "minimax_m2": [
+    "<minimax:tool_call></minimax:tool_call>",
+    '<invoke name="f"><parameter name="x">1</invoke>',
+  ],
+  "deepseek_v32": [
+    '<｜DSML｜invoke name="f"></｜DSML｜function_calls>',
+  ],
+  "kimi_k2": [
+    "<|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{x}",
+  ],
+  "mistral": ["[TOOL_CALLS]f[ARGS]{x}", "[TOOL_CALLS] [1]", "[TOOL_CALLS]f"],
+  "gemma4": [
+    "<|tool_call>f{}<tool_call|>",
+    '<|tool_call>call:f{x:<|"|>1}<tool_call|>',
+    "<|tool_call>call:f{x:1}{}<tool_call|>",
+  ],
+  "functiongemma": ["<start_function_call>call:f{x:}<end_function_call>"],
 }
 OBJECTS = [
   ("[1]", 'lacks "name"'),
@@ -121,7 +183,7 @@ def test_a_call_in_thinking_is_none(name):
   assert parse(f"<think>{text}</think>\n5", name, PARAMETERS).calls == ()
   assert parse(f"<think>{text}", name, PARAMETERS).calls == ()
   # The generation prompt may have opened the thinking.
-  if name not in ("llama3_json", "openai"):
+  if name not in ("llama3_json", "openai", "mistral"):
     for thought in ("a", "with <tool_call> or <function= I", text):
       found = parse(f"{thought}</think>{text}", name, PARAMETERS)
       assert found.calls == (ROME, OSLO)
@@ -188,34 +250,60 @@ def test_json_that_is_a_wrong_call(text, error):
   assert error in call.error
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
-def test_a_text_without_quotes_has_the_type_of_its_parameter(name):
-  one_of = typing.Literal["7", "8"]
-  kinds = {"text": str, "perhaps": str | None, "number": int, "one": one_of}
-  values = dict.fromkeys(kinds, "7") | {"texts": '["a"]', "unknown": "True"}
-  kinds |= {"texts": list[str], "sums": dict[str, int] | None}
-  values["sums"] = '{"a": 1}'
-  pair = {
-    "qwen3_coder": "<parameter=%s>\n%s\n</parameter>",
-    "glm45": "<arg_key>%s</arg_key>\n<arg_value>%s</arg_value>",
-  }[name]
-  body = "".join(pair % item for item in values.items())
-  start = {"qwen3_coder": "<function=f>", "glm45": "f"}[name]
-  text = f"<tool_call>{start}{body}</tool_call>"
-  assert parse(text, name, {"f": kinds}).calls[0].arguments == {
-    "text": "7",
-    "perhaps": "7",
-    "number": 7,
-    "one": "7",
-    "texts": ["a"],
-    "sums": {"a": 1},
-    "unknown": True,
-  }
+# A schema of an argument, what the policy wrote, and what that is.
+TEXT, NULL, INT = {"type": "string"}, {"type": "null"}, {"type": "integer"}
+VALUES = [
+  (TEXT, "7", "7"),
+  (TEXT, '"7"', '"7"'),
+  ({"anyOf": [TEXT, NULL]}, "12345", "12345"),
+  ({"anyOf": [TEXT, NULL]}, "1.10", "1.10"),
+  ({"anyOf": [TEXT, NULL]}, "true", "true"),
+  ({"anyOf": [TEXT, NULL]}, "null", None),
+  ({"type": ["string", "null"]}, "7", "7"),
+  ({"type": "string", "nullable": True}, "None", None),
+  ({"oneOf": [INT, TEXT]}, "7", 7),
+  ({"enum": ["7", "8"]}, "7", "7"),
+  ({"enum": ["a", 7]}, "7", 7),
+  ({"const": "1"}, "1", "1"),
+  ({"$ref": "#/$defs/name"}, "7", "7"),
+  ({"allOf": [{"$ref": "#/$defs/name"}]}, "7", "7"),
+  (INT, "2.0", 2),
+  ({"type": "number"}, "1e999", "1e999"),
+  ({"type": "array", "items": TEXT}, '["a"]', ["a"]),
+  ({"type": "object", "additionalProperties": INT}, '{"a": 1}', {"a": 1}),
+  ({"type": "array", "items": TEXT}, "", ""),  # the policy's text, as it is
+  ({"type": "boolean"}, "True", True),
+  ({}, "True", True),
+  ({}, "NaN", "NaN"),
+  ({"type": 3, "properties": [], "anyOf": 1}, "7", 7),
+]
+PAIRS = {
+  "qwen3_coder": "<function=f><parameter=x>\n{}\n</parameter></function>",
+  "glm45": (
+    "<tool_call>f<arg_key>x</arg_key><arg_value>{}</arg_value></tool_call>"
+  ),
+  "minimax_m2": '<invoke name="f"><parameter name="x">{}</parameter></invoke>',
+  "deepseek_v32": (
+    '<｜DSML｜invoke name="f"><｜DSML｜parameter name="x" string="false">{}'
+    "</｜DSML｜parameter></｜DSML｜invoke>"
+  ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(("schema", "text", "value"), VALUES)
+def test_a_text_without_quotes_is_what_its_schema_allows(
+  name, schema, text, value
+):
+  schemas = {"f": {"properties": {"x": schema}, "$defs": {"name": TEXT}}}
+  (call,) = parse(PAIRS[name].format(text), name, schemas).calls
+  assert call == ToolCall("f", {"x": value})
+  assert type(call.arguments["x"]) is type(value)
 
 
 def test_without_a_template_a_call_is_the_whole_response():
-  parameters = {"calc": {"expression": str}, "now": {}}
-  read = lambda text: parse(text, "call", parameters).calls
+  schemas = {"calc": {"properties": {"expression": {}}}, "now": {}}
+  read = lambda text: parse(text, "call", schemas).calls
   assert read("calc(3*(4+5))") == (ToolCall("calc", {"expression": "3*(4+5)"}),)
   assert read("now()") == (ToolCall("now"),)
   assert read("calc(1)\n") == read("clac(1)") == read("a calc(1)") == ()

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gspo_jax.data import tool_calls
+from gspo_jax.data import json_schema, tool_calls
 from gspo_jax.rewards.reward import Response, Reward
 from gspo_jax.rewards.reward import named as named_reward
 from gspo_jax.rollout.environment import Message, Question, Step
@@ -40,9 +40,12 @@ class Tools:
     reward: str,
     format: str = "",
     characters: int = 4000,
+    schemas: Sequence[Mapping] = (),
   ):
     self._path, self._reward = functions, reward
     self._format, self._characters = format, characters
+    of = [schema["function"] for schema in schemas]
+    self._schemas = {f["name"]: f["parameters"] for f in of}
 
   @staticmethod
   def tools(*, functions: str, format: str = "", **_: Any) -> list[Mapping]:
@@ -64,7 +67,7 @@ class Tools:
 
   @staticmethod
   def prepare(
-    *, functions: str, reward: str, format: str = "", characters: int = 4000
+    *, functions: str, reward: str, characters: int = 4000, **_: Any
   ) -> None:
     """UserError if the functions or the reward cannot be used."""
     if type(characters) is not int or characters < 1:
@@ -89,11 +92,14 @@ class Tools:
 
   def step(self, response: str) -> Step:
     functions = _functions(self._path, self._object)
-    parameters = {name: _types(f) for name, f in functions.items()}
-    answer, calls = tool_calls.parse(response, self._format, parameters)
+    schemas = self._schemas or {  # the format `call` asks for names alone
+      name: {"properties": {key: {} for key in _types(f)}}
+      for name, f in functions.items()
+    }
+    answer, calls = tool_calls.parse(response, self._format, schemas)
     if not calls:
       return Step(done=True, reward=self._score(answer))
-    results = [_result(call, functions) for call in calls]
+    results = [_result(call, functions, schemas) for call in calls]
     # A name that the policy made up may be of any length.
     names = [c.name if c.name in functions else "unknown" for c in calls]
     messages = [
@@ -115,7 +121,9 @@ class Tools:
 
 
 def _result(
-  call: tool_calls.ToolCall, functions: Mapping[str, Callable]
+  call: tool_calls.ToolCall,
+  functions: Mapping[str, Callable],
+  schemas: tool_calls.Schemas,
 ) -> tuple[str, bool]:
   """The text that the policy reads, and whether the call failed."""
   if call.error:
@@ -127,12 +135,13 @@ def _result(
   signature = inspect.signature(function)
   try:
     signature.bind(**call.arguments)
-  except TypeError as error:
+    arguments = json_schema.fitted(call.arguments, schemas[call.name])
+  except (TypeError, ValueError) as error:
     return f"error: {call.name}{signature}: {error}", True
   try:
-    value = function(**call.arguments)
-    if not isinstance(value, str):
-      value = json.dumps(value, ensure_ascii=False, default=str)
+    value = function(**arguments)
+    if not isinstance(value, str):  # strict JSON: the same text in every run
+      value = json.dumps(value, ensure_ascii=False, allow_nan=False)
   except Exception as error:
     return _reason(error), True
   return value, False

@@ -103,9 +103,12 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pools():
   limits = {"workers": 1, "seconds": 2.0, "tool_format": "hermes"}
+  schemas = lambda name: environment.tools(SPEC % name, "hermes")[0]
   with (
-    EnvironmentPool(SPEC % "TOOLS", **limits) as functions,
-    EnvironmentPool(SPEC % "Shop", **limits) as shop,
+    EnvironmentPool(
+      SPEC % "TOOLS", schemas=schemas("TOOLS"), **limits
+    ) as functions,
+    EnvironmentPool(SPEC % "Shop", schemas=schemas("Shop"), **limits) as shop,
   ):
     yield {"TOOLS": functions, "Shop": shop}
 
@@ -141,8 +144,8 @@ def test_calls_are_answered_and_an_answer_is_scored(pools):
 ERRORS = {
   call("wordy", a=1): ("unknown", "no function 'wordy': did you mean 'word'"),
   call("add", c=1): ("add", "error: add(a: int, b: int = 1) -> int: missing"),
-  call("add", a="x"): ("add", "TypeError: can only concatenate str"),
-  call("add", a={}): ("add", "TypeError: unsupported operand"),
+  call("add", a="3"): ("add", '1) -> int: a: expected integer, got "3"'),
+  call("add", a={}): ("add", "a: expected integer, got an object"),
   call("word", text="refuse"): ("word", "error: no such word ?"),
   call("word", text="loop"): ("word", "error: Circular reference detected"),
   "<tool_call>{x}</tool_call>": ("unknown", "a call is not valid JSON"),
@@ -172,7 +175,7 @@ def test_a_hostile_tool_costs_its_conversation_alone(pools):
   assert "SystemExit" in exits.failure
   said = [reply.step.messages[0][1] for reply in fine]
   assert said[:2] == ["x" * 80, "a?"]
-  assert "unlocked _thread.lock" in said[2]
+  assert "error: TypeError: Object of type lock is not JSON" in said[2]
   assert said[3] == "ok"
   kept, lost = replies(
     pools["Shop"], call("buy", thing="hat"), call("buy", thing="lock")
@@ -203,7 +206,7 @@ def test_the_example_of_the_docs(folder):
   assert spec in section
   schemas, _ = environment.tools(spec, "hermes")
   assert [tool["function"]["name"] for tool in schemas] == ["euros", "total"]
-  game = environment.named(spec, "hermes")()
+  game = environment.named(spec, "hermes", schemas)()
   assert game.reset(Question("", "3"), 0) == ()
   calls = call("euros", amount=2, currency="USD")
   step = game.step(calls + call("euros", amount=2, currency="usd"))
