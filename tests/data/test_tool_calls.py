@@ -1,5 +1,8 @@
 """Formats of tool calls: what a model of each family writes is read."""
 
+import json
+import random
+import re
 import time
 
 import pytest
@@ -335,3 +338,183 @@ def test_the_answer_of_gpt_oss_is_its_final_channel():
   assert parse(thought, "openai") == ("", ())
   final = "<|end|><|start|>assistant<|channel|>final<|message|>5"
   assert parse(thought + final, "openai") == ("5", ())
+
+
+def _texts(pair, call, sections=("", "")):
+  """A writer of calls in a format of texts."""
+  write = lambda x: x if isinstance(x, str) else json.dumps(x)
+  one = lambda c: call.format(
+    c.name, "".join(pair.format(k, write(v)) for k, v in c.arguments.items())
+  )
+  return lambda calls: "".join(map(one, calls)).join(sections)
+
+
+def _jsons(call, sections=("", ""), between=""):
+  dumps = lambda c: json.dumps(c.arguments, ensure_ascii=False)
+  one = lambda i, c: call % {"name": c.name, "json": dumps(c), "i": i}
+  return lambda calls: between.join(
+    one(i, c) for i, c in enumerate(calls)
+  ).join(sections)
+
+
+def _gemma(sign, call):
+  def write(x):
+    if isinstance(x, str):
+      return sign + x + sign
+    if isinstance(x, list):
+      return f"[{','.join(map(write, x))}]"
+    if isinstance(x, dict):
+      return "{" + ",".join(f"{k}:{write(v)}" for k, v in x.items()) + "}"
+    return json.dumps(x)
+
+  return lambda calls: "".join(
+    call % (c.name, write(c.arguments)) for c in calls
+  )
+
+
+_OBJECT = '{"name": "%(name)s", "arguments": %(json)s}'
+_DEEP = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+# How a model writes calls, and what no text may have there.
+WRITERS = {
+  "hermes": (_jsons(f"<tool_call>\n{_OBJECT}\n</tool_call>"), ()),
+  "qwen3_coder": (
+    _texts(
+      "<parameter={}>\n{}\n</parameter>\n",
+      "<tool_call>\n<function={}>\n{}</function>\n</tool_call>",
+    ),
+    ("</parameter>",),
+  ),
+  "glm45": (
+    _texts(
+      "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n",
+      "<tool_call>{}\n{}</tool_call>",
+    ),
+    ("</arg_value>",),
+  ),
+  "minimax_m2": (
+    _texts(
+      '<parameter name="{}">{}</parameter>\n',
+      '<invoke name="{}">\n{}</invoke>\n',
+      ("<minimax:tool_call>\n", "</minimax:tool_call>"),
+    ),
+    ("</parameter>",),
+  ),
+  "deepseek_v32": (
+    _texts(
+      '<｜DSML｜parameter name="{}" string="false">{}</｜DSML｜parameter>\n',
+      '<｜DSML｜invoke name="{}">\n{}</｜DSML｜invoke>\n',
+      ("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
+    ),
+    ("</｜DSML｜parameter>",),
+  ),
+  "deepseek_v31": (
+    _jsons(
+      "<｜tool▁call▁begin｜>%(name)s<｜tool▁sep｜>%(json)s<｜tool▁call▁end｜>",
+      _DEEP,
+    ),
+    (),
+  ),
+  "deepseek_v3": (
+    _jsons(
+      "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%(name)s\n```json\n%(json)s\n"
+      "```<｜tool▁call▁end｜>",
+      _DEEP,
+      "\n",
+    ),
+    (),
+  ),
+  "kimi_k2": (
+    _jsons(
+      "<|tool_call_begin|>functions.%(name)s:%(i)s<|tool_call_argument_begin|>"
+      "%(json)s<|tool_call_end|>",
+      ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ),
+    (),
+  ),
+  "mistral": (_jsons("[TOOL_CALLS]%(name)s[ARGS]%(json)s"), ()),
+  "mistral, before 11": (_jsons(_OBJECT, ("[TOOL_CALLS] [", "]"), ", "), ()),
+  "gemma4": (
+    _gemma('<|"|>', "<|tool_call>call:%s%s<tool_call|>"),
+    ('<|"|>',),
+  ),
+  "functiongemma": (
+    _gemma("<escape>", "<start_function_call>call:%s%s<end_function_call>"),
+    ("<escape>",),
+  ),
+  "llama3_json": (_jsons(_OBJECT, between="; "), ()),
+  "openai": (
+    _jsons(
+      "<|channel|>commentary to=functions.%(name)s <|constrain|>json"
+      "<|message|>%(json)s<|call|>",
+      between="<|start|>assistant",
+    ),
+    (),
+  ),
+}
+PIECES = [
+  *('"', "\\", "\n", " ", "{", "}", "[", "]", ",", ":", "'", "<", ">", "```"),
+  *("Köln", "罗马", "\u2028", "😀", "</", "a", "7", "null", "True", "x" * 40),
+]
+KINDS = {
+  "text": TEXT,
+  "perhaps": {"anyOf": [TEXT, NULL]},
+  "count": INT,
+  "share": {"type": "number"},
+  "is_on": {"type": "boolean"},
+  "words": {"type": "array", "items": TEXT},
+  "sums": {"type": "object", "additionalProperties": INT},
+  "any": {"$ref": "#/$defs/any"},
+}
+ANY = {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/any"}}, INT]}
+
+
+def _drawn(draw, name):
+  """Calls of random arguments, and their schemas."""
+  form = name.partition(",")[0]
+  tags = re.findall(r"<[^<>]*>|\[\w+\]", EXAMPLES[form][0])
+  tags = [tag for tag in tags if "think>" not in tag]
+  without = WRITERS[name][1]
+
+  def text():
+    pieces = draw.choices(PIECES + tags, k=draw.randrange(6))
+    made = "".join(pieces)
+    return (
+      "a"
+      if made in ("null", "None") or any(sign in made for sign in without)
+      else made
+    )
+
+  make = {
+    "text": text,
+    "perhaps": lambda: draw.choice([None, text()]),
+    "count": lambda: draw.randrange(-(10**20), 10**20),
+    "share": lambda: draw.choice([draw.uniform(-1e9, 1e9), 1e-300, 0]),
+    "is_on": lambda: draw.choice([True, False]),
+    "words": lambda: [text() for _ in range(draw.randrange(3))],
+    "sums": lambda: {k: draw.randrange(9) for k in "ab"[: draw.randrange(3)]},
+    "any": lambda: [[draw.randrange(9)], []],
+  }
+  calls = tuple(
+    ToolCall(
+      draw.choice(["f", "get_weather", "a.b-c"]),
+      {k: make[k]() for k in draw.sample([*KINDS], draw.randrange(5))},
+    )
+    for _ in range(draw.randrange(1, 4))
+  )
+  schema = {"properties": KINDS, "$defs": {"any": ANY}}
+  return calls, dict.fromkeys(("f", "get_weather", "a.b-c"), schema)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_is_written_is_read_and_what_was_cut_is_no_call(name):
+  draw, form = random.Random(name), name.partition(",")[0]
+  for _ in range(150):
+    calls, schemas = _drawn(draw, name)
+    text = WRITERS[name][0](calls)
+    assert parse(text, form, schemas).calls == calls, text
+    for _ in range(8):
+      cut = text[: draw.randrange(len(text))]
+      found = parse(cut, form, schemas).calls
+      whole = tuple(call for call in found if not call.error)
+      assert whole == calls[: len(whole)], cut
+      assert found[len(whole) :] == found[-1:] * (len(found) - len(whole))
