@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import random
+import re
 import socket
 import time
 
@@ -165,7 +166,12 @@ def test_calls_stay_text_where_they_are_not_asked_for(ask, tool_choice):
 
 @pytest.mark.parametrize(
   "text",
-  ["<tool_call>{nonsense</tool_call>", CALL.replace("1+1", "\\ud800")],
+  [
+    "<tool_call>{nonsense</tool_call>",
+    CALL.replace("1+1", "\\ud800"),
+    CALL.replace('"1+1"', "NaN"),
+    CALL.replace('"1+1"', "1e999"),
+  ],
 )
 def test_a_call_that_cannot_be_read_or_sent_back_stays_text(ask, text):
   engine, client = ask
@@ -451,6 +457,55 @@ def test_a_tool_call_that_a_stop_string_cut_is_text(ask):
   (choice,) = chat(client, [user("a")], **options).choices
   assert choice.finish_reason == "stop"
   assert choice.message.content == CALL.removesuffix("</tool_call>")
+
+
+def test_a_call_that_the_token_limit_cut_is_none(ask, tokenizer):
+  engine, client = ask
+  size = lambda text: len(tokenizer.encode(text))
+  for text, content, calls in (
+    (CALL[:-1], CALL[:-1], 0),
+    (CALL + CALL[:14], CALL + CALL[:14], 0),
+    (f"{CALL} and th", "and th", 1),
+  ):
+    engine.texts = [text + "more"]
+    options = {"tools": [CALC], "max_tokens": size(text)}
+    (choice,) = chat(client, [user("a")], **options).choices
+    assert choice.finish_reason == "length"
+    assert choice.message.content == content
+    assert len(choice.message.tool_calls or ()) == calls
+
+
+def test_ids_of_calls_are_unique_and_of_nine_letters_and_digits(ask):
+  engine, client = ask
+  call = '<tool_call>{"name":"f"}</tool_call>'
+  engine.texts = [call * 2] * 100
+  ids = []
+  for _ in range(100):
+    (choice,) = chat(client, [user("a")], tools=[CALC]).choices
+    ids += [call.id for call in choice.message.tool_calls]
+  assert len({*ids}) == 200
+  assert len({id[-1] for id in ids}) > 16  # more than digits of base 16
+  assert all(re.fullmatch("[0-9A-Za-z]{9}", id) for id in ids)
+
+
+def test_a_text_without_quotes_has_the_type_of_the_requests_schema():
+  class Coder:
+    tool_format, stop_ids = "qwen3_coder", [0]
+    decode = staticmethod(lambda ids: "".join(map(chr, ids)))
+
+  schema = {
+    "properties": {"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}}
+  }
+  tool = {"function": {"name": "f", "parameters": schema}}
+  text = "<function=f><parameter=a>%s</parameter></function>"
+  for tools, read in ((tool, "12345"), ({"function": {"name": "f"}}, 12345)):
+    made = Generation([5], 999)
+    made.add([*map(ord, text % "12345"), 0], [0.0] * 64, STOP)
+    options = {"tools": [tools], "parses_tools": True}
+    choice = Choice(Call([user("q")], **options), made, Coder(), None)
+    choice.read()
+    (call,) = choice.message["tool_calls"]
+    assert call["function"]["arguments"] == {"a": read}
 
 
 def test_a_completion_has_n_choices_with_the_ids_of_each(ask, tokenizer):
