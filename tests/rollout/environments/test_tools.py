@@ -38,7 +38,7 @@ def word(text: str) -> str:
   if text == "exit":
     raise SystemExit
   return {"huge": "x" * (2 << 20), "surrogate": "a\\ud83d", "list": [1, "é"],
-          "odd": threading.Lock(), "loop": LOOP}.get(text, text)
+          "odd": threading.Lock(), "loop": LOOP, "nan": [1e999]}.get(text, text)
 
 LOOP = []
 LOOP.append(LOOP)
@@ -148,6 +148,9 @@ ERRORS = {
   call("add", a={}): ("add", "a: expected integer, got an object"),
   call("word", text="refuse"): ("word", "error: no such word ?"),
   call("word", text="loop"): ("word", "error: Circular reference detected"),
+  call("word", text="nan"): ("word", "error: Out of range float values"),
+  # The token limit may have cut it.
+  call("add", a=1).removesuffix("</tool_call>"): ("unknown", "has no end"),
   "<tool_call>{x}</tool_call>": ("unknown", "a call is not valid JSON"),
   call("\ud83d", a="\ud83d"): ("unknown", "no function"),
   call("x" * 10**5): ("unknown", "no function"),
