@@ -179,10 +179,8 @@ class _Shape(NamedTuple):
 @functools.cache
 def _shape(format: str) -> _Shape:
   parts = _SHAPES[format].split(" | ")
-  tag, (before, begin, argument, end, behind) = (
-    _TAG.match(parts[1])[0],
-    map(re.escape, parts),
-  )
+  before, begin, argument, end, behind = map(re.escape, parts)
+  tag = _TAG.match(parts[1])[0]
   is_next = f"(?={re.escape(tag)})"
   if "KEY:" in argument:
     sign = argument[len(r"\{KEY:") :].partition("VALUE")[0]
@@ -223,12 +221,11 @@ def _shaped(format: str, text: str, schemas: Schemas) -> Parsed:
       made, place = read(text, begin.end(), shape, name, schema)
       if not (end := shape.end.match(text, place)):
         raise ValueError("a call has no end")
-    except ValueError as error:
-      error = f"{error}: expected {shape.text}"
-      calls.append(ToolCall(name or _UNKNOWN, error=error))
-      return Parsed("".join(content).strip(), tuple(calls))
+      place = end.end()
+    except (ValueError, RecursionError) as error:
+      why = f"{error}: expected {shape.text}"
+      made, text, place = [ToolCall(name or _UNKNOWN, error=why)], "", 0
     calls += made
-    place = end.end()
   content.append(text[place:])
   return Parsed("".join(content).strip(), tuple(calls))
 
@@ -261,10 +258,7 @@ def _read_gemma(text, place, shape, name, schema):
   quoted = lambda word: f'"{word[1]}":' if word[2] else word[0]
   for i, part in enumerate(parts):
     parts[i] = json.dumps(part) if i % 2 else _GEMMA.sub(quoted, part)
-  value, end = _decoded("".join(parts))
-  if end < len("".join(parts).rstrip()):
-    raise ValueError("a call has text behind its arguments")
-  return [_checked(name, value)], found.end()
+  return [_checked(name, _JSON.decode("".join(parts)))], found.end()
 
 
 def _llama3_json(text: str, schemas: Schemas) -> Parsed:
@@ -287,8 +281,9 @@ def _openai(text: str, schemas: Schemas) -> Parsed:
   # Without channels a text is the answer; with them the last final one is.
   calls, content, place = [], "" if "<|channel|>" in text else text, 0
   while (begin := text.find("<|message|>", place)) >= 0:
-    header, place = text[place:begin], begin + len("<|message|>")
-    if name := _RECIPIENT.search(header.rpartition("<|start|>")[2]):
+    header = text[place:begin].rpartition("<|start|>")[2]
+    place = begin + len("<|message|>")
+    if name := _RECIPIENT.search(header):
       try:
         value, place = _decoded(text, place)
       except ValueError as error:

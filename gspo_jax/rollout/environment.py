@@ -163,18 +163,12 @@ def _roles(cls) -> tuple[str, ...]:
   return getattr(cls, "roles", ("user",))
 
 
-def load(
-  spec: str,
-  seconds: float,
-  *,
-  tool_format: str = "",
-  schemas: Sequence[Mapping] = (),
-) -> Tasks:
-  """Tasks of `workers.pool`: `BEGIN` and `STEP`.
+def load(spec: str, seconds: float, **told: Any) -> Tasks:
+  """Tasks of `workers.pool`: `BEGIN` and `STEP`; `named` is `told` the rest.
 
   BEGIN takes (question, seed), STEP takes (state, response).
   """
-  make = named(spec, tool_format, schemas)
+  make = named(spec, **told)
   if prepare := getattr(make.func, "prepare", None):
     prepare(**make.keywords)
   if fits := getattr(make.func, "fits", None):

@@ -36,9 +36,8 @@ class EnvironmentPool(Pool):
     **limits: Any,
   ):
     self._name, self._workdir = f"environment {spec!r}", workdir
-    load = functools.partial(
-      environment.load, spec, tool_format=tool_format, schemas=schemas
-    )
+    told: dict = {"tool_format": tool_format, "schemas": schemas}
+    load = functools.partial(environment.load, spec, **told)
     super().__init__(self._name, load, **limits)
     # Calls of an `async` step run at once only if they are started together.
     self.is_async: bool = self.facts

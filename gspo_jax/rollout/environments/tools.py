@@ -93,7 +93,7 @@ class Tools:
   def step(self, response: str) -> Step:
     functions = _functions(self._path, self._object)
     schemas = self._schemas or {  # the format `call` asks for names alone
-      name: {"properties": {key: {} for key in _types(f)}}
+      name: {"properties": dict.fromkeys(inspect.signature(f).parameters)}
       for name, f in functions.items()
     }
     answer, calls = tool_calls.parse(response, self._format, schemas)
@@ -160,19 +160,10 @@ def _encodable(text: str) -> str:
   return text.encode(errors="replace").decode()
 
 
-def _types(function: Callable) -> dict[str, Any]:
-  parameters = inspect.signature(function, eval_str=True).parameters
-  return {name: p.annotation for name, p in parameters.items()}
-
-
 def _fault(function: Callable) -> str:
   """Why it can be no tool; "" if it can."""
   if inspect.iscoroutinefunction(function):
     return "expected a plain function, it is `async`"
-  try:
-    _types(function)
-  except Exception as error:  # types are evaluated
-    return f"expected types that can be evaluated: {error}"
   signature = inspect.signature(function)
   without = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL
   if any(p.kind in without for p in signature.parameters.values()):

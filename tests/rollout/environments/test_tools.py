@@ -77,7 +77,6 @@ def placed(x: int, /): pass
 def several(*xs: int): pass
 
 async def later(x: int): pass
-def unknown(x: "Nowhere"): pass
 def untyped(x):
   """Says.
 
@@ -251,10 +250,6 @@ def test_the_chat_template_is_told_of_the_functions(name):
     (SPEC % "placed", r"'placed': .* can name, got \(x: int, /\)"),
     (SPEC % "several", r"'several': .* can name, got \(\*xs: int"),
     (SPEC % "later", "'later': expected a plain.* `async`"),
-    (
-      SPEC % "unknown",
-      "'unknown': expected types.*'Nowhere' is not defined",
-    ),
     ("tools:functions=user_tools.add,reward=gsm8", "unknown reward 'gsm8'"),
     ("tools:functions=user_tools.add,reward=user_tools.group", "takes a group"),
     (
