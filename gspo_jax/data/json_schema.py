@@ -60,24 +60,19 @@ def fitted(value: Any, schema: Any, root: Any = None) -> Any:
     if isinstance(value, float) and "integer" in types and value.is_integer():
       value = int(value)
     allowed = part.get("enum", [part["const"]] if "const" in part else [value])
-    if (type(value) is bool, value) not in [
-      (type(x) is bool, x) for x in allowed
-    ]:
+    is_bool = type(value) is bool
+    if not any(x == value and (type(x) is bool) == is_bool for x in allowed):
       return value, _wrong(f"one of {json.dumps(allowed)[:200]}", value)
     if types and not any(_is_of(value, name) for name in types):
       return value, _wrong(" or ".join(map(str, types)), value)
     if not isinstance(value, dict | list):
       return value, ""
-    of, others = {}, part.get("items", True)
-    if isinstance(value, dict):
-      of, others = (
-        part.get("properties") or {},
-        part.get("additionalProperties"),
-      )
-      for key in part.get("required", ()):
-        if key not in value:
-          return value, _wrong(repr(key), value)
     is_object = isinstance(value, dict)
+    of = is_object and part.get("properties") or {}
+    others = part.get("additionalProperties" if is_object else "items")
+    for key in part.get("required", ()) if is_object else ():
+      if key not in value:
+        return value, _wrong(repr(key), value)
     items = {}
     for key, x in value.items() if is_object else enumerate(value):
       items[key], error = fit(x, of.get(key, others))

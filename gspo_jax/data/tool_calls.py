@@ -184,9 +184,8 @@ def _shape(format: str) -> _Shape:
   is_next = f"(?={re.escape(tag)})"
   if "KEY:" in argument:
     sign = argument[len(r"\{KEY:") :].partition("VALUE")[0]
-    argument = (
-      rf"((?:{sign}(?:(?!{sign}).)*{sign}|(?!{end}|{sign}).)*)(?={end})"
-    )
+    quoted = rf"{sign}(?:(?!{sign}).)*{sign}"
+    argument = rf"((?:{quoted}|(?!{end}|{sign}).)*)(?={end})"
   else:
     argument += rf"\s*(?={argument.partition('KEY')[0]}|{end})"
   sources = (
