@@ -68,7 +68,7 @@ def fitted(value: Any, schema: Any, root: Any = None) -> Any:
     if not isinstance(value, dict | list):
       return value, ""
     is_object = isinstance(value, dict)
-    of = is_object and part.get("properties") or {}
+    of = (part.get("properties") if is_object else None) or {}
     others = part.get("additionalProperties" if is_object else "items")
     for key in part.get("required", ()) if is_object else ():
       if key not in value:
