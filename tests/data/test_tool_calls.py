@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from gspo_jax.data.tool_calls import FORMATS, ToolCall, parse
+from gspo_jax.data.tool_calls import FORMATS, ToolCall, format_of, parse
 
 ROME = ToolCall("get_weather", {"city": "Roma – 罗马", "days": 2})
 OSLO = ToolCall("get_weather", {"city": "Oslo", "days": 1})
@@ -180,6 +180,12 @@ def test_parallel_calls_are_read_in_their_order(name):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
+def test_a_template_that_writes_a_format_has_its_signs(name):
+  template = "<|start_header_id|>" if name == "llama3_json" else ""
+  assert format_of(template + EXAMPLES[name][0]) == name
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_a_call_in_thinking_is_none(name):
   """Whether the thinking is closed or not; behind it, calls count."""
   text = EXAMPLES[name][0].rpartition("</think>")[2]
@@ -216,6 +222,10 @@ PARTS = {
   "": ("<tool_call>", "<function=", '{"name":"f","parameters":{}}', "<think>"),
   "<|channel|>": ("to=functions.", "<|message|>", "<|call|>", "a", "a("),
   "<｜tool▁call▁begin｜>f<｜tool▁sep｜>": ("\n```json\n", "```", "```\n"),
+  "<|tool_call_begin|>": (" ", ":1", "functions.", "<|tool_call_begin|>"),
+  "[TOOL_CALLS]": ('"[TOOL_CALLS]"', "[CALL_ID]", '[{"name":"f"}][TOOL_CALLS]'),
+  "<|tool_call>call:f{": ('<|"|>', "a", "a:", '<|"|>a', "{"),
+  '<invoke name="f">': ('<parameter name="a">', "</parameter> ", "</invoke>"),
   '{"name": "parameters": ': ("{", "[", '"name"', '{"name":'),
 }
 
