@@ -5,6 +5,7 @@ Other wings take these modules:
   datasets      what a config names: stages of training, held-out problems
   curriculum    Curriculum: which problems come when, and which are solved
   pipeline      batches of prompts and demonstrations; `take` for evaluation
+  messages      a message, read and checked
   prompt_batch  PromptBatch and DemonstrationBatch; PromptConfig
   sources       `load` and `mix` problems; `fingerprint` of a source
   problem       Problem
@@ -20,6 +21,7 @@ __all__ = (
   "curriculum",
   "datasets",
   "json_schema",
+  "messages",
   "pipeline",
   "prepare_tfds",
   "problem",

@@ -6,16 +6,17 @@ from typing import Any, NamedTuple
 
 
 class Problem(NamedTuple):
-  """One problem of any source; messages are (role, content)."""
+  """One problem of any source."""
 
   text: str  # before the instruction and the chat template
   reference: str  # the target, with which the reward compares the response
   demonstration: str  # a response to imitate in the cold start; "" for none
   columns: Mapping[str, Any] = {}  # the record's other columns, as JSON
-  # The messages before `text`; the first one may have the role "system".
-  history: tuple[tuple[str, str], ...] = ()
-  # Messages of the demonstration after its first response; the last one is of
-  # the assistant.
+  # The messages before `text`, each as `Tokenizer.chat` takes it or as (role,
+  # content); the first one may have the role "system".
+  history: tuple[Mapping[str, Any] | tuple[str, ...], ...] = ()
+  # Messages (role, content) of the demonstration after its first response; the
+  # last one is of the assistant.
   turns: tuple[tuple[str, str], ...] = ()
 
 

@@ -8,7 +8,7 @@ from typing import Self, TypeVar
 import numpy as np
 
 from gspo_jax.data.problem import Problem
-from gspo_jax.data.tokenizers.base import Tokenizer, Turn
+from gspo_jax.data.tokenizers.base import Message, Tokenizer, as_messages
 from gspo_jax.runtime.errors import UserError
 
 
@@ -79,19 +79,17 @@ class PromptConfig:
   too_long: str = "error"
   tools: Sequence[Mapping] = ()  # JSON schemas, for the chat template
 
-  def messages_of(self, problem: Problem) -> list[Turn]:
+  def messages_of(self, problem: Problem) -> list[Message]:
     """The messages of a prompt; the last one is of the user."""
-    history, system = list(problem.history), self.system
-    if history and history[0][0] == "system":
-      _, system = history.pop(0)
+    history = as_messages(problem.history)
+    if self.system and not (history and history[0]["role"] == "system"):
+      history = [*as_messages([("system", self.system)]), *history]
     # No str.format: problems contain braces.
     message = self.instruction.replace("{problem}", problem.text)
-    first = [("system", system)] if system else []
-    return [*first, *history, ("user", message)]
+    return [*history, *as_messages([("user", message)])]
 
   def tokens_of(self, problem: Problem) -> list[int]:
-    *history, (_, user) = self.messages_of(problem)
-    return self.tokenizer.prompt(user, history=history, tools=self.tools)
+    return self.tokenizer.chat(self.messages_of(problem), self.tools)
 
   def fits(self, ids: Sequence[int], width: int, name: str, key: str) -> bool:
     """Whether ids fit; if not and `too_long` is "error", raises UserError.

@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from gspo_jax.data import readers
+from gspo_jax.data import messages, readers
 from gspo_jax.data.config import DataConfig
 from gspo_jax.data.problem import Problem, held_out
+from gspo_jax.data.tokenizers.base import Message, as_messages
 from gspo_jax.rewards import numbers
 from gspo_jax.runtime.errors import UserError
 
@@ -67,7 +68,7 @@ class Fields(NamedTuple):
     require("problem", _PROBLEM, problem)
     reference = self.reference or first(_REFERENCE)
     # Without such a column the response of the conversation.
-    answer = reference or _asked(record, problem, place)[2]
+    answer = reference or _asked(record, problem, place)[2].get("content")
     require("reference", _REFERENCE, answer)
     demonstration = self.demonstration
     # In MATH the answer is the reference, and the solution leads to it.
@@ -126,7 +127,7 @@ class ProblemSource(Sequence):
 
   def _is_held_out(self, i: int) -> bool:
     problem = self.parse(i)
-    turns = [content for _, content in problem.history]
+    turns = [turn["content"] for turn in as_messages(problem.history)]
     return held_out("\n".join([*turns, problem.text]))
 
   def __len__(self) -> int:
@@ -143,8 +144,8 @@ class ProblemSource(Sequence):
     if isinstance(record, Problem):
       return record
     names = self.fields
-    history, text, response = _asked(record, names.problem, place)
-    solution = response
+    history, text, said = _asked(record, names.problem, place)
+    solution = response = said.get("content", "")
     if names.reference:
       solution = _value(record, names.reference, place, _KEYS.reference)
     _require(text, names.problem, _KEYS.problem, place)
@@ -158,6 +159,8 @@ class ProblemSource(Sequence):
         raise UserError(
           f"{place}: {names.demonstration!r} ({key}) must be text"
         )
+    elif said.get("tool_calls") or said.get("reasoning_content"):
+      response = ""  # a demonstration is plain text
     elif not response:
       response = _demonstration(solution)
     columns = readers.plain_columns(record, without=names)
@@ -225,7 +228,7 @@ def load(
     is_table = not spec.startswith("jsonl:")
     count = min(len(records), _CHECKED) if is_table else len(records)
     problems = map(source.parse, range(count))
-    words = lambda p: (*p.text.split(), *p.history)
+    words = lambda p: (*p.text.split(), *map(str, p.history))
     asked = tuple(hash(words(problem)) for problem in problems)
     source = dataclasses.replace(source, asked=asked)
   if not len(source):
@@ -282,46 +285,27 @@ def _sample(source: Sequence[Problem]) -> list:
   ]
 
 
-def _asked(
-  record, name: str, place: str
-) -> tuple[tuple[tuple[str, str], ...], str, str]:
-  """History and text as in `Problem`; the assistant's response, "" for none."""
+def _asked(record, name: str, place: str) -> tuple[tuple, str, Message]:
+  """History and text as in `Problem`; the assistant's message, {} for none."""
   value = _value(record, name, place, _KEYS.problem)
   if isinstance(value, str):
-    return (), value, ""
+    return (), value, {}
   if not isinstance(value, list):
     _require(readers.text(value), name, _KEYS.problem, place)
     raise UserError(f"{place}: {name!r} must be text or a list of messages")
-  turns = []
-  for message in value:
-    turn = ()
-    if isinstance(message, dict):
-      turn = (message.get("role"), _text_of(message.get("content")))
-    if not (turn and all(isinstance(part, str) for part in turn)):
-      raise UserError(
-        f"{place}: {name!r} must be text or a list of messages, each with a "
-        f"'role' and a 'content' of text, got {str(message)[:150]!r}"
-      )
-    turns.append(turn)
-  response = ""
-  if turns and turns[-1][0] == "assistant":
-    response = turns.pop()[1]
-  if not turns or turns[-1][0] != "user":
+  turns = [
+    messages.read(message, f"{place}: {name}[{i}]")
+    for i, message in enumerate(value)
+  ]
+  response = {}
+  if turns and turns[-1]["role"] == "assistant":
+    response = turns.pop()
+  if not turns or turns[-1]["role"] != "user":
     raise UserError(
       f"{place}: {name!r} must end with a message of the user, or with one of "
       f"the assistant after it, got roles {[m.get('role') for m in value]}"
     )
-  return tuple(turns[:-1]), turns[-1][1], response
-
-
-def _text_of(content):
-  """The text of a content in parts, if all of them are text."""
-  parts = content if isinstance(content, list) else []
-  texts = [p.get("text") for p in parts if isinstance(p, dict)]
-  is_text = parts and len(texts) == len(parts)
-  if is_text and all(isinstance(text, str) for text in texts):
-    return "".join(texts)
-  return content
+  return tuple(turns[:-1]), turns[-1]["content"], response
 
 
 def _value(record, name: str, place: str, key: str):

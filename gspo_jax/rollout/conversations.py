@@ -91,10 +91,11 @@ class Conversations(Player):
       begun = self._reset(batch, chats, group_size, key)
     for b, said in begun.items():
       if self.limits.sequences > 1 and not chats[b].failure:
-        first = config.messages_of(batch.problems[b // group_size])
-        if said:
-          first = _first_messages(config, said)
-        chats[b].messages = as_messages(first)
+        chats[b].messages = (
+          _first_messages(config, said)
+          if said
+          else config.messages_of(batch.problems[b // group_size])
+        )
 
   def _reset(
     self,
@@ -220,8 +221,7 @@ def prompt_ids(cfg: PromptConfig, choices: Collection) -> list[int]:
   (messages,) = choices
   if not messages:
     return []
-  first = as_messages(_first_messages(cfg, messages))
-  ids = cfg.tokenizer.chat(first, cfg.tools)
+  ids = cfg.tokenizer.chat(_first_messages(cfg, messages), cfg.tools)
   if len(ids) > cfg.width:
     raise UserError(
       f"the environment's prompt {messages[-1][1][:40]!r} has {len(ids)} "
@@ -230,7 +230,9 @@ def prompt_ids(cfg: PromptConfig, choices: Collection) -> list[int]:
   return ids
 
 
-def _first_messages(cfg: PromptConfig, messages: Sequence[Turn]) -> list[Turn]:
+def _first_messages(
+  cfg: PromptConfig, messages: Sequence[Turn]
+) -> list[Mapping]:
   """The messages of the prompt that an environment's `reset` gave.
 
   UserError unless they end with one of the user.
@@ -243,7 +245,7 @@ def _first_messages(cfg: PromptConfig, messages: Sequence[Turn]) -> list[Turn]:
       "reset of the environment: expected messages that end with one of "
       f"the user, got roles {[role for role, _ in messages]}"
     )
-  return [*first, *messages]
+  return as_messages([*first, *messages])
 
 
 def _reason(error: Exception) -> str:

@@ -88,8 +88,8 @@ class RewardModel:
   def ids(self, response: Response) -> list[int]:
     """The tokens whose last one has the score of transformers."""
     messages = self._prompts.messages_of(response.problem)
-    messages = [*messages, ("assistant", response.text)]
-    ids = self._tokenizer.conversation(messages)
+    said = {"role": "assistant", "content": response.text}
+    ids = self._tokenizer.conversation([*messages, said])
     # transformers takes the last token that is not the padding.
     while len(ids) > 1 and ids[-1] == self._pad:
       ids.pop()

@@ -154,6 +154,16 @@ def test_a_bad_line_is_named(tmp_path, bad):
 ASK = [{"role": "user", "content": "1+1?"}]
 ANSWER = [{"role": "assistant", "content": "so #### 2"}]
 BRIEF = [{"role": "system", "content": "Be brief."}]
+
+
+def said(content=None, arguments='{"a": 7}', **fields):
+  """A message of the assistant with a call, as OpenAI's API has it."""
+  function = {"name": "calc", "arguments": arguments}
+  call = {"id": "call00001", "type": "function", "function": function}
+  fields |= {"tool_calls": [call]}
+  return {"role": "assistant", "content": content, **fields}
+
+
 VERL = {
   "data_source": "sums",
   "reward_model": {"style": "rule", "ground_truth": "2"},
@@ -172,7 +182,7 @@ VERL = {
      ("problem", "answer", "solution")),
     # TRL
     ({"prompt": BRIEF + ASK, "solution": "2"},
-     Problem("1+1?", "2", "#### 2", {}, (("system", "Be brief."),)),
+     Problem("1+1?", "2", "#### 2", {}, tuple(BRIEF)),
      ("prompt", "solution")),
     # verl
     (VERL | {"prompt": ASK}, Problem("1+1?", "2", "#### 2", VERL),
@@ -181,8 +191,7 @@ VERL = {
     ({"messages": ASK + ANSWER, "prompt_id": "x"},
      Problem("1+1?", "2", "so #### 2", {"prompt_id": "x"}), ("messages", "")),
     ({"messages": BRIEF + ASK + ANSWER + ASK + ANSWER, "answer": 3},
-     Problem("1+1?", "3", "so #### 2", {}, (
-       ("system", "Be brief."), ("user", "1+1?"), ("assistant", "so #### 2"))),
+     Problem("1+1?", "3", "so #### 2", {}, tuple(BRIEF + ASK + ANSWER)),
      ("messages", "answer")),
   ],
 )  # fmt: skip
@@ -194,6 +203,45 @@ def test_columns_of_other_trainers(tmp_path, record, problem, names):
   assert (names[1] or "the last message of the assistant") in source.note
   given = one(tmp_path, record, fields=Fields(*names))
   assert given == problem
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_calls_results_and_thinking_arrive(tmp_path, suffix, monkeypatch):
+  result = {"role": "tool", "content": "7", "tool_call_id": "call00001"}
+  prompt = [
+    BRIEF[0] | {"role": "developer", "tool_calls": None},
+    *ASK,
+    said(reasoning_content="Hm."),
+    result | {"name": "calc"},
+    said(arguments='{"a": null}', content=""),
+    result,
+    *ASK,
+  ]
+  record, file = {"prompt": prompt, "answer": "2"}, tmp_path / f"a.{suffix}"
+  if suffix == "jsonl":
+    write(file, record)
+  else:
+    datasets = pytest.importorskip("datasets")
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    datasets.Dataset.from_list([record]).to_parquet(str(file))
+  (problem,) = sources.load(f"{suffix}:{file}")
+  first = said("", {"a": 7}, reasoning_content="Hm.")
+  second = said("", {"a": None})
+  assert problem.history == (
+    *(*BRIEF, *ASK, first),
+    *(result | {"name": "calc"}, second, result),
+  )
+  assert problem.text == "1+1?"
+
+
+@pytest.mark.parametrize(
+  "answer",
+  [said("Let me see."), ANSWER[0] | {"reasoning_content": "Hm."}],
+)
+def test_what_is_more_than_a_text_is_no_demonstration(tmp_path, answer):
+  problem = one(tmp_path, {"messages": [*ASK, answer], "answer": "2"})
+  assert (problem.reference, problem.demonstration) == ("2", "")
 
 
 def test_a_name_that_is_given_is_not_looked_for(tmp_path):
@@ -224,8 +272,17 @@ def test_a_name_that_is_given_is_not_looked_for(tmp_path):
     ({"prompt": BRIEF, "answer": "2"},
      r"must end with a message of the user, .* got roles \['system'\]"),
     ({"prompt": [{"role": "user", "content": [1]}], "answer": "2"},
-     r"each with a 'role' and a 'content' of text, got .*'role': 'user'"),
-    ({"prompt": ["Hi"], "answer": "2"}, "each with a 'role' .*, got 'Hi'"),
+     r"prompt\[0\].content=\[1\]: expected text, or parts of text"),
+    ({"prompt": [*ASK, {"content": "a"}], "answer": "2"},
+     r"prompt\[1\].role=null: expected a text"),
+    ({"prompt": ["Hi"], "answer": "2"},
+     r'prompt\[0\]="Hi": expected an object with role and content'),
+    ({"prompt": [{"role": "assistant", "content": None}], "answer": "2"},
+     r"prompt\[0\].content=null: expected text"),
+    ({"prompt": [ASK[0] | {"tool_calls": [1]}], "answer": "2"},
+     r"prompt\[0\].tool_calls=\[1\]: expected a list, of the assistant"),
+    ({"prompt": [said(arguments="{")], "answer": "2"},
+     r'tool_calls\[0\].function.arguments="{": expected an object, or one as'),
     ({"prompt": {"a": 1}, "answer": "2"}, "must be text or a list of messages"),
   ],
 )  # fmt: skip

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from gspo_jax.data import tokenizers
 from gspo_jax.data.tokenizers import hf
 from gspo_jax.data.tokenizers import train as train_command
+from gspo_jax.data.tokenizers.base import as_messages
 from gspo_jax.runtime.errors import UserError
 
 CHATML = (
@@ -263,7 +264,7 @@ def test_control_strings_of_a_question_are_data(chat, text, system):
 def test_without_a_chat_template_a_reward_model_reads_one_text():
   messages = [("system", "Add."), ("user", "1+1? "), ("assistant", "#2")]
   stop_ids = (tokenizer := tokenizers.load("bytes")).stop_ids
-  ids = tokenizer.conversation(messages)
+  ids = tokenizer.conversation(as_messages(messages))
   assert ids == [*b"Add.\n\n1+1? #2", *stop_ids]
 
 
@@ -278,7 +279,7 @@ def test_a_conversation_is_that_of_the_chat_template(chat, text, prompts):
     ids = tokenizer.prompt("And 2?", "Add.", history)
   else:
     turns.append(("assistant", text))
-    ids = tokenizer.conversation(turns)
+    ids = tokenizer.conversation(as_messages(turns))
   theirs = hf_tokenizers.templated(library(chat), turns, prompts)
   assert (ids == theirs) == (text == "3+4?")
   start = library(chat).convert_tokens_to_ids("<|im_start|>")

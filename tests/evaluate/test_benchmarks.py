@@ -91,7 +91,7 @@ def test_formats_and_columns_are_those_of_training(tmp_path, monkeypatch):
   for read_file in (str(file), f"parquet:{file}"):
     found = benchmarks.read("mine", read_file, reward="gsm8k")
     assert [p.reference for p in found.problems] == ["1", "2"]
-    assert found.problems[0].history == (("system", "s"),)
+    assert found.problems[0].history == (chat[0],)
     assert found.ids == ["1", "2"]
     assert found.content == hashlib.sha256(file.read_bytes()).hexdigest()
   found = benchmarks.read("mine", str(csv), reward="gsm8k")

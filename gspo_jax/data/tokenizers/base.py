@@ -55,7 +55,7 @@ class Tokenizer:
     self,
     user: str,
     system: str = "",
-    history: Sequence[Turn] = (),
+    history: Sequence[Turn | Message] = (),
     tools: Sequence[Mapping] = (),
   ) -> list[int]:
     """The ids of a prompt, up to the first token of the response.
@@ -90,14 +90,15 @@ class Tokenizer:
       text, before = text + message["content"], role
     return self.encode(text)
 
-  def conversation(self, messages: Sequence[Turn]) -> list[int]:
+  def conversation(self, messages: Sequence[Message]) -> list[int]:
     """The ids of a whole conversation, which a reward model reads.
 
     The last two messages are the user's and the assistant's. Without a chat
     template they are one text, and the stop token follows.
     """
-    *history, (_, user), (_, response) = messages
-    return [*self.prompt(user + response, history=history), self.stop_ids[0]]
+    *history, user, response = messages
+    text = user["content"] + response["content"]
+    return [*self.chat([*history, {**user, "content": text}]), self.stop_ids[0]]
 
   def turn(self, messages: Sequence[Turn], *, stopped: bool) -> list[int]:
     """The ids between a response and the first token of the next response.
@@ -155,14 +156,18 @@ def _require_none(*tools: Sequence | None) -> None:
     )
 
 
-def as_messages(turns: Sequence[Turn]) -> list[Message]:
-  """The messages of turns, for `Tokenizer.chat`.
+def as_messages(turns: Sequence[Turn | Message]) -> list[Message]:
+  """The messages of turns, for `Tokenizer.chat`; messages stay as they are.
 
   The n-th message gets the id of an n-th call: nine letters and digits, as
   Mistral's chat templates require.
   """
-  messages = []
-  for n, (role, content, *name) in enumerate(turns):
+  messages: list[Message] = []
+  for n, turn in enumerate(turns):
+    if isinstance(turn, Mapping):
+      messages.append(turn)
+      continue
+    role, content, *name = turn
     message = {"role": role, "content": content}
     if name:
       message |= {"name": name[0], "tool_call_id": f"call{n:05}"}

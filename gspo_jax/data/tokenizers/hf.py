@@ -204,10 +204,10 @@ class HFTokenizer(Tokenizer):
       begin = []
     return begin + super().chat(messages, tools)
 
-  def conversation(self, messages: Sequence[Turn]) -> list[int]:
+  def conversation(self, messages: Sequence[Message]) -> list[int]:
     if not self._library.chat_template:
       return super().conversation(messages)
-    return self._ids(as_messages(messages))
+    return self.chat(messages)
 
   def turn(self, messages: Sequence[Turn], *, stopped: bool) -> list[int]:
     if not self._library.chat_template:
