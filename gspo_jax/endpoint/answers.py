@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gspo_jax.data import tool_calls
+from gspo_jax.data.messages import is_text
 from gspo_jax.data.tokenizers.base import UNKNOWN, Tokenizer
-from gspo_jax.endpoint.requests import Call, is_text
+from gspo_jax.endpoint.requests import Call
 from gspo_jax.sampler.continuous.engine import STOP, Generation
 from gspo_jax.sampler.stop_strings import (
   StopFinder,

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gspo_jax.data.messages import WrongField, is_text, read
 from gspo_jax.sampler.samples import SamplingParams
 
 # The range of each field that `serve` honours: in words, and as a test.
@@ -142,15 +143,6 @@ def sampling_params(call: Call, default: SamplingParams) -> SamplingParams:
   return default._replace(**said)
 
 
-def is_text(value: Any) -> bool:
-  """Whether UTF-8 can encode all texts of a JSON value: no lone surrogates."""
-  try:
-    json.dumps(value, ensure_ascii=False).encode()
-  except (UnicodeEncodeError, RecursionError):
-    return False
-  return True
-
-
 def _common(body: Any) -> dict:
   if not isinstance(body, dict):
     raise ApiError("the body: expected a JSON object")
@@ -222,66 +214,12 @@ def _is_tool(tool: Any) -> bool:
   )
 
 
-def _message(message: Any, name: str) -> dict:
-  """A message for `Tokenizer.chat`, with the fields that it knows."""
-  if not isinstance(message, dict):
-    raise wrong(name, message, "an object with role and content")
-  role = message.get("role")
-  if role not in _ROLES:
-    raise wrong(f"{name}.role", role, f"one of {', '.join(_ROLES)}")
-  role = "system" if role == "developer" else role
-  calls = message.get("tool_calls") or []
-  if not isinstance(calls, list) or (calls and role != "assistant"):
-    raise wrong(f"{name}.tool_calls", calls, "a list, of the assistant alone")
-  made = {"role": role, "content": _text(message, name, bool(calls))}
-  if calls:
-    made["tool_calls"] = [
-      _tool_call(call, f"{name}.tool_calls[{i}]")
-      for i, call in enumerate(calls)
-    ]
-  for key in ("name", "tool_call_id"):
-    if (value := message.get(key)) is not None:
-      if not isinstance(value, str):
-        raise wrong(f"{name}.{key}", value, "a text")
-      made[key] = value
-  return made
-
-
-def _text(message: Mapping, name: str, may_lack: bool) -> str:
-  content = message.get("content")
-  if isinstance(content, list):
-    texts = [
-      part.get("text") if isinstance(part, dict) else None for part in content
-    ]
-    content = "".join(texts) if all(isinstance(t, str) for t in texts) else 0
-  if content is None and may_lack:
-    return ""
-  if not isinstance(content, str):
-    raise wrong(
-      f"{name}.content", message.get("content"), "text, or parts of text"
-    )
-  return content
-
-
-def _tool_call(call: Any, name: str) -> dict:
-  function = call.get("function") if isinstance(call, dict) else None
-  if not isinstance(function, dict) or not isinstance(
-    function.get("name"), str
-  ):
-    raise wrong(name, call, 'an object {"id", "type", "function": {"name"}}')
-  arguments = function.get("arguments") or "{}"
+def _message(message: Any, name: str) -> dict[str, Any]:
+  """A message for `Tokenizer.chat`; ApiError if a field is wrong."""
   try:
-    arguments = json.loads(arguments)
-  except (TypeError, ValueError, RecursionError):
-    arguments = None
-  if not (isinstance(arguments, dict) and is_text(arguments)):
-    raise wrong(
-      f"{name}.function.arguments",
-      function.get("arguments"),
-      "an object as a JSON text",
-    )
-  return {
-    "id": str(call.get("id") or ""),
-    "type": "function",
-    "function": {"name": function["name"], "arguments": arguments},
-  }
+    made = read(message, name)
+  except WrongField as error:
+    raise ApiError(str(error), param=error.name) from error
+  if made["role"] not in _ROLES:
+    raise wrong(f"{name}.role", made["role"], f"one of {', '.join(_ROLES)}")
+  return made
