@@ -10,12 +10,14 @@ _TEXTS = "name", "reasoning_content", "tool_call_id"
 
 
 class WrongField(UserError):
-  """Field `name` of a message has another value than expected."""
+  name = ""  # of the field
 
-  def __init__(self, name: str, value: Any, expected: str):
-    shown = json.dumps(value, default=str)[:80]
-    super().__init__(f"{name}={shown}: expected {expected}")
-    self.name = name
+
+def _wrong(name: str, value: Any, expected: str) -> WrongField:
+  shown = json.dumps(value, default=str)[:80]
+  error = WrongField(f"{name}={shown}: expected {expected}")
+  error.name = name
+  return error
 
 
 def read(message: Any, name: str) -> dict[str, Any]:
@@ -25,15 +27,13 @@ def read(message: Any, name: str) -> dict[str, Any]:
   are null or unknown are left out.
   """
   if not isinstance(message, dict):
-    raise WrongField(name, message, "an object with role and content")
+    raise _wrong(name, message, "an object with role and content")
   role = message.get("role")
   if not isinstance(role, str):
-    raise WrongField(f"{name}.role", role, "a text")
+    raise _wrong(f"{name}.role", role, "a text")
   calls = message.get("tool_calls") or []
   if not isinstance(calls, list) or (calls and role != "assistant"):
-    raise WrongField(
-      f"{name}.tool_calls", calls, "a list, of the assistant alone"
-    )
+    raise _wrong(f"{name}.tool_calls", calls, "a list, of the assistant alone")
   made = {
     "role": "system" if role == "developer" else role,
     "content": _text(message, name, bool(calls)),
@@ -46,7 +46,7 @@ def read(message: Any, name: str) -> dict[str, Any]:
   for key in _TEXTS:
     if (value := message.get(key)) is not None:
       if not isinstance(value, str):
-        raise WrongField(f"{name}.{key}", value, "a text")
+        raise _wrong(f"{name}.{key}", value, "a text")
       made[key] = value
   return made
 
@@ -70,7 +70,7 @@ def _text(message: Mapping, name: str, may_lack: bool) -> str:
   if content is None and may_lack:
     return ""
   if not isinstance(content, str):
-    raise WrongField(
+    raise _wrong(
       f"{name}.content", message.get("content"), "text, or parts of text"
     )
   return content
@@ -81,9 +81,7 @@ def _tool_call(call: Any, name: str) -> dict[str, Any]:
   if not isinstance(function, dict) or not isinstance(
     function.get("name"), str
   ):
-    raise WrongField(
-      name, call, 'an object {"id", "type", "function": {"name"}}'
-    )
+    raise _wrong(name, call, 'an object {"id", "type", "function": {"name"}}')
   given = arguments = function.get("arguments") or "{}"
   try:
     if isinstance(given, str):
@@ -91,7 +89,7 @@ def _tool_call(call: Any, name: str) -> dict[str, Any]:
   except (ValueError, RecursionError):
     arguments = None
   if not (isinstance(arguments, dict) and is_text(arguments)):
-    raise WrongField(
+    raise _wrong(
       f"{name}.function.arguments", given, "an object, or one as a JSON text"
     )
   return {

@@ -9,7 +9,7 @@ import numpy as np
 
 from gspo_jax.data.problem import Problem
 from gspo_jax.data.tokenizers.base import Message, Tokenizer, as_messages
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, prefixed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +90,12 @@ class PromptConfig:
 
   def tokens_of(self, problem: Problem) -> list[int]:
     return self.tokenizer.chat(self.messages_of(problem), self.tools)
+
+  def check(self, problems: Sequence[Problem]) -> None:
+    """UserError if the chat template leaves out a part of a prompt."""
+    for problem in problems:
+      with prefixed(f"problem {problem.text[:40]!r}"):
+        self.tokenizer.check_prompt(self.messages_of(problem), self.tools)
 
   def fits(self, ids: Sequence[int], width: int, name: str, key: str) -> bool:
     """Whether ids fit; if not and `too_long` is "error", raises UserError.

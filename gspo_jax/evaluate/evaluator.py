@@ -166,6 +166,7 @@ def _samplers(config, mesh, chosen) -> list[PolicySampler]:
   ]
   for benchmark, each in zip(chosen, samplers, strict=True):
     each.prompts(benchmark.problems)  # checks their lengths
+    each.program.prompt_config.check(benchmark.problems[:1])
   return samplers
 
 

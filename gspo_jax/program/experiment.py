@@ -41,6 +41,7 @@ from gspo_jax.workers.pool import Pool
 # The version of an RL checkpoint's layout. Raise it when arrays or metadata
 # change: a run does not resume from another version.
 CHECKPOINT_FORMAT = 3
+_TRIED = 100  # problems of a source whose prompts are tried
 
 
 class Keys(NamedTuple):
@@ -138,6 +139,8 @@ def prepare(
     problems = datasets.load(config.data, config.seed)
   for note in filter(None, (*problems.notes, _first_weights(config))):
     multihost.print_once(note)
+  if not config.rollout.plays_agents:  # they write their prompts
+    program.prompt_config.check(_first_problems(problems, _TRIED))
   if config.objective.distillation.teacher_key:
     for problem in _first_problems(problems):
       teacher_of(config.objective.distillation, problem)
@@ -246,11 +249,11 @@ def _environment_pool(
     return AgentPool(spec, tokenizer, sampling, **limits)
 
 
-def _first_problems(problems: Datasets) -> list[Problem]:
-  """The first problem of every source."""
+def _first_problems(problems: Datasets, count: int = 1) -> list[Problem]:
+  """The first problems of every source."""
   mixtures = [*(stage.source for stage in problems.stages), problems.held_out]
   sources = [source for m in mixtures for source in pipeline.parts(m)]
-  return [source[0] for source in sources if len(source)]
+  return [s[i] for s in sources for i in range(min(count, len(s)))]
 
 
 def make_reward_model(

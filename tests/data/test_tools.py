@@ -7,7 +7,8 @@ import sys
 import hf_tokenizers
 import pytest
 
-from gspo_jax.data import tokenizers, tool_calls
+from gspo_jax.data import prompt_batch, tokenizers, tool_calls
+from gspo_jax.data.problem import Problem
 from gspo_jax.runtime.errors import UserError
 
 # Templates of our own, in the shape of those of the families.
@@ -334,6 +335,8 @@ REFUSED = {
   "results": (HERMES.replace("{{ m.content }}\n</tool_response>", ""),
               "hermes", "leaves them out"),
   "no end": (HERMES.replace("<|im_end|>", ""), "hermes", "expected a stop tok"),
+  "tools": (HERMES.replace("{{ t | tojson }}", ""), "hermes",
+            "leaves out the tool 'weather': expected a template"),
 }  # fmt: skip
 
 
@@ -343,3 +346,67 @@ def test_a_template_that_does_not_keep_calls_is_refused(tmp_path, name):
   tokenizer = make(tmp_path, template, FAMILIES["hermes"][1])
   with pytest.raises(UserError, match=reason):
     tokenizer.check_turns(["tool"], [TOOL], form)
+
+
+LEFT_OUT = {
+  "tools": (("{% if tools %}", "{% if false %}"),
+            "the tool 'weather'; the tool 'time'"),
+  "a tool": (("in tools %}", "in tools[1:] %}"), "the tool 'weather'"),
+  "calls": (("in m.tool_calls", "in []"),
+            "message 3, of role 'assistant': its call of 'weather'; "
+            "message 3, of role 'assistant': its call of 'time'"),
+  "a call": (("in m.tool_calls or []", "in (m.tool_calls or [])[:1]"),
+             "message 3, of role 'assistant': its call of 'time'"),
+  "the system": (("{% else %}<|im_start|>",
+                  "{% elif m.role != 'system' %}<|im_start|>"),
+                 "message 1, of role 'system'"),
+  "results": (("<tool_response>\n{{ m.content }}", "<tool_response>\n"),
+              "message 4, of role 'tool'; message 5, of role 'tool'"),
+}  # fmt: skip
+WHOLE = (
+  *({"role": "system", "content": "Be brief."}, user("How is it?")),
+  called("weather", "time") | {"reasoning_content": "Hm."},
+  *({"role": "tool", "content": "rain "}, {"role": "tool", "content": ""}),
+)
+TOOLS = [TOOL, {**TOOL, "function": {**TOOL["function"], "name": "time"}}]
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_part_that_the_prompt_lacks_is_named(tmp_path, name):
+  change, parts = LEFT_OUT[name]
+  messages = [*WHOLE[:-1], WHOLE[-1] | {"content": "noon"}, user("And now?")]
+  whole = make(tmp_path / "whole", HERMES, FAMILIES["hermes"][1])
+  whole.check_prompt(messages, TOOLS)
+  whole.check_prompt(WHOLE, TOOLS)  # nothing was said in the last message
+  assert HERMES.count(change[0])
+  cut = make(tmp_path / "cut", HERMES.replace(*change), "<|im_end|>")
+  with pytest.raises(UserError, match=f"leaves out {parts}: expected"):
+    cut.check_prompt(messages, TOOLS)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_writes_each_part_of_a_prompt(family, name):
+  messages = [user("Hi."), called("weather"), WHOLE[3], user("And now?")]
+  family(name).check_prompt(messages, [TOOL])
+
+
+def test_a_chat_with_tools_that_the_template_lacks_is_refused(tmp_path):
+  """As DeepSeek-V3.1's own, which writes calls and no tools."""
+  template = DEEPSEEK.replace("{{ tools | tojson if tools }}", "")
+  tokenizer = make(tmp_path, template, FAMILIES["deepseek_v31"][1])
+  for _ in range(2):
+    with pytest.raises(UserError, match="leaves out the tool 'weather'"):
+      tokenizer.chat([user("How is the weather?")], [TOOL])
+  with pytest.raises(UserError, match="leaves out the tool 'weather'"):
+    tokenizer.check_turns(["tool"], [TOOL], "deepseek_v31")
+  assert tokenizer.chat([user("x"), called("weather")])
+
+
+def test_the_history_of_a_problem_is_in_its_prompt(family):
+  tokenizer = family("hermes")
+  config = prompt_batch.PromptConfig(tokenizer, 999, "Be brief.")
+  history = (user("How?"), called("weather"), WHOLE[3])
+  problem = Problem("And now?", "3", "", history=history)
+  messages = [WHOLE[0], *history, user("And now?")]
+  assert config.tokens_of(problem) == whole(tokenizer, messages, ())
+  config.check([problem])

@@ -8,6 +8,7 @@ import re
 import socket
 import time
 
+import hf_tokenizers
 import pytest
 from scripted import CONTEXT, Scripted, make_tokenizer
 
@@ -311,6 +312,21 @@ def test_a_wrong_field_is_named(ask, options, param):
     chat(client, **options)
   assert error.value.param == param
   assert "expected" in error.value.message
+
+
+def test_tools_that_the_template_does_not_write_are_refused(served, tmp_path):
+  """As SmolLM2's: the prompt is the same with and without them."""
+  fast = hf_tokenizers.of_bytes(["<|im_end|>"])
+  template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+  mute = hf_tokenizers.save(tmp_path, fast, template, eos_token="<|im_end|>")
+  engine, endpoint, url = served
+  engine.made = []
+  with (
+    connected(endpoint, url, app.Client(engine, mute)) as client,
+    pytest.raises(openai.BadRequestError, match="out the tool 'calc'"),
+  ):
+    chat(client, [user("use calc")], tools=[CALC])
+  assert not engine.made
 
 
 def test_a_prompt_that_is_too_long_is_refused(ask):

@@ -137,6 +137,15 @@ class Tokenizer:
     """
     _require_none(tools)
 
+  def check_prompt(
+    self, messages: Sequence[Message], tools: Sequence[Mapping] = ()
+  ) -> None:
+    """UserError if the chat template leaves a part out of the prompt.
+
+    Parts are the messages, the tools and the calls. Thinking is none, nor is
+    the text beside a call, which is thinking in gpt-oss.
+    """
+
   def check_demonstrations(self) -> None:
     """UserError if the chat template puts control tokens before a response.
 
@@ -162,17 +171,13 @@ def as_messages(turns: Sequence[Turn | Message]) -> list[Message]:
   The n-th message gets the id of an n-th call: nine letters and digits, as
   Mistral's chat templates require.
   """
-  messages: list[Message] = []
-  for n, turn in enumerate(turns):
-    if isinstance(turn, Mapping):
-      messages.append(turn)
-      continue
-    role, content, *name = turn
-    message = {"role": role, "content": content}
-    if name:
-      message |= {"name": name[0], "tool_call_id": f"call{n:05}"}
-    messages.append(message)
-  return messages
+
+  def message(n, role, content, *name):
+    call = {"name": name[0], "tool_call_id": f"call{n:05}"} if name else {}
+    return {"role": role, "content": content} | call
+
+  is_message = lambda turn: isinstance(turn, Mapping)
+  return [t if is_message(t) else message(n, *t) for n, t in enumerate(turns)]
 
 
 def decode_runs(

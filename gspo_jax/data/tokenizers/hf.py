@@ -90,6 +90,7 @@ class HFTokenizer(Tokenizer):
     self._template_args = _parse_template_args(template_args)
     if template_args:
       self._check_template_args(template_args)
+    self._writes_tools = False  # until a prompt had them
     self._stop_file, stops = _stops_of_file(path)
     with content_of(f"tokenizer {self._name!r}"):
       self._set_up(stops)
@@ -192,6 +193,9 @@ class HFTokenizer(Tokenizer):
   ) -> list[int]:
     if self._library.chat_template:
       try:
+        if tools and not self._writes_tools:
+          self.check_prompt(messages, tools)
+          self._writes_tools = True
         messages = [_change_arguments(m, _as_mapping) for m in messages]
         return self._ids(messages, tools=tools)
       except RecursionError as error:
@@ -240,6 +244,7 @@ class HFTokenizer(Tokenizer):
     if not self._library.chat_template:
       super().check_turns(roles, tools)
       return
+    self.check_prompt(as_messages([("user", "message 0")]), tools)
     for role, response in itertools.product(roles, _RESPONSES):
       if role == "tool" and tools:
         self._check_call(response, tools, tool_format)
@@ -298,6 +303,38 @@ class HFTokenizer(Tokenizer):
     if message not in behind:
       raise UserError(
         f"{name}: the chat template leaves them out; expected another role"
+      )
+
+  def check_prompt(
+    self, messages: Sequence[Message], tools: Sequence[Mapping] = ()
+  ) -> None:
+    if not self._library.chat_template:
+      return
+    parts: dict[str, str] = {}  # by the sign that is put behind its text
+
+    def signed(text, part):
+      parts[sign := chr(_PRIVATE[len(parts)])] = part
+      return text.rstrip() + sign
+
+    def named(called, part):
+      function = called["function"]
+      name = signed(function["name"], f"{part} {function['name']!r}")
+      return {**called, "function": {**function, "name": name}}
+
+    chat = [_change_arguments({**m}, _as_mapping) for m in messages]
+    for i, message in enumerate(chat, 1):
+      part = f"message {i}, of role {message['role']!r}"
+      if calls := message.get("tool_calls"):
+        calls = [named(call, f"{part}: its call of") for call in calls]
+        message["tool_calls"] = calls
+      elif message["content"].strip():
+        message["content"] = signed(message["content"], part)
+    text = self._render(chat, [named(tool, "the tool") for tool in tools])
+    if out := [part for sign, part in parts.items() if sign not in text]:
+      raise UserError(
+        f"tokenizer {self._name!r}: the chat template leaves out "
+        f"{'; '.join(out)}: expected a template that writes each message, call "
+        "and tool into the prompt, or data without them"
       )
 
   def check_demonstrations(self) -> None:
