@@ -17,6 +17,7 @@ from clu import parameter_overview
 from gspo_jax import model
 from gspo_jax.data import pipeline, sources
 from gspo_jax.data.curriculum import Curriculum
+from gspo_jax.data.prompt_batch import DemonstrationBatch
 from gspo_jax.evaluate import held_out
 from gspo_jax.evaluate.estimators import correct
 from gspo_jax.learner import cold_start
@@ -99,8 +100,8 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
   mesh, sampler_devices = multihost.run_on_all(
     lambda: settings.make_meshes(config)
   )
-  multihost.print_once(_devices(mesh, sampler_devices))
-  multihost.run_on_all(lambda: _check_log(config.log))
+  multihost.print_once(devices(mesh, sampler_devices))
+  multihost.run_on_all(lambda: check_log(config.log))
   with (
     jax.set_mesh(mesh),
     Preemption() as preemption,
@@ -125,13 +126,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> TrainState | None:
       experiment.workdir / "checkpoints", keep=config.checkpoint.keep
     )
     with experiment.reward_pool, checkpoints, ExitStack() as sampling:
-      curriculum = Curriculum(
-        experiment.datasets.stages,
-        experiment.program.prompt_config,
-        batch=config.data.prompts,
-        seed=config.seed,
-        drop_solved=config.data.drop_solved,
-      )
+      curriculum = make_curriculum(experiment)
       source = _source(experiment, curriculum)
       if isinstance(source, OffPolicy):
         sampling.callback(source.close)
@@ -361,6 +356,17 @@ def _first_samples(
   return [samples[row] for row in sorted(samples)[:count]]
 
 
+def make_curriculum(experiment: Experiment) -> Curriculum:
+  config = experiment.config
+  return Curriculum(
+    experiment.datasets.stages,
+    experiment.program.prompt_config,
+    batch=config.data.prompts,
+    seed=config.seed,
+    drop_solved=config.data.drop_solved,
+  )
+
+
 def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
   config, sampler = experiment.config, experiment.program.sampler
   pool = experiment.reward_pool
@@ -387,7 +393,7 @@ def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
   )
 
 
-def _devices(mesh: jax.sharding.Mesh, sampler: Sequence[jax.Device]) -> str:
+def devices(mesh: jax.sharding.Mesh, sampler: Sequence[jax.Device]) -> str:
   """One line for the log: "8 x TPU v5p on 2 processes, mesh fsdp=8"."""
   kind = mesh.devices.flat[0].device_kind
   axes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
@@ -397,7 +403,7 @@ def _devices(mesh: jax.sharding.Mesh, sampler: Sequence[jax.Device]) -> str:
   return f"{mesh.size} x {kind}{hosts}{split}{more}"
 
 
-def _check_log(c: LogConfig) -> None:
+def check_log(c: LogConfig) -> None:
   """UserError now for what would fail after hours."""
   if c.wandb and multihost.is_primary():
     wandb_run.require_login(c.wandb)
@@ -528,14 +534,7 @@ def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
     return cold_start.run(
       program.cold_start,
       lambda: program.init_params(k_init),
-      batches=pipeline.demonstrations(
-        problems,
-        program.prompt_config,
-        batch=cold.batch,
-        width=config.sampler.max_new_tokens,
-        seed=config.seed,
-        conversations=bool(config.rollout.environment),
-      ),
+      batches=demonstrations(experiment),
       batch_sharding=sharding.batch_sharding(program.mesh),
       accuracy=functools.partial(_greedy_accuracy, experiment, k_check),
       checkpoints=checkpoints,
@@ -543,6 +542,21 @@ def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
       cfg=cold,
       preemption=preemption,
     )
+
+
+def demonstrations(
+  experiment: Experiment,
+) -> pipeline.Batches[DemonstrationBatch]:
+  """The batches of the cold start."""
+  config = experiment.config
+  return pipeline.demonstrations(
+    experiment.datasets.demonstrations,
+    experiment.program.prompt_config,
+    batch=config.cold_start.batch,
+    width=config.sampler.max_new_tokens,
+    seed=config.seed,
+    conversations=bool(config.rollout.environment),
+  )
 
 
 def _greedy_accuracy(experiment: Experiment, key, params) -> float:
