@@ -90,7 +90,7 @@ class HFTokenizer(Tokenizer):
     self._template_args = _parse_template_args(template_args)
     if template_args:
       self._check_template_args(template_args)
-    self._writes_tools = False  # until a prompt had them
+    self._writes_tools = False  # until a prompt has them
     self._stop_file, stops = _stops_of_file(path)
     with content_of(f"tokenizer {self._name!r}"):
       self._set_up(stops)
@@ -194,7 +194,7 @@ class HFTokenizer(Tokenizer):
     if self._library.chat_template:
       try:
         if tools and not self._writes_tools:
-          self.check_prompt(messages, tools)
+          self.check_prompt(as_messages([("user", "x")]), tools)
           self._writes_tools = True
         messages = [_change_arguments(m, _as_mapping) for m in messages]
         return self._ids(messages, tools=tools)
