@@ -135,6 +135,7 @@ class Choice:
       if any(c.error or not is_text((c.name, c.arguments)) for c in calls):
         calls = ()
       text = parsed.content if calls else text
+      calls = calls if self.call.parallel_tool_calls else calls[:1]
     message = {"role": "assistant", "content": text}
     if calls:
       before = sum(len(m.get("tool_calls", ())) for m in self.call.messages)

@@ -7,14 +7,16 @@ server; the engine runs in another.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from absl import logging
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -34,6 +36,8 @@ MODEL = "policy"  # its name in the API
 # Bytes of a request: so many, and more for each token of the context.
 _MAX_BODY, _MORE_BODY = 1 << 20, 64
 _MOST_OPEN = 64  # answers of one client at once
+_LONG = 1 << 16  # bytes of a request; a client's are encoded one at a time
+_MOST_TOLD = 100  # unknown fields that the log names
 _SECONDS = 60.0  # to receive a request, and to make token ids of it
 _LOOK = 1.0  # seconds after which a handler looks whether its client has left
 
@@ -45,18 +49,20 @@ class Endpoint:
     self._tokenizer, self._config = tokenizer, config
     self._clients: dict[bytes, Client] = {}
     self._told: set[str] = set()  # fields that the log has named
-    self._token_bytes: list[bytes] = []  # of ids; made when first needed
     post = lambda path, parse: Route(
       path, self._handler(parse), methods=["POST"]
     )
     self.app = Starlette(
       routes=[
+        Route("/health", self._health),
         Route("/v1/models", self._models),
+        Route("/v1/models/{name}", self._models),
         post("/v1/chat/completions", requests.chat),
         post("/v1/completions", requests.completion),
       ],
-      exception_handlers={ApiError: _refusal},
+      exception_handlers={ApiError: _refusal, HTTPException: _refusal},
     )
+    self.app.router.redirect_slashes = False  # to the host of a header
 
   def admit(self, client: Client, key: str = "") -> str:
     """Lets a client in; returns its key, made anew unless it is given."""
@@ -79,6 +85,9 @@ class Endpoint:
       )
     return client
 
+  async def _health(self, request: Request) -> Response:
+    return Response(status_code=200 if self._clients else 503)
+
   async def _models(self, request: Request) -> Response:
     context = self._client(request).engine.context
     model = {
@@ -88,6 +97,9 @@ class Endpoint:
       "owned_by": "gspo_jax",
       "max_model_len": context,
     }
+    if name := request.path_params.get("name"):
+      _require_model(name)
+      return JSONResponse(model)
     return JSONResponse({"object": "list", "data": [model]})
 
   def _handler(self, parse: Callable) -> Callable:
@@ -95,10 +107,10 @@ class Endpoint:
       client = self._client(request)
       with _counted(client, 1):
         limit = _MAX_BODY + _MORE_BODY * client.engine.context
-        call = parse(await _in_time(_body(request, limit)))
-        call = self._checked(call, client)
+        body, size = await _in_time(_body(request, limit))
+        call = self._checked(parse(body), client)
         with _counted(client, call.n - 1):
-          answer, changed = await self._start(client, call)
+          answer, changed = await self._start(client, call, size > _LONG)
       changes = self._changes(request, client, answer, changed)
       if call.stream:
         events = _events(answer, changes)
@@ -114,13 +126,20 @@ class Endpoint:
 
     Logs what the run samples otherwise.
     """
-    if call.model not in (None, MODEL):
-      raise ApiError(
-        f"model={call.model!r}: expected {MODEL!r}",
-        param="model",
-        code="model_not_found",
-        status=404,
-      )
+    _require_model(call.model)
+    for name, value in call.template_args.items():
+      if (own := self._tokenizer.template_args.get(name)) != value:
+        expected = f"{own!r}, as in data.template_args"
+        raise requests.wrong(name, value, expected)
+    size = sum(len(m["content"]) for m in call.messages) or len(call.prompt)
+    with contextlib.suppress(UserError):  # no token has bytes of its own
+      context = client.engine.context
+      if size > context and size > context * max(map(len, self._token_bytes)):
+        raise ApiError(
+          f"the prompt has {size} characters: expected fewer, for at most "
+          f"{context} tokens",
+          code="context_length_exceeded",
+        )
     if not client.honours:
       own = self._config.stop.strings if self._config.stop else ()
       if not {*call.stop} <= {*own}:
@@ -129,23 +148,28 @@ class Endpoint:
       if call.n > 1:
         raise requests.wrong("n", call.n, "1 in an episode")
       call = dataclasses.replace(call, stop=())
+    ignored = dict.fromkeys(call.unknown, "no such field is known: ignored")
     for name, value in call.sampling.items():
-      own = getattr(self._config, name, None)
-      ignored = name not in client.honours
-      if ignored and name not in self._told and value != own:
+      if not client.honours and value != getattr(self._config, name, None):
+        ignored[name] = "the run's sampling stays"
+    for name in ignored.keys() - self._told:
+      if name in requests.FIELDS or len(self._told) < _MOST_TOLD:
         self._told.add(name)
+        value = {**call.sampling, **call.unknown}[name]
         logging.warning(
-          "a client asks for %s=%s: the run's sampling stays", name, value
+          "a client asks for %.40r: %.40r; %s", name, value, ignored[name]
         )
     return call
 
-  async def _start(self, client: Client, call: Call):
+  async def _start(self, client: Client, call: Call, is_long: bool):
     """The answer, whose tokens are now sampled, and the event of a change."""
+    if is_long:
+      await client.encodes.acquire()
     # In a thread, for a long prompt may not hold up others.
-    async with client.encodes:
-      prompt, text = await _in_time(
-        asyncio.to_thread(self._prompt, client, call)
-      )
+    work = asyncio.ensure_future(asyncio.to_thread(self._prompt, client, call))
+    if is_long:  # the thread goes on when nobody waits for it
+      work.add_done_callback(lambda _: client.encodes.release())
+    prompt, text = await _in_time(asyncio.shield(work))
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
     def notify():
@@ -162,13 +186,16 @@ class Endpoint:
       choice.finder = StopFinder(call.stop, self._token_bytes)
     return Answer(call, choices, MODEL, text), changed
 
+  @functools.cached_property
+  def _token_bytes(self) -> list[bytes]:
+    return bytes_of_ids(self._tokenizer)
+
   def _prompt(self, client: Client, call: Call) -> tuple[list[int], str]:
     """The ids of a prompt; and of messages, the template's text."""
-    if call.stop and not self._token_bytes:
-      try:
-        self._token_bytes = bytes_of_ids(self._tokenizer)
-      except UserError as error:
-        raise ApiError(f"stop: {error}", param="stop") from error
+    try:
+      _ = call.stop and self._token_bytes
+    except UserError as error:
+      raise ApiError(f"stop: {error}", param="stop") from error
     if isinstance(call.prompt, str) and not call.messages:
       return self._tokenizer.encode(call.prompt), ""
     if not call.messages:
@@ -241,8 +268,8 @@ async def _in_time(work: Awaitable[T]) -> T:
     ) from error
 
 
-async def _body(request: Request, limit: int):
-  """The JSON of a request; ApiError if it is none, or too long."""
+async def _body(request: Request, limit: int) -> tuple[Any, int]:
+  """The JSON of a request and its bytes; ApiError if none, or too long."""
   data = bytearray()
   async for part in request.stream():
     data += part
@@ -251,7 +278,7 @@ async def _body(request: Request, limit: int):
         f"the body has more than {limit} bytes: expected fewer", status=413
       )
   try:
-    return json.loads(data)
+    return json.loads(data), len(data)
   except (ValueError, RecursionError) as error:
     raise ApiError(f"the body: expected JSON: {error}") from error
 
@@ -271,8 +298,26 @@ async def _events(answer: Answer, changes: AsyncIterator) -> AsyncIterator[str]:
     await changes.aclose()
 
 
-async def _refusal(request: Request, error: ApiError) -> Response:
-  return JSONResponse(error.body, status_code=error.status)
+async def _refusal(
+  request: Request, error: ApiError | HTTPException
+) -> Response:
+  headers = None
+  if isinstance(error, HTTPException):  # of the router: 404 or 405
+    headers = error.headers
+    path = f"{request.method} {request.url.path!r:.80}"
+    expected = "expected GET /v1/models or POST /v1/chat/completions"
+    error = ApiError(f"{path}: {expected}", status=error.status_code)
+  return JSONResponse(error.body, status_code=error.status, headers=headers)
+
+
+def _require_model(name: Any) -> None:
+  if name not in (None, MODEL):
+    raise ApiError(
+      f"model={name!r:.80}: expected {MODEL!r}",
+      param="model",
+      code="model_not_found",
+      status=404,
+    )
 
 
 def _digest(key: str) -> bytes:

@@ -1,8 +1,9 @@
-"""What a client sends, checked: the fields of OpenAI's API that are honoured.
+"""What a client sends, checked: what is done with each field of a request.
 
-`gspo_jax.serve` samples as a request says. In training the run decides, and
-`app` logs what a request asks for instead. Another field that would change the
-answer is refused.
+The fields are those of OpenAI's API, vLLM and SGLang. One that would change the
+answer is honoured or refused. `gspo_jax.serve` samples as a request says; in
+training the run decides, and `app` logs what a request asks for instead. A
+field that is not here is ignored, and `app` logs its name.
 """
 
 import dataclasses
@@ -25,25 +26,57 @@ _RANGES = {
   "seed": ("a whole number", lambda x: type(x) is int),
 }
 HONOURED = (*_RANGES, "n", "stop")
-# Fields that are always ignored.
-_IGNORED = (
-  *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-  *("min_tokens", "stop_token_ids"),
-)
-# Refused, unless they have one of these values or are null.
+# Refused, unless null or one of these values.
 _ONLY = {
-  "best_of": (1,),
-  "echo": (False,),
-  "suffix": ("",),
-  "logit_bias": ({},),
-  "top_logprobs": (0,),
-  "functions": ([],),
-  "function_call": ("none", "auto"),
-  "tool_choice": ("none", "auto"),
-  "response_format": ({"type": "text"},),
-  "prompt_logprobs": (0,),
-  "use_beam_search": (False,),
+  name: values
+  for values, names in (
+    ((0,), "top_logprobs prompt_logprobs"),
+    ((1,), "best_of length_penalty"),
+    (("",), "suffix"),
+    (("medium",), "verbosity"),
+    (("none", "auto"), "tool_choice function_call"),
+    ((["text"],), "modalities"),
+    (({"type": "text"},), "response_format"),
+    (({},), "logit_bias"),
+    (([],), "functions bad_words documents"),
+    ((True,), "add_generation_prompt include_reasoning separate_reasoning"),
+    (
+      (False,),
+      "echo use_beam_search ignore_eos include_stop_str_in_output no_stop_trim "
+      "continue_final_message add_special_tokens return_tokens_as_token_ids "
+      "return_hidden_states",
+    ),
+    (
+      (),
+      "guided_json guided_regex guided_choice guided_grammar json_schema regex "
+      "ebnf structured_outputs stop_regex allowed_token_ids logits_processors "
+      "custom_logit_processor truncate_prompt_tokens thinking_token_budget "
+      "chat_template prompt_embeds input_ids lora_path session_params audio "
+      "web_search_options",
+    ),
+  )
+  for name in names.split()
 }
+# `serve` refuses them likewise; in training they are ignored.
+_NEUTRAL: dict[str, tuple] = {
+  **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
+  **{"repetition_penalty": (1,), "min_tokens": (0,), "stop_token_ids": ([],)},
+}
+# Read below; and ignored, for no token of the answer would be another.
+_READ, _IGNORED = (
+  names.split()
+  for names in (
+    "model messages prompt tools parallel_tool_calls chat_template_kwargs n "
+    "stop reasoning_effort max_tokens max_completion_tokens logprobs stream "
+    "stream_options return_token_ids",
+    "user metadata store service_tier safety_identifier prompt_cache_key "
+    "prompt_cache_retention prompt_cache_options prediction moderation rid "
+    "request_id session_id priority cache_salt extra_key stream_reasoning "
+    "stream_interval skip_special_tokens spaces_between_special_tokens "
+    "truncation_side",
+  )
+)
+FIELDS = frozenset((*_READ, *_RANGES, *_ONLY, *_NEUTRAL, *_IGNORED))
 _MOST_ANSWERS, _MOST_STOPS, _LONGEST_STOP = 64, 16, 256
 _ROLES = "system", "developer", "user", "assistant", "tool"
 
@@ -79,6 +112,8 @@ class Call:
   prompt: str | Sequence[int] = ""
   tools: Sequence[Mapping] = ()
   parses_tools: bool = False  # whether the answer may have tool calls
+  parallel_tool_calls: bool = True  # else the first call alone is sent
+  template_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   max_tokens: int | None = None
   n: int = 1  # answers
   stop: Sequence[str] = ()  # an answer ends before the first of them
@@ -88,16 +123,26 @@ class Call:
   return_token_ids: bool = False
   model: str | None = None
   sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  unknown: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def chat(body: Any) -> Call:
   """The call of /v1/chat/completions."""
   common = _common(body)
   tools = body.get("tools") or []
+  if isinstance(tools, list):
+    tools = [_without_null(tool, 4) for tool in tools]
   if not isinstance(tools, list) or not all(map(_is_tool, tools)):
     raise wrong(
-      "tools", tools, 'objects {"type": "function", "function": {"name": ..}}'
+      "tools",
+      tools,
+      'objects {"type": "function", "function": {"name": TEXT, "parameters": '
+      '{"properties": {NAME: {..}}}}}',
     )
+  template_args = body.get("chat_template_kwargs") or {}
+  if not isinstance(template_args, dict):
+    raise wrong("chat_template_kwargs", template_args, "an object")
+  effort = {"reasoning_effort": body.get("reasoning_effort")}  # for it, too
   messages = body.get("messages")
   if not isinstance(messages, list) or not messages:
     raise wrong("messages", messages, "a list of at least one message")
@@ -112,6 +157,8 @@ def chat(body: Any) -> Call:
     messages=messages,
     tools=tools,
     parses_tools=bool(tools) and body.get("tool_choice") != "none",
+    parallel_tool_calls=_boolean(body, "parallel_tool_calls", True),
+    template_args=effort | template_args,
     logprobs=_boolean(body, "logprobs"),
     **common,
   )
@@ -121,11 +168,15 @@ def completion(body: Any) -> Call:
   """The call of /v1/completions."""
   common = _common(body)
   prompt = body.get("prompt")
+  if (
+    isinstance(prompt, list) and len(prompt) == 1 and type(prompt[0]) is not int
+  ):
+    (prompt,) = prompt
   is_ids = isinstance(prompt, list) and all(type(i) is int for i in prompt)
   if not (prompt and (is_ids or isinstance(prompt, str))):
     raise wrong("prompt", prompt, "one text or one list of token ids")
   logprobs = body.get("logprobs")
-  if logprobs is not None and logprobs not in (0, 1):
+  if logprobs is not None and not _is_one_of(logprobs, (0, 1)):
     raise wrong(
       "logprobs", logprobs, "0 or 1: the log-prob of the sampled token alone"
     )
@@ -134,8 +185,10 @@ def completion(body: Any) -> Call:
 
 def sampling_params(call: Call, default: SamplingParams) -> SamplingParams:
   """What the call says of sampling, else the default; ApiError if wrong."""
-  said = {k: v for k, v in call.sampling.items() if k in _RANGES}
+  said = dict(call.sampling)
   for name, value in said.items():
+    if name in _NEUTRAL:
+      raise wrong(name, value, _words(_NEUTRAL[name]))
     expected, is_right = _RANGES[name]
     if type(value) not in (int, float) or not is_right(value):
       raise wrong(name, value, expected)
@@ -150,8 +203,8 @@ def _common(body: Any) -> dict:
     raise ApiError("the body: expected text that UTF-8 can encode")
   for name, values in _ONLY.items():
     value = body.get(name)
-    if value is not None and value not in values:
-      raise wrong(name, value, " or ".join(map(json.dumps, values)))
+    if value is not None and not _is_one_of(value, values):
+      raise wrong(name, value, _words(values))
   stop = body.get("stop") or []
   stop = [stop] if isinstance(stop, str) else stop
   if not (
@@ -179,9 +232,23 @@ def _common(body: Any) -> dict:
     "return_token_ids": _boolean(body, "return_token_ids"),
     "model": body.get("model"),
     "sampling": {
-      k: v for k in (*_RANGES, *_IGNORED) if (v := body.get(k)) is not None
+      k: v
+      for k in (*_RANGES, *_NEUTRAL)
+      if (v := body.get(k)) is not None
+      and not _is_one_of(v, _NEUTRAL.get(k, ()))
     },
+    "unknown": {k: v for k, v in body.items() if k not in FIELDS},
   }
+
+
+def _is_one_of(value: Any, values: Sequence) -> bool:
+  """Where true and 1 are not the same."""
+  is_bool = isinstance(value, bool)
+  return any(value == v and is_bool == isinstance(v, bool) for v in values)
+
+
+def _words(values: Sequence) -> str:
+  return " or ".join(["null", *map(json.dumps, values)])
 
 
 def _max_tokens(body: Mapping) -> int | None:
@@ -194,11 +261,13 @@ def _max_tokens(body: Mapping) -> int | None:
   return None
 
 
-def _boolean(body: Mapping, name: str) -> bool:
+def _boolean(body: Mapping, name: str, default: bool = False) -> bool:
   value = body.get(name)
-  if value not in (None, False, True):
+  if value is None:
+    return default
+  if not isinstance(value, bool):
     raise wrong(name, value, "true or false")
-  return bool(value)
+  return value
 
 
 def _is_tool(tool: Any) -> bool:
@@ -212,6 +281,14 @@ def _is_tool(tool: Any) -> bool:
     and isinstance(properties, dict)
     and all(isinstance(x, dict) for x in properties.values())
   )
+
+
+def _without_null(value: Any, depth: int) -> Any:
+  """What a tool lacks is null to some clients, `parameters` above all."""
+  if not (depth and isinstance(value, dict)):
+    return value
+  given = {k: v for k, v in value.items() if v is not None}
+  return {k: _without_null(v, depth - 1) for k, v in given.items()}
 
 
 def _message(message: Any, name: str) -> dict[str, Any]:

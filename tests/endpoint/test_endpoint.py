@@ -6,13 +6,18 @@ import logging
 import random
 import re
 import socket
+import threading
 import time
+from concurrent import futures
 
 import hf_tokenizers
+import httpx
 import pytest
+from repository import ROOT
 from scripted import CONTEXT, Scripted, make_tokenizer
 
 from gspo_jax.endpoint import client as endpoint_client
+from gspo_jax.endpoint import requests
 from gspo_jax.endpoint.answers import Answer, Choice
 from gspo_jax.endpoint.requests import Call
 from gspo_jax.sampler import stop_strings
@@ -252,8 +257,9 @@ def test_a_transcript_forgets_the_oldest_answers(tokenizer, monkeypatch):
     assert (uses(name)[: len(begin)] == begin) == is_known
 
 
-def test_a_message_with_all_private_characters_is_refused(ask):
-  _, client = ask
+def test_a_message_with_all_private_characters_is_refused(ask, monkeypatch):
+  engine, client = ask
+  monkeypatch.setattr(engine, "context", 10**5)
   text = "".join(map(chr, range(0xF0000, 0xFFFFE)))
   with pytest.raises(openai.BadRequestError, match="unused"):
     chat(client.with_options(timeout=20), [user(text)])
@@ -294,6 +300,26 @@ def test_an_answer_that_was_cut_goes_on_with_its_own_ids(ask, tokenizer):
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_completion_tokens": "x"}, "max_completion_tokens"),
     ({"logit_bias": {"3": 4}}, "logit_bias"),
+    ({"extra_body": {"n": True}}, "n"),
+    ({"extra_body": {"best_of": True}}, "best_of"),
+    ({"extra_body": {"stream": 1}}, "stream"),
+    ({"extra_body": {"tools": [{"type": "function", "function": 1}]}}, "tools"),
+    ({"extra_body": {"parallel_tool_calls": "no"}}, "parallel_tool_calls"),
+    ({"extra_body": {"chat_template_kwargs": [1]}}, "chat_template_kwargs"),
+    (
+      {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+      "enable_thinking",
+    ),
+    ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ({"extra_body": {"guided_json": {}}}, "guided_json"),
+    ({"extra_body": {"ignore_eos": True}}, "ignore_eos"),
+    (
+      {"extra_body": {"continue_final_message": True}},
+      "continue_final_message",
+    ),
+    ({"extra_body": {"truncate_prompt_tokens": 8}}, "truncate_prompt_tokens"),
+    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"extra_body": {"min_tokens": 2}}, "min_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
     ({"messages": [user(3)]}, "messages[0].content"),
@@ -327,6 +353,186 @@ def test_tools_that_the_template_does_not_write_are_refused(served, tmp_path):
   ):
     chat(client, [user("use calc")], tools=[CALC])
   assert not engine.made
+
+
+@pytest.mark.parametrize(
+  "options", [{"echo": True}, {"logprobs": 2}, {"prompt": ["a", "b"]},
+              {"suffix": "x"}, {"extra_body": {"logprobs": True}}],
+)  # fmt: skip
+def test_a_wrong_field_of_a_completion_is_named(ask, options):
+  _, client = ask
+  with pytest.raises(openai.BadRequestError, match="expected") as error:
+    client.completions.create(**{"model": "policy", "prompt": "a"} | options)
+  assert error.value.param in (*options, *options.get("extra_body", ()))
+
+
+NEUTRAL = {
+  **{"top_logprobs": 0, "echo": False, "response_format": {"type": "text"}},
+  **{"presence_penalty": 0.0, "repetition_penalty": 1, "stop_token_ids": []},
+  **{"user": "me", "store": True, "metadata": {"a": "b"}, "priority": 3},
+  **{"service_tier": "auto", "skip_special_tokens": False, "verbosity": None},
+  **{"tool_choice": "auto", "parallel_tool_calls": True, "ignore_eos": False},
+  **{"chat_template_kwargs": {"enable_thinking": None}, "guided_json": None},
+}
+
+
+def test_what_changes_no_answer_is_taken_in_silence(ask, caplog):
+  engine, client = ask
+  engine.texts = ["yes"]
+  with caplog.at_level(logging.WARNING, logger="absl"):
+    answer = chat(client, [user("a")], extra_body=NEUTRAL)
+  assert answer.choices[0].message.content == "yes"
+  assert engine.made[0].params == engine.params
+  assert not caplog.records
+
+
+def test_the_log_names_an_unknown_field_once_short_and_in_one_line(
+  tokenizer, caplog
+):
+  endpoint = app.Endpoint(tokenizer, SamplerConfig())
+  engine = Scripted(tokenizer)
+  engine.texts = ["a"] * 4
+  with (
+    server.Server(endpoint.app) as s,
+    connected(endpoint, s.url, app.Client(engine, tokenizer)) as client,
+    caplog.at_level(logging.WARNING, logger="absl"),
+  ):
+    for _ in range(2):
+      chat(client, [user("a")], extra_body={"x\nFORGED": "y\nFORGED" * 9999})
+    many = {f"field {i}": i for i in range(2 * app._MOST_TOLD)}
+    chat(client, [user("a")], extra_body=many)
+  lines = [r.getMessage() for r in caplog.records]
+  assert len([line for line in lines if "FORGED" in line]) == 1
+  assert len(lines) <= app._MOST_TOLD
+  assert all(len(line) < 150 and line.isprintable() for line in lines)
+
+
+def test_each_field_of_the_api_is_decided_and_documented():
+  params = (
+    openai.types.chat.completion_create_params,
+    openai.types.completion_create_params,
+  )
+  for each in params:
+    fields = each.CompletionCreateParamsBase.__annotations__.keys()
+    assert fields <= requests.FIELDS
+  text = (ROOT / "docs/agents.md").read_text()
+  table = text.partition("## What is served")[2].partition("\n## ")[0]
+  of = lambda text: {*re.findall(r"`(\w+)`", text)}
+  assert requests.FIELDS - of(table) == set()
+  first = " ".join(re.findall(r"(?m)^\|([^|]*)\|", table))
+  assert of(first) - requests.FIELDS == {"include_usage"}
+
+
+@pytest.mark.parametrize(
+  ("method", "path", "status"),
+  [("GET", "", 404), ("GET", "models/", 404), ("GET", "models/gpt", 404),
+   ("GET", "chat/completions", 405), ("POST", "models", 405),
+   ("GET", "models/policy", 200)],
+)  # fmt: skip
+def test_each_answer_is_json_and_none_leads_elsewhere(
+  ask, method, path, status
+):
+  _, api = ask
+  answer = api._client.request(
+    method,
+    f"{api.base_url}{path}",
+    headers={"Authorization": f"Bearer {api.api_key}", "Host": "evil.org"},
+  )
+  assert answer.status_code == status
+  if status == 200:
+    assert answer.json()["id"] == "policy"
+  else:
+    assert "expected" in answer.json()["error"]["message"]
+  assert ("allow" in answer.headers) == (status == 405)
+
+
+def test_health_needs_no_key_but_somebody_to_ask(tokenizer):
+  endpoint = app.Endpoint(tokenizer, SamplerConfig())
+  with server.Server(endpoint.app) as s:
+    url = s.url.replace("/v1", "/health")
+    assert httpx.get(url).status_code == 503
+    key = endpoint.admit(app.Client(Scripted(tokenizer), tokenizer))
+    assert httpx.get(url).status_code == 200
+    endpoint.dismiss(key)
+    assert httpx.get(url).status_code == 503
+
+
+def test_one_call_is_sent_where_calls_are_not_parallel(ask, monkeypatch):
+  engine, client = ask
+  monkeypatch.setattr(engine, "most", 200)
+  monkeypatch.setattr(engine, "context", 900)
+  engine.texts = [f"{CALL}\n{CALL}"] * 2
+  ask_for = lambda **options: chat(
+    client, [user("q")], tools=[CALC], **options
+  ).choices[0].message.tool_calls  # fmt: skip
+  assert len(ask_for()) == 2
+  assert len(ask_for(parallel_tool_calls=False)) == 1
+
+
+@pytest.mark.parametrize(
+  "function",
+  [{"parameters": None}, {"parameters": {"properties": None}},
+   {"parameters": {"type": "object"}}, {"description": None}],
+)  # fmt: skip
+def test_a_tool_may_have_null_for_what_it_lacks(ask, tokenizer, function):
+  engine, client = ask
+  engine.texts = [CALL]
+  tool = {"type": "function", "function": {"name": "calc"} | function}
+  (choice,) = chat(client, [user("1+1?")], tools=[tool]).choices
+  assert choice.finish_reason == "tool_calls"
+  assert "null" not in tokenizer.decode(engine.made[0].prompt)
+
+
+def test_a_prompt_may_be_a_list_of_one(ask, tokenizer):
+  engine, client = ask
+  engine.texts = ["y", "y"]
+  for prompt in (["a text"], [tokenizer.encode("a text")]):
+    client.completions.create(model="policy", prompt=prompt)
+  assert [g.prompt for g in engine.made] == [tokenizer.encode("a text")] * 2
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_any_work(ask, monkeypatch):
+  _, client = ask
+  monkeypatch.setattr(app.Endpoint, "_prompt", lambda *_: 1 / 0)
+  text = "x" * (CONTEXT * len("<|im_start|>") + 1)
+  for ask_for in (
+    lambda: chat(client, [user(text)]),
+    lambda: client.completions.create(model="policy", prompt=text),
+  ):
+    with pytest.raises(openai.BadRequestError, match="characters") as error:
+      ask_for()
+    assert error.value.code == "context_length_exceeded"
+
+
+def test_long_prompts_of_a_client_are_encoded_one_by_one(ask, monkeypatch):
+  """Also if nobody waits any more; short ones need not wait for them."""
+  engine, client = ask
+  engine.texts, running, most = ["s"] * 9, [], []
+  go_on, encode = threading.Event(), app.Endpoint._prompt
+
+  def slow(self, client, call):
+    if len(call.messages) > 1:
+      running.append(call)
+      most.append(len(running))
+      assert go_on.wait(20)
+      running.remove(call)
+    return encode(self, client, call)
+
+  monkeypatch.setattr(app.Endpoint, "_prompt", slow)
+  monkeypatch.setattr(app, "_LONG", 400)
+  monkeypatch.setattr(app, "_SECONDS", 0.5)
+  long = [user("a"), user("b" * 200), user("c" * 200)]
+  with futures.ThreadPoolExecutor() as pool:
+    asked = [pool.submit(chat, client, long) for _ in range(2)]
+    wait_for(lambda: running)
+    assert chat(client, [user("short")]).choices[0].message.content == "s"
+    with pytest.raises(openai.APIStatusError, match="408"):
+      asked[0].result()
+    time.sleep(0.2)
+    go_on.set()
+    with contextlib.suppress(openai.APIStatusError):
+      asked[1].result()
+  assert most == [1, 1]
 
 
 def test_a_prompt_that_is_too_long_is_refused(ask):
@@ -585,7 +791,7 @@ def test_the_run_chooses_how_its_episodes_are_sampled(
       with pytest.raises(openai.BadRequestError, match="expected"):
         chat(api, [user("a")], **refused)
   lines = [r.getMessage() for r in caplog.records]
-  assert [line for line in lines if "temperature=0.7" in line] == lines
+  assert [line for line in lines if "'temperature': 0.7" in line] == lines
   assert len(lines) == 1
   assert [made.params for made in engine.made] == [None, None]
 

@@ -87,7 +87,7 @@ class HFTokenizer(Tokenizer):
         for file in _files(path):
           (self._path / file.name).write_bytes(file.read_bytes())
     self._library = _open(self._path, self._name)
-    self._template_args = _parse_template_args(template_args)
+    self.template_args = _parse_template_args(template_args)
     if template_args:
       self._check_template_args(template_args)
     self._writes_tools = False  # until a prompt has them
@@ -448,7 +448,7 @@ class HFTokenizer(Tokenizer):
         tools=[*tools] or None,
         tokenize=False,
         add_generation_prompt=messages[-1]["role"] != "assistant",
-        **self._template_args,
+        **self.template_args,
       )
     if len(text) > _MAX_CHARACTERS:
       raise UserError(
@@ -490,7 +490,7 @@ class HFTokenizer(Tokenizer):
         f"{self._name!r} has no chat template"
       )
     known = _template_variables(self._library.get_chat_template())
-    for name in self._template_args:
+    for name in self.template_args:
       unknown = known is not None and name not in known
       if unknown or name in _OF_EVERY_TEMPLATE:
         hint = nearest(name, known) if known else "it reads none"
