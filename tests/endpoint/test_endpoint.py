@@ -20,6 +20,7 @@ from gspo_jax.endpoint import client as endpoint_client
 from gspo_jax.endpoint import requests
 from gspo_jax.endpoint.answers import Answer, Choice
 from gspo_jax.endpoint.requests import Call
+from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.continuous.engine import ABORT, LENGTH, STOP, Generation
 from gspo_jax.sampler.samples import SamplerConfig
@@ -507,6 +508,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_any_work(ask, monkeypatch):
 def test_long_prompts_of_a_client_are_encoded_one_by_one(ask, monkeypatch):
   """Also if nobody waits any more; short ones need not wait for them."""
   engine, client = ask
+  monkeypatch.setattr(engine, "context", 900)
   engine.texts, running, most = ["s"] * 9, [], []
   go_on, encode = threading.Event(), app.Endpoint._prompt
 
@@ -523,15 +525,15 @@ def test_long_prompts_of_a_client_are_encoded_one_by_one(ask, monkeypatch):
   monkeypatch.setattr(app, "_SECONDS", 0.5)
   long = [user("a"), user("b" * 200), user("c" * 200)]
   with futures.ThreadPoolExecutor() as pool:
-    asked = [pool.submit(chat, client, long) for _ in range(2)]
+    first = pool.submit(chat, client, long)
     wait_for(lambda: running)
+    second = pool.submit(chat, client, long)
     assert chat(client, [user("short")]).choices[0].message.content == "s"
     with pytest.raises(openai.APIStatusError, match="408"):
-      asked[0].result()
+      first.result()
     time.sleep(0.2)
     go_on.set()
-    with contextlib.suppress(openai.APIStatusError):
-      asked[1].result()
+    assert second.result()
   assert most == [1, 1]
 
 
@@ -821,8 +823,11 @@ def wait_for(condition, seconds=10):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_whose_client_leaves_is_cancelled(endless, stream):
+def test_a_request_whose_client_leaves_is_cancelled(
+  endless, monkeypatch, stream
+):
   engine, client, api = endless
+  monkeypatch.setattr(client, "gave_up", (given_up := []).append)
   with contextlib.suppress(openai.APITimeoutError):
     api = api.with_options(timeout=0.3)
     made = chat(api, [user("a")], stream=stream, n=2)
@@ -830,6 +835,22 @@ def test_a_request_whose_client_leaves_is_cancelled(endless, stream):
     made.close()
   wait_for(lambda: client.open == 0)
   assert [made.cancelled for made in engine.made] == [True, True]
+  assert given_up == engine.made
+
+
+def test_a_request_that_the_engine_refuses_is_given_up(endless, monkeypatch):
+  engine, client, api = endless
+
+  def refuse(generation):
+    engine.made.append(generation)
+    raise UserError("the engine is closed")
+
+  monkeypatch.setattr(engine, "submit", refuse)
+  monkeypatch.setattr(client, "gave_up", (given_up := []).append)
+  with pytest.raises(openai.BadRequestError, match="closed"):
+    chat(api, [user("a")])
+  assert given_up == engine.made
+  assert given_up
 
 
 def test_a_client_has_so_many_requests_at_once(endless, monkeypatch):
@@ -859,6 +880,10 @@ def test_a_request_counts_before_its_body_which_comes_in_time(
       chat(api, [user("a")])
     assert b" 408 " in slow.recv(99)
   assert client.open == 0
+  with socket.create_connection((host, port), 10) as leaver:
+    leaver.sendall(head.encode() + b"{")
+    wait_for(lambda: client.open == 1)
+  wait_for(lambda: client.open == 0, app._SECONDS / 2)
 
 
 @pytest.mark.parametrize(

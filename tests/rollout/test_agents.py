@@ -314,6 +314,14 @@ def test_a_call_of_a_lost_attempt_may_end_later():
   assert not episode.end()
 
 
+def test_a_call_that_begins_as_its_episode_ends_is_not_sampled():
+  """It had room, so nothing has refused it."""
+  episode = agents.Episode(None, BYTES, LIMITS, number=0, size=1)
+  episode.end()
+  episode.started(made := engine.Generation([1], 9))
+  assert made.cancelled
+
+
 def test_an_episode_keeps_its_limits(pool):
   scored, episodes = play(pool, "beyond", "flood", "long", "grow")
   total = scored.rewards.result().total
