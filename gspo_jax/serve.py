@@ -6,8 +6,9 @@ The newest checkpoint of --workdir answers at http://HOST:PORT/v1; or a Hugging
 Face folder, or one step of a run, with --checkpoint. Model, prompt, lengths and
 sampling, where a request does not choose, come from the config. A prompt and
 its answer have at most `data.max_prompt_length + sampler.max_new_tokens`
-tokens. The URL and a new key are printed; --api_key_file names a file with a
-key instead. SIGTERM and Ctrl-C end it. docs/agents.md has what is served.
+tokens. The URL and a new key are printed once all is compiled; --api_key_file
+names a file with keys instead. SIGTERM and Ctrl-C end it. docs/agents.md has
+what is served.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ _PORT = flags.DEFINE_integer(
   "port", 8000, "0: any that is free.", lower_bound=0, upper_bound=65535
 )
 _KEY_FILE = flags.DEFINE_string(
-  "api_key_file", None, "A file with the key that clients send."
+  "api_key_file", None, "A file with the keys that clients send, one a line."
 )
 
 _START = "python -m gspo_jax.serve --config=configs/tiny_cpu.py"
@@ -56,7 +57,7 @@ def _serve() -> int:
       f"--workdir is missing: expected the workdir of a run, or --checkpoint; "
       f"for a start: {_START} --workdir=runs/tiny"
     )
-  key = read_key(_KEY_FILE.value) if _KEY_FILE.value else ""
+  keys = read_keys(_KEY_FILE.value) if _KEY_FILE.value else [""]
   config = load_params.with_checkpoint(parse(flags.FLAGS.config), folder)
   mesh, _ = settings.make_meshes(config)
   with jax.set_mesh(mesh):
@@ -65,11 +66,11 @@ def _serve() -> int:
       config, program.cfg, program.tokenizer, program.abstract_policy, mesh
     )
     params = load_params.load(config, program, folder)
-    _answer(sampler, program.tokenizer, params, config.seed, key)
+    _answer(sampler, program.tokenizer, params, config.seed, keys)
   return 0
 
 
-def _answer(sampler, tokenizer, params, seed: int, key: str) -> None:
+def _answer(sampler, tokenizer, params, seed: int, keys: list[str]) -> None:
   """Answers requests until a signal ends the command."""
   with needs_extra("serve", "gspo_jax.serve"):
     from gspo_jax.endpoint.app import Endpoint
@@ -86,24 +87,28 @@ def _answer(sampler, tokenizer, params, seed: int, key: str) -> None:
     sampler.open(params, jax.random.key(seed), rows) as engine,
     contextlib.suppress(KeyboardInterrupt),
   ):
-    new = endpoint.admit(Client(engine, tokenizer), key)
+    print("compiling", flush=True)
+    engine.warm_up()
+    new = [endpoint.admit(Client(engine, tokenizer), key) for key in keys]
     print(f"base URL: {server.url}", flush=True)
     print(
-      f"API key: {f'that of {_KEY_FILE.value}' if key else new}", flush=True
+      f"API key: {f'those of {_KEY_FILE.value}' if keys[0] else new[0]}",
+      flush=True,
     )
     engine.run(lambda: preemption.requested)
 
 
-def read_key(path: str) -> str:
-  """The key of --api_key_file; UserError unless it is one long word."""
+def read_keys(path: str) -> list[str]:
+  """The lines of --api_key_file; UserError unless each is one long word."""
   with with_reason(f"--api_key_file={path}"):
-    key = Path(path).read_text().strip()
-  if len(key) < 16 or len(key.split()) > 1:
+    keys = Path(path).read_text().split("\n")
+  keys = [key.strip() for key in keys if key.strip()]
+  if not keys or any(len(key) < 16 or len(key.split()) > 1 for key in keys):
     raise UserError(
-      f"--api_key_file={path}: expected one word of at least 16 letters, got "
-      f"{len(key)}"
+      f"--api_key_file={path}: expected in each line one word of at least 16 "
+      f"letters, got lines of {[*map(len, keys)]}"
     )
-  return key
+  return keys
 
 
 if __name__ == "__main__":

@@ -67,10 +67,17 @@ def test_a_served_policy_samples_as_a_request_says(tmp_path):
   assert sampled[0] == sampled[2] != sampled[1]
 
 
-@pytest.mark.parametrize("text", ["short", "two words of a key file"])
+def test_each_line_of_a_file_is_a_key(tmp_path):
+  (tmp_path / "keys").write_text(f"{'a' * 16}\n\n {'b' * 20}\r\n")
+  assert serve.read_keys(str(tmp_path / "keys")) == ["a" * 16, "b" * 20]
+
+
+@pytest.mark.parametrize(
+  "text", ["short", "two words of a key file", "", f"{'a' * 16}\nshort"]
+)
 def test_a_key_that_is_no_key_is_refused(tmp_path, text):
   (tmp_path / "key").write_text(text)
-  with pytest.raises(UserError, match="one word of at least 16 letters"):
-    serve.read_key(str(tmp_path / "key"))
+  with pytest.raises(UserError, match="one word of at least 16"):
+    serve.read_keys(str(tmp_path / "key"))
   with pytest.raises(UserError, match=r"absent: No such file"):
-    serve.read_key(str(tmp_path / "absent"))
+    serve.read_keys(str(tmp_path / "absent"))

@@ -98,6 +98,31 @@ def test_more_requests_than_rows_get_the_samplers_responses(devices):
     assert g.finish == ("stop" if tokens[-1] in GREEDY.stop_ids else "length")
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_warm_engine_compiles_nothing_for_requests(devices):
+  batching = dataclasses.replace(SMALL, slots=16 * devices)
+  generate = continuous_sampler.build(
+    CFG,
+    GREEDY,
+    batching,
+    S,
+    devices=devices,
+    **{"data": 2} if devices > 1 else {},
+  )
+  functions = generate.compilations().values()
+  count = lambda: [f.jitted._cache_size() for f, _ in functions]
+  with generate.open(weights(), jax.random.key(1), batching.slots) as e:
+    e.warm_up()
+    before = count()
+    for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[1:3]):
+      made = [ask(e, prompt) for prompt in prompts]
+      run(e, *made)
+      assert len(made[0].tokens) > 1
+    long = Generation(PROMPTS[5] * 2, 1)
+    run(e, e.submit(long))
+  assert count() == before
+
+
 # test_next_token.py has others.
 SAMPLING = [
   None,

@@ -249,6 +249,21 @@ class Engine:
     while self._step(until):
       pass
 
+  def warm_up(self) -> None:
+    """Compiles before there are requests; call it on all processes.
+
+    A prefill of each length, alone and behind known tokens, and segments of
+    each number of slots.
+    """
+    prefills = [min(T, self.context - 1) for T in self._programs.buckets()]
+    together = [[2] * count for count in self._programs.compute_sizes]
+    for lengths in (*([n] for n in prefills for _ in range(2)), *together):
+      made = [
+        self.submit(Generation([0] * (n - 1) + [i], 1))
+        for i, n in enumerate(lengths)
+      ]
+      self.run(lambda made=made: all(g.finish for g in made))
+
   def close(self) -> None:
     """Ends all requests."""
     with self._changed:
