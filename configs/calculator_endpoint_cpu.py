@@ -24,5 +24,5 @@ def get_config(mode: str = "") -> ConfigDict:
     )
   c = calculator_cpu.get_config(mode)
   c.rollout.environment = "openai:gspo_jax.tasks.calculator_agent.play"
-  c.reward.seconds = 120.0  # of an episode; the first ones wait for compilation
+  c.reward.seconds = 120.0  # of an episode
   return c

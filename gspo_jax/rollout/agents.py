@@ -35,6 +35,7 @@ class AgentPool(Pool):
   ):
     self.name = f"agent {spec.removeprefix(agent.PREFIX)!r}"
     self._workdir = workdir  # of the run, for agents
+    self.warm: set[tuple] = set()  # samplers and their rows
     self.endpoint = Endpoint(tokenizer, config)
     self._server = Server(self.endpoint.app)
     load = functools.partial(agent.load, spec)
@@ -62,6 +63,14 @@ class AgentPool(Pool):
 
 class Agents(Player):
   pool: AgentPool
+
+  def _open(self, generate, params, key, rows: int) -> Engine:
+    # The clock of an episode does not run while XLA compiles.
+    if (id(generate), rows) not in self.pool.warm:
+      self.pool.warm.add((id(generate), rows))
+      with super()._open(generate, params, key, rows) as engine:
+        engine.warm_up()
+    return super()._open(generate, params, key, rows)
 
   def play(
     self,

@@ -37,10 +37,11 @@ def sample_until_mixed(
 ) -> tuple[ScoredSamples, list[RolloutCost]]:
   """Samples batches until P groups have mixed rewards, at most `rounds`.
 
-  One round does not wait for the rewards. `sample` samples the batch of a round
-  (from 0); P and G never change. `max_failed` is as for `wait_scored`, over all
-  rounds. Returns P groups, the first with mixed rewards and then the first
-  others; and the cost of each batch.
+  One round waits for no rewards but those of conversations, which are known.
+  `sample` samples the batch of a round (from 0); P and G never change.
+  `max_failed` is as for `wait_scored`, over all rounds. Returns P groups, the
+  first with mixed rewards and then the first others; and the cost of each
+  batch.
   """
   kept: ScoredSamples | None = None
   costs: list[RolloutCost] = []
@@ -50,7 +51,7 @@ def sample_until_mixed(
     new = sample(i)
     tokens, slot_steps = new.samples.num_sampled, new.samples.slot_steps
     costs.append(RolloutCost(new.prompts, new.rewards, tokens, slot_steps))
-    if rounds > 1:
+    if rounds > 1 or new.conversation:
       size = rounds * new.rewards.size
       wait_scored(
         [x.rewards for x in costs], max_failed, label=label, size=size

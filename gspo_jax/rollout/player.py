@@ -83,7 +83,7 @@ class Player:
     size = len(batch) * group_size
     own = generate.played_rows(size)
     with (
-      generate.open(params, key, size * limits.sequences) as engine,
+      self._open(generate, params, key, size * limits.sequences) as engine,
       Progress(label, len(own), "episodes") as progress,
     ):
       episodes = {
@@ -109,6 +109,9 @@ class Player:
       group_size=group_size,
       environment_seconds=engine.idle_seconds,
     )
+
+  def _open(self, generate, params, key, rows: int) -> Engine:
+    return generate.open(params, key, rows)
 
   def _responses(
     self, batch: PromptBatch, tokens: Mapping[int, list], group_size: int

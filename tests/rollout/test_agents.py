@@ -168,11 +168,6 @@ def pool(tmp_path_factory):
   (folder / "an_agent.py").write_text(MODULE)
   sys.path.insert(0, str(folder))
   spec = "openai:an_agent.play"
-  # Compiles before an agent's seconds count.
-  sampler, params = policy()
-  with sampler.open(params, jax.random.key(0), 8) as e:
-    made = [e.submit(engine.Generation([65] * n, 9)) for n in (1, 9)]
-    e.run(lambda: all(g.finish for g in made))
   with agents.AgentPool(spec, BYTES, CONFIG, workers=1, seconds=60) as pool:
     yield pool
   sys.path.remove(str(folder))
@@ -278,6 +273,20 @@ def test_of_two_calls_at_once_one_goes_on_and_one_is_a_branch(pool):
       [[0, 1, 0, 3], [0, 2]],
     )
     assert len(second[0]) > second[1].index(max(second[1])) > 4
+
+
+def test_no_clock_runs_while_the_policy_compiles(pool, monkeypatch):
+  done, warm_up, start = [], engine.Engine.warm_up, pool.play
+  monkeypatch.setattr(pool, "warm", set())
+  monkeypatch.setattr(
+    engine.Engine, "warm_up", lambda e: (warm_up(e), done.append("warm"))
+  )
+  monkeypatch.setattr(
+    pool, "play", lambda *args: (done.append("play"), start(*args))[1]
+  )
+  for names in ("branch", "branch", ("branch", "branch")):
+    play(pool, *([names] if isinstance(names, str) else names))
+  assert done == ["warm", "play", "play", "warm", "play"]
 
 
 def test_a_call_goes_on_with_the_longest_sequence_that_is_free():

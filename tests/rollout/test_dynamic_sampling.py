@@ -7,7 +7,7 @@ import pytest
 
 from gspo_jax.data.problem import Problem
 from gspo_jax.data.prompt_batch import PromptBatch
-from gspo_jax.rewards.pool import Rewards
+from gspo_jax.rewards.pool import PendingRewards, Rewards
 from gspo_jax.rewards.reward import Response
 from gspo_jax.rollout import dynamic_sampling
 from gspo_jax.rollout.batch import ScoredSamples
@@ -157,6 +157,23 @@ def test_one_round_does_not_wait_for_rewards():
   sampler = ScriptedSampler((0,) * P)
   sample_until_mixed(sampler, 1)
   assert sampler.computed == []
+
+
+def test_a_round_of_conversations_fails_at_once():
+  """Their rewards are known, so nothing is compiled or learnt before."""
+
+  def sample(_):
+    rewards = PendingRewards.computed(
+      Rewards(np.zeros((P, G)), {}, np.eye(P, G) > 0, ("no answer",))
+    )
+    turns = {"turns": np.ones(P * G)}
+    return ScriptedSampler((0,) * P)(0)._replace(
+      rewards=rewards, conversation=turns
+    )
+
+  sample_until_mixed(sample, 1, max_failed=3 / 12)
+  with pytest.raises(multihost.AgreedError, match=r"3 of 12 .*: no answer"):
+    sample_until_mixed(sample, 1, max_failed=2 / 12)
 
 
 def test_costs_include_discarded_batches():

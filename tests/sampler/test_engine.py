@@ -114,7 +114,7 @@ def test_a_warm_engine_compiles_nothing_for_requests(devices):
   with generate.open(weights(), jax.random.key(1), batching.slots) as e:
     e.warm_up()
     before = count()
-    for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[1:3]):
+    for prompts in (PROMPTS[:1], PROMPTS * 2 * devices, PROMPTS[1:3]):
       made = [ask(e, prompt) for prompt in prompts]
       run(e, *made)
       assert len(made[0].tokens) > 1

@@ -258,11 +258,10 @@ class Engine:
     prefills = [min(T, self.context - 1) for T in self._programs.buckets()]
     together = [[2] * count for count in self._programs.compute_sizes]
     for lengths in (*([n] for n in prefills for _ in range(2)), *together):
-      made = [
-        self.submit(Generation([0] * (n - 1) + [i], 1))
-        for i, n in enumerate(lengths)
-      ]
-      self.run(lambda made=made: all(g.finish for g in made))
+      for i, n in enumerate(lengths):
+        first = i % self._programs.cfg.vocab_size
+        self.submit(Generation([first] + [0] * (n - 1), 1))
+      self.run(lambda: not (self._inbox or self._open))
 
   def close(self) -> None:
     """Ends all requests."""
