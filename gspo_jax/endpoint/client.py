@@ -154,6 +154,7 @@ class Client:
       logprobs=call.logprobs,
     )
     if self.honours:
+      generation.by_token = call.stream
       generation.params = sampling_params(call, self.engine.params)
       if "seed" in call.sampling:
         generation.seed = call.sampling["seed"] + index

@@ -111,6 +111,7 @@ def test_a_stream_adds_up_to_the_answer_and_breaks_no_letter(ask, tokenizer):
   assert logps == [-i / 100 for i in whole.token_ids]
   assert deltas[-1].finish_reason == "stop"
   assert parts[-1].usage.completion_tokens == len(whole.token_ids)
+  assert [made.by_token for made in engine.made] == [True, False]
 
 
 def test_a_completion_takes_text_or_ids(ask, tokenizer):
@@ -782,7 +783,7 @@ def test_the_run_chooses_how_its_episodes_are_sampled(
 ):
   _, endpoint, url = served
   client = app.Client(engine := Scripted(tokenizer), tokenizer)
-  client.honours, engine.texts = (), ["a", "b"]
+  client.honours, engine.texts = (), ["a", "b", "c"]
   with (
     caplog.at_level(logging.WARNING, logger="absl"),
     connected(endpoint, url, client) as api,
@@ -792,10 +793,12 @@ def test_the_run_chooses_how_its_episodes_are_sampled(
     for refused in ({"n": 2}, {"stop": "x"}):
       with pytest.raises(openai.BadRequestError, match="expected"):
         chat(api, [user("a")], **refused)
+    assert [*chat(api, [user("a")], stream=True)]
   lines = [r.getMessage() for r in caplog.records]
   assert [line for line in lines if "'temperature': 0.7" in line] == lines
   assert len(lines) == 1
-  assert [made.params for made in engine.made] == [None, None]
+  assert [made.params for made in engine.made] == [None, None, None]
+  assert not engine.made[2].by_token  # nor how long a segment is
 
 
 class Endless(Scripted):

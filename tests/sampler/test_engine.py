@@ -287,6 +287,19 @@ def test_a_thread_is_told_of_each_segment_and_of_the_end():
   assert waiting.finish == "abort"  # the engine was closed
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_while_a_request_goes_by_token_a_segment_has_one_step(devices):
+  seen = []
+  with opened(devices=devices) as e:
+    told = lambda: seen.append(g.progress)
+    g = Generation(PROMPTS[3], 4, told, streams=True)
+    g.by_token = True
+    others = [ask(e, PROMPTS[2]) for _ in range(2)]
+    run(e, e.submit(g), *others)
+  assert seen == [(1, ""), (2, ""), (3, ""), (4, "length")]
+  assert [o.tokens for o in others] == [expected()[2][0]] * 2
+
+
 @pytest.mark.parametrize(
   ("prompt", "count", "words"),
   [

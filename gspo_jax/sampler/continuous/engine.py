@@ -57,7 +57,7 @@ _SECONDS, _SECONDS_TOGETHER = 1.0, 0.02
 # What processes that share rows also tell each other of a Generation.
 _SENT = (
   *("prompt", "max_new_tokens", "params", "streams", "row", "response"),
-  *("num_tokens", "num_recorded", "goes_on"),
+  *("num_tokens", "num_recorded", "goes_on", "by_token"),
 )
 # Values of `Generation.finish`, as in OpenAI's API.
 STOP, LENGTH, ABORT = "stop", "length", "abort"
@@ -87,6 +87,7 @@ class Generation:
   goes_on: bool = False
   # Its random keys are made of it; None: of a number that no other has.
   seed: int | None = None
+  by_token: bool = False  # with `streams`: segments of one step
   cancelled: bool = False  # set it to give up the rest
   tokens: list[int] = dataclasses.field(default_factory=list)  # and the stop
   logps: list[float] = dataclasses.field(default_factory=list)
@@ -112,6 +113,7 @@ class _Facts:
   queued: np.ndarray  # responses that wait and have not begun
   active: np.ndarray  # slots
   streams: np.ndarray  # active slots whose responses are read as they grow
+  by_token: np.ndarray  # those of them that are read after each step
   looks_ahead: np.ndarray  # 1: `Scheduler.can_look_ahead`
   goes_on: np.ndarray  # 1: `Scheduler.may_go_on`
   room: np.ndarray  # `Scheduler.num_spare_pages`
@@ -354,7 +356,7 @@ class Engine:
     queues = [self._prefill_queue(admission) for admission in admissions]
     plan = self._segment_plan(admissions)
     self._share(queues, is_open)
-    any_waiting = False
+    any_waiting = by_token = False
     if not self._results:  # else nothing waited, so nothing starts
       facts = self._facts()
       self._active, self._streams = facts.active, facts.streams
@@ -362,6 +364,7 @@ class Engine:
       if not facts.active.any() or (self._keeps and not is_open):
         return self._pause(is_open)
       any_waiting = bool(facts.waiting.any())
+      by_token = bool(facts.by_token.any())
       for arrays in self._prefill_batches(queues, facts):
         self._prefill(*arrays)
     slots, drafts = None, 0
@@ -379,7 +382,7 @@ class Engine:
       self._state,
       self.samples,
       *plan_and_slots,
-      self._min_active(any_waiting),
+      np.int32(-1) if by_token else self._min_active(any_waiting),
       self._key,
       drafts,
     )
@@ -518,7 +521,9 @@ class Engine:
       running = [request for request in scheduler.slots if request]
       row = [scheduler.num_waiting, scheduler.num_queued]
       row += [scheduler.num_active]
-      row += [sum(bool(r.owner) and r.owner.streams for r in running)]
+      owners = [r.owner for r in running if r.owner]
+      row += [sum(owner.streams for owner in owners)]
+      row += [sum(owner.by_token for owner in owners)]
       row += [scheduler.can_look_ahead and not self._keeps]
       row += [scheduler.may_go_on]
       row += [scheduler.num_spare_pages, scheduler.num_visitors, is_open]
@@ -534,9 +539,9 @@ class Engine:
     columns = np.asarray(self._shared).T
     places = self._prefill_places()
     return _Facts(  # type: ignore[misc]  # mypy does not count them
-      *columns[:9],
-      prefixes=dict(zip(places, columns[9::2], strict=True)),
-      uncached=dict(zip(places, columns[10::2], strict=True)),
+      *columns[:10],
+      prefixes=dict(zip(places, columns[10::2], strict=True)),
+      uncached=dict(zip(places, columns[11::2], strict=True)),
     )
 
   def _prefill_places(self) -> list[tuple[int, int]]:

@@ -281,7 +281,7 @@ def decode(
     state: all slots or a subset.
     samples: B responses; the tokens are written there.
     min_active: [] int32; the segment also ends when at most that many slots
-      decode.
+      decode. -1: after one step.
     drafts: J - 1, of each slot in a step; see `speculation`.
     cfg, sampler, steps, drafts: static.
   """
@@ -347,7 +347,8 @@ def decode(
 
   def proceed(carry):
     step, state, _ = carry
-    return (step < steps) & (state.pages.active.sum() > min_active)
+    most = jnp.where(min_active < 0, 1, steps)
+    return (step < most) & (state.pages.active.sum() > min_active)
 
   taken, state, samples = jax.lax.while_loop(
     proceed, body, (jnp.int32(0), state, samples)
