@@ -53,6 +53,15 @@ def quick(name, *arguments):
 
 
 @pytest.mark.slow
+def test_serve_load():
+  found = quick("serve_load", "--stream")
+  least, p50, p95 = found["least_p50_p95"]
+  assert 0 < least <= p50 <= p95
+  assert found["first_part_least_p50_p95"][1] < p50
+  assert 1 < found["tokens_of_an_answer"] <= 64
+
+
+@pytest.mark.slow
 def test_pod():
   (row,) = quick("pod")["rows"]
   received = sum(row["packing_bytes"].values())
