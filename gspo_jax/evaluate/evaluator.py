@@ -28,6 +28,7 @@ from gspo_jax.program.settings import length_warning, make_meshes
 from gspo_jax.record import checkpoint
 from gspo_jax.record.identity import flatten
 from gspo_jax.record.progress import Progress
+from gspo_jax.rewards import thinking
 from gspo_jax.rewards.pool import PendingRewards, RewardPool, too_many
 from gspo_jax.rewards.reward import EXAMPLE
 from gspo_jax.rollout import reward_model
@@ -280,7 +281,7 @@ def _save_batch(
         "id": benchmark.ids[i],
         "sample": n,
         "problem": benchmark.problems[i].text,
-        "response": response.text,
+        "response": thinking.opening(response.prompt) + response.text,
         "reference": short(response.reference),
         "score": float(score),
         "failed": bool(failed),

@@ -8,7 +8,7 @@ import numpy as np
 from gspo_jax.evaluate import estimators
 from gspo_jax.evaluate.benchmarks import Benchmark
 from gspo_jax.rewards import math as latex
-from gspo_jax.rewards import numbers
+from gspo_jax.rewards import numbers, thinking
 
 # Longer results are compared as text: the time to normalise a result grows with
 # the square of its length, and real results are short.
@@ -87,7 +87,7 @@ def vote(reward: str, text: str) -> Hashable | None:
   if _name(reward) not in _READERS:
     return None
   find, normalise = _READERS[_name(reward)]
-  result = find(text)
+  result = find(thinking.split(text)[1])
   if not result:
     return None
   return normalise(result) if len(result) <= _LONGEST else hash(result)

@@ -5,6 +5,7 @@ import re
 import textwrap
 import time
 
+from gspo_jax.rewards import thinking
 from gspo_jax.rewards.reward import Reward
 from gspo_jax.runtime import errors
 from gspo_jax.workers import sandbox
@@ -35,7 +36,7 @@ def passes(
   order, up to the first failure.
 
   Args:
-    prompt: not used.
+    prompt: may open the thinking, where programs do not count.
     response: with the program.
     reference: JSON, `{"inputs": [...], "outputs": [...]}` or a list of
       `{"input": ..., "output": ...}`: text for stdin and of stdout.
@@ -44,7 +45,7 @@ def passes(
     memory: address space of the program, MiB.
   """
   tests = _tests(reference)
-  source = program(response)
+  source = program(thinking.behind(prompt, response))
   if source is None:
     return 0.0
   end = time.monotonic() + total

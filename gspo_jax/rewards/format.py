@@ -1,6 +1,6 @@
-"""The format of a response: reasoning between tags first, then more text."""
+"""The format of a response: thinking between tags first, then more text."""
 
-OPEN, CLOSE = "<think>", "</think>"
+from gspo_jax.rewards import thinking
 
 
 def thinks(prompt: str, response: str, reference: str) -> float:
@@ -10,10 +10,8 @@ def thinks(prompt: str, response: str, reference: str) -> float:
   space may stand at the start. If the prompt already ends in the opening tag,
   as in some chat templates, the response must not repeat it.
   """
-  if prompt.rstrip().endswith(OPEN):
-    response = OPEN + response
-  response = response.strip()
-  once = response.count(OPEN) == response.count(CLOSE) == 1
-  thoughts, _, rest = response.removeprefix(OPEN).partition(CLOSE)
-  both_filled = thoughts.strip() != "" != rest.strip()
-  return float(once and response.startswith(OPEN) and both_filled)
+  response = thinking.opening(prompt) + response
+  tags = thinking.OPEN, thinking.CLOSE
+  once = all(response.count(tag) == 1 for tag in tags)
+  thoughts, rest = thinking.split(response)
+  return float(once and bool(thoughts) and bool(rest.strip()))

@@ -17,6 +17,7 @@ import urllib.parse
 import urllib.request
 from pathlib import Path
 
+from gspo_jax.rewards import thinking
 from gspo_jax.rewards.reward import Reward
 from gspo_jax.runtime import errors
 
@@ -95,7 +96,8 @@ async def score(
   5xx are tried again, after 0.5 s, 1 s, ... up to 8 s. `total`, the seconds for
   all tries, must be below the pool's time for one call.
   """
-  values = {"prompt": prompt, "response": response, "reference": reference}
+  said = thinking.behind(prompt, response)
+  values = {"prompt": prompt, "response": said, "reference": reference}
   text = _fill(_template(template), columns | values | {"scale": f"{scale:g}"})
   body = _body(model, text, temperature, max_tokens)
   end, wait = time.monotonic() + total, WAIT

@@ -3,6 +3,8 @@
 import decimal
 import re
 
+from gspo_jax.rewards import thinking
+
 # A sign, a currency, digits plain or in groups of three, decimals, a percent
 # sign, a period: each at most once. No exponent, infinity or NaN is a number.
 _NUMBER = re.compile(
@@ -30,7 +32,7 @@ def final_answer(prompt: str, response: str, reference: str) -> float:
   A result may have thousands separators.
   """
   # Not a regular expression: on "####..." they take cubic time.
-  _, marker, last = response.rpartition("#")
+  _, marker, last = thinking.behind(prompt, response).rpartition("#")
   plain = lambda s: without_separators(s.strip())
   return float(bool(marker) and plain(last) == plain(reference) != "")
 
@@ -49,12 +51,14 @@ def gsm8k(prompt: str, response: str, reference: str) -> float:
   expected = number(marked(reference) or reference)
   if expected is None:
     raise ValueError(f"expected a number as reference, got {reference[:80]!r}")
-  return float(number(result(response) or "") == expected)
+  found = result(thinking.behind(prompt, response))
+  return float(number(found or "") == expected)
 
 
 def numbered(prompt: str, response: str, reference: str) -> float:
   """1.0 iff `gsm8k` can read a result in the response, correct or not."""
-  return float(number(result(response) or "") is not None)
+  found = result(thinking.behind(prompt, response))
+  return float(number(found or "") is not None)
 
 
 def number(text: str) -> decimal.Decimal | None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from gspo_jax.data.problem import Problem, held_out
+from gspo_jax.rewards import thinking
 from gspo_jax.runtime import errors
 
 _SIZE = 4096  # problems to train on
@@ -288,7 +289,7 @@ def follows(
   `RULES`, else UserError. `tokens` includes the stop token.
   """
   target = _parse(reference)
-  text = response.strip()
+  text = thinking.behind(prompt, response).strip()
   if tokens >= limit or not _names(text, target["subject"]):
     return 0.0
   if len({*words(text)} - {*words(prompt)}) < NEW_WORDS or _repeats(text):

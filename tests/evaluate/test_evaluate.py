@@ -288,7 +288,7 @@ class Echo:
     self.events.append("sample")
     pairs = itertools.product(problems, range(self.samples))
     responses = [
-      Response(f"{p.text}<think>", self.text(p, n), p.reference,
+      Response(f"{p.text}<bot>", self.text(p, n), p.reference,
                10 * len(p.text) + n, 99, p.columns)
       for p, n in pairs
     ]  # fmt: skip

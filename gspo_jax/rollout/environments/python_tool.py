@@ -1,13 +1,13 @@
 """A Python tool: programs of the policy run in `workers.sandbox`.
 
-If the last fenced code block of a response is a program, the tool replies with
-its output. A response without a program is the answer.
+If the last fenced code block of a response, behind its thinking, is a program,
+the tool replies with its output. A response without a program is the answer.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-from gspo_jax.rewards import code, gsm8k
+from gspo_jax.rewards import code, gsm8k, thinking
 from gspo_jax.rollout.environment import Message, Question, Step
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.workers import sandbox
@@ -61,7 +61,7 @@ class Python:
     return ()
 
   def step(self, response: str) -> Step:
-    program = code.program(response)
+    program = code.program(thinking.behind("", response))
     if program is None:
       return Step(done=True, reward=gsm8k("", response, self._reference))
     output = sandbox.run(
