@@ -6,7 +6,8 @@ from typing import Any
 
 from gspo_jax.runtime.errors import UserError
 
-_TEXTS = "name", "reasoning_content", "tool_call_id"
+# vLLM calls `reasoning` what Qwen, DeepSeek and SGLang call otherwise.
+_TEXTS = "reasoning", "reasoning_content", "name", "tool_call_id"
 
 
 class WrongField(UserError):
@@ -34,20 +35,19 @@ def read(message: Any, name: str) -> dict[str, Any]:
   calls = message.get("tool_calls") or []
   if not isinstance(calls, list) or (calls and role != "assistant"):
     raise _wrong(f"{name}.tool_calls", calls, "a list, of the assistant alone")
-  made = {
-    "role": "system" if role == "developer" else role,
-    "content": _text(message, name, bool(calls)),
-  }
+  made = {"role": "system" if role == "developer" else role}
+  for key in _TEXTS:
+    if (value := message.get(key)) not in (None, ""):
+      if not isinstance(value, str):
+        raise _wrong(f"{name}.{key}", value, "a text")
+      made["reasoning_content" if key == "reasoning" else key] = value
+  may_lack = bool(calls) or "reasoning_content" in made
+  made["content"] = _text(message, name, may_lack)
   if calls:
     made["tool_calls"] = [
       _tool_call(call, f"{name}.tool_calls[{i}]")
       for i, call in enumerate(calls)
     ]
-  for key in _TEXTS:
-    if (value := message.get(key)) is not None:
-      if not isinstance(value, str):
-        raise _wrong(f"{name}.{key}", value, "a text")
-      made[key] = value
   return made
 
 

@@ -11,8 +11,7 @@ The formats have the names of vLLM's tool-call parsers
   call         NAME(VALUE) and nothing else, for tokenizers without a chat
                template: VALUE is the text of the first parameter
 
-Control tokens are visible in the text. A call in thinking is none: thinking
-ends with `</think>`, and begins with `<think>` or in the prompt. A call that
+Control tokens are visible in the text. A call in thinking is none. A call that
 was cut, or cannot be read, is an error, and nothing behind it is read, for
 nobody can say where it ends. Worker processes import this module, so it needs
 the standard library alone.
@@ -27,6 +26,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from gspo_jax.data.json_schema import fitted
+from gspo_jax.rewards import thinking
 
 
 class ToolCall(NamedTuple):
@@ -144,32 +144,18 @@ def parse(text: str, format: str, schemas: Schemas = _NONE) -> Parsed:
   """The calls of a response, in their order.
 
   Args:
-    text: the response, without its stop token.
+    text: the response, without its stop token; behind `thinking.opening` of its
+      prompt.
     format: one of `FORMATS`.
     schemas: of the functions that may be called. A VALUE is the JSON that it
       is, if its schema allows that, else a text. Arguments that do not fit are
       no error here.
   """
-  return FORMATS[format](_behind_thinking(text, format), schemas)
-
-
-def _behind_thinking(text: str, format: str) -> str:
-  thinking, end, answer = text.partition("</think>")
-  if thinking.lstrip().startswith("<think>"):
-    return answer
-  shape = _shape(format) if format in _SHAPES else None
-  if not (end and shape and shape.close):
-    return text
-  # A `</think>` in an argument ends no thinking.
-  is_open = thinking.rfind(shape.tag) > thinking.rfind(shape.close)
-  is_in_call = is_open and shape.close in answer.partition(shape.tag)[0]
-  return text if is_in_call else answer
+  return FORMATS[format](thinking.split(text)[1], schemas)
 
 
 class _Shape(NamedTuple):
   text: str
-  tag: str  # in which a call begins
-  close: str  # ends a call
   before: re.Pattern  # before the tag
   begin: re.Pattern  # with the name
   argument: re.Pattern
@@ -200,7 +186,7 @@ def _shape(format: str) -> _Shape:
       source = source.replace(hole, pattern)
     patterns.append(re.compile(source, re.DOTALL))
   text = _SHAPES[format].replace(" | ", "")
-  return _Shape(text, tag, parts[3], *patterns)
+  return _Shape(text, *patterns)
 
 
 def _shaped(format: str, text: str, schemas: Schemas) -> Parsed:

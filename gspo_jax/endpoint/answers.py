@@ -17,6 +17,7 @@ from gspo_jax.data import tool_calls
 from gspo_jax.data.messages import is_text
 from gspo_jax.data.tokenizers.base import UNKNOWN, Tokenizer
 from gspo_jax.endpoint.requests import Call
+from gspo_jax.rewards import thinking
 from gspo_jax.sampler.continuous.engine import STOP, Generation
 from gspo_jax.sampler.stop_strings import (
   StopFinder,
@@ -101,6 +102,7 @@ class Choice:
   _tokens: int = 0
   _letters: int = 0
   _start: int = 0  # of the last part
+  _held: str | None = ""  # the text, until it is behind its thinking
   _has_ended: bool = False  # whether the last part was made
 
   @property
@@ -124,11 +126,16 @@ class Choice:
   @functools.cached_property
   def message(self) -> dict[str, Any]:
     """The assistant's message for `Tokenizer.chat`, when all is sampled."""
-    text, calls, form = self._text, (), self.tokenizer.tool_format
+    whole, calls, form = (
+      self._opening + self._text,
+      (),
+      self.tokenizer.tool_format,
+    )
+    thoughts, text = thinking.split(whole)
     if self.call.parses_tools and form:
       functions = [tool["function"] for tool in self.call.tools]
       schemas = {f["name"]: f.get("parameters") or {} for f in functions}
-      parsed = tool_calls.parse(text, form, schemas)
+      parsed = tool_calls.parse(whole, form, schemas)
       calls = parsed.calls
       # A call that cannot be read, or be sent back in a later request, stays
       # in the text, for the agent to see.
@@ -137,6 +144,8 @@ class Choice:
       text = parsed.content if calls else text
       calls = calls if self.call.parallel_tool_calls else calls[:1]
     message = {"role": "assistant", "content": text}
+    if thoughts:
+      message["reasoning_content"] = thoughts
     if calls:
       before = sum(len(m.get("tool_calls", ())) for m in self.call.messages)
       message["tool_calls"] = [
@@ -192,9 +201,30 @@ class Choice:
     self._tokens = end
     self._letters += len(text)
     role = {} if first else {"role": "assistant"}
-    is_chat = self.call.messages
-    said = {"delta": role | {"content": text}} if is_chat else {"text": text}
+    said = {"text": text}
+    if self.call.messages:
+      said = {"delta": role | self._fields(text, bool(finish))}
     return self._with_tokens(said, first, end, finish)
+
+  def _fields(self, text: str, is_last: bool) -> dict[str, str]:
+    """What a part of the text adds to a message; its thinking comes whole."""
+    if self._held is None:
+      return {"content": text}
+    self._held += text
+    thoughts, rest = thinking.split(self._opening + self._held)
+    begin = rest.lstrip()
+    # It may begin the thinking, or be another channel of gpt-oss.
+    is_sure = not (thinking.OPEN.startswith(begin) or begin.startswith("<|"))
+    if not (is_sure or is_last):
+      return {"content": ""}
+    self._held = None
+    said = {"reasoning_content": thoughts} if thoughts else {}
+    return said | {"content": rest}
+
+  @functools.cached_property
+  def _opening(self) -> str:
+    end = self.generation.prompt[-thinking.TAIL :]
+    return thinking.opening(self.tokenizer.decode(end))
 
   def _with_tokens(
     self, said: dict[str, Any], first: int, end: int, finish: str | None

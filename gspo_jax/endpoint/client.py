@@ -1,11 +1,12 @@
 """Somebody who calls the policy: an engine, and what it has answered.
 
 What the policy sampled is never encoded again. A call's messages are M, and
-M[:j] ends with an answer that the endpoint gave to M[:j-1]: same role, content
-and tool calls. Then the prompt is the ids of that call, those that were
-sampled, and the chat template's ids for M[j:]. Two things must hold: M[j:] has
-no message of the assistant, and the template writes M[:j-1] and the answer's
-text as before, now that M[j:] follows. Else the whole is rendered and encoded.
+M[:j] ends with an answer that the endpoint gave to M[:j-1]: same role, content,
+thinking and tool calls, whatever the white space around them. Then the prompt
+is the ids of that call, those that were sampled, and the chat template's ids
+for M[j:]. Two things must hold: M[j:] has no message of the assistant, and the
+template writes M[:j-1] and the answer's text as before, now that M[j:] follows.
+Else the whole is rendered and encoded.
 """
 
 import array
@@ -24,6 +25,7 @@ from gspo_jax.endpoint.requests import (
   Call,
   sampling_params,
 )
+from gspo_jax.rewards import thinking
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous.engine import Engine, Generation
 
@@ -105,12 +107,16 @@ class Transcript:
     behind = decode(between)
     if not (text.startswith(answer.text) and text.endswith(behind)):
       return False
-    own = text[len(answer.text) : len(text) - len(behind)].strip()
-    content = message["content"].strip()
+    own = text[len(answer.text) : len(text) - len(behind)]
+    thoughts, content = _said(message)
+    wrote, own = thinking.split(thinking.opening(answer.text) + own)
+    own, calls = own.strip(), "tool_calls" in message
+    if wrote != thoughts or not own.startswith(content):
+      return False
+    if thoughts and not (content or calls) and thinking.CLOSE in text:
+      return False  # the answer's may not have ended
     stops = [decode([i]) for i in self._tokenizer.stop_ids]
-    rest = own.removeprefix(content).strip()
-    is_same = rest in ("", *stops) or "tool_calls" in message
-    return own.startswith(content) and is_same
+    return calls or own.removeprefix(content).strip() in ("", *stops)
 
   def _chat(self, messages, tools) -> list[int]:
     # Without a chat template no prompt tells of the tools.
@@ -188,15 +194,31 @@ def _turns(messages, calls) -> list[tuple[str, ...]]:
   return turns
 
 
+def _said(message: Mapping) -> tuple[str, str]:
+  """Thinking and content of an answer, without white space around them."""
+  thoughts, content = message.get("reasoning_content", ""), message["content"]
+  if not thoughts:
+    thoughts, content = thinking.split(content)
+  return thoughts.strip(), content.strip()
+
+
 def _keys(messages: Sequence[Mapping], tools: Sequence[Mapping]) -> list[bytes]:
-  """A digest of the messages up to each; ids of calls do not count."""
+  """A digest of the messages up to each; ids of calls do not count.
+
+  Nor does white space around an answer, or how a client writes JSON.
+  """
   digest, keys = hashlib.sha256(_json(tools)), []
   for message in messages:
     calls = [call["function"] for call in message.get("tool_calls", ())]
-    digest.update(_json([message["role"], message["content"], calls]))
+    is_answer = message["role"] == "assistant"
+    said = _said(message) if is_answer else message["content"]
+    digest.update(_json([message["role"], said, calls]))
     keys.append(digest.digest())
   return keys
 
 
 def _json(value) -> bytes:
+  # JavaScript writes 3.0 as 3.
+  number = lambda x: int(float(x)) if float(x).is_integer() else float(x)
+  value = json.loads(json.dumps(value), parse_float=number)
   return json.dumps(value, sort_keys=True).encode() + b"\n"

@@ -153,6 +153,7 @@ def chat(body: Any) -> Call:
       "assistant",
       "a last message of the user or of a tool",
     )
+  _order_results(messages)
   return Call(
     messages=messages,
     tools=tools,
@@ -289,6 +290,30 @@ def _without_null(value: Any, depth: int) -> Any:
     return value
   given = {k: v for k, v in value.items() if v is not None}
   return {k: _without_null(v, depth - 1) for k, v in given.items()}
+
+
+def _order_results(messages: list[dict]) -> None:
+  """Puts results of tool calls in the order of the calls, as templates expect.
+
+  ApiError unless each call has one. A call that was sent as text has no id.
+  """
+  ids: list[str] = []  # of the newest calls
+  left, results = {}, {}  # places of calls by id, and results by place
+  for i, message in enumerate([*messages, {"role": ""}]):
+    if message["role"] == "tool":
+      own = message.get("tool_call_id", "")
+      if own in left:
+        results[left.pop(own)] = message
+      elif ids or own:
+        known = f"one of {json.dumps(ids)[:200]}, each once"
+        raise wrong(f"messages[{i}].tool_call_id", own, known)
+      continue
+    for own in left:
+      expected = f"before it the result of the call {own!r:.80}"
+      raise wrong(f"messages[{i}].role", message["role"], expected)
+    messages[i - len(results) : i] = [results[n] for n in sorted(results)]
+    ids = [call["id"] for call in message.get("tool_calls", ())]
+    left, results = {own: n for n, own in enumerate(ids)}, {}
 
 
 def _message(message: Any, name: str) -> dict[str, Any]:

@@ -51,14 +51,12 @@ def gsm8k(prompt: str, response: str, reference: str) -> float:
   expected = number(marked(reference) or reference)
   if expected is None:
     raise ValueError(f"expected a number as reference, got {reference[:80]!r}")
-  found = result(thinking.behind(prompt, response))
-  return float(number(found or "") == expected)
+  return float(number(result(response, prompt) or "") == expected)
 
 
 def numbered(prompt: str, response: str, reference: str) -> float:
   """1.0 iff `gsm8k` can read a result in the response, correct or not."""
-  found = result(thinking.behind(prompt, response))
-  return float(number(found or "") is not None)
+  return float(number(result(response, prompt) or "") is not None)
 
 
 def number(text: str) -> decimal.Decimal | None:
@@ -77,8 +75,12 @@ def without_separators(text: str) -> str:
   return text.replace(",", "") if _GROUPED.fullmatch(text) else text
 
 
-def result(response: str) -> str | None:
-  r"""The text after the last `####`, or in a `\boxed{}` after it."""
+def result(response: str, prompt: str = "") -> str | None:
+  r"""The text after the last `####`, or in a `\boxed{}` after it.
+
+  Thinking has none; `prompt` may begin it.
+  """
+  response = thinking.behind(prompt, response)
   *_, box = [None, *_BOX.finditer(response)]
   marker = _marker(response)
   if marker and not (box and box.start() > marker.start()):

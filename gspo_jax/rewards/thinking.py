@@ -3,8 +3,8 @@
 import re
 
 OPEN, CLOSE = "<think>", "</think>"
-_TAGGED = re.compile(rf"\s*{OPEN}(.*?)(?:{CLOSE}\s*|\Z)", re.DOTALL)
-_CHANNEL, _NEXT = "<|channel|>", "<|start|>assistant"  # of gpt-oss (harmony)
+TAIL = 32  # tokens at the end of a prompt that may be its `opening`
+# Of gpt-oss (harmony).
 _ANALYSIS = re.compile(
   r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>"
   r"(.*?)(?:<\|end\|>|(?=<\|start\|>)|\Z)",
@@ -25,13 +25,16 @@ def split(text: str) -> tuple[str, str]:
   end it is the whole response. If a prompt ends with `<think>`, put its
   `opening` before the response.
   """
-  if tagged := _TAGGED.match(text):
-    return tagged[1].strip(), text[tagged.end() :]
-  if not text.startswith(_CHANNEL):
+  begin = text.lstrip()
+  if begin.startswith(OPEN):
+    thoughts, _, rest = begin.removeprefix(OPEN).partition(CLOSE)
+    return thoughts.strip(), rest.lstrip()
+  if not text.startswith("<|channel|>"):
     return "", text
-  rest = _ANALYSIS.sub("", text).removeprefix(_NEXT)
-  thoughts = "\n".join(_ANALYSIS.findall(text)).strip()
-  return thoughts, rest.removeprefix(f"{_CHANNEL}final<|message|>")
+  thoughts, rest = "\n".join(_ANALYSIS.findall(text)), _ANALYSIS.sub("", text)
+  for header in ("<|start|>assistant", "<|channel|>final<|message|>"):
+    rest = rest.removeprefix(header)
+  return thoughts.strip(), rest
 
 
 def behind(prompt: str, response: str) -> str:

@@ -20,6 +20,7 @@ from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
 from gspo_jax.data.tokenizers.base import Turn, as_messages
 from gspo_jax.endpoint.requests import ApiError, Call
 from gspo_jax.record.progress import Progress
+from gspo_jax.rewards import thinking
 from gspo_jax.rollout.environment_pool import EnvironmentPool, Reply
 from gspo_jax.rollout.episode import Episode
 from gspo_jax.rollout.player import Conversation, Player
@@ -174,7 +175,10 @@ class Conversations(Player):
     chat.episode.record(made)
     tokenizer, tools = self.prompt_config.tokenizer, self.prompt_config.tools
     stopped = made.finish == STOP
-    chat.response = response_text(made.tokens, stopped, tokenizer, self.stop)
+    prompt = tokenizer.decode(made.prompt[-thinking.TAIL :])
+    chat.response = thinking.opening(prompt) + response_text(
+      made.tokens, stopped, tokenizer, self.stop
+    )
     if self.limits.sequences > 1:
       answer = {"role": "assistant", "content": chat.response}
       chat.episode.transcript.record(

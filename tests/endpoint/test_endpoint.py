@@ -926,7 +926,7 @@ def test_a_template_that_leaves_out_thinking_begins_anew(ask, tokenizer):
   library = tokenizer._library
   whole = library.chat_template
   library.chat_template = whole.replace(
-    "{{ m.content }}", "{{ m.content.split('</think>')[-1] }}"
+    "{{ m.content }}", "{{ m.content.split('</think>')[-1] | trim }}"
   )
   try:
     engine.texts = [thought + answer, "x"]

@@ -74,8 +74,9 @@ class Tokenizer:
 
     Args:
       messages: in OpenAI's form, with `role` and `content`; those of the
-        assistant may have `tool_calls`, whose arguments are a mapping or
-        JSON, and those of a tool `name` and `tool_call_id`.
+        assistant may have `reasoning_content`, the thinking, and `tool_calls`,
+        whose arguments are a mapping or JSON, and those of a tool `name` and
+        `tool_call_id`.
       tools: JSON schemas, `{"type": "function", "function": {...}}`.
 
     Without a chat template a blank line separates messages, but nothing

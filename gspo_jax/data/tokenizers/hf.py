@@ -38,12 +38,16 @@ from gspo_jax.data.tokenizers.base import (
 from gspo_jax.data.tokenizers.plain import SPACE, byte_letters
 from gspo_jax.record import json_file
 from gspo_jax.record.run_files import in_bucket, is_file
+from gspo_jax.rewards import thinking
 from gspo_jax.runtime.errors import UserError, content_of, nearest, with_reason
 
 _LLAMA_STEPS = ("ByteFallback", "Fuse", "Strip")  # of a decoder
 _PRIVATE = range(0xF0000, 0xFFFFE)  # private-use characters
-# Responses with which a chat template is tried: some strip the thinking.
+# Responses with which a chat template is tried: some strip the thinking, and
+# behind a prompt that opens it, there is no other.
 _RESPONSES = "a response", "<think>\na thought\n</think>\n\na response"
+# A template that reads the thinking of a message, by one of three names.
+_READS_THINKING = re.compile(r"[.'\"](reasoning(_content)?|thinking)\b")
 # What transformers gives every chat template.
 _OF_EVERY_TEMPLATE = {
   *("add_generation_prompt", "bos_token", "eos_token", "messages"),
@@ -244,8 +248,11 @@ class HFTokenizer(Tokenizer):
     if not self._library.chat_template:
       super().check_turns(roles, tools)
       return
-    self.check_prompt(as_messages([("user", "message 0")]), tools)
-    for role, response in itertools.product(roles, _RESPONSES):
+    prompt = as_messages([("user", "message 0")])
+    self.check_prompt(prompt, tools)
+    opened = thinking.opening(self._render(prompt, tools)).rstrip()
+    responses = [x for x in _RESPONSES if x.startswith(opened)]
+    for role, response in itertools.product(roles, responses):
       if role == "tool" and tools:
         self._check_call(response, tools, tool_format)
       else:
@@ -257,14 +264,15 @@ class HFTokenizer(Tokenizer):
     name = f"tokenizer {self._name!r}, messages of role {role!r}"
     turns = [("user", "message 0")]
     before = self._render(as_messages(turns), tools)
+    written = response.removeprefix(thinking.opening(before)).lstrip()
     for number in (1, 2):
       message = f"message {number}"
       turns += [("assistant", response), (role, message)]
       text = self._render(as_messages(turns), tools)
       new = text.removeprefix(before).lstrip()
-      if not (text.startswith(before) and new.startswith(response)):
-        raise _rewritten(name, before + response, text)
-      self._require_message(name, message, new.removeprefix(response))
+      if not (text.startswith(before) and new.startswith(written)):
+        raise _rewritten(name, before + written, text)
+      self._require_message(name, message, new.removeprefix(written))
       before = text
 
   def _check_call(
@@ -282,7 +290,8 @@ class HFTokenizer(Tokenizer):
       text = self._render(messages, tools)
       if not text.startswith(before):
         raise _rewritten(name, before, text)
-      new = text.removeprefix(before)
+      # With the thinking that the prompt has opened.
+      new = text[len(before) - len(thinking.opening(before)) :]
       stop = self._find_stop(new)
       self._require_message(name, results[0]["content"], new[stop:])
       if tool_calls.parse(new[:stop], tool_format).calls != (call,):
@@ -439,6 +448,7 @@ class HFTokenizer(Tokenizer):
     self, messages: Sequence[Message], tools: Sequence[Mapping] = ()
   ) -> str:
     template = f"tokenizer {self._name!r}: its chat template"
+    messages = [self._with_thinking(message) for message in messages]
     if any(m.get("tool_calls") for m in messages) and self._takes_json:
       dumps = functools.partial(json.dumps, ensure_ascii=False)
       messages = [_change_arguments(m, dumps) for m in messages]
@@ -456,6 +466,15 @@ class HFTokenizer(Tokenizer):
         f"{_MAX_CHARACTERS:,}"
       )
     return text
+
+  def _with_thinking(self, message: Message) -> Message:
+    """A message; its `reasoning_content` is where the template reads it."""
+    if not (thoughts := message.get("reasoning_content")):
+      return message
+    if _READS_THINKING.search(str(self._library.chat_template)):
+      return {**message, "reasoning": thoughts, "thinking": thoughts}
+    tags = f"{thinking.OPEN}\n{thoughts}\n{thinking.CLOSE}\n\n"
+    return {**message, "content": tags + (message["content"] or "")}
 
   @functools.cached_property
   def _takes_json(self) -> bool:

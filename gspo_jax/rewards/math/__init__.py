@@ -7,7 +7,7 @@ are. A result that still has to be worked out, such as 17+1, is wrong
 (`quantities`).
 """
 
-from gspo_jax.rewards import numbers, thinking
+from gspo_jax.rewards import numbers
 from gspo_jax.rewards.math import answers, text
 from gspo_jax.rewards.math.text import normalised
 
@@ -23,7 +23,7 @@ def equivalent(prompt: str, response: str, reference: str) -> float:
   read, is longer than 500 characters or has powers too large to write out is
   compared as text only.
   """
-  result = numbers.result(thinking.behind(prompt, response))
+  result = numbers.result(response, prompt)
   expected = (numbers.result(reference) or reference).strip()
   if not result or not expected:
     return 0.0
