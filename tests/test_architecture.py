@@ -142,8 +142,9 @@ def test_a_wing_says_what_it_is_for(wing):
 @pytest.mark.parametrize(
   ("module", "allowed"),
   [
-    ("rewards/numbers", set()),
-    ("rewards/format", set()),
+    ("rewards/numbers", {"gspo_jax"}),
+    ("rewards/format", {"gspo_jax"}),
+    ("rewards/thinking", set()),
     ("rewards/reward", {"gspo_jax"}),
     ("rollout/environment", {"gspo_jax"}),
     ("data/problem", set()),

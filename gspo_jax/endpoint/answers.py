@@ -93,6 +93,7 @@ class Choice:
   tokenizer: Tokenizer
   stop: StopStrings | None  # of the run
   index: int = 0
+  opening: str = ""  # of the prompt, as of `thinking`
   finder: StopFinder | None = None  # of the call's own stop strings
   finish: str = ""  # as `Generation.finish`, since `read` was called
   # The tokens up to the first of the call's stop strings, once there is one.
@@ -126,11 +127,8 @@ class Choice:
   @functools.cached_property
   def message(self) -> dict[str, Any]:
     """The assistant's message for `Tokenizer.chat`, when all is sampled."""
-    whole, calls, form = (
-      self._opening + self._text,
-      (),
-      self.tokenizer.tool_format,
-    )
+    whole, calls = self.opening + self._text, ()
+    form = self.tokenizer.tool_format
     thoughts, text = thinking.split(whole)
     if self.call.parses_tools and form:
       functions = [tool["function"] for tool in self.call.tools]
@@ -211,7 +209,7 @@ class Choice:
     if self._held is None:
       return {"content": text}
     self._held += text
-    thoughts, rest = thinking.split(self._opening + self._held)
+    thoughts, rest = thinking.split(self.opening + self._held)
     begin = rest.lstrip()
     # It may begin the thinking, or be another channel of gpt-oss.
     is_sure = not (thinking.OPEN.startswith(begin) or begin.startswith("<|"))
@@ -220,11 +218,6 @@ class Choice:
     self._held = None
     said = {"reasoning_content": thoughts} if thoughts else {}
     return said | {"content": rest}
-
-  @functools.cached_property
-  def _opening(self) -> str:
-    end = self.generation.prompt[-thinking.TAIL :]
-    return thinking.opening(self.tokenizer.decode(end))
 
   def _with_tokens(
     self, said: dict[str, Any], first: int, end: int, finish: str | None

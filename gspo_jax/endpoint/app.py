@@ -26,6 +26,7 @@ from gspo_jax.endpoint import requests
 from gspo_jax.endpoint.answers import Answer, Choice
 from gspo_jax.endpoint.client import Client
 from gspo_jax.endpoint.requests import ApiError, Call
+from gspo_jax.rewards import thinking
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous.engine import ABORT
 from gspo_jax.sampler.samples import SamplerConfig
@@ -178,8 +179,9 @@ class Endpoint:
 
     made = [client.sample(call, prompt, notify, i) for i in range(call.n)]
     client.open += call.n
+    opening = thinking.opening(text)
     choices = [
-      Choice(call, generation, self._tokenizer, self._config.stop, i)
+      Choice(call, generation, self._tokenizer, self._config.stop, i, opening)
       for i, generation in enumerate(made)
     ]
     for choice in choices if call.stop else ():

@@ -2,7 +2,8 @@
 
 Other wings take `Reward`, `named`, `BUILT_IN`, `pool` (worker processes),
 `reward` (imported by workers), `math` and `numbers` (normal forms of results),
-and `code` (a response's program). docs/rewards.md tells users how to name one.
+`thinking` (where it ends), and `code` (a response's program). docs/rewards.md
+tells users how to name one.
 """
 
 from gspo_jax.rewards.numbers import final_answer, gsm8k
@@ -20,4 +21,5 @@ __all__ = (
   "numbers",
   "pool",
   "reward",
+  "thinking",
 )

@@ -61,7 +61,6 @@ _LABELS = (
   re.compile(rf"{_LABEL}(?:(?:is|of){_QUOTES})?{_SCORE}", re.I),
 )
 _SECOND = re.compile(r"\n.*score.*\d", re.I)
-_THOUGHTS = "</think>"
 
 
 class JudgeError(Exception):
@@ -208,7 +207,7 @@ def _without_key(answer: str | bytes, variable: str) -> str:
 def _read_score(
   url: str, reply: str, scale: float, key_variable: str = ""
 ) -> float:
-  answer = reply.rpartition(_THOUGHTS)[2]
+  answer = reply.rpartition(thinking.CLOSE)[2]
   end = _without_key(answer, key_variable)[-100:]
   number, limits = _labelled(answer) or _only(answer) or (None, "")
   if number is None or re.search("%|percent", limits):

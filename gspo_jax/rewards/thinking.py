@@ -3,7 +3,6 @@
 import re
 
 OPEN, CLOSE = "<think>", "</think>"
-TAIL = 32  # tokens at the end of a prompt that may be its `opening`
 # Of gpt-oss (harmony).
 _ANALYSIS = re.compile(
   r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>"

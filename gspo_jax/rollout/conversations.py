@@ -30,6 +30,8 @@ from gspo_jax.sampler.samples import STOPPED, TRUNCATED
 from gspo_jax.sampler.stop_strings import response_text
 from gspo_jax.workers.pool import Started
 
+_TAIL = 32  # tokens at the end of a prompt that may open the thinking
+
 
 @dataclasses.dataclass(kw_only=True)
 class _Going(Conversation):
@@ -175,7 +177,7 @@ class Conversations(Player):
     chat.episode.record(made)
     tokenizer, tools = self.prompt_config.tokenizer, self.prompt_config.tools
     stopped = made.finish == STOP
-    prompt = tokenizer.decode(made.prompt[-thinking.TAIL :])
+    prompt = tokenizer.decode(made.prompt[-_TAIL:])
     chat.response = thinking.opening(prompt) + response_text(
       made.tokens, stopped, tokenizer, self.stop
     )

@@ -19,12 +19,13 @@ TEMPLATE = (
 )
 
 
-def make_tokenizer(folder):
+def make_tokenizer(
+  folder, template=TEMPLATE, stops=("<|im_end|>",), control=()
+):
   """The tokenizer, which is also saved in a folder."""
-  end = "<|im_end|>"
-  fast = hf_tokenizers.of_bytes([end, "<|im_start|>"])
-  names = {"eos_token": end, "pad_token": end}
-  return hf_tokenizers.save(folder, fast, TEMPLATE, **names)
+  fast = hf_tokenizers.of_bytes([*stops, "<|im_start|>", *control])
+  names = {"eos_token": stops[0], "pad_token": stops[0]}
+  return hf_tokenizers.save(folder, fast, template, stops, **names)
 
 
 class Scripted:
@@ -42,7 +43,7 @@ class Scripted:
 
   def submit(self, generation):
     ids = self.tokenizer.encode(self.texts.pop(0))
-    ids = [*ids, *self.tokenizer.stop_ids][: generation.max_new_tokens]
+    ids = [*ids, self.tokenizer.stop_ids[0]][: generation.max_new_tokens]
     finish = STOP if ids[-1] in self.tokenizer.stop_ids else LENGTH
     logps = [-i / 100 for i in ids]
     self.made.append(generation)

@@ -1,0 +1,438 @@
+"""Thinking, results and white space between a client and its transcript.
+
+Answers are scripted, requests go over HTTP by OpenAI's client. The chat
+templates are our own, after what those of the families do.
+"""
+
+import contextlib
+import itertools
+import json
+import random
+
+import pytest
+from scripted import TEMPLATE, Scripted, make_tokenizer
+
+from gspo_jax.endpoint import client as endpoint_client
+from gspo_jax.endpoint.answers import Answer, Choice
+from gspo_jax.endpoint.requests import Call
+from gspo_jax.rewards import thinking
+from gspo_jax.rollout.episode import SequenceLimits
+from gspo_jax.sampler.continuous.engine import STOP, Generation
+from gspo_jax.sampler.samples import SamplerConfig
+
+openai = pytest.importorskip("openai")
+app = pytest.importorskip("gspo_jax.endpoint.app")
+server = pytest.importorskip("gspo_jax.endpoint.server")
+agents = pytest.importorskip("gspo_jax.rollout.agents")
+
+TOOLS = [
+  {
+    "type": "function",
+    "function": {
+      "name": name,
+      "parameters": {"type": "object", "properties": {"x": {}}},
+    },
+  }
+  for name in ("weather", "clock")
+]
+TOLD = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+LAST = (  # the place of the last message of the user
+  "{% set ns = namespace(last=0) %}{% for m in messages %}"
+  "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+  "{% endfor %}"
+)
+# Thoughts and content of a message, from two fields or from one.
+SPLIT = (
+  "{% set c = m.content or '' %}{% set r = m.reasoning_content or '' %}"
+  "{% if not r and '</think>' in c %}"
+  "{% set r = c.split('</think>')[0].split('<think>')[-1] %}"
+  "{% set c = c.split('</think>')[-1] %}{% endif %}"
+)
+CALLS = (
+  "{% for t in m.tool_calls or [] %}{% set f = t.function %}{{ '\n' }}"
+  '<tool_call>\n{"name": "{{ f.name }}", "arguments": '
+  "{{ f.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n"
+)
+OTHERS = (
+  "{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>\n"
+  "{{ m.content }}\n</tool_response><|im_end|>\n"
+  "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
+  "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+)
+BEGIN = (
+  TOLD + LAST + "{% for m in messages %}{% if m.role == 'assistant' %}" + SPLIT
+)
+QWEN3 = (  # thinking is left out before the last question, and where is none
+  BEGIN + "<|im_start|>assistant\n{% if r and loop.index0 > ns.last %}<think>\n"
+  "{{ r | trim }}\n</think>\n\n{% endif %}{{ c | trim }}"
+  + CALLS + OTHERS + "{% endif %}"
+)  # fmt: skip
+QWEN35 = (  # the prompt opens it, a turn behind the last question has it
+  BEGIN + "<|im_start|>assistant\n{% if loop.index0 > ns.last %}<think>\n"
+  "{{ r | trim }}\n</think>\n\n{% endif %}{{ c | trim }}"
+  + CALLS + OTHERS + "<think>\n{% endif %}"
+)  # fmt: skip
+GLM = (  # no thinking is an empty one; the next role ends a turn
+  "{% if tools %}<|system|>\n{{ tools | tojson }}{% endif %}" + LAST
+  + "{% for m in messages %}{% if m.role == 'assistant' %}" + SPLIT
+  + "<|assistant|>\n<think>{{ r | trim if loop.index0 > ns.last }}</think>"
+  "{{ '\n' + c | trim if c | trim }}"
+  "{% for t in m.tool_calls or [] %}{% set f = t.function %}"
+  "{{ '\n<tool_call>' + f.name }}\n{% for k, v in f.arguments | items %}"
+  "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v | tojson }}</arg_value>\n"
+  "{% endfor %}</tool_call>{% endfor %}{% elif m.role == 'tool' %}"
+  "{% if messages[loop.index0 - 1].role != 'tool' %}<|observation|>{% endif %}"
+  "\n<tool_response>\n{{ m.content }}\n</tool_response>{% else %}"
+  "<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
+  "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)  # fmt: skip
+HARMONY = (  # gpt-oss; a field `thinking`, until a final message follows
+  "<|start|>developer<|message|>{{ tools | tojson if tools }}<|end|>"
+  "{% for m in messages %}{% if m.role == 'tool' %}<|start|>functions.f "
+  "to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
+  "{% elif m.tool_calls %}{% if m.thinking %}<|start|>assistant<|channel|>"
+  "analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+  "{% set f = m.tool_calls[0].function %}<|start|>assistant "
+  "to=functions.{{ f.name }}<|channel|>commentary json<|message|>"
+  "{{ f.arguments | tojson }}<|call|>{% elif m.role == 'assistant' %}"
+  "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>"
+  "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}"
+  "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+HERMES = '<tool_call>\n{"name": "%s", "arguments": {"x":1.0}}\n</tool_call>'
+XML = "<tool_call>%s\n<arg_key>x</arg_key>\n<arg_value>1.0</arg_value>\n</tool_call>"
+COMMENTARY = ' to=functions.%s<|channel|>commentary json<|message|>{"x": 1}'
+CHANNELS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+ROLES = ("<|system|>", "<|assistant|>")
+# Template, stop tokens, other control tokens, how thinking begins and ends in
+# an answer, and how a call is written.
+FAMILIES = {
+  "chatml": (TEMPLATE, ["<|im_end|>"], (), "<think>", "</think>", HERMES),
+  "qwen3": (QWEN3, ["<|im_end|>"], (), "<think>\n", "\n</think>\n\n", HERMES),
+  "qwen3.5": (QWEN35, ["<|im_end|>"], (), "", "\n</think>\n\n", HERMES),
+  "glm": (GLM, ["<|observation|>", "<|user|>"], ROLES, "\n<think>",
+          "</think>\n", XML),
+  "harmony": (HARMONY, ["<|call|>", "<|return|>"], CHANNELS,
+              "<|channel|>analysis<|message|>", "<|end|><|start|>assistant",
+              COMMENTARY),
+}  # fmt: skip
+FINAL = "<|channel|>final<|message|>"
+# Those that write the thinking of an answer to the last question.
+KEEP = [name for name in FAMILIES if name != "chatml"]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+  made = {}
+
+  def of(name):
+    if name not in made:
+      template, stops, control, *_ = FAMILIES[name]
+      folder = tmp_path_factory.mktemp("family")
+      made[name] = make_tokenizer(folder, template, stops, control)
+    return made[name]
+
+  return of
+
+
+@contextlib.contextmanager
+def served(tokenizer, *texts, client=app.Client):
+  engine = Scripted(tokenizer, context=4000)
+  engine.most, engine.texts = 1000, [*texts]
+  config = SamplerConfig(stop_ids=tokenizer.stop_ids)
+  endpoint = app.Endpoint(tokenizer, config)
+  key = endpoint.admit(client(engine, tokenizer))
+  with (
+    server.Server(endpoint.app) as s,
+    openai.OpenAI(base_url=s.url, api_key=key, max_retries=0) as api,
+  ):
+
+    def ask(*messages, tools=TOOLS, **options):
+      tools = {"tools": tools} if tools else {}
+      create = api.chat.completions.create
+      return create(model="policy", messages=messages, **tools, **options)
+
+    yield engine, lambda *m, **options: ask(*m, **options).choices[0].message
+
+
+def user(text="How is it?"):
+  return {"role": "user", "content": text}
+
+
+def result(call, text="rain"):
+  return {"role": "tool", "tool_call_id": call.id, "content": text}
+
+
+def goes_on(engine):
+  """Whether the last prompt begins with all tokens of the call before."""
+  before, last = engine.made[-2:]
+  begin = [*before.prompt, *before.tokens]
+  return last.prompt[: len(begin)] == begin
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_agent_with_thinking_and_a_tool_is_one_sequence(family, name):
+  """With `rollout.max_sequences` 1, as by default."""
+  tokenizer, (*_, begin, end, call) = family(name), FAMILIES[name]
+  final = FINAL if name == "harmony" else ""
+  limits = SequenceLimits(turns=4, sequences=1, width=4000, longest=4000)
+  episode = None
+
+  def client(engine, tokenizer):
+    nonlocal episode
+    episode = agents.Episode(engine, tokenizer, limits, number=0, size=1)
+    return episode
+
+  texts = f"{begin}I look{end}{call % 'weather'}", f"{begin}So{end}{final}Rain."
+  with served(tokenizer, *texts, client=client) as (engine, ask):
+    first = ask(user())
+    assert (first.reasoning_content, first.content) == ("I look", None)
+    (made,) = first.tool_calls
+    # The message as the client has it, which is what frameworks send.
+    second = ask(user(), first, result(made))
+  assert goes_on(engine)
+  assert (second.reasoning_content, second.content) == ("So", "Rain.")
+  (sequence,) = episode.end()
+  assert sequence.ids == [*engine.made[1].prompt, *engine.made[1].tokens]
+  # What was read between is what the template writes.
+  read = tokenizer.decode(engine.made[1].prompt)
+  assert read.endswith(tokenizer.decode(tokenizer.chat([user("")]))[-9:])
+  assert "rain" in read
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_template_that_drops_thinking_begins_a_sequence(family, name):
+  """Of an earlier question; one that does not know thinking keeps its text."""
+  tokenizer, (*_, begin, end, _) = family(name), FAMILIES[name]
+  final = FINAL if name == "harmony" else ""
+  texts = [f"{begin}I add{end}{final}four", "x"]
+  with served(tokenizer, *texts) as (engine, ask):
+    said = ask(user("2+2?"), tools=()).model_dump(exclude_none=True)
+    assert (said["reasoning_content"], said["content"]) == ("I add", "four")
+    ask(user("2+2?"), said, user("sure?"), tools=())
+  assert goes_on(engine) == (name == "chatml")
+  if name in KEEP:
+    read = tokenizer.decode(engine.made[1].prompt)
+    assert "four" in read
+    assert "I add" not in read
+
+
+@pytest.mark.parametrize("name", KEEP)
+def test_a_client_that_drops_thinking_begins_a_sequence(family, name):
+  tokenizer, (*_, begin, end, call) = family(name), FAMILIES[name]
+  with served(tokenizer, f"{begin}I look{end}{call % 'clock'}", "x") as (
+    e,
+    ask,
+  ):
+    first = ask(user())
+    kept = first.model_dump(include={"role", "content", "tool_calls"})
+    ask(user(), kept, result(first.tool_calls[0]))
+  assert not goes_on(e)
+  assert "I look" not in tokenizer.decode(e.made[1].prompt)
+
+
+def same(said):
+  return said
+
+
+def renamed(said):  # as vLLM since 0.11
+  return said | {"reasoning": said.pop("reasoning_content")}
+
+
+def joined(said):
+  thoughts = said.pop("reasoning_content")
+  return said | {"content": f"<think>{thoughts}</think>{said['content'] or ''}"}
+
+
+def stripped(said):
+  return {k: v.strip() if isinstance(v, str) else v for k, v in said.items()}
+
+
+def padded(said):
+  return said | {"content": f" {said['content'] or ''}\n"}
+
+
+def emptied(said):
+  return said | {"content": said["content"] or ""}
+
+
+def in_parts(said):
+  return said | {"content": [{"type": "text", "text": said["content"] or ""}]}
+
+
+def by_javascript(said):
+  """Numbers and the order of keys are its own."""
+  calls = json.loads(json.dumps(said["tool_calls"]))
+  calls[0]["function"]["arguments"] = '{"y": {"b": 2, "a": []}, "x": 1}'
+  return said | {"tool_calls": calls}
+
+
+def with_other_ids(said):
+  calls = json.loads(json.dumps(said["tool_calls"]))
+  return said | {"tool_calls": [calls[0] | {"id": "toolu_1"}]}
+
+
+CALL = HERMES.replace("1.0", '1.0, "y": {"a": [], "b": 2e0}') % "weather"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5"])
+@pytest.mark.parametrize("text", ["I look.\n\n", ""])
+@pytest.mark.parametrize(
+  "change",
+  [same, renamed, joined, stripped, padded, emptied, in_parts, by_javascript,
+   with_other_ids],
+)  # fmt: skip
+def test_what_a_client_rewrites_breaks_no_sequence(family, name, text, change):
+  tokenizer, (*_, begin, end, _) = family(name), FAMILIES[name]
+  with served(tokenizer, f"{begin} hm{end}{text}{CALL}", "x") as (engine, ask):
+    said = change(ask(user()).model_dump())
+    (call,) = said["tool_calls"]
+    answer = {"role": "tool", "tool_call_id": call["id"], "content": "rain"}
+    ask(user(), said, answer)
+  assert goes_on(engine)
+
+
+@pytest.mark.parametrize("sent", ["5", "5\n", " 5"])
+def test_white_space_that_a_client_strips_costs_no_sequence(family, sent):
+  with served(family("chatml"), "5\n", "x", "y") as (engine, ask):
+    assert ask(user(), tools=()).content == "5\n"
+    history = user(), {"role": "assistant", "content": sent}, user("more")
+    ask(*history, tools=())
+    assert goes_on(engine)
+    ask(*history, {"role": "assistant", "content": "x"}, user("on"), tools=())
+    assert goes_on(engine)
+
+
+def test_other_thinking_or_text_is_another_history(family):
+  tokenizer = family("qwen3")
+  text = f"<think>\nhm\n</think>\n\n{CALL}"
+  for change in (
+    {"reasoning_content": "h m"},
+    {"reasoning_content": None},
+    {"content": "5"},
+  ):
+    with served(tokenizer, text, "x") as (engine, ask):
+      said = ask(user()).model_dump() | change
+      ask(user(), said, result(ask_call(said)))
+    assert not goes_on(engine)
+
+
+def ask_call(said):
+  return openai.types.chat.ChatCompletionMessageToolCall(
+    **said["tool_calls"][0]
+  )
+
+
+@pytest.mark.parametrize("max_tokens", [4, None])
+def test_thinking_without_an_end_is_no_content(family, max_tokens):
+  """Sent back, the template ends it: the policy would read other text."""
+  with served(family("qwen3.5"), "I am not sure", "x") as (engine, ask):
+    said = ask(user(), max_tokens=max_tokens, tools=())
+    assert (said.reasoning_content, said.content) == (
+      "I am not sure"[:max_tokens].strip(), ""
+    )  # fmt: skip
+    ask(user(), said, user("go on"), tools=())
+  assert not goes_on(engine)
+
+
+def test_a_history_with_an_answer_that_was_not_given_is_encoded_whole(family):
+  """Though the answer before it was given; its tokens are others."""
+  tokenizer = family("chatml")
+  told = endpoint_client.Transcript(tokenizer)
+  given = {"role": "assistant", "content": "yes"}
+  ids, text = told.prompt([user()], ())
+  told.record([user()], (), given, [*ids, 1, 2, 3], text)
+  more = [user(), given, user("more")]
+  assert told.prompt(more, ())[0][: len(ids) + 3] == [*ids, 1, 2, 3]
+  more += [{"role": "assistant", "content": "no"}, user("go on")]
+  assert told.prompt(more, ())[0] == tokenizer.chat(more)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "glm"])
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_results_come_in_the_order_of_their_calls(family, name, order):
+  tokenizer, (*_, begin, end, call) = family(name), FAMILIES[name]
+  names = ("weather", "clock", "weather")
+  calls = "\n".join(call % one for one in names)
+  with served(tokenizer, f"{begin}hm{end}{calls}", "x") as (engine, ask):
+    first = ask(user())
+    results = [
+      result(c, text)
+      for c, text in zip(first.tool_calls, ("rain", "noon", "sun"), strict=True)
+    ]
+    ask(user(), first, *(results[i] for i in order))
+  assert goes_on(engine)
+  read = tokenizer.decode(engine.made[1].prompt)
+  assert read.index("rain") < read.index("noon") < read.index("sun")
+
+
+@pytest.mark.parametrize(
+  ("results", "param", "says"),
+  [
+    ("ax", "messages[3].tool_call_id", '"a", "b"'),
+    ("aab", "messages[3].tool_call_id", '"a", "b"'),
+    ("a-", "messages[3].tool_call_id", '"a", "b"'),
+    ("a", "messages[3].role", "'b'"),
+    ("", "messages[2].role", "'a'"),
+    ("abu", "messages[5].tool_call_id", '"u"'),
+  ],
+)
+def test_a_result_without_its_call_is_refused_and_a_missing_one(
+  family, results, param, says
+):
+  call = lambda i: {"id": i, "type": "function", "function": {"name": "clock"}}
+  sent = [user(), {"role": "assistant", "tool_calls": [call("a"), call("b")]}]
+  for own in results:
+    message = {"role": "tool", "content": "1", "tool_call_id": own}
+    if own == "u":  # of no call
+      sent.append(user("more"))
+    if own == "-":
+      del message["tool_call_id"]
+    sent.append(message)
+  if results[-1:] != "u":
+    sent.append(user("more"))
+  with (
+    served(family("chatml"), "x") as (engine, ask),
+    pytest.raises(openai.BadRequestError, match="expected") as error,
+  ):
+    ask(*sent)
+  assert not engine.made
+  assert error.value.param == param
+  assert says in error.value.message
+
+
+STREAMED = (
+  *(
+    "5 and <b>",
+    " <think>\n a < b\n\n</thin></think>\n\n so 5 \n",
+    "\n",
+    "<think",
+  ),
+  *("<think></think>5", "<think>never", "<", "a<think>b</think>c", "</think>d"),
+  "<|channel|>analysis<|message|>a<|end|><|start|>assistant" + FINAL + "b <|x",
+  "<|channel|>analysis<|message|>a<|end|><|start|>assistant to=functions.f",
+)
+
+
+@pytest.mark.parametrize("opening", ["", "<think>\n"])
+@pytest.mark.parametrize("text", STREAMED)
+def test_a_stream_adds_up_to_thinking_and_content(family, opening, text):
+  tokenizer, rng = family("chatml"), random.Random(0)
+  ids = [*tokenizer.encode(text), tokenizer.stop_ids[0]]
+  thoughts, content = thinking.split(opening + text)
+  for _ in range(20):
+    call = Call([user()], stream=True)
+    made = Generation([5], len(ids))
+    choice = Choice(call, made, tokenizer, None, opening=opening)
+    parts, answer, left = [], Answer(call, [choice], "policy"), [*ids]
+    while not choice.read():
+      new = [left.pop(0) for _ in range(min(rng.randint(1, 9), len(left)))]
+      made.add(new, [0.0] * len(new), "" if left else STOP)
+      if left:
+        parts += answer.new_parts()
+    parts += answer.last_parts()
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    said = [d.get("reasoning_content", "") for d in deltas]
+    assert "".join(said) == thoughts
+    assert "".join(d["content"] for d in deltas) == content
+    assert choice.whole()["message"]["content"] == content
