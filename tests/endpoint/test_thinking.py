@@ -35,7 +35,8 @@ TOOLS = [
   }
   for name in ("weather", "clock")
 ]
-TOLD = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+SYSTEM = "<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n"
+TOLD = "{% if tools %}" + SYSTEM + "{% endif %}"
 LAST = (  # the place of the last message of the user
   "{% set ns = namespace(last=0) %}{% for m in messages %}"
   "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
@@ -100,7 +101,8 @@ HARMONY = (  # gpt-oss; a field `thinking`, until a final message follows
   "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 HERMES = '<tool_call>\n{"name": "%s", "arguments": {"x":1.0}}\n</tool_call>'
-XML = "<tool_call>%s\n<arg_key>x</arg_key>\n<arg_value>1.0</arg_value>\n</tool_call>"
+ARGUMENT = "<arg_key>x</arg_key>\n<arg_value>1.0</arg_value>"
+XML = f"<tool_call>%s\n{ARGUMENT}\n</tool_call>"
 COMMENTARY = ' to=functions.%s<|channel|>commentary json<|message|>{"x": 1}'
 CHANNELS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 ROLES = ("<|system|>", "<|assistant|>")
@@ -323,14 +325,16 @@ def ask_call(said):
   )
 
 
-@pytest.mark.parametrize("max_tokens", [4, None])
-def test_thinking_without_an_end_is_no_content(family, max_tokens):
+@pytest.mark.parametrize("max_tokens", [11, None])
+@pytest.mark.parametrize(
+  ("name", "text"), [("qwen3.5", "I doubt it"), ("chatml", "<think>I do")]
+)
+def test_thinking_without_an_end_is_no_content(family, name, text, max_tokens):
   """Sent back, the template ends it: the policy would read other text."""
-  with served(family("qwen3.5"), "I am not sure", "x") as (engine, ask):
+  with served(family(name), text, "x") as (engine, ask):
     said = ask(user(), max_tokens=max_tokens, tools=())
-    assert (said.reasoning_content, said.content) == (
-      "I am not sure"[:max_tokens].strip(), ""
-    )  # fmt: skip
+    thoughts = text.removeprefix("<think>")
+    assert (said.reasoning_content, said.content) == (thoughts, "")
     ask(user(), said, user("go on"), tools=())
   assert not goes_on(engine)
 
