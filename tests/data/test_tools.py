@@ -227,6 +227,51 @@ def test_schema_call_and_result_are_those_of_the_whole_template(family, name):
   assert ids == whole(tokenizer, messages)
 
 
+CODER35 = (  # Qwen3.5: the prompt opens the thinking, each turn has it
+  CODER.replace(
+    "{% else %}<|im_start|>{{ m.role }}",
+    "{% elif m.role == 'assistant' %}{% set c = m.content or '' %}"
+    "{% set r = m.reasoning_content or c.split('</think>')[0] %}"
+    "<|im_start|>assistant\n<think>\n{{ r.split('<think>')[-1] | trim }}\n"
+    "</think>\n\n{{ c.split('</think>')[-1] | trim }}"
+    + CODER[
+      CODER.index(CALLS) : CODER.rindex("{% endif %}{% endfor %}")
+    ].replace(" and not m.content", "")
+    + "{% else %}<|im_start|>{{ m.role }}",
+  ).replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+)
+
+
+@pytest.mark.parametrize("field", [True, False])
+def test_calls_behind_thinking_that_the_prompt_opens(tmp_path, field):
+  """Thinking of the history is a field or in the text."""
+  tokenizer = make(tmp_path, CODER35, "<|im_end|>")
+  tokenizer.check_turns(["tool"], [TOOL], "qwen3_coder")
+  messages = [user("How is it?")]
+  ids = tokenizer.chat(messages, [TOOL])
+  for result in ("rain\n", "é 中"):
+    assert tokenizer.decode(ids).endswith("assistant\n<think>\n")
+    assert ids == whole(tokenizer, messages)
+    text = "I look\n</think>\n\n" + written("qwen3_coder", "weather")
+    ids += [*tokenizer._parsing.encode(text).ids, tokenizer.stop_ids[0]]
+    ids += tokenizer.turn([("tool", result, "weather")], stopped=True)
+    thoughts = {"content": "<think>I look</think>"}
+    thoughts = {"reasoning_content": "I look"} if field else thoughts
+    messages += [called("weather") | thoughts]
+    messages += [{"role": "tool", "content": result}]
+  assert ids == whole(tokenizer, messages)
+
+
+def test_a_template_that_drops_thinking_of_its_calls_is_refused(tmp_path):
+  """As DeepSeek-V3.1 does where its prompt opens it."""
+  template = HERMES.replace(
+    "assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"
+  ).replace("{{ m.content }}" + CALLS, "{{ m.content[-1:] }}" + CALLS)
+  tokenizer = make(tmp_path, template, "<|im_end|>")
+  with pytest.raises(UserError, match="writes the turns before it differently"):
+    tokenizer.check_turns(["tool"], [TOOL], "hermes")
+
+
 @pytest.mark.parametrize("name", [n for n, f in FAMILIES.items() if f[3]])
 def test_parallel_calls_have_a_result_each(family, name):
   tokenizer = family(name)

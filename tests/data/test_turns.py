@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gspo_jax.data import pipeline, prompt_batch, tokenizers
 from gspo_jax.data.problem import Problem
+from gspo_jax.rewards import thinking
 from gspo_jax.runtime.errors import UserError
 
 # Templates of our own, in the shape of those of the families.
@@ -41,6 +42,22 @@ QWEN3 = (  # thinking before the last question of the user is left out
   "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
   "{% if enable_thinking is defined and not enable_thinking %}"
   "<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+QWEN35 = (  # the prompt opens the thinking, which is a field of its own
+  "{% set ns = namespace(last=0) %}{% for m in messages %}"
+  "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+  "{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}"
+  "{% set c = m.content %}{% set r = m.reasoning_content or '' %}"
+  "{% if '</think>' in c %}{% set r = c.split('</think>')[0] %}"
+  "{% set r = r.split('<think>')[-1] %}{% set c = c.split('</think>')[-1] %}"
+  "{% endif %}<|im_start|>assistant\n{% if loop.index0 > ns.last %}<think>\n"
+  "{{ r | trim }}\n</think>\n\n{% endif %}{{ c | trim }}<|im_end|>\n"
+  "{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>\n"
+  "{{ m.content }}\n</tool_response><|im_end|>\n"
+  "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
+  "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+  "{% if enable_thinking is defined and not enable_thinking %}"
+  "<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}{% endif %}"
 )
 LLAMA3 = (
   "{{ bos_token }}{% for m in messages %}<|start_header_id|>"
@@ -79,6 +96,7 @@ FAMILIES = {
   "chatml": (CHATML, "<|im_end|>", "", ("user", "tool")),
   "qwen2.5": (QWEN2, "<|im_end|>", "", ("user", "tool")),
   "qwen3": (QWEN3, "<|im_end|>", "", ("tool",)),
+  "qwen3.5": (QWEN35, "<|im_end|>", "", ("tool",)),
   "llama3": (LLAMA3, "<|eot_id|>", "", ("user", "tool")),
   "olmoe": (OLMOE, "<|endoftext|>", "", ("user",)),
   "mixtral": (MIXTRAL, "</s>", " ", ("user",)),
@@ -139,7 +157,10 @@ def test_turn_by_turn_gives_the_ids_of_the_whole_template(family, name, role):
     # The ids of a response in its place: behind the generation prompt.
     stop = tokenizer.stop_ids[0]
     assert ids == whole(tokenizer, turns)
-    text = tokenizer.decode([stop]) + space + response
+    opened = thinking.opening(tokenizer.decode(ids))
+    if opened and not response.startswith(opened):
+      response = f"{opened}Hm.\n</think>\n\n{response}"
+    text = tokenizer.decode([stop]) + space + response.removeprefix(opened)
     ids += [*tokenizer._parsing.encode(text, add_special_tokens=False).ids[1:]]
     ids += [stop, *tokenizer.turn([(role, message)], stopped=True)]
     turns += [("assistant", response), (role, message)]
@@ -178,6 +199,7 @@ def test_a_response_without_its_stop_token_gets_it(family, name):
   ("name", "role", "reason"),
   [
     ("qwen3", "user", "<think>.*becomes .*assistant"),
+    ("qwen3.5", "user", "<think>.*becomes .*assistant"),
     ("olmoe", "tool", "leaves them out"),
     ("mixtral", "tool", "roles must alternate"),
     ("harmony", "user", r"becomes .*assistant<\|channel\|>final"),
@@ -227,10 +249,26 @@ def test_demonstrations_need_a_place_for_plain_text(family, name):
 
 def test_a_generation_prompt_that_history_lacks_is_refused(family):
   """Qwen3 with enable_thinking=False puts empty thinking before a response."""
-  tokenizer = family("qwen3")
-  off = tokenizers.load(str(tokenizer._path), "enable_thinking=False")
+  off = lambda name: tokenizers.load(
+    str(family(name)._path), "enable_thinking=False"
+  )
   with pytest.raises(UserError, match="<think>"):
-    off.check_turns(["tool"])
+    off("qwen3").check_turns(["tool"])
+  with pytest.raises(UserError, match="a thought"):  # and it may think again
+    off("qwen3.5").check_turns(["tool"])
+
+
+def test_thinking_is_where_the_template_reads_it(family):
+  """As a field, or in the text."""
+  for name in ("chatml", "qwen3", "qwen3.5"):
+    tokenizer, said = family(name), {"role": "assistant", "content": "84"}
+    said |= {"reasoning_content": "12 * 7"}
+    messages = [{"role": "user", "content": "x"}, said]
+    text = "<think>\n12 * 7\n</think>\n\n84<|im_end|>"
+    assert text in tokenizer.decode(tokenizer.chat(messages))
+    messages.append({"role": "user", "content": "y"})
+    is_kept = text in tokenizer.decode(tokenizer.chat(messages))
+    assert is_kept == (name == "chatml")
 
 
 def test_a_message_never_ends_its_turn(family):

@@ -150,6 +150,24 @@ def converse(pool, names, responses, max_turns=4, key=0, tokenizer=BYTES):
   return done, policy
 
 
+class Opens(type(BYTES)):
+  """A tokenizer whose prompts open the thinking, from the second turn on."""
+
+  def turn(self, messages, *, stopped):
+    return [*super().turn(messages, stopped=stopped), *self.encode("<think>\n")]
+
+
+@pytest.mark.parametrize(
+  ("tokenizer", "rewards"), [(BYTES, [1, 7]), (Opens(), [1, 2])]
+)
+def test_thinking_that_a_prompt_opens_is_in_the_response(
+  pool, tokenizer, rewards
+):
+  """So that an environment knows it from the answer."""
+  done, _ = converse(pool, "a", [["b", "+7"]] * G, 2, tokenizer=tokenizer)
+  assert done.conversation["rewards"].tolist() == [rewards] * G
+
+
 def test_a_row_has_the_tokens_of_all_turns_in_order(pool):
   done, policy = converse(pool, ["ab"], [["one", "end"], ["end"]], max_turns=3)
   samples = jax.device_get(done.samples)
