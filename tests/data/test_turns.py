@@ -254,8 +254,7 @@ def test_a_generation_prompt_that_history_lacks_is_refused(family):
   )
   with pytest.raises(UserError, match="<think>"):
     off("qwen3").check_turns(["tool"])
-  with pytest.raises(UserError, match="a thought"):  # and it may think again
-    off("qwen3.5").check_turns(["tool"])
+  off("qwen3.5").check_turns(["tool"])  # whose history has it, too
 
 
 def test_thinking_is_where_the_template_reads_it(family):

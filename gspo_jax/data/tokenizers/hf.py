@@ -43,8 +43,8 @@ from gspo_jax.runtime.errors import UserError, content_of, nearest, with_reason
 
 _LLAMA_STEPS = ("ByteFallback", "Fuse", "Strip")  # of a decoder
 _PRIVATE = range(0xF0000, 0xFFFFE)  # private-use characters
-# Responses with which a chat template is tried: some strip the thinking, and
-# behind a prompt that opens it, there is no other.
+# Responses with which a chat template is tried: some strip the thinking. A
+# prompt that ends with one of its tags allows one of them.
 _RESPONSES = "a response", "<think>\na thought\n</think>\n\na response"
 # A template that reads the thinking of a message, by one of three names.
 _READS_THINKING = re.compile(r"[.'\"](reasoning(_content)?|thinking)\b")
@@ -248,10 +248,12 @@ class HFTokenizer(Tokenizer):
     if not self._library.chat_template:
       super().check_turns(roles, tools)
       return
-    prompt = as_messages([("user", "message 0")])
-    self.check_prompt(prompt, tools)
-    opened = thinking.opening(self._render(prompt, tools)).rstrip()
-    responses = [x for x in _RESPONSES if x.startswith(opened)]
+    messages = as_messages([("user", "message 0")])
+    self.check_prompt(messages, tools)
+    prompt = self._render(messages, tools).rstrip()
+    responses: Sequence[str] = _RESPONSES
+    if prompt.endswith((thinking.OPEN, thinking.CLOSE)):
+      responses = [_RESPONSES[prompt.endswith(thinking.OPEN)]]
     for role, response in itertools.product(roles, responses):
       if role == "tool" and tools:
         self._check_call(response, tools, tool_format)
@@ -290,8 +292,7 @@ class HFTokenizer(Tokenizer):
       text = self._render(messages, tools)
       if not text.startswith(before):
         raise _rewritten(name, before, text)
-      # With the thinking that the prompt has opened.
-      new = text[len(before) - len(thinking.opening(before)) :]
+      new = text.removeprefix(before)
       stop = self._find_stop(new)
       self._require_message(name, results[0]["content"], new[stop:])
       if tool_calls.parse(new[:stop], tool_format).calls != (call,):
