@@ -185,7 +185,8 @@ def test_another_call_another_key_and_other_weights():
   allowed = generate.compilations()
   assert {name for name, (_, most) in allowed.items() if most == 1} == {
     *("decode_params", "begin", "read_rows", "finalize", "finish_episodes"),
-    *("decode", "move_pages", "move_slots", "move_rows"),
+    *("decode", "move_pages", "move_slots", "move_rows", "share"),
+    "empty_samples",
   }
   for name, (function, most) in allowed.items():
     assert function.jitted._cache_size() <= most, name

@@ -119,8 +119,8 @@ class _Worker:
     return self._facts
 
   def run(self, calls):
-    for i, (task, request) in enumerate(calls):
-      yield i, Result(self._tasks[task](request), None)
+    for i, call in enumerate(calls):
+      yield i, Result(self._tasks[call.task](call.request), None)
 
   def close(self):
     pass

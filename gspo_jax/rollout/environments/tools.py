@@ -140,8 +140,10 @@ def _result(
     return f"error: {call.name}{signature}: {error}", True
   try:
     value = function(**arguments)
-    if not isinstance(value, str):  # strict JSON: the same text in every run
-      value = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if not isinstance(value, str):
+      value = json.dumps(
+        value, ensure_ascii=False, allow_nan=False, default=_as_text
+      )
   except Exception as error:
     return _reason(error), True
   return value, False
@@ -153,6 +155,14 @@ def _reason(error: Exception) -> str:
   if not isinstance(error, ValueError):
     text = f"{type(error).__name__}: {text}"
   return f"error: {text}" if text else "error"
+
+
+def _as_text(value: Any) -> str:
+  """Of dates and the like; TypeError if the text has an address in memory."""
+  text = str(value)
+  if " at 0x" in text:
+    raise TypeError(f"Object of type {type(value).__name__} is no JSON")
+  return text
 
 
 def _encodable(text: str) -> str:

@@ -72,10 +72,10 @@ class Functions:
     """Whether samples have the experts of tokens."""
     return self.config.record_routing and self.cfg.num_experts > 0
 
-  def unstacked_decode_params(self, params):
+  def _unstacked_decode_params(self, params):
     return model.unstack_layers(decode_params(params, self.cfg), self.cfg)
 
-  def begin(self, samples):
+  def _begin(self, samples):
     """An empty state, and the samples on the decoding mesh."""
     state = paged_decode.empty(
       self.cfg,
@@ -92,7 +92,9 @@ class Functions:
       samples, slot_steps=zeros[0], drafts=zeros[1]
     )
 
-  def prefill(self, params, state, tokens, lengths, pages, num_cached, sources):
+  def _prefill(
+    self, params, state, tokens, lengths, pages, num_cached, sources
+  ):
     """Stores keys and values in `pages` [Q, C]; see `paged_decode.prefill`.
 
     If `num_cached` [Q] is given, the pages already hold that many first tokens;
@@ -121,7 +123,7 @@ class Functions:
       state = paged_decode.store_states(state, cache.states, *sources)
     return state, experts
 
-  def decode(
+  def _decode(
     self, params, state, samples, plan, compute_slots, min_active, key, drafts
   ):
     """Decodes a segment of the slots `compute_slots` [m], or of all.
@@ -166,7 +168,7 @@ class Functions:
     )
     return computed, samples, results
 
-  def finalize(self, samples):
+  def _finalize(self, samples):
     """Moves samples to the training mesh; pads the end of each response."""
     # A response that was preempted may have left more tokens than it now has.
     column = jnp.arange(self.config.max_new_tokens)
@@ -177,7 +179,7 @@ class Functions:
       logps=jnp.where(real, samples.logps, 0),
     )
 
-  def finish_episodes(self, samples, rows):
+  def _finish_episodes(self, samples, rows):
     """Samples with `rows`, which the host knows: fields of `Samples`.
 
     An empty row gets a prompt of one token, which no update reads.
@@ -215,7 +217,7 @@ def jit_sampler(
   jit = functools.partial(sharding.mesh_jit, mesh=sampler_mesh)
   return JittedSampler(
     decode_params=jit(
-      of.unstacked_decode_params,
+      of._unstacked_decode_params,
       in_shardings=(params_sharding,),
       out_shardings=decode_params_sharding(cfg, sampler_mesh),
     ),
@@ -227,13 +229,13 @@ def jit_sampler(
     # Sends each host's facts of its shards to every device.
     share=jit(lambda x: x, out_shardings=sharding.replicated(sampler_mesh)),
     begin=jit(
-      of.begin,
+      of._begin,
       in_shardings=(train_samples,),
       out_shardings=(state, decode_samples),
       donate_argnums=0,
     ),
     prefill=jit(
-      of.prefill,
+      of._prefill,
       donate_argnums=1,
       out_shardings=(state, batch if of.records else None),
       compiler_options=rounding.OPTIONS,
@@ -244,7 +246,7 @@ def jit_sampler(
       out_shardings=decode_samples,
     ),
     decode=jit(
-      of.decode,
+      of._decode,
       in_shardings=(None,) * 6 + (sharding.replicated(mesh),),
       out_shardings=(state, decode_samples, sharding.replicated(sampler_mesh)),
       static_argnums=7,
@@ -261,8 +263,8 @@ def jit_sampler(
       paged_decode.move_rows, donate_argnums=0, out_shardings=decode_samples
     ),
     read_rows=jit(paged_decode.read_rows, out_shardings=batch),
-    finalize=jit(of.finalize, out_shardings=train_samples),
+    finalize=jit(of._finalize, out_shardings=train_samples),
     finish_episodes=jit(
-      of.finish_episodes, donate_argnums=0, out_shardings=episodes
+      of._finish_episodes, donate_argnums=0, out_shardings=episodes
     ),
   )
