@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import sys
 
 import pytest
 from absl.testing import flagsaver
@@ -113,7 +114,11 @@ def test_calls_and_tools_are_shown_as_the_policy_reads_them(run, conversation):
     ("", ["--promts=3"], "no such flag|Unknown .*promts"),
   ],
 )  # fmt: skip
-def test_a_mistake_is_one_line(conversation, tmp_path, cut, flags, words):
+def test_a_mistake_is_one_line(
+  conversation, tmp_path, monkeypatch, cut, flags, words
+):
+  # wandb keeps the settings of its first use in a process.
+  monkeypatch.setitem(sys.modules, "wandb", None)
   path = tmp_path / "tokenizer" / "chat_template.jinja"
   assert path.read_text() == TEMPLATE
   path.write_text(TEMPLATE.replace(cut, "") if cut else TEMPLATE)

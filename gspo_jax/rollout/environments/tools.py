@@ -161,7 +161,7 @@ def _as_text(value: Any) -> str:
   """Of dates and the like; TypeError if the text has an address in memory."""
   text = str(value)
   if " at 0x" in text:
-    raise TypeError(f"Object of type {type(value).__name__} is no JSON")
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON")
   return text
 
 
