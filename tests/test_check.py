@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-import sys
 
 import pytest
 from absl.testing import flagsaver
