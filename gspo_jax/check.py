@@ -17,6 +17,7 @@ from gspo_jax.data import pipeline
 from gspo_jax.program import command, settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.experiment import prepare
+from gspo_jax.rewards import thinking
 from gspo_jax.rewards.reward import Response
 from gspo_jax.rollout.conversations import prompt_ids
 from gspo_jax.rollout.scoring import score_responses
@@ -59,7 +60,7 @@ def _print_sizes(experiment) -> None:
     f"calls as {tokenizer.tool_format!r}"
   )
   for source in [*(stage.source for stage in data.stages), data.held_out]:
-    for part in pipeline.parts(source):
+    for part in filter(len, pipeline.parts(source)):
       some = (part[i] for i in range(min(len(part), 1000)))
       sizes = np.array([len(prompts.tokens_of(problem)) for problem in some])
       use = "held out" if source is data.held_out else "to train on"
@@ -78,9 +79,13 @@ def _reward(experiment, problem, ids: list[int]) -> tuple[str, str]:
     return problem.text, "its agent writes the prompts, and rewards"
   if c.rollout.environment:
     (begun,) = pool.begin([(problem, 1, 0)])
-    prompt = prompt_ids(cfg, [begun.step.messages]) or ids
-    (answer,) = pool.replies(pool.step([(begun.state, text)]))
-    return cfg.tokenizer.decode(prompt), answer.failure or str(answer.step)
+    if begun.failure:
+      return problem.text, begun.failure
+    ids = prompt_ids(cfg, [begun.step.messages]) or ids
+    prompt = cfg.tokenizer.decode(ids)
+    response = thinking.opening(prompt) + text
+    (answer,) = pool.replies(pool.step([(begun.state, response)]))
+    return prompt, answer.failure or str(answer.step)
   read, reference = cfg.tokenizer.decode(ids), problem.reference
   lengths = len(cfg.tokenizer.encode(text)) + 1, c.sampler.max_new_tokens
   more = *lengths, problem.columns, problem, 1

@@ -14,7 +14,7 @@ _ANALYSIS = re.compile(
 def opening(prompt: str) -> str:
   """The `<think>` that a prompt ends with, and the white space behind it."""
   _, tag, space = prompt.rpartition(OPEN)
-  return "" if space.strip() else tag + space
+  return "" if not tag or space.strip() else tag + space
 
 
 def split(text: str) -> tuple[str, str]:

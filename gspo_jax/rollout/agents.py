@@ -67,9 +67,9 @@ class Agents(Player):
   def _open(self, generate, params, key, rows: int) -> Engine:
     # The clock of an episode does not run while XLA compiles.
     if (id(generate), rows) not in self.pool.warm:
-      self.pool.warm.add((id(generate), rows))
       with super()._open(generate, params, key, rows) as engine:
         engine.warm_up()
+      self.pool.warm.add((id(generate), rows))
     return super()._open(generate, params, key, rows)
 
   def play(

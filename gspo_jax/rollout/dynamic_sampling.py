@@ -37,8 +37,8 @@ def sample_until_mixed(
 ) -> tuple[ScoredSamples, list[RolloutCost]]:
   """Samples batches until P groups have mixed rewards, at most `rounds`.
 
-  One round waits for no rewards but those of conversations, which are known.
-  `sample` samples the batch of a round (from 0); P and G never change.
+  One round waits for rewards only if they are those of conversations. `sample`
+  samples the batch of a round (from 0); P and G never change.
   `max_failed` is as for `wait_scored`, over all rounds. Returns P groups, the
   first with mixed rewards and then the first others; and the cost of each
   batch.

@@ -308,8 +308,10 @@ def take_groups(
 ) -> Samples:
   """Selects groups; -1: an empty group, with any experts. Counts stay."""
   G = sampler.group_size
-  experts = None if samples.experts is None else samples.experts[:G]
-  empty = empty_samples(1, 0, cfg, sampler)
+  empty, experts = empty_samples(1, 0, cfg, sampler), samples.experts
+  if experts is not None:
+    first_k = jnp.arange(experts.shape[-1], dtype=experts.dtype)
+    experts = jnp.broadcast_to(first_k, (G, *experts.shape[1:]))
   empty = dataclasses.replace(empty, experts=experts)
   P = len(samples.lengths) // G
   return _select_groups(samples, empty, jnp.where(index < 0, P, index), P)

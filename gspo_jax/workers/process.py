@@ -42,7 +42,7 @@ class Setup(NamedTuple):
 class Call(NamedTuple):
   task: int  # its index in the tasks of `load`
   request: Any  # its argument, picklable
-  number: int = -1  # of the call among those of a worker
+  number: int = -1  # its place in one `Process.run`
 
 
 class Result(NamedTuple):

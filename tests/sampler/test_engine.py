@@ -118,8 +118,10 @@ def test_a_warm_engine_compiles_nothing_for_requests(devices):
       made = [ask(e, prompt) for prompt in prompts]
       run(e, *made)
       assert len(made[0].tokens) > 1
-    long = Generation(PROMPTS[5] * 2, 1)
-    run(e, e.submit(long))
+    # None of them begins as an earlier one.
+    for n, number in ((17, 1), (30, 1), (38, 1), (16, 4 * devices), (30, 4)):
+      ids = [[20 + i, n % 32, *[i] * (n - 2)] for i in range(number)]
+      run(e, *(e.submit(Generation(prompt, 1)) for prompt in ids))
   assert count() == before
 
 

@@ -18,6 +18,7 @@ Dimension letters as in `continuous/__init__`.
 import collections
 import contextlib
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -87,7 +88,7 @@ class Generation:
   goes_on: bool = False
   # Its random keys are made of it; None: of a number that no other has.
   seed: int | None = None
-  by_token: bool = False  # with `streams`: segments of one step
+  by_token: bool = False  # with `streams`: all segments have one step
   cancelled: bool = False  # set it to give up the rest
   tokens: list[int] = dataclasses.field(default_factory=list)  # and the stop
   logps: list[float] = dataclasses.field(default_factory=list)
@@ -254,16 +255,22 @@ class Engine:
   def warm_up(self) -> None:
     """Compiles before there are requests; call it on all processes.
 
-    A prefill of each length, alone and behind known tokens, and segments of
-    each number of slots.
+    Prefills of each length, alone and together, of new and of known tokens;
+    and segments of each number of slots.
     """
-    prefills = [min(T, self.context - 1) for T in self._programs.buckets()]
-    together = [[2] * count for count in self._programs.compute_sizes]
-    for lengths in (*([n] for n in prefills for _ in range(2)), *together):
-      for i, n in enumerate(lengths):
-        first = i % self._programs.cfg.vocab_size
-        self.submit(Generation([first] + [0] * (n - 1), 1))
-      self.run(lambda: not (self._inbox or self._open))
+    programs, number = self._programs, itertools.count()
+    V, shards = programs.cfg.vocab_size, len(programs.own)
+    sets = [(2, size) for size in programs.compute_sizes]
+    for T in programs.buckets():
+      n = min(T, self.context - 1)
+      sets += [(n, 1), (n, programs.prefill_batch(T) * shards)]
+    for n, count in sets:
+      new = [next(number) for _ in range(count)]
+      prompts = [([i % V, i // V % V] + [0] * n)[:n] for i in new]
+      for _ in range(2):
+        for prompt in prompts:
+          self.submit(Generation(prompt, 1))
+        self.run(lambda: not (self._inbox or self._open))
 
   def close(self) -> None:
     """Ends all requests."""
