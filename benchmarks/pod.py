@@ -193,6 +193,7 @@ def host_seconds(devices: int, segments: int) -> dict[str, float]:
     batching,
     batching.shard_sizes(config, S, devices),
     devices,
+    by_row=False,
     batch_sharding=None,
     jitted=None,
   )
