@@ -1,9 +1,10 @@
-"""Which values fit a JSON schema.
+"""JSON, and which of its values fit a schema.
 
 Worker processes import this module, so it needs the standard library alone.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,21 @@ _TYPES: Mapping[str, Any] = {
   "object": dict,
   "string": str,
 }
+
+
+def _number(text: str) -> float:
+  if text in ("NaN", "Infinity", "-Infinity") or abs(float(text)) == math.inf:
+    raise ValueError(f"no number of JSON: {text}")
+  return float(text)
+
+
+DECODER = json.JSONDecoder(parse_constant=_number, parse_float=_number)
+
+
+def an_object(**properties: Any) -> dict[str, Any]:
+  """The schema of an object that has the properties."""
+  required = [*properties]
+  return {"type": "object", "required": required, "properties": properties}
 
 
 def fitted(value: Any, schema: Any, root: Any = None) -> Any:
@@ -36,14 +52,18 @@ def fitted(value: Any, schema: Any, root: Any = None) -> Any:
     """The value, and an error; "" if it fits."""
     key = id(value), id(part)
     if key not in found:
-      found[key] = value, look(value, part)  # no other value gets its id
+      # With the value, so that no other one gets its id.
+      found[key] = value, (value, ": expected no schema that is its own part")
+      found[key] = value, look(value, part)
     return found[key][1]
 
   def look(value, part):
     if not isinstance(part, Mapping):
       return value, _wrong("nothing", value) if part is False else ""
+    if value is None and part.get("nullable"):
+      return value, ""
     whole = [_referred(root, part["$ref"])] if "$ref" in part else []
-    for each in (*whole, *part.get("allOf", ())):
+    for each in (*whole, *(part.get("allOf") or ())):
       value, error = fit(value, each)
       if error:
         return value, error
@@ -53,16 +73,16 @@ def fitted(value: Any, schema: Any, root: Any = None) -> Any:
       value, error = next((x for x in made if not x[1]), (value, errors))
       if error:
         return value, f": {error[:300]}"
-    types = part.get("type", [])
+    types = part.get("type") or []
     types = [types] if isinstance(types, str) else types
-    if value is None and part.get("nullable"):
-      return value, ""
     if isinstance(value, float) and "integer" in types and value.is_integer():
       value = int(value)
-    allowed = part.get("enum", [part["const"]] if "const" in part else [value])
+    allowed = part.get("enum") or [part.get("const", value)]
     is_bool = type(value) is bool
-    if not any(x == value and (type(x) is bool) == is_bool for x in allowed):
+    same = [x for x in allowed if x == value and (type(x) is bool) == is_bool]
+    if not same:
       return value, _wrong(f"one of {json.dumps(allowed)[:200]}", value)
+    value = same[0]
     if types and not any(_is_of(value, name) for name in types):
       return value, _wrong(" or ".join(map(str, types)), value)
     if not isinstance(value, dict | list):
@@ -70,14 +90,16 @@ def fitted(value: Any, schema: Any, root: Any = None) -> Any:
     is_object = isinstance(value, dict)
     of = (part.get("properties") if is_object else None) or {}
     others = part.get("additionalProperties" if is_object else "items")
-    for key in part.get("required", ()) if is_object else ():
+    for key in (part.get("required") or ()) if is_object else ():
       if key not in value:
         return value, _wrong(repr(key), value)
-    items = {}
-    for key, x in value.items() if is_object else enumerate(value):
+    items = dict(value.items() if is_object else enumerate(value))
+    for key, x in items.items():
       items[key], error = fit(x, of.get(key, others))
       if error:
         return value, f".{key}{error}"
+    if all(items[key] is value[key] for key in items):
+      return value, ""  # itself, for what was found of it
     return items if is_object else [*items.values()], ""
 
   try:

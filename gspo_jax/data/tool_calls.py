@@ -19,13 +19,12 @@ the standard library alone.
 
 import functools
 import json
-import math
 import re
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from gspo_jax.data.json_schema import fitted
+from gspo_jax.data.json_schema import DECODER, fitted
 from gspo_jax.rewards import thinking
 
 
@@ -119,11 +118,16 @@ _HOLES = {
   r"\[ARGS\]": r"(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?",
 }
 _TAG = re.compile(r"[<\[][^=\]>]*[=\]>]")
+# Or one that was cut before its arguments.
 _LLAMA = re.compile(
-  r'[;\s]*(?=\{(?=.*?"name")(?=.*?"(?:arguments|parameters)"))', re.DOTALL
+  r'[;\s]*(?=\{(?=.*?"name")(?=.*?"(?:arguments|parameters)"|[^{}]*\Z))',
+  re.DOTALL,
 )
-_HARMONY_ENDS = re.compile(r"<\|(?:start\|>assistant|end\|>|call\|>|return\|>)")
-_RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+# A header of gpt-oss with the name of a function, up to its end.
+_RECIPIENT = re.compile(
+  r"(?:\A|<\|start\|>assistant|<\|channel\|>\w*)\s*to=functions\.([^\s<]+)"
+  r"(?:[^<]|<\|(?:channel|constrain)\|>){0,200}(?:<\|message\|>|\Z)"
+)
 _WRITTEN = re.compile(r"(\w+)\((.*)\)", re.DOTALL)
 # Of a key of Gemma, or another word.
 _GEMMA = re.compile(r"([^\s{}\[\],:\"]+)(\s*:)?")
@@ -151,7 +155,9 @@ def parse(text: str, format: str, schemas: Schemas = _NONE) -> Parsed:
       is, if its schema allows that, else a text. Arguments that do not fit are
       no error here.
   """
-  return FORMATS[format](thinking.split(text)[1], schemas)
+  if format != "openai" or text.lstrip().startswith(thinking.OPEN):
+    text = thinking.split(text)[1]  # the channels of gpt-oss are read below
+  return FORMATS[format](text, schemas)
 
 
 class _Shape(NamedTuple):
@@ -243,7 +249,7 @@ def _read_gemma(text, place, shape, name, schema):
   quoted = lambda word: f'"{word[1]}":' if word[2] else word[0]
   for i, part in enumerate(parts):
     parts[i] = json.dumps(part) if i % 2 else _GEMMA.sub(quoted, part)
-  return [_checked(name, _JSON.decode("".join(parts)))], found.end()
+  return [_checked(name, DECODER.decode("".join(parts)))], found.end()
 
 
 def _llama3_json(text: str, schemas: Schemas) -> Parsed:
@@ -263,21 +269,14 @@ def _llama3_json(text: str, schemas: Schemas) -> Parsed:
 
 
 def _openai(text: str, schemas: Schemas) -> Parsed:
-  # Without channels a text is the answer; with them the last final one is.
-  calls, content, place = [], "" if "<|channel|>" in text else text, 0
-  while (begin := text.find("<|message|>", place)) >= 0:
-    header = text[place:begin].rpartition("<|start|>")[2]
-    place = begin + len("<|message|>")
-    if name := _RECIPIENT.search(header):
-      try:
-        value, place = _decoded(text, place)
-      except ValueError as error:
-        return Parsed(content, (*calls, ToolCall(name[1], error=str(error))))
-      calls.append(_checked(name[1], value))
-    end = _HARMONY_ENDS.search(text, place)
-    if "<|channel|>final" in header and not name:
-      content = text[place : end.start() if end else None]
-    place = end.end() if end else len(text)
+  content, calls, place = thinking.behind("", text), [], 0
+  while header := _RECIPIENT.search(text, place):
+    try:
+      value, place = _decoded(text, header.end())
+    except ValueError as error:
+      calls.append(ToolCall(header[1], error=str(error)))
+      break
+    calls.append(_checked(header[1], value))
   return Parsed(content, tuple(calls))
 
 
@@ -310,25 +309,16 @@ def _of_object(value: Any) -> ToolCall:
 
 
 def _checked(name: str, arguments: Any) -> ToolCall:
-  if isinstance(arguments, dict):
-    return ToolCall(name, arguments)
-  got = type(arguments).__name__
-  return ToolCall(name, error=f"expected an object as arguments, got {got}")
-
-
-def _number(text: str) -> float:
-  if text in ("NaN", "Infinity", "-Infinity") or abs(float(text)) == math.inf:
-    raise ValueError(f"no number of JSON: {text}")
-  return float(text)
-
-
-_JSON = json.JSONDecoder(parse_constant=_number, parse_float=_number)
+  try:
+    return ToolCall(name, fitted(arguments, {"type": "object"}))
+  except ValueError as error:
+    return ToolCall(name, error=f"arguments: {error}")
 
 
 def _decoded(text: str, place: int = 0) -> tuple[Any, int]:
   """The JSON value at a place, and the place behind it."""
   try:
-    return _JSON.raw_decode(text, _SPACE.match(text, place).end())
+    return DECODER.raw_decode(text, _SPACE.match(text, place).end())
   except (ValueError, RecursionError) as error:
     raise ValueError(f"a call is not valid JSON: {error}") from error
 
@@ -336,7 +326,7 @@ def _decoded(text: str, place: int = 0) -> tuple[Any, int]:
 def _value(text: str, schema: Any, root: Any) -> Any:
   """JSON if its schema allows it, else a text."""
   try:
-    value = _OF_PYTHON[text] if text in _OF_PYTHON else _JSON.decode(text)
+    value = _OF_PYTHON[text] if text in _OF_PYTHON else DECODER.decode(text)
   except (ValueError, RecursionError):
     return text
   choices = (text, value) if isinstance(value, str) else (value, text)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gspo_jax.data import tool_calls
-from gspo_jax.data.messages import is_text
+from gspo_jax.data.messages import is_json
 from gspo_jax.data.tokenizers.base import UNKNOWN, Tokenizer
 from gspo_jax.endpoint.requests import Call
 from gspo_jax.rewards import thinking
@@ -25,6 +25,7 @@ from gspo_jax.sampler.stop_strings import (
   response_text,
 )
 
+_ENDS = thinking.CLOSE, "<|channel|>final"  # what ends thinking has one of them
 _LETTERS = string.ascii_letters + string.digits
 
 
@@ -137,8 +138,8 @@ class Choice:
       calls = parsed.calls
       # A call that cannot be read, or be sent back in a later request, stays
       # in the text, for the agent to see.
-      if any(c.error or not is_text((c.name, c.arguments)) for c in calls):
-        calls = ()
+      if any(c.error or not is_json((c.name, c.arguments)) for c in calls):
+        calls, text = (), text or self._text
       text = parsed.content if calls else text
       calls = calls if self.call.parallel_tool_calls else calls[:1]
     message = {"role": "assistant", "content": text}
@@ -209,11 +210,13 @@ class Choice:
     if self._held is None:
       return {"content": text}
     self._held += text
-    thoughts, rest = thinking.split(self.opening + self._held)
-    begin = rest.lstrip()
-    # It may begin the thinking, or be another channel of gpt-oss.
-    is_sure = not (thinking.OPEN.startswith(begin) or begin.startswith("<|"))
-    if not (is_sure or is_last):
+    whole = self.opening + self._held
+    thinks = whole.lstrip().startswith((thinking.OPEN, "<|"))
+    if thinks and not is_last and not any(end in whole for end in _ENDS):
+      return {"content": ""}
+    thoughts, rest = thinking.split(whole)
+    # It may begin thinking again.
+    if thinking.OPEN.startswith(rest.lstrip()) and not is_last:
       return {"content": ""}
     self._held = None
     said = {"reasoning_content": thoughts} if thoughts else {}

@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from gspo_jax.data.messages import WrongField, wrong
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.endpoint import requests
 from gspo_jax.endpoint.answers import Answer, Choice
@@ -61,7 +62,9 @@ class Endpoint:
         post("/v1/chat/completions", requests.chat),
         post("/v1/completions", requests.completion),
       ],
-      exception_handlers={ApiError: _refusal, HTTPException: _refusal},
+      exception_handlers=dict.fromkeys(
+        (ApiError, WrongField, HTTPException), _refusal
+      ),
     )
     self.app.router.redirect_slashes = False  # to the host of a header
 
@@ -131,23 +134,14 @@ class Endpoint:
     for name, value in call.template_args.items():
       if (own := self._tokenizer.template_args.get(name)) != value:
         expected = f"{own!r}, as in data.template_args"
-        raise requests.wrong(name, value, expected)
-    size = sum(len(m["content"]) for m in call.messages) or len(call.prompt)
-    with contextlib.suppress(UserError):  # no token has bytes of its own
-      context = client.engine.context
-      if size > context and size > context * max(map(len, self._token_bytes)):
-        raise ApiError(
-          f"the prompt has {size} characters: expected fewer, for at most "
-          f"{context} tokens",
-          code="context_length_exceeded",
-        )
+        raise wrong(name, value, expected)
     if not client.honours:
       own = self._config.stop.strings if self._config.stop else ()
       if not {*call.stop} <= {*own}:
         expected = f"none but those of the run (sampler.stop={own})"
-        raise requests.wrong("stop", call.stop, expected)
+        raise wrong("stop", call.stop, expected)
       if call.n > 1:
-        raise requests.wrong("n", call.n, "1 in an episode")
+        raise wrong("n", call.n, "1 in an episode")
       call = dataclasses.replace(call, stop=())
     ignored = dict.fromkeys(call.unknown, "no such field is known: ignored")
     for name, value in call.sampling.items():
@@ -195,9 +189,18 @@ class Endpoint:
   def _prompt(self, client: Client, call: Call) -> tuple[list[int], str]:
     """The ids of a prompt; and of messages, the template's text."""
     try:
-      _ = call.stop and self._token_bytes
-    except UserError as error:
-      raise ApiError(f"stop: {error}", param="stop") from error
+      longest = max(map(len, self._token_bytes))
+    except UserError as error:  # no token has bytes of its own
+      if call.stop:
+        raise ApiError(f"stop: {error}", param="stop") from error
+      longest = _MAX_BODY
+    size = sum(len(m["content"]) for m in call.messages) or len(call.prompt)
+    if size > (context := client.engine.context) * longest:
+      raise ApiError(
+        f"the prompt has {size} characters: expected fewer, for at most "
+        f"{context} tokens",
+        code="context_length_exceeded",
+      )
     if isinstance(call.prompt, str) and not call.messages:
       return self._tokenizer.encode(call.prompt), ""
     if not call.messages:
@@ -301,13 +304,17 @@ async def _events(answer: Answer, changes: AsyncIterator) -> AsyncIterator[str]:
 
 
 async def _refusal(
-  request: Request, error: ApiError | HTTPException
+  request: Request, error: ApiError | WrongField | HTTPException
 ) -> Response:
   headers = None
+  if isinstance(error, WrongField):
+    error = ApiError(str(error), param=error.name)
   if isinstance(error, HTTPException):  # of the router: 404 or 405
     headers = error.headers
     path = f"{request.method} {request.url.path!r:.80}"
-    expected = "expected GET /v1/models or POST /v1/chat/completions"
+    expected = (
+      "expected GET /v1/models, POST /v1/chat/completions or /v1/completions"
+    )
     error = ApiError(f"{path}: {expected}", status=error.status_code)
   return JSONResponse(error.body, status_code=error.status, headers=headers)
 

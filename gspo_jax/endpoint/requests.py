@@ -8,14 +8,16 @@ field that is not here is ignored, and `app` logs its name.
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gspo_jax.data.messages import WrongField, is_text, read
+from gspo_jax.data.json_schema import an_object, fitted
+from gspo_jax.data.messages import is_json, read, wrong
 from gspo_jax.sampler.samples import SamplingParams
 
-# The range of each field that `serve` honours: in words, and as a test.
-_RANGES = {
+_MOST_ANSWERS, _MOST_STOPS, _LONGEST_STOP = 64, 16, 256
+# Of fields: what is expected, in words and as a test. Null is always right.
+_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
   "temperature": ("0, or .001 to 100", lambda x: x == 0 or 0.001 <= x <= 100),
   "top_k": (
     "-1 to 10**6, whole",
@@ -24,6 +26,32 @@ _RANGES = {
   "top_p": ("more than 0, at most 1", lambda x: 0 < x <= 1),
   "min_p": ("0 to 1", lambda x: 0 <= x <= 1),
   "seed": ("a whole number", lambda x: type(x) is int),
+}
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+  **dict.fromkeys(
+    ("max_completion_tokens", "max_tokens"),
+    ("a whole number of at least 1", lambda x: type(x) is int and x >= 1),
+  ),
+  **dict.fromkeys(
+    ("parallel_tool_calls", "return_token_ids", "stream", "include_usage"),
+    ("true or false", lambda x: isinstance(x, bool)),
+  ),
+  **dict.fromkeys(
+    ("chat_template_kwargs", "stream_options"),
+    ("an object", lambda x: isinstance(x, dict)),
+  ),
+  "n": (
+    f"a whole number from 1 to {_MOST_ANSWERS}",
+    lambda x: type(x) is int and 1 <= x <= _MOST_ANSWERS,
+  ),
+  "stop": (
+    f"a text, or at most {_MOST_STOPS}, of 1 to {_LONGEST_STOP} letters",
+    lambda x: (
+      isinstance(x, str | list)
+      and len(x := [x] if isinstance(x, str) else x) <= _MOST_STOPS
+      and all(isinstance(s, str) and 0 < len(s) <= _LONGEST_STOP for s in x)
+    ),
+  ),
 }
 HONOURED = (*_RANGES, "n", "stop")
 # Refused, unless null or one of these values.
@@ -77,7 +105,14 @@ _READ, _IGNORED = (
   )
 )
 FIELDS = frozenset((*_READ, *_RANGES, *_ONLY, *_NEUTRAL, *_IGNORED))
-_MOST_ANSWERS, _MOST_STOPS, _LONGEST_STOP = 64, 16, 256
+_SCHEMAS = {"type": "object", "additionalProperties": {"type": "object"}}
+_TOOL = an_object(
+  type={"const": "function"},
+  function={
+    "allOf": [an_object(name={"type": "string"})],
+    "properties": {"parameters": {"properties": {"properties": _SCHEMAS}}},
+  },
+)
 _ROLES = "system", "developer", "user", "assistant", "tool"
 
 
@@ -97,11 +132,6 @@ class ApiError(Exception):
     kind = "server_error" if status >= 500 else "invalid_request_error"
     error = {"message": message, "type": kind, "param": param, "code": code}
     self.body = {"error": error}
-
-
-def wrong(name: str, value: Any, expected: str) -> ApiError:
-  shown = json.dumps(value, default=str)[:80]
-  return ApiError(f"{name}={shown}: expected {expected}", param=name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,25 +158,24 @@ class Call:
 
 def chat(body: Any) -> Call:
   """The call of /v1/chat/completions."""
-  common = _common(body)
-  tools = body.get("tools") or []
-  if isinstance(tools, list):
-    tools = [_without_null(tool, 4) for tool in tools]
-  if not isinstance(tools, list) or not all(map(_is_tool, tools)):
-    raise wrong(
-      "tools",
-      tools,
-      'objects {"type": "function", "function": {"name": TEXT, "parameters": '
-      '{"properties": {NAME: {..}}}}}',
-    )
+  common, tools = _common(body), body.get("tools") or []
+  if type(logprobs := body.get("logprobs") or False) is not bool:
+    raise wrong("logprobs", logprobs, "true or false")
+  try:
+    fitted(tools := _without_null(tools, 4), {"type": "array", "items": _TOOL})
+  except ValueError as error:
+    expected = f"functions as in OpenAI's API ({error})"
+    raise wrong("tools", tools, expected) from error
   template_args = body.get("chat_template_kwargs") or {}
-  if not isinstance(template_args, dict):
-    raise wrong("chat_template_kwargs", template_args, "an object")
   effort = {"reasoning_effort": body.get("reasoning_effort")}  # for it, too
   messages = body.get("messages")
   if not isinstance(messages, list) or not messages:
     raise wrong("messages", messages, "a list of at least one message")
-  messages = [_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+  messages = [read(m, f"messages[{i}]") for i, m in enumerate(messages)]
+  for i, message in enumerate(messages):
+    if message["role"] not in _ROLES:
+      expected = f"one of {', '.join(_ROLES)}"
+      raise wrong(f"messages[{i}].role", message["role"], expected)
   if messages[-1]["role"] == "assistant":
     raise wrong(
       f"messages[{len(messages) - 1}].role",
@@ -158,9 +187,9 @@ def chat(body: Any) -> Call:
     messages=messages,
     tools=tools,
     parses_tools=bool(tools) and body.get("tool_choice") != "none",
-    parallel_tool_calls=_boolean(body, "parallel_tool_calls", True),
+    parallel_tool_calls=body.get("parallel_tool_calls") is not False,
     template_args=effort | template_args,
-    logprobs=_boolean(body, "logprobs"),
+    logprobs=bool(logprobs),
     **common,
   )
 
@@ -200,37 +229,25 @@ def sampling_params(call: Call, default: SamplingParams) -> SamplingParams:
 def _common(body: Any) -> dict:
   if not isinstance(body, dict):
     raise ApiError("the body: expected a JSON object")
-  if not is_text(body):
-    raise ApiError("the body: expected text that UTF-8 can encode")
+  if not is_json(body):
+    raise ApiError("the body: expected JSON that UTF-8 can encode")
+  options = body.get("stream_options")
+  given = body | (options if isinstance(options, dict) else {})
+  for name, (expected, is_right) in _KINDS.items():
+    if (value := given.get(name)) is not None and not is_right(value):
+      raise wrong(name, value, expected)
   for name, values in _ONLY.items():
     value = body.get(name)
     if value is not None and not _is_one_of(value, values):
       raise wrong(name, value, _words(values))
-  stop = body.get("stop") or []
-  stop = [stop] if isinstance(stop, str) else stop
-  if not (
-    isinstance(stop, list)
-    and len(stop) <= _MOST_STOPS
-    and all(isinstance(s, str) and 0 < len(s) <= _LONGEST_STOP for s in stop)
-  ):
-    raise wrong(
-      "stop",
-      stop,
-      f"a text, or at most {_MOST_STOPS}, of 1 to {_LONGEST_STOP} letters",
-    )
-  n = 1 if body.get("n") is None else body["n"]
-  if type(n) is not int or not 1 <= n <= _MOST_ANSWERS:
-    raise wrong("n", n, f"a whole number from 1 to {_MOST_ANSWERS}")
-  options = body.get("stream_options") or {}
-  if not isinstance(options, dict):
-    raise wrong("stream_options", options, "an object")
+  stop = body.get("stop") or ()
   return {
-    "max_tokens": _max_tokens(body),
-    "n": n,
-    "stop": tuple(stop),
-    "stream": _boolean(body, "stream"),
-    "include_usage": _boolean(options, "include_usage"),
-    "return_token_ids": _boolean(body, "return_token_ids"),
+    "max_tokens": body.get("max_completion_tokens") or body.get("max_tokens"),
+    "n": body.get("n") or 1,
+    "stop": (stop,) if isinstance(stop, str) else tuple(stop),
+    "stream": body.get("stream") or False,
+    "include_usage": given.get("include_usage") or False,
+    "return_token_ids": body.get("return_token_ids") or False,
     "model": body.get("model"),
     "sampling": {
       k: v
@@ -252,40 +269,10 @@ def _words(values: Sequence) -> str:
   return " or ".join(["null", *map(json.dumps, values)])
 
 
-def _max_tokens(body: Mapping) -> int | None:
-  for name in ("max_completion_tokens", "max_tokens"):
-    value = body.get(name)
-    if value is not None:
-      if type(value) is not int or value < 1:
-        raise wrong(name, value, "a whole number of at least 1")
-      return value
-  return None
-
-
-def _boolean(body: Mapping, name: str, default: bool = False) -> bool:
-  value = body.get(name)
-  if value is None:
-    return default
-  if not isinstance(value, bool):
-    raise wrong(name, value, "true or false")
-  return value
-
-
-def _is_tool(tool: Any) -> bool:
-  """Whether it has the shape that chat templates and parsers rely on."""
-  of = lambda x, key: x.get(key, {}) if isinstance(x, dict) else None
-  function = of(tool, "function")
-  properties = of(of(function, "parameters"), "properties")
-  return (
-    of(tool, "type") == "function"
-    and isinstance(of(function, "name"), str)
-    and isinstance(properties, dict)
-    and all(isinstance(x, dict) for x in properties.values())
-  )
-
-
 def _without_null(value: Any, depth: int) -> Any:
   """What a tool lacks is null to some clients, `parameters` above all."""
+  if isinstance(value, list):
+    return [_without_null(x, depth) for x in value]
   if not (depth and isinstance(value, dict)):
     return value
   given = {k: v for k, v in value.items() if v is not None}
@@ -298,7 +285,7 @@ def _order_results(messages: list[dict]) -> None:
   ApiError unless each call has one. A call that was sent as text has no id.
   """
   ids: list[str] = []  # of the newest calls
-  left, results = {}, {}  # places of calls by id, and results by place
+  left, results, caller = {}, {}, ""  # calls by id, results by place
   for i, message in enumerate([*messages, {"role": ""}]):
     if message["role"] == "tool":
       own = message.get("tool_call_id", "")
@@ -309,19 +296,10 @@ def _order_results(messages: list[dict]) -> None:
         raise wrong(f"messages[{i}].tool_call_id", own, known)
       continue
     for own in left:
-      expected = f"before it the result of the call {own!r:.80}"
-      raise wrong(f"messages[{i}].role", message["role"], expected)
+      raise wrong(caller, ids, f"the result of {own!r:.80} behind it")
     messages[i - len(results) : i] = [results[n] for n in sorted(results)]
     ids = [call["id"] for call in message.get("tool_calls", ())]
     left, results = {own: n for n, own in enumerate(ids)}, {}
-
-
-def _message(message: Any, name: str) -> dict[str, Any]:
-  """A message for `Tokenizer.chat`; ApiError if a field is wrong."""
-  try:
-    made = read(message, name)
-  except WrongField as error:
-    raise ApiError(str(error), param=error.name) from error
-  if made["role"] not in _ROLES:
-    raise wrong(f"{name}.role", made["role"], f"one of {', '.join(_ROLES)}")
-  return made
+    caller = f"messages[{i}].tool_calls"
+    if len(left) < len(ids):
+      raise wrong(caller, ids, "calls with ids of their own")

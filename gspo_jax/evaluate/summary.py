@@ -87,7 +87,7 @@ def vote(reward: str, text: str) -> Hashable | None:
   if _name(reward) not in _READERS:
     return None
   find, normalise = _READERS[_name(reward)]
-  result = find(thinking.split(text)[1])
+  result = find(text)
   if not result:
     return None
   return normalise(result) if len(result) <= _LONGEST else hash(result)
@@ -98,7 +98,7 @@ def _name(reward: str) -> str:
 
 
 def _behind_mark(text: str) -> str:
-  _, mark, last = text.rpartition("#")
+  _, mark, last = thinking.behind("", text).rpartition("#")
   return last.strip() if mark else ""
 
 

@@ -3,11 +3,18 @@
 import re
 
 OPEN, CLOSE = "<think>", "</think>"
-# Of gpt-oss (harmony).
-_ANALYSIS = re.compile(
-  r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>"
-  r"(.*?)(?:<\|end\|>|(?=<\|start\|>)|\Z)",
-  re.DOTALL,
+# The end of thinking that does not begin anew.
+_END = re.compile(rf"{CLOSE}(?!\s*{OPEN})")
+# Of gpt-oss (harmony): the first header, and the messages of two channels.
+_HEADER = re.compile(
+  r"\s*(?:<\|start\|>assistant)?(?: ?to=[^\s<]+)? ?<\|channel\|>"
+)
+_ANALYSIS, _FINAL = (
+  re.compile(
+    rf"<\|channel\|>{name}<\|message\|>"
+    r"([^<]*(?:<(?!\|(?:end|return|start)\|>)[^<]*)*)"
+  )
+  for name in ("analysis", r"final(?: ?<\|constrain\|>\w*)?")
 )
 
 
@@ -20,20 +27,20 @@ def opening(prompt: str) -> str:
 def split(text: str) -> tuple[str, str]:
   """The thinking of a response, and the text behind it.
 
-  Thinking begins with `<think>`, or is in the channel `analysis`. Without an
-  end it is the whole response. If a prompt ends with `<think>`, put its
-  `opening` before the response.
+  Thinking begins with `<think>`, or is in the channel `analysis`; then the last
+  channel `final` is behind it. Without an end it is the whole response. If a
+  prompt ends with `<think>`, put its `opening` before the response.
   """
   begin = text.lstrip()
   if begin.startswith(OPEN):
-    thoughts, _, rest = begin.removeprefix(OPEN).partition(CLOSE)
-    return thoughts.strip(), rest.lstrip()
-  if not text.startswith("<|channel|>"):
+    end = _END.search(begin)
+    rest = begin[end.end() :].lstrip() if end else ""
+    return begin[len(OPEN) : end.start() if end else None].strip(), rest
+  if not _HEADER.match(text):
     return "", text
-  thoughts, rest = "\n".join(_ANALYSIS.findall(text)), _ANALYSIS.sub("", text)
-  for header in ("<|start|>assistant", "<|channel|>final<|message|>"):
-    rest = rest.removeprefix(header)
-  return thoughts.strip(), rest
+  thoughts = "\n".join(_ANALYSIS.findall(text)).strip()
+  *_, rest = ["", *_FINAL.findall(text)]
+  return thoughts, rest
 
 
 def behind(prompt: str, response: str) -> str:

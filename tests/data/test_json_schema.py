@@ -99,7 +99,9 @@ def test_an_error_names_the_place_what_was_expected_and_the_value(
 def test_what_is_an_integer_of_json_is_one_of_python():
   xs = fitted({"xs": [1.0, 2]}, NUMBERS)["xs"]
   assert [type(x) for x in xs] == [int, int]
-  assert fitted(None, {"type": "integer", "nullable": True}) is None
+  assert type(fitted(1.0, {"enum": [1]})) is int
+  for types in ({"type": "integer"}, {"anyOf": [{"type": "integer"}]}):
+    assert fitted(None, types | {"nullable": True}) is None
 
 
 def test_a_schema_that_refers_to_itself_takes_linear_time():
@@ -114,5 +116,10 @@ def test_a_schema_that_refers_to_itself_takes_linear_time():
   with pytest.raises(ValueError, match="expected"):
     fitted(value, schema)
   for hopeless in ({"$ref": "#"}, {"allOf": [{"$ref": "#"}]}):
-    with pytest.raises(ValueError, match="deep"):
+    with pytest.raises(ValueError, match="its own part"):
       fitted(1, hopeless)
+  assert fitted(1, {"anyOf": [{"$ref": "#"}, {"type": "integer"}]}) == 1
+  # And without the value itself as what fits, of 2**30.
+  twice = lambda i: {"allOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2}
+  value, defs = {"a": []}, {str(i): twice(i) for i in range(30)}
+  assert fitted(value, twice(-1) | {"$defs": defs}) is value

@@ -117,8 +117,11 @@ EXAMPLES = {
 }
 BROKEN = {
   "hermes": ['<tool_call>\n{"name": "f", "arguments": {"x": }}\n</tool_call>'],
-  "llama3_json": ['{"name": "f", "parameters": {"x": 1}'],
-  "openai": ["<|channel|>commentary to=functions.f<|message|>{'x': 1}"],
+  "llama3_json": ['{"name": "f", "parameters": {"x": 1}', '{"name": "f", "pa'],
+  "openai": [
+    "<|channel|>commentary to=functions.f<|message|>{'x': 1}",
+    "<|channel|>commentary to=functions.f",
+  ],
   "deepseek_v3": [
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{x}\n```",
     "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
@@ -161,7 +164,7 @@ BROKEN = {
 OBJECTS = [
   ("[1]", 'lacks "name"'),
   ('{"arguments": {}}', 'lacks "name"'),
-  ('{"name": "f", "arguments": "x"}', "object as arguments, got str"),
+  ('{"name": "f", "arguments": "x"}', 'arguments: expected object, got "x"'),
   ('{"name": "f", "arguments": ' + "[" * 10**5, "not valid JSON"),
 ]
 

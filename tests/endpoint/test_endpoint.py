@@ -327,6 +327,14 @@ def test_an_answer_that_was_cut_goes_on_with_its_own_ids(ask, tokenizer):
     ({"messages": [user(3)]}, "messages[0].content"),
     ({"messages": [user([{"type": "image_url"}])]}, "messages[0].content"),
     (
+      {"messages": [user([{"type": "image_url", "text": "a"}])]},
+      "messages[0].content",
+    ),
+    (
+      {"messages": [{"role": "user", "reasoning_content": "a"}]},
+      "messages[0].content",
+    ),
+    (
       {"messages": [user("a"), {"role": "assistant", "content": "b"}]},
       "messages[1].role",
     ),
@@ -494,9 +502,12 @@ def test_a_prompt_may_be_a_list_of_one(ask, tokenizer):
   assert [g.prompt for g in engine.made] == [tokenizer.encode("a text")] * 2
 
 
-def test_a_prompt_that_cannot_fit_is_refused_before_any_work(ask, monkeypatch):
+def test_a_prompt_that_cannot_fit_is_refused_before_any_work(
+  ask, monkeypatch, tokenizer
+):
   _, client = ask
-  monkeypatch.setattr(app.Endpoint, "_prompt", lambda *_: 1 / 0)
+  for name in ("chat", "encode"):
+    monkeypatch.setattr(type(tokenizer), name, lambda *_: 1 / 0)
   text = "x" * (CONTEXT * len("<|im_start|>") + 1)
   for ask_for in (
     lambda: chat(client, [user(text)]),

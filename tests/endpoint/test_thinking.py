@@ -109,7 +109,9 @@ ROLES = ("<|system|>", "<|assistant|>")
 # Template, stop tokens, other control tokens, how thinking begins and ends in
 # an answer, and how a call is written.
 FAMILIES = {
-  "chatml": (TEMPLATE, ["<|im_end|>"], (), "<think>", "</think>", HERMES),
+  # As Magistral's: a kind of part of a message, which is no thinking of it.
+  "chatml": (TEMPLATE + "{# part.type == 'thinking' #}", ["<|im_end|>"], (),
+             "<think>", "</think>", HERMES),
   "qwen3": (QWEN3, ["<|im_end|>"], (), "<think>\n", "\n</think>\n\n", HERMES),
   "qwen3.5": (QWEN35, ["<|im_end|>"], (), "", "\n</think>\n\n", HERMES),
   "glm": (GLM, ["<|observation|>", "<|user|>"], ROLES, "\n<think>",
@@ -376,8 +378,8 @@ def test_results_come_in_the_order_of_their_calls(family, name, order):
     ("ax", "messages[3].tool_call_id", '"a", "b"'),
     ("aab", "messages[3].tool_call_id", '"a", "b"'),
     ("a-", "messages[3].tool_call_id", '"a", "b"'),
-    ("a", "messages[3].role", "'b'"),
-    ("", "messages[2].role", "'a'"),
+    ("a", "messages[1].tool_calls", "'b'"),
+    ("", "messages[1].tool_calls", "'a'"),
     ("abu", "messages[5].tool_call_id", '"u"'),
   ],
 )

@@ -54,11 +54,20 @@ def test_thinking_and_the_text_behind_it_are_all_there_is(shape):
   assert thinking.split(f" {prompt} a") == ("", f" {prompt} a")
 
 
-def test_gpt_oss_thinks_in_several_messages_and_keeps_its_call():
+def test_gpt_oss_thinks_in_several_messages_and_answers_in_the_final_one():
   call = " to=functions.f<|channel|>commentary json<|message|>{}"
   said = HARMONY.format("a") + "<|start|>assistant" + HARMONY.format("b")
-  assert thinking.split(f"{said}<|start|>assistant{call}") == ("a\nb", call)
-  assert thinking.split(call) == ("", call)
+  assert thinking.split(f"{said}<|start|>assistant{call}") == ("a\nb", "")
+  assert thinking.split(call) == ("", "")
+  told = HARMONY.format("5").replace("analysis", "commentary")
+  assert thinking.split(f"\n{said}{told}{FINAL}c <|end|>") == ("a\nb", "c ")
+  assert thinking.split(told) == ("", "")
+
+
+def test_thinking_that_begins_again_goes_on():
+  thoughts = "<think>a</think>\n<think>b"
+  assert thinking.split(f"{thoughts} 5")[1] == ""
+  assert thinking.split(f"{thoughts}</think>5")[1] == "5"
 
 
 def test_programs_and_rules_and_votes_too():

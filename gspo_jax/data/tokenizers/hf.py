@@ -47,7 +47,7 @@ _PRIVATE = range(0xF0000, 0xFFFFE)  # private-use characters
 # prompt that ends with one of its tags allows one of them.
 _RESPONSES = "a response", "<think>\na thought\n</think>\n\na response"
 # A template that reads the thinking of a message, by one of three names.
-_READS_THINKING = re.compile(r"[.'\"](reasoning(_content)?|thinking)\b")
+_READS_THINKING = re.compile(r"(?<!= )[.'\"](reasoning(_content)?|thinking)\b")
 # What transformers gives every chat template.
 _OF_EVERY_TEMPLATE = {
   *("add_generation_prompt", "bos_token", "eos_token", "messages"),
