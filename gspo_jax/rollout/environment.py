@@ -164,7 +164,7 @@ def _roles(cls) -> tuple[str, ...]:
 
 
 def load(spec: str, seconds: float, **told: Any) -> Tasks:
-  """Tasks of `workers.pool`: `BEGIN` and `STEP`; `named` is `told` the rest.
+  """Tasks of `workers.pool`: `BEGIN` and `STEP`; `told` is as of `named`.
 
   BEGIN takes (question, seed), STEP takes (state, response).
   """
