@@ -33,7 +33,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ("a whole number of at least 1", lambda x: type(x) is int and x >= 1),
   ),
   **dict.fromkeys(
-    ("parallel_tool_calls", "return_token_ids", "stream", "include_usage"),
+    ("parallel_tool_calls", "return_token_ids", "stream"),
     ("true or false", lambda x: isinstance(x, bool)),
   ),
   **dict.fromkeys(
@@ -94,9 +94,7 @@ _NEUTRAL: dict[str, tuple] = {
 _READ, _IGNORED = (
   names.split()
   for names in (
-    "model messages prompt tools parallel_tool_calls chat_template_kwargs n "
-    "stop reasoning_effort max_tokens max_completion_tokens logprobs stream "
-    "stream_options return_token_ids",
+    "model messages prompt tools reasoning_effort logprobs",
     "user metadata store service_tier safety_identifier prompt_cache_key "
     "prompt_cache_retention prompt_cache_options prediction moderation rid "
     "request_id session_id priority cache_salt extra_key stream_reasoning "
@@ -104,7 +102,7 @@ _READ, _IGNORED = (
     "truncation_side",
   )
 )
-FIELDS = frozenset((*_READ, *_RANGES, *_ONLY, *_NEUTRAL, *_IGNORED))
+FIELDS = frozenset((*_READ, *_KINDS, *_RANGES, *_ONLY, *_NEUTRAL, *_IGNORED))
 _SCHEMAS = {"type": "object", "additionalProperties": {"type": "object"}}
 _TOOL = an_object(
   type={"const": "function"},
@@ -231,22 +229,20 @@ def _common(body: Any) -> dict:
     raise ApiError("the body: expected a JSON object")
   if not is_json(body):
     raise ApiError("the body: expected JSON that UTF-8 can encode")
-  options = body.get("stream_options")
-  given = body | (options if isinstance(options, dict) else {})
   for name, (expected, is_right) in _KINDS.items():
-    if (value := given.get(name)) is not None and not is_right(value):
+    if (value := body.get(name)) is not None and not is_right(value):
       raise wrong(name, value, expected)
   for name, values in _ONLY.items():
     value = body.get(name)
     if value is not None and not _is_one_of(value, values):
       raise wrong(name, value, _words(values))
-  stop = body.get("stop") or ()
+  stop, options = body.get("stop") or (), body.get("stream_options") or {}
   return {
     "max_tokens": body.get("max_completion_tokens") or body.get("max_tokens"),
     "n": body.get("n") or 1,
     "stop": (stop,) if isinstance(stop, str) else tuple(stop),
     "stream": body.get("stream") or False,
-    "include_usage": given.get("include_usage") or False,
+    "include_usage": options.get("include_usage") is True,
     "return_token_ids": body.get("return_token_ids") or False,
     "model": body.get("model"),
     "sampling": {
