@@ -43,6 +43,7 @@ from gspo_jax.record import metric_writer
 from gspo_jax.rollout import scoring
 from gspo_jax.rollout.batch import prompts_on_device
 from gspo_jax.runtime import multihost, sharding
+from gspo_jax.sampler.samples import finished_responses
 
 
 def timed(function, *args, clock=time.monotonic):
@@ -123,11 +124,12 @@ class Iterations:
     return seconds
 
   def _rewards(self, samples):
-    tokenizer = self._program.tokenizer
-    responses = scoring.decode_responses(samples, self._batch, tokenizer)
-    return scoring.score_responses(
-      self.reward_pool, responses, self._group_size, samples.lengths
-    ).result()
+    decode = scoring.ResponseDecoder(
+      self._batch, self._program.tokenizer, self._group_size
+    )
+    scorer = scoring.Scorer(self.reward_pool, decode)
+    scorer.add(finished_responses(samples))
+    return scorer.scored(samples).rewards.result()
 
   def _train_batch(self, samples, rewards, key):
     learner, metrics = self._program.learner, {}

@@ -371,26 +371,23 @@ def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
   config, sampler = experiment.config, experiment.program.sampler
   pool = experiment.reward_pool
   assert sampler is not None
-  batch_sharding = sharding.batch_sharding(sampler.mesh)
   context = RolloutContext(
+    rollout=config.rollout,
     curriculum=curriculum,
-    generate=sampler.generate,
+    sampler=sampler,
     tokenizer=experiment.program.tokenizer,
     reward_pool=None if config.rollout.environment else pool,  # type: ignore[arg-type]
-    batch_sharding=batch_sharding,
     # Keys on a dedicated sampler's devices, so that they wait for no training.
-    rng=sharding.key_beside(batch_sharding, experiment.keys.steps),
+    rng=sharding.key_beside(
+      sharding.batch_sharding(sampler.mesh), experiment.keys.steps
+    ),
     prompts=config.data.prompts,
-    group_size=config.rollout.group_size,
-    stop=sampler.stop,
     max_failed=config.reward.max_failed,
     conversations=experiment.conversations,
   )
-  if line := context.generate.describe(continues=config.rollout.continues):
+  if line := sampler.generate.describe(continues=config.rollout.continues):
     multihost.print_once(line)
-  return make_source(
-    config.rollout, context, sampler, last_step=config.num_steps
-  )
+  return make_source(context, last_step=config.num_steps)
 
 
 def devices(mesh: jax.sharding.Mesh, sampler: Sequence[jax.Device]) -> str:

@@ -16,7 +16,6 @@ from gspo_jax.rollout.batch import RolloutBatch, RolloutCost
 from gspo_jax.rollout.context import RolloutContext
 from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.rollout.partial import PartialRollouts
-from gspo_jax.sampler.functions import SeparateDevices
 from gspo_jax.sampler.samples import Samples
 
 # Fields of a batch that a checkpoint has as they are.
@@ -38,30 +37,29 @@ class OffPolicy:
   iterations after `last_step`; if a later run has more steps, the policy that
   learns from the next batch also samples it.
 
-  Rewards are computed while updates run. With `separate` devices a thread also
-  samples while updates run; the run ends if a batch takes over `timeout`
-  seconds. A checkpoint always stores `max_staleness` batches, padded with
-  `empty`.
+  Rewards are computed while updates run. With a sampler on separate devices a
+  thread also samples while updates run; the run ends if a batch takes over
+  `timeout` seconds. A checkpoint always stores `max_staleness` batches, padded
+  with empty ones.
   """
 
   def __init__(
     self,
     source: OnPolicy | PartialRollouts,
     context: RolloutContext,
-    empty: Samples,
     *,
-    max_staleness: int,
     last_step: int,
     timeout: float = 3600.0,
-    separate: SeparateDevices | None = None,
   ):
     self._source, self._context = source, context
-    self._max_staleness, self._last_step = max_staleness, last_step
-    self._separate, self._timeout = separate, timeout
-    self._empty = self._on_trainer(empty) if max_staleness else None
+    self._max_staleness = context.rollout.max_staleness
+    self._last_step, self._timeout = last_step, timeout
+    self._separate, self._empty = context.sampler.separate, None
+    if self._max_staleness:
+      self._empty = self._on_trainer(context.sampler.empty_samples())
     # JAX does not order the collectives of two threads, so only this thread
     # runs programs on the sampler's devices.
-    self._thread = separate and _Thread(context.batch_sharding.mesh)
+    self._thread = self._separate and _Thread(context.sampler.mesh)
     self._batches: deque[Future[RolloutBatch]] = deque()
 
   def __call__(self, params: model.Params, step: int) -> RolloutBatch:
@@ -170,7 +168,7 @@ class OffPolicy:
       if player and played:
         scored = player.restore(prompts, samples, played)
       else:
-        scored = self._context.start_scoring(prompts, samples)
+        scored = self._context.scored(prompts, samples)
       cost = RolloutCost(
         prompts, scored.rewards, saved["tokens"], saved["slot_steps"]
       )
@@ -193,7 +191,7 @@ class _Thread:
   the sampler's mesh, so `multihost` collectives run on the sampler's devices.
   """
 
-  def __init__(self, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh):
+  def __init__(self, mesh: jax.sharding.Mesh):
     self._work: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(
       target=self._run, args=(mesh,), name="sampler", daemon=True

@@ -180,8 +180,8 @@ def _scored(
   `chats` and their `responses`, for people, are this host's, by episode.
   """
   B, P = len(batch) * group_size, len(batch)
-  gather = lambda value: _gather_rows(
-    B, {row: value(chat) for row, chat in chats.items()}
+  gather = lambda value: multihost.allgather_rows(
+    {row: value(chat) for row, chat in chats.items()}, B
   )
   failed = gather(lambda chat: bool(chat.failure)) > 0
   lowest = functools.partial(
@@ -213,11 +213,3 @@ def _scored(
     },
     environment_seconds=environment_seconds,
   )
-
-
-def _gather_rows(B: int, values: Mapping[int, float]) -> np.ndarray:
-  """[B] float32 of all hosts; 0 for rows without a value."""
-  local = np.zeros(B, np.float32)
-  for row, value in values.items():
-    local[row] = value
-  return multihost.sum_of_all(local)

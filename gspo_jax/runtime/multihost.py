@@ -340,9 +340,9 @@ def _rows(shards) -> dict[int, np.ndarray]:
   }
 
 
-def allgather_rows(values: Mapping[int, float], like: jax.Array) -> np.ndarray:
-  """Joins the values of `local_rows(like)` from all processes: [B] float32."""
-  local = np.zeros(like.shape[0], np.float32)
+def allgather_rows(values: Mapping[int, float], size: int) -> np.ndarray:
+  """[size] float32, the values of all processes by row; 0 for other rows."""
+  local = np.zeros(size, np.float32)
   for i, value in values.items():
     local[i] = value
   # A row's value comes from its owner alone: a reward with a time limit may
