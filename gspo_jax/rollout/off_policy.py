@@ -18,15 +18,6 @@ from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.rollout.partial import PartialRollouts
 from gspo_jax.sampler.samples import Samples
 
-# Fields of a batch that a checkpoint has as they are.
-_SAVED = (
-  "sampled_tokens",
-  "policy_step",
-  "resumed_fraction",
-  "epochs",
-  "seconds",
-)
-
 
 class OffPolicy:
   """Samples each batch `max_staleness` iterations before it is used.
@@ -134,21 +125,20 @@ class OffPolicy:
     """JSON: the data positions of the pending problems, and their cost."""
     if not self._max_staleness:
       return self._source.get_state()
-    conversations = self._context.conversations
-    batches = [
-      {
-        "positions": batch.samples.prompts.positions.tolist(),
-        "steps": batch.samples.prompts.steps.tolist(),
-        "tokens": int(batch.costs[0].tokens),
-        "slot_steps": int(batch.costs[0].slot_steps),
-        **{name: getattr(batch, name) for name in _SAVED},
-        "conversations": conversations.state(batch.samples)
-        if conversations
-        else {},
-      }
-      for batch in self.wait()
-    ]
+    batches = [self._saved(batch) for batch in self.wait()]
     return {"source": self._source.get_state(), "next": batches}
+
+  def _saved(self, batch: RolloutBatch) -> dict:
+    saved, player = batch._asdict(), self._context.conversations
+    scored, (cost,) = saved.pop("samples"), saved.pop("costs")
+    return {
+      "positions": scored.prompts.positions.tolist(),
+      "steps": scored.prompts.steps.tolist(),
+      "tokens": int(cost.tokens),
+      "slot_steps": int(cost.slot_steps),
+      **saved,
+      "conversations": player.state(scored) if player else {},
+    }
 
   def set_state(self, pending: Any, state: dict) -> None:
     """Restores the state; scores responses of one turn again."""
@@ -164,18 +154,16 @@ class OffPolicy:
       prompts = self._context.curriculum.prompts_at(
         saved["positions"], saved.get("steps", 0)
       )
-      player, played = self._context.conversations, saved["conversations"]
-      if player and played:
-        scored = player.restore(prompts, samples, played)
+      if player := self._context.conversations:
+        scored = player.restore(prompts, samples, saved["conversations"])
       else:
         scored = self._context.scored(prompts, samples)
       cost = RolloutCost(
         prompts, scored.rewards, saved["tokens"], saved["slot_steps"]
       )
-      batch = RolloutBatch(
-        scored, [cost], **{name: saved[name] for name in _SAVED}
-      )
-      self._batches.append(_done(batch))
+      _, _, *names = RolloutBatch._fields
+      numbers = (saved[name] for name in names)
+      self._batches.append(_done(RolloutBatch(scored, [cost], *numbers)))
 
 
 def _done(batch: RolloutBatch) -> Future[RolloutBatch]:

@@ -172,7 +172,7 @@ def wait_scored(
   count = sum(int(part.failed.sum()) for part in rewards)
   if error := too_many(count, size, max_failed, label):
     local = [reason for part in rewards for reason in part.reasons]
-    reasons = multihost.allgather_text(local[0] if local else "")
+    reasons = multihost.allgather_json(local[0] if local else "")
     reason = next(filter(None, reasons))
     raise multihost.AgreedError(f"{error}; the first reason: {reason}")
   return rewards

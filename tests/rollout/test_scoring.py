@@ -236,7 +236,7 @@ def test_the_error_has_a_reason_of_another_host(monkeypatch):
   zeros = np.zeros((2, 4), np.float32)
   rewards = Rewards(zeros, {"math": zeros}, zeros == 0, ())
   monkeypatch.setattr(
-    multihost, "allgather_text", lambda text: [text, "theirs", "others"]
+    multihost, "allgather_json", lambda text: [text, "theirs", "others"]
   )
   with pytest.raises(
     multihost.AgreedError, match=r"it: 8 of 8 .* first reason: theirs$"
