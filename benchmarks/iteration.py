@@ -36,7 +36,6 @@ from gspo_jax.configs import tiny_cpu
 from gspo_jax.data import pipeline
 from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.learner import packing
-from gspo_jax.losses import EDGES
 from gspo_jax.program import experiment, load_params
 from gspo_jax.program.config import parse
 from gspo_jax.record import metric_writer
@@ -94,7 +93,7 @@ class Iterations:
       _set_lengths(self._batch, parsed.sampler.max_new_tokens)
     self.prompts = prompts_on_device(self._batch, self._rows)
     self._writer = metric_writer.MetricWriter(
-      folder, total_steps=1, resume_step=0, edges=EDGES
+      folder, total_steps=1, resume_step=0
     )
     with jax.set_mesh(mesh):
       if workdir:

@@ -27,7 +27,7 @@ from gspo_jax.learner.health import (
   require_responses,
 )
 from gspo_jax.learner.train_step import TrainState
-from gspo_jax.losses import EDGES, Metrics
+from gspo_jax.losses import Metrics
 from gspo_jax.program import load_params, settings
 from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.experiment import Experiment, checkpoint_identity, prepare
@@ -162,7 +162,6 @@ def _train(
       experiment.workdir,
       total_steps=last,
       resume_step=first - 1,
-      edges=EDGES,
       active=multihost.is_primary(),
       wandb=config.log.wandb,
       config=config.as_json(),

@@ -36,7 +36,7 @@ SCALARS = {
 
 def open_writer(folder, *, resume=0, total=100, active=True):
   return metric_writer.MetricWriter(
-    folder, total_steps=total, resume_step=resume, edges=EDGES, active=active
+    folder, total_steps=total, resume_step=resume, active=active
   )
 
 
@@ -153,9 +153,8 @@ def test_a_process_that_never_closes_loses_nothing(tmp_path):
   (tmp_path / "torch.py").write_text("print('imported')")
   code = (
     "import os, sys, gspo_jax.train; print('train'); import torch\n"
-    "from gspo_jax.losses import EDGES\n"
     "from gspo_jax.record.metric_writer import MetricWriter\n"
-    "w = MetricWriter(sys.argv[1], total_steps=9, resume_step=0, edges=EDGES)"
+    "w = MetricWriter(sys.argv[1], total_steps=9, resume_step=0)"
     "\n"
     "w.write(1, {'x': 1.0}, {}, [('q', '\\u4e2d', 'r', 1.0)]); os._exit(0)"
   )
