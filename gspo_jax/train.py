@@ -162,7 +162,6 @@ def _train(
       experiment.workdir,
       total_steps=last,
       resume_step=first - 1,
-      active=multihost.is_primary(),
       wandb=config.log.wandb,
       config=config.as_json(),
     )

@@ -43,6 +43,7 @@ from gspo_jax.record.run_files import (
   short_number,
 )
 from gspo_jax.record.wandb_run import WandbRun
+from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import with_reason
 from gspo_jax.runtime.key import ZERO_OR_MORE, Range, check, key
 
@@ -133,12 +134,13 @@ def to_scalars(
 class MetricWriter:
   """A context manager that writes the metrics of a run under `workdir`.
 
+  Only the first process writes.
+
   Args:
     workdir: a folder, created if missing, or a bucket (gs://..., with gcsfs).
     total_steps: of the whole run, for the ETA.
     resume_step: the restored step k, or 0 for a new run. Lines and samples
       after k are deleted, and TensorBoard hides their events.
-    active: False makes every method a no-op: only the first process writes.
     wandb: the project in W&B; "" for none.
     config: all keys of the run, for W&B.
 
@@ -152,16 +154,15 @@ class MetricWriter:
     *,
     total_steps: int,
     resume_step: int,
-    active: bool = True,
     wandb: str = "",
     config: Mapping[str, Any] | None = None,
   ):
-    self._active, self._total_steps = active, total_steps
+    self._total_steps = total_steps
     start = Progress.clock(), resume_step
     self._recent = collections.deque([start], maxlen=20)
     self._files: list[RunFile] = []
     self._wandb, self._last_row = None, math.inf
-    if not active:
+    if not multihost.is_primary():
       return
     workdir = epath.Path(workdir)
     self._samples = workdir / "samples"
@@ -214,7 +215,7 @@ class MetricWriter:
     (problem, response, reference, reward); three are printed. In a bucket,
     samples also upload everything written before.
     """
-    if not self._active:
+    if not multihost.is_primary():
       return
     step, scalars = int(step), {k: float(v) for k, v in scalars.items()}
     if "time/iteration" in scalars:

@@ -34,9 +34,9 @@ SCALARS = {
 }
 
 
-def open_writer(folder, *, resume=0, total=100, active=True):
+def open_writer(folder, *, resume=0, total=100):
   return metric_writer.MetricWriter(
-    folder, total_steps=total, resume_step=resume, active=active
+    folder, total_steps=total, resume_step=resume
   )
 
 
@@ -391,9 +391,10 @@ def test_samples_are_readable_and_harmless(tmp_path, capsys):
   assert "\n    line 2\\x1b[2J\\r" in shown
 
 
-def test_inactive_writes_nothing(tmp_path, capsys):
+def test_a_second_process_writes_nothing(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(metric_writer.multihost, "is_primary", lambda: False)
   folder = tmp_path / "run"
-  with open_writer(folder, active=False) as writer:
+  with open_writer(folder) as writer:
     writer.write(1, SCALARS, {"x": [1.0]}, [("q", "a", "r", 1.0)])
   assert not folder.exists()
   assert capsys.readouterr().out == ""
