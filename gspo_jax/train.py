@@ -507,11 +507,9 @@ def _wait_for_sampler(run: Run) -> None:
 
 def _write_config(experiment: Experiment) -> None:
   if multihost.is_primary():
+    text = json.dumps(experiment.config.as_json(), indent=2) + "\n"
     path = experiment.workdir / "run_config.json"
-    temporary = path.with_name(path.name + ".tmp")
-    text = json.dumps(experiment.config.as_json(), indent=2)
-    temporary.write_text(text + "\n")
-    temporary.replace(path)
+    run_files.RunFile(path, text.encode()).close()
 
 
 def _cold_start(experiment: Experiment, preemption) -> TrainState | None:

@@ -174,9 +174,8 @@ class Conversations(Player):
 
   def _ask(self, chats: list[_Going], engine: Engine) -> None:
     """Asks the environments; an `async` step answers several at once."""
-    size = len(chats) if self.pool.is_async else 1
-    for begin in range(0, len(chats), max(size, 1)):
-      some = chats[begin : begin + size]
+    at_once = chats and self.pool.is_async
+    for some in [chats] if at_once else [[chat] for chat in chats]:
       calls = [(chat.state, chat.response) for chat in some]
       started = self.pool.step(calls, engine.wake)
       for i, chat in enumerate(some):
