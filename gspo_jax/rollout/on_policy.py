@@ -29,11 +29,9 @@ class OnPolicy:
     """A batch for iteration `step`; the policy may be of another iteration."""
     rng = iteration_keys(self._context.rng, step).sample
     samples, costs = dynamic_sampling.sample_until_mixed(
+      self._context,
       lambda i: self._sample(params, step, jax.random.fold_in(rng, i)),
-      self._context.sampler.merge_groups,
-      rounds=self._context.rollout.dynamic_sampling_rounds,
-      max_failed=self._context.max_failed,
-      label=f"iteration {step}",
+      f"iteration {step}",
     )
     return RolloutBatch(
       samples,
