@@ -1,7 +1,5 @@
 """Off-policy rollouts: batches are sampled some iterations before their use."""
 
-import contextlib
-import queue
 import threading
 import time
 from collections import deque
@@ -48,10 +46,9 @@ class OffPolicy:
     self._separate, self._empty = context.sampler.separate, None
     if self._max_staleness:
       self._empty = self._on_trainer(context.sampler.empty_samples())
-    # JAX does not order the collectives of two threads, so only this thread
-    # runs programs on the sampler's devices.
-    self._thread = self._separate and _Thread(context.sampler.mesh)
     self._batches: deque[Future[RolloutBatch]] = deque()
+    self._idle = threading.Event()  # set at the end of the newest thread
+    self._idle.set()
 
   def __call__(self, params: model.Params, step: int) -> RolloutBatch:
     newest = min(step + self._max_staleness, self._last_step)
@@ -74,9 +71,33 @@ class OffPolicy:
     return self._separate.to_trainer(samples)
 
   def _start(self, params, target: int, step: int) -> Future[RolloutBatch]:
-    if self._thread:
-      return self._thread.submit(lambda: self._sample(params, target, step))
+    if self._separate:
+      return self._submit(lambda: self._sample(params, target, step))
     return _done(self._source(params, target, policy_step=step))
+
+  def _submit(self, function: Callable[[], RolloutBatch]) -> Future:
+    """Runs it in a daemon thread, which does not block the process's exit.
+
+    Each thread waits for the one before it: JAX does not order the collectives
+    of two threads. It sets the sampler's mesh, so that `multihost` runs its
+    collectives on the sampler's devices.
+    """
+    future: Future[RolloutBatch] = Future()
+    before, self._idle = self._idle, (after := threading.Event())
+
+    def run():
+      before.wait()
+      try:
+        if future.set_running_or_notify_cancel():
+          with jax.set_mesh(self._context.sampler.mesh):
+            future.set_result(function())
+      except BaseException as error:
+        future.set_exception(error)
+      finally:
+        after.set()
+
+    threading.Thread(target=run, name="sampler", daemon=True).start()
+    return future
 
   def _sample(self, params, target, step) -> RolloutBatch:
     began = time.monotonic()
@@ -104,8 +125,8 @@ class OffPolicy:
 
   def close(self) -> None:
     """Drops the batches that have not begun."""
-    if self._thread:
-      self._thread.close()
+    for batch in self._batches:
+      batch.cancel()
 
   @property
   def pending(self) -> dict | Samples | None:
@@ -170,40 +191,3 @@ def _done(batch: RolloutBatch) -> Future[RolloutBatch]:
   future: Future[RolloutBatch] = Future()
   future.set_result(batch)
   return future
-
-
-class _Thread:
-  """One daemon thread, which runs functions in order.
-
-  Unlike ThreadPoolExecutor's, it does not block the interpreter's exit. It sets
-  the sampler's mesh, so `multihost` collectives run on the sampler's devices.
-  """
-
-  def __init__(self, mesh: jax.sharding.Mesh):
-    self._work: queue.SimpleQueue = queue.SimpleQueue()
-    threading.Thread(
-      target=self._run, args=(mesh,), name="sampler", daemon=True
-    ).start()
-
-  def submit(self, function: Callable[[], RolloutBatch]) -> Future:
-    future: Future[RolloutBatch] = Future()
-    self._work.put((future, function))
-    return future
-
-  def close(self) -> None:
-    """Drops queued calls; the running one finishes."""
-    with contextlib.suppress(queue.Empty):
-      while True:
-        self._work.get_nowait()
-    self._work.put(None)
-
-  def _run(self, mesh) -> None:
-    with jax.set_mesh(mesh):
-      while item := self._work.get():
-        future, function = item
-        try:
-          future.set_result(function())
-        except BaseException as error:
-          future.set_exception(error)
-        # Frees the batch and the weights that sampled it.
-        del item, function, future

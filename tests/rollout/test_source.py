@@ -400,7 +400,7 @@ def test_a_sampler_keeps_no_weights_and_no_batch_that_it_does_not_need():
   source.wait()
   del weights
   # What a function returned stands for a batch here.
-  kept.append(weakref.ref(source._thread.submit(Weights).result()))
+  kept.append(weakref.ref(source._submit(Weights).result()))
   for _ in range(100):  # the thread returns a moment after its result is there
     if not any(each() for each in kept):
       break
