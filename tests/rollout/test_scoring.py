@@ -19,7 +19,6 @@ from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.samples import (
   STOPPED,
   TRUNCATED,
-  FinishedResponse,
   Samples,
 )
 
@@ -94,10 +93,9 @@ def test_responses_are_scored_against_their_own_problem(pool):
 def test_streamed_responses_have_the_same_rewards(pool):
   samples, batch = samples_of(RESPONSES), batch_of(PROBLEMS)
   scorer = Scorer(pool, ResponseDecoder(batch, BYTES, 3))
-  tokens, lengths = np.asarray(samples.tokens), samples.lengths.tolist()
-  finished = lambda row: FinishedResponse(tokens[row], lengths[row], True)
+  finished = scoring.finished_responses(samples)
   for rows in ([4, 1], [], [5, 0, 3], [2]):
-    scorer.add({row: finished(row) for row in rows})
+    scorer.add({row: finished[row] for row in rows})
   responses = decoded(samples, batch)
   assert dict(sorted(scorer.responses.items())) == responses
   rewards = scorer.scored(samples).rewards.result()
@@ -130,15 +128,14 @@ def test_a_group_is_scored_when_its_last_response_finished():
   ]
   samples, batch, pool = samples_of(RESPONSES), batch_of(problems), GroupPool()
   scorer = Scorer(pool, ResponseDecoder(batch, BYTES, 3))
-  tokens, lengths = np.asarray(samples.tokens), samples.lengths.tolist()
   first, second = RESPONSES[:3], RESPONSES[3:]
-  finished = lambda row: FinishedResponse(tokens[row], lengths[row], True)
+  finished = scoring.finished_responses(samples)
   for rows, complete in (
     ([4, 1, 3], []),
     ([5], [second]),
     ([2, 0], [second, first]),
   ):
-    scorer.add({row: finished(row) for row in rows})
+    scorer.add({row: finished[row] for row in rows})
     assert pool.groups == complete
   rewards = scorer.scored(samples).rewards.result()
   # Each response has the columns of its own problem.
