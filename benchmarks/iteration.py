@@ -36,13 +36,13 @@ from gspo_jax.configs import tiny_cpu
 from gspo_jax.data import pipeline
 from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.learner import packing
-from gspo_jax.losses import EDGES
 from gspo_jax.program import experiment, load_params
 from gspo_jax.program.config import parse
 from gspo_jax.record import metric_writer
 from gspo_jax.rollout import scoring
 from gspo_jax.rollout.batch import prompts_on_device
 from gspo_jax.runtime import multihost, sharding
+from gspo_jax.sampler.samples import finished_responses
 
 
 def timed(function, *args, clock=time.monotonic):
@@ -93,7 +93,7 @@ class Iterations:
       _set_lengths(self._batch, parsed.sampler.max_new_tokens)
     self.prompts = prompts_on_device(self._batch, self._rows)
     self._writer = metric_writer.MetricWriter(
-      folder, total_steps=1, resume_step=0, edges=EDGES
+      folder, total_steps=1, resume_step=0
     )
     with jax.set_mesh(mesh):
       if workdir:
@@ -123,11 +123,12 @@ class Iterations:
     return seconds
 
   def _rewards(self, samples):
-    tokenizer = self._program.tokenizer
-    responses = scoring.decode_responses(samples, self._batch, tokenizer)
-    return scoring.score_responses(
-      self.reward_pool, responses, self._group_size, samples.lengths
-    ).result()
+    decode = scoring.ResponseDecoder(
+      self._batch, self._program.tokenizer, self._group_size
+    )
+    scorer = scoring.Scorer(self.reward_pool, decode)
+    scorer.add(finished_responses(samples))
+    return scorer.scored(samples).rewards.result()
 
   def _train_batch(self, samples, rewards, key):
     learner, metrics = self._program.learner, {}

@@ -52,9 +52,9 @@ from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.record.checkpoint import Checkpoints
 from gspo_jax.rewards import final_answer
-from gspo_jax.rollout import scoring
+from gspo_jax.rollout.scoring import ResponseDecoder
 from gspo_jax.runtime import sharding
-from gspo_jax.sampler.samples import Prompts
+from gspo_jax.sampler.samples import Prompts, finished_responses
 from gspo_jax.tasks.chain import Chain
 from gspo_jax.train import train_and_evaluate
 
@@ -160,9 +160,10 @@ prompts, problems = Prompts(batch.tokens, batch.lengths), batch.problems
 def ask(params):
   """Samples, their texts, and who is right, [problems, responses]."""
   samples = functions.sampler.generate(params, prompts, jax.random.key(1))
-  read = scoring.decode_responses(samples, batch, functions.tokenizer)
-  texts = [read[i].text for i in range(count * group)]
-  right = [final_answer("", a.text, a.reference) for a in read.values()]
+  decode = ResponseDecoder(batch, functions.tokenizer, group)
+  read = [decode(i, x) for i, x in finished_responses(samples).items()]
+  texts = [answer.text for answer in read]
+  right = [final_answer("", a.text, a.reference) for a in read]
   return samples, texts, np.array(right).reshape(count, group)
 
 

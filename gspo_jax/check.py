@@ -20,7 +20,6 @@ from gspo_jax.program.experiment import prepare
 from gspo_jax.rewards import thinking
 from gspo_jax.rewards.reward import Response
 from gspo_jax.rollout.conversations import prompt_ids
-from gspo_jax.rollout.scoring import score_responses
 
 _PROMPTS = flags.DEFINE_integer("prompts", 2, "To print.", lower_bound=1)
 _RESPONSE = flags.DEFINE_string("response", "", "A text to reward.")
@@ -89,10 +88,12 @@ def _reward(experiment, problem, ids: list[int]) -> tuple[str, str]:
   read, reference = cfg.tokenizer.decode(ids), problem.reference
   lengths = len(cfg.tokenizer.encode(text)) + 1, c.sampler.max_new_tokens
   more = *lengths, problem.columns, problem, 1
-  group = dict.fromkeys(range(size), Response(read, text, reference, *more))
-  rewards = score_responses(pool, group, size, np.zeros(size)).result()
-  parts = {name: float(part[0, 0]) for name, part in rewards.parts.items()}
-  said = f"{rewards.total[0, 0]:g} of {parts}, reference {reference!r}"
+  group = [Response(read, text, reference, *more)] * size
+  rewards = pool.submit(group, size).result()
+  if pool.model:
+    rewards = pool.add_model(rewards, dict(enumerate(group)))
+  parts = {name: float(part[0]) for name, part in rewards.parts.items()}
+  said = f"{rewards.total[0]:g} of {parts}, reference {reference!r}"
   return read, "; ".join([said, *rewards.reasons])
 
 

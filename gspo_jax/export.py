@@ -93,7 +93,17 @@ def export(
     _, adapters = model.lora.split(params)
     hf.save_peft(adapters, program.cfg, folder, base=base)
   else:
-    _save(params, config, program, folder, dtype)
+    add_tokenizer = None  # save_hf copies the tokenizer of the base
+    if config.data.tokenizer or not base:
+      add_tokenizer = functools.partial(_add_tokenizer, program.tokenizer)
+    hf.save_hf(
+      params,
+      dataclasses.replace(program.cfg, lora=None),
+      folder,
+      dtype=dtype,
+      like=base or None,
+      beside=add_tokenizer,
+    )
   multihost.print_once(f"exported to {folder}")
 
 
@@ -108,22 +118,6 @@ def _require_base(config) -> None:
       "expected a folder and 0, for PEFT loads the weights below the adapters "
       "from that folder; without --peft the adapters are merged"
     )
-
-
-def _save(params, config, program, folder, dtype) -> None:
-  """Writes all weights, and the tokenizer beside them."""
-  base = config.model.checkpoint or None
-  add_tokenizer = None  # save_hf copies the tokenizer of the base
-  if config.data.tokenizer or not base:
-    add_tokenizer = functools.partial(_add_tokenizer, program.tokenizer)
-  hf.save_hf(
-    params,
-    dataclasses.replace(program.cfg, lora=None),
-    folder,
-    dtype=dtype,
-    like=base,
-    beside=add_tokenizer,
-  )
 
 
 def _add_tokenizer(tokenizer, folder):

@@ -27,7 +27,7 @@ from gspo_jax.learner.health import (
   require_responses,
 )
 from gspo_jax.learner.train_step import TrainState
-from gspo_jax.losses import EDGES, Metrics
+from gspo_jax.losses import Metrics
 from gspo_jax.program import load_params, settings
 from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.experiment import Experiment, checkpoint_identity, prepare
@@ -162,8 +162,6 @@ def _train(
       experiment.workdir,
       total_steps=last,
       resume_step=first - 1,
-      edges=EDGES,
-      active=multihost.is_primary(),
       wandb=config.log.wandb,
       config=config.as_json(),
     )
@@ -371,26 +369,23 @@ def _source(experiment: Experiment, curriculum: Curriculum) -> Source:
   config, sampler = experiment.config, experiment.program.sampler
   pool = experiment.reward_pool
   assert sampler is not None
-  batch_sharding = sharding.batch_sharding(sampler.mesh)
   context = RolloutContext(
+    rollout=config.rollout,
     curriculum=curriculum,
-    generate=sampler.generate,
+    sampler=sampler,
     tokenizer=experiment.program.tokenizer,
     reward_pool=None if config.rollout.environment else pool,  # type: ignore[arg-type]
-    batch_sharding=batch_sharding,
     # Keys on a dedicated sampler's devices, so that they wait for no training.
-    rng=sharding.key_beside(batch_sharding, experiment.keys.steps),
+    rng=sharding.key_beside(
+      sharding.batch_sharding(sampler.mesh), experiment.keys.steps
+    ),
     prompts=config.data.prompts,
-    group_size=config.rollout.group_size,
-    stop=sampler.stop,
     max_failed=config.reward.max_failed,
     conversations=experiment.conversations,
   )
-  if line := context.generate.describe(continues=config.rollout.continues):
+  if line := sampler.generate.describe(continues=config.rollout.continues):
     multihost.print_once(line)
-  return make_source(
-    config.rollout, context, sampler, last_step=config.num_steps
-  )
+  return make_source(context, last_step=config.num_steps)
 
 
 def devices(mesh: jax.sharding.Mesh, sampler: Sequence[jax.Device]) -> str:
@@ -512,11 +507,9 @@ def _wait_for_sampler(run: Run) -> None:
 
 def _write_config(experiment: Experiment) -> None:
   if multihost.is_primary():
+    text = json.dumps(experiment.config.as_json(), indent=2) + "\n"
     path = experiment.workdir / "run_config.json"
-    temporary = path.with_name(path.name + ".tmp")
-    text = json.dumps(experiment.config.as_json(), indent=2)
-    temporary.write_text(text + "\n")
-    temporary.replace(path)
+    run_files.RunFile(path, text.encode()).close()
 
 
 def _cold_start(experiment: Experiment, preemption) -> TrainState | None:

@@ -205,8 +205,8 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
   """Runs the batches not in the file; scores one while the next is sampled."""
   name, batches = benchmark.name, _batches(benchmark, sampler)
   # Only the first process has the file.
-  done = "" if file is None else str(file.batches_done)
-  first_batch = int(multihost.allgather_text(done)[0])
+  done = None if file is None else file.batches_done
+  first_batch = multihost.allgather_json(done)[0]
   key = jax.random.key(config.seed)
   key = jax.random.fold_in(key, zlib.crc32(name.encode()))
   scorer = multihost.run_on_all(

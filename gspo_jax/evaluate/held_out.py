@@ -7,11 +7,7 @@ from gspo_jax import model
 from gspo_jax.evaluate import estimators
 from gspo_jax.program.experiment import Experiment
 from gspo_jax.record.progress import Progress
-from gspo_jax.rollout.scoring import (
-  decode_responses,
-  score_responses,
-  wait_scored,
-)
+from gspo_jax.rollout.scoring import ResponseDecoder, Scorer, wait_scored
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.samples import Prompts, SamplingParams
 
@@ -59,20 +55,20 @@ def first_rewards(
     ).rewards
   else:
     count = len(batch) * group_size
+    decode = ResponseDecoder(
+      batch, experiment.program.tokenizer, group_size, sampler.stop
+    )
+    scorer = Scorer(experiment.reward_pool, decode)
     with Progress("evaluation", count, "responses") as progress:
       samples = sampler.respond(
         params,
         Prompts(batch.tokens, batch.lengths),
         sharding.key_beside(sampler.respond.batch_sharding, key),
+        on_finished=scorer.add,
         progress=progress,
         **options,
       )
-    responses = decode_responses(
-      samples, batch, experiment.program.tokenizer, sampler.stop
-    )
-    pending = score_responses(
-      experiment.reward_pool, responses, group_size, samples.lengths
-    )
+    pending = scorer.scored(samples).rewards
   max_failed = experiment.config.reward.max_failed
   (rewards,) = wait_scored([pending], max_failed, label="the held-out problems")
   return rewards.first[: len(held_out)]

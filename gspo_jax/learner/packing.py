@@ -103,9 +103,8 @@ def pack(lengths: np.ndarray, order: np.ndarray, cfg: PackingConfig) -> Packing:
       ends = np.cumsum(lengths[sequences])
       offset[sequences] = ends - lengths[sequences]
     tokens = np.array([tokens for tokens, _ in rows], int)
-    blocks = _needed_blocks(
-      index, offset[longest_first], tokens, cfg.width, (_BLOCK, _BLOCK)
-    )
+    unsorted = Packing(index, offset[longest_first], used)
+    blocks = needed_blocks(lengths[longest_first], unsorted, cfg)[: len(rows)]
     place = np.empty(len(rows), np.int64)
     fullest_first = np.lexsort((-tokens, -blocks))
     place[fullest_first] = _places(len(rows), size, cfg.shards)
@@ -126,10 +125,20 @@ def needed_blocks(
   blocks that hold the token itself, so an empty row has one of them for each
   block of queries.
   """
+  query_block, key_block = blocks
   placed = packing.row < len(lengths)
-  row, lengths_placed = packing.row[placed], np.asarray(lengths)[placed]
-  tokens = np.bincount(row, lengths_placed, len(lengths)).astype(int)
-  return _needed_blocks(row, packing.offset[placed], tokens, cfg.width, blocks)
+  row, offset = packing.row[placed], packing.offset[placed]
+  tokens = np.bincount(row, np.asarray(lengths)[placed], len(lengths))
+  start = np.arange(0, cfg.width, query_block)  # the first query of each block
+  # Its first key: keys that this query attends to reach back the furthest.
+  first = np.zeros((len(lengths), len(start)), int)
+  block = -(-offset // query_block)  # the first that starts in the sequence
+  inside = block < len(start)
+  np.maximum.at(first, (row[inside], block[inside]), offset[inside])
+  first = np.maximum.accumulate(first, axis=1)
+  first = np.where(start < tokens[:, None], first, start)
+  last = np.minimum(start + query_block, cfg.width) - 1
+  return (last // key_block - first // key_block + 1).sum(axis=1)
 
 
 def row_tokens(
@@ -150,23 +159,6 @@ def row_tokens(
   runs = np.arange(tokens.shape[1]) >= first[:, None]
   count = int(np.maximum(packing.num_micro_batches - first, 0).sum())
   return RowTokens(count, int(tokens[runs].sum()), count * size * cfg.width)
-
-
-def _needed_blocks(row, offset, tokens, width, blocks):
-  """Needed blocks of each row; row and offset of sequences, tokens of rows.
-
-  Keys that the first query of a block attends to reach back the furthest.
-  """
-  query_block, key_block = blocks
-  start = np.arange(0, width, query_block)  # the first query of each block
-  first = np.zeros((len(tokens), len(start)), int)  # its first key
-  block = -(-offset // query_block)  # the first that starts in the sequence
-  inside = block < len(start)
-  np.maximum.at(first, (row[inside], block[inside]), offset[inside])
-  first = np.maximum.accumulate(first, axis=1)
-  first = np.where(start < tokens[:, None], first, start)
-  last = np.minimum(start + query_block, width) - 1
-  return (last // key_block - first // key_block + 1).sum(axis=1)
 
 
 def _rows(lengths, width, multiple) -> list[tuple[int, list[int]]]:
@@ -203,16 +195,13 @@ def _emptiest_first(lengths, width, count):
   return [(tokens, items) for tokens, _, items in heap]
 
 
-def _places(count, micro_batch_size, shards) -> list[int]:
+def _places(count, micro_batch_size, shards) -> np.ndarray:
   """Places for `count` rows in their order: micro-batch by micro-batch."""
   per_shard = micro_batch_size // shards
   order = np.arange(micro_batch_size).reshape(shards, per_shard).T
   order[1::2] = order[1::2, ::-1]
-  dealt = order.reshape(-1)
-  return [
-    i // micro_batch_size * micro_batch_size + int(dealt[i % micro_batch_size])
-    for i in range(count)
-  ]
+  micro_batch, row = np.divmod(np.arange(count), micro_batch_size)
+  return micro_batch * micro_batch_size + order.reshape(-1)[row]
 
 
 def pack_responses(

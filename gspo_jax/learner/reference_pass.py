@@ -1,6 +1,7 @@
 """The passes of the reference policy, teachers and critic before an update."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -14,6 +15,7 @@ from gspo_jax.learner.train_step import TrainState
 # The named scope of conditionals that run one of several teachers or skip it;
 # `plan` counts all of them by it.
 TEACHERS = "teachers"
+Pass = Callable[[TrainBatch], jax.Array]  # rows to [B, R] float32
 
 
 def add_reference_and_values(
@@ -35,19 +37,20 @@ def add_reference_and_values(
   if teacher is not None:
     rows = dataclasses.replace(rows, teacher=teacher[rows.response_index])
 
+  def logps(params, cfg, one: TrainBatch) -> jax.Array:
+    return train_batch.response_logps(
+      params, cfg, one, temperature=temperature
+    ).logps
+
   # By the field that a pass fills in.
-  passes: dict[str, Callable[[TrainBatch], jax.Array]] = {}
+  passes: dict[str, Pass] = {}
   if state.reference is not None:
     reference = train_step.with_base(state.base, state.reference)
-    passes["reference_logps"] = lambda one: (
-      train_batch.response_logps(
-        reference, cfg, one, temperature=temperature
-      ).logps
-    )
+    passes["reference_logps"] = functools.partial(logps, reference, cfg)
   if teachers:
-    passes["teacher_logps"] = lambda one: _teacher_logps(
-      teachers, teacher_models, one, temperature
-    )
+    models = zip(teachers, teacher_models, strict=True)
+    each = [functools.partial(logps, *pair) for pair in models]
+    passes["teacher_logps"] = functools.partial(_teacher_logps, each)
   if (of_critic := state.critic) is not None:
     passes["values"] = lambda one: critic.values(of_critic.params, cfg, one)
 
@@ -66,29 +69,16 @@ def add_reference_and_values(
   return PackedBatch(dataclasses.replace(rows, **fields), counts)
 
 
-def _teacher_logps(
-  params: Sequence[model.Params],
-  models: Sequence[model.ModelConfig],
-  batch: TrainBatch,
-  temperature: float,
-) -> jax.Array:
+def _teacher_logps(teachers: Sequence[Pass], batch: TrainBatch) -> jax.Array:
   """[B, R] float32; runs only the teachers whose problems are in the rows."""
-
-  def logps(i, mask):
-    own = dataclasses.replace(batch, response_mask=mask)
-    return train_batch.response_logps(
-      params[i], models[i], own, temperature=temperature
-    ).logps
-
   if batch.teacher is None:
-    return logps(0, batch.response_mask)
-  total = jnp.zeros(batch.response_mask.shape)
-  for i in range(len(params)):
+    return teachers[0](batch)
+  total = zeros = jnp.zeros(batch.response_mask.shape)
+  for i, logps in enumerate(teachers):
     mask = batch.response_mask & (batch.teacher == i)
+    own = dataclasses.replace(batch, response_mask=mask)
     with jax.named_scope(TEACHERS):
       total += jax.lax.cond(
-        mask.any(),
-        lambda i=i, mask=mask: logps(i, mask),
-        lambda: jnp.zeros(batch.response_mask.shape),
+        mask.any(), functools.partial(logps, own), lambda: zeros
       )
   return total

@@ -210,7 +210,7 @@ class Checkpoints:
       result, cause = read(step, *args), ""
     except Exception as error:
       result, cause = None, _cause(error)
-    if not (causes := list(filter(None, multihost.allgather_text(cause)))):
+    if not (causes := list(filter(None, multihost.allgather_json(cause)))):
       return result
     if multihost.is_primary():
       logging.warning("checkpoint %d skipped: %s", step, causes[0])

@@ -31,7 +31,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from gspo_jax.losses import Metric
+from gspo_jax.losses import EDGES, Metric
 from gspo_jax.record import json_lines, run_files
 from gspo_jax.record.progress import Progress
 from gspo_jax.record.run_files import (
@@ -43,6 +43,7 @@ from gspo_jax.record.run_files import (
   short_number,
 )
 from gspo_jax.record.wandb_run import WandbRun
+from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import with_reason
 from gspo_jax.runtime.key import ZERO_OR_MORE, Range, check, key
 
@@ -133,13 +134,13 @@ def to_scalars(
 class MetricWriter:
   """A context manager that writes the metrics of a run under `workdir`.
 
+  Only the first process writes.
+
   Args:
     workdir: a folder, created if missing, or a bucket (gs://..., with gcsfs).
     total_steps: of the whole run, for the ETA.
     resume_step: the restored step k, or 0 for a new run. Lines and samples
       after k are deleted, and TensorBoard hides their events.
-    edges: of all histograms, ascending, from -inf to inf.
-    active: False makes every method a no-op: only the first process writes.
     wandb: the project in W&B; "" for none.
     config: all keys of the run, for W&B.
 
@@ -153,24 +154,21 @@ class MetricWriter:
     *,
     total_steps: int,
     resume_step: int,
-    edges: np.ndarray,
-    active: bool = True,
     wandb: str = "",
     config: Mapping[str, Any] | None = None,
   ):
-    self._active, self._total_steps = active, total_steps
+    self._total_steps = total_steps
     start = Progress.clock(), resume_step
     self._recent = collections.deque([start], maxlen=20)
-    self._edges = edges
     self._files: list[RunFile] = []
     self._wandb, self._last_row = None, math.inf
-    if not active:
+    if not multihost.is_primary():
       return
     workdir = epath.Path(workdir)
     self._samples = workdir / "samples"
     with with_reason(f"cannot write to {str(workdir)!r}"):
       self._metrics, self._distributions = open_run_files(
-        workdir, resume_step, self._edges
+        workdir, resume_step, EDGES
       )
       rows = [row.record for row in json_lines.read(workdir / "metrics.jsonl")]
       self._goodput = _Goodput(rows)
@@ -217,7 +215,7 @@ class MetricWriter:
     (problem, response, reference, reward); three are printed. In a bucket,
     samples also upload everything written before.
     """
-    if not self._active:
+    if not multihost.is_primary():
       return
     step, scalars = int(step), {k: float(v) for k, v in scalars.items()}
     if "time/iteration" in scalars:
@@ -237,9 +235,7 @@ class MetricWriter:
     if distributions:
       short = {k: list(map(short_number, d)) for k, d in distributions.items()}
       self._distributions.append(line({"step": step, **short}))
-    histograms = {
-      k: _counts_and_edges(k, d, self._edges) for k, d in distributions.items()
-    }
+    histograms = {k: _counts_and_edges(k, d) for k, d in distributions.items()}
     value = [{"tag": k, "simple_value": v} for k, v in scalars.items()]
     value += [_histogram(k, *bins) for k, bins in histograms.items()]
     self._events.append(_event(step=step, summary={"value": value}))
@@ -251,10 +247,9 @@ class MetricWriter:
       self._recent.pop()
     self._recent.append((Progress.clock(), step))
     total = self._total_steps
-    left = _seconds_left(self._recent, total)
     _print_line(
       f"{step:{len(str(total))}}/{total} {_columns(scalars)} "
-      f"eta {_clock(left):>8}"
+      f"eta {_eta(self._recent, total):>8}"
     )
     for sample in samples[:3]:
       _print_line(
@@ -302,13 +297,12 @@ class _Goodput:
 
 
 def _counts_and_edges(
-  name: str, values: Sequence[float], edges: np.ndarray
+  name: str, values: Sequence[float]
 ) -> tuple[np.ndarray, np.ndarray]:
   """Histogram counts and edges; the bar of layer l is from l to l + 1."""
-  if counts_over_edges(name, values, edges):
-    edges = np.clip(edges, 2 * edges[1], 2 * edges[-2])
-  else:
-    edges = np.arange(len(values) + 1.0)
+  edges = np.arange(len(values) + 1.0)
+  if counts_over_edges(name, values, EDGES):
+    edges = np.clip(EDGES, 2 * EDGES[1], 2 * EDGES[-2])
   counts = np.nan_to_num(np.asarray(values, float), posinf=0.0, neginf=0.0)
   return counts, edges
 
@@ -362,19 +356,13 @@ def _columns(scalars: Mapping[str, float]) -> str:
   )
 
 
-def _seconds_left(recent: Sequence[tuple[float, int]], total: int) -> float:
-  """Seconds to the end at the recent pace; NaN before a step."""
+def _eta(recent: Sequence[tuple[float, int]], total: int) -> str:
+  """The time to the end at the recent pace; "-" before a step."""
   (first_time, first_step), (last_time, last_step) = recent[0], recent[-1]
   if first_step == last_step:
-    return math.nan
-  pace = (last_time - first_time) / (last_step - first_step)
-  return (total - last_step) * pace
-
-
-def _clock(seconds: float) -> str:
-  if math.isnan(seconds):
     return "-"
-  minutes, seconds = divmod(round(seconds), 60)
+  pace = (last_time - first_time) / (last_step - first_step)
+  minutes, seconds = divmod(round((total - last_step) * pace), 60)
   hours = f"{minutes // 60}:" if minutes >= 60 else ""
   return f"{hours}{minutes % 60:02}:{seconds:02}"
 

@@ -2,9 +2,9 @@
 
 Other wings take: `source.make_source`; `off_policy.OffPolicy`; `context` and
 `batch` (input and output of sources); `scoring`; `metrics.rollout_metrics`;
-`config.RolloutConfig`; `partial.PartialRollouts`, for a plan; `environment` and
-`environment_pool`; `conversations` and `agents`; `episode`; `player`;
-`reward_model`. `environments` has the built-in ones.
+`config.RolloutConfig`; `environment` and `environment_pool`; `conversations`
+and `agents`; `episode`; `player`; `reward_model`. `environments` has the
+built-in ones.
 """
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
   "episode",
   "metrics",
   "off_policy",
-  "partial",
   "player",
   "reward_model",
   "scoring",

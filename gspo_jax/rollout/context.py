@@ -8,12 +8,13 @@ from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.rewards.pool import RewardPool
-from gspo_jax.rollout import scoring
 from gspo_jax.rollout.batch import ScoredSamples
+from gspo_jax.rollout.config import RolloutConfig
 from gspo_jax.rollout.player import Player
-from gspo_jax.sampler.functions import Sampler
-from gspo_jax.sampler.samples import Samples
-from gspo_jax.sampler.stop_strings import StopStrings
+from gspo_jax.rollout.scoring import ResponseDecoder, Scorer
+from gspo_jax.runtime import sharding
+from gspo_jax.sampler.functions import SamplerFunctions
+from gspo_jax.sampler.samples import Samples, finished_responses
 
 
 class IterationKeys(NamedTuple):
@@ -27,29 +28,33 @@ def iteration_keys(rng: jax.Array, step: int) -> IterationKeys:
 
 
 class RolloutContext(NamedTuple):
+  rollout: RolloutConfig
   curriculum: Curriculum
   # Partial rollouts and conversations need a `ContinuousSampler`, which
   # resumes responses.
-  generate: Sampler
+  sampler: SamplerFunctions
   tokenizer: Tokenizer
   reward_pool: RewardPool | None  # None with an environment, which rewards
-  batch_sharding: jax.sharding.NamedSharding  # of arrays [B, ...]
   rng: jax.Array  # the key of all iterations; see `iteration_keys`
   prompts: int  # P
-  group_size: int  # G
-  stop: StopStrings | None  # of the sampler
   max_failed: float  # `reward.max_failed`
   conversations: Player | None = None  # None: no environment
 
-  def start_scoring(
-    self, batch: PromptBatch, samples: Samples
-  ) -> ScoredSamples:
-    """Starts to score finished responses; each host scores its rows."""
+  @property
+  def batch_sharding(self) -> jax.sharding.NamedSharding:
+    """Of arrays [B, ...]."""
+    return sharding.batch_sharding(self.sampler.mesh)
+
+  def scorer(self, batch: PromptBatch) -> Scorer:
+    """For the responses to a batch; each host scores its rows."""
     assert self.reward_pool
-    responses = scoring.decode_responses(
-      samples, batch, self.tokenizer, self.stop
+    decode = ResponseDecoder(
+      batch, self.tokenizer, self.rollout.group_size, self.sampler.stop
     )
-    rewards = scoring.score_responses(
-      self.reward_pool, responses, self.group_size, samples.lengths
-    )
-    return ScoredSamples(batch, samples, responses, rewards)
+    return Scorer(self.reward_pool, decode)
+
+  def scored(self, batch: PromptBatch, samples: Samples) -> ScoredSamples:
+    """Starts to score finished responses."""
+    scorer = self.scorer(batch)
+    scorer.add(finished_responses(samples))
+    return scorer.scored(samples)

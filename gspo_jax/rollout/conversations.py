@@ -21,7 +21,7 @@ from gspo_jax.data.tokenizers.base import Turn, as_messages
 from gspo_jax.endpoint.requests import ApiError, Call
 from gspo_jax.record.progress import Progress
 from gspo_jax.rewards import thinking
-from gspo_jax.rollout.environment_pool import EnvironmentPool, Reply
+from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.episode import Episode
 from gspo_jax.rollout.player import Conversation, Player
 from gspo_jax.runtime.errors import UserError
@@ -42,21 +42,13 @@ class _Going(Conversation):
 
   episode: Episode
   state: str = ""  # of its environment
-  prompt: Sequence[int] = ()  # ids before the first response
   # All so far.
   messages: list[Mapping] = dataclasses.field(default_factory=list)
   rendered: str = ""  # the newest prompt, as the chat template writes it
-  ids: Sequence[int] = ()  # all of the newest response, and before it
+  ids: Sequence[int] = ()  # of the newest response, and all before it
   generation: Generation | None = None  # the response that is sampled
   response: str = ""  # the newest one
   asked: tuple[Started, int] | None = None  # the environment's answer
-
-  def add(self, reply: Reply) -> None:
-    step = reply.step
-    self.rewards.append(step.reward)
-    self.tool_calls += step.tool_calls
-    self.tool_errors += step.tool_errors
-    self.failure, self.state = reply.failure, reply.state
 
 
 class Conversations(Player):
@@ -87,58 +79,49 @@ class Conversations(Player):
       going = still
 
   def _begin(
-    self, batch, chats: Mapping[int, _Going], engine, key, group_size
-  ) -> None:
-    config = self.prompt_config
-    with engine.idle():
-      begun = self._reset(batch, chats, group_size, key)
-    for b, said in begun.items():
-      if self.limits.sequences > 1 and not chats[b].failure:
-        chats[b].messages = (
-          _first_messages(config, said)
-          if said
-          else config.messages_of(batch.problems[b // group_size])
-        )
-
-  def _reset(
     self,
     batch: PromptBatch,
     chats: Mapping[int, _Going],
-    group_size: int,
+    engine: Engine,
     key: jax.Array,
-  ) -> dict[int, Sequence[Turn]]:
-    """Begins this host's conversations, by episode.
-
-    Returns the messages of the prompts that environments gave; () for the
-    data's prompt. A wrong prompt fails its group.
-    """
+    group_size: int,
+  ) -> None:
+    """Begins this host's conversations; a wrong prompt fails its group."""
     # 2**32 - 1 is never a row number, so no response has this key.
     k_seed = jax.random.fold_in(key, np.uint32(2**32 - 1))
     seeds = np.asarray(
       jax.random.bits(k_seed, (len(batch),), np.uint32)
     ).tolist()
     steps, groups = batch.steps.tolist(), [b // group_size for b in chats]
-    begun = self.pool.begin(
-      [(batch.problems[p], steps[p], seeds[p]) for p in groups]
-    )
-    prompts: dict[int, set] = {}  # of a group
+    with engine.idle():
+      begun = self.pool.begin(
+        [(batch.problems[p], steps[p], seeds[p]) for p in groups]
+      )
+    said: dict[int, set] = {}  # in a group
+    for p, reply in zip(groups, begun, strict=True):
+      if not reply.failure:
+        said.setdefault(p, set()).add(reply.step.messages)
+    prompts = {p: self._prompt(batch.ids(p), x) for p, x in said.items()}
     for p, chat, reply in zip(groups, chats.values(), begun, strict=True):
       chat.state, chat.failure = reply.state, reply.failure
-      if not reply.failure:
-        prompts.setdefault(p, set()).add(reply.step.messages)
-    said = {
-      b: reply.step.messages for b, reply in zip(chats, begun, strict=True)
-    }
-    for p, choices in prompts.items():
-      try:
-        ids = prompt_ids(self.prompt_config, choices) or batch.ids(p)
-        why = ""
-      except Exception as error:  # no process may raise alone
-        ids, why = [], _reason(error)
-      for b, chat in chats.items():
-        if b // group_size == p:
-          chat.failure, chat.prompt = chat.failure or why, ids
-    return said
+      if not chat.failure:
+        chat.ids, chat.failure = prompts[p]
+      if self.limits.sequences > 1 and not chat.failure:
+        config, messages = self.prompt_config, reply.step.messages
+        chat.messages = (
+          _first_messages(config, messages)
+          if messages
+          else config.messages_of(batch.problems[p])
+        )
+
+  def _prompt(
+    self, ids: list[int], choices: Collection
+  ) -> tuple[list[int], str]:
+    """The ids of a group's prompt, by default the data's; or what is wrong."""
+    try:
+      return prompt_ids(self.prompt_config, choices) or ids, ""
+    except Exception as error:  # no process may raise alone
+      return [], _reason(error)
 
   def _call(self, chat: _Going, said: Sequence[Turn] = ()) -> bool:
     """Asks the policy for a response to what was said; False if it cannot."""
@@ -163,8 +146,8 @@ class Conversations(Player):
         chat.messages, config.tools
       )
       return ids
-    if not chat.ids:
-      return [*chat.prompt]
+    if not said:  # the first response
+      return [*chat.ids]
     stopped = chat.ids[-1] in config.tokenizer.stop_ids
     return [*chat.ids, *config.tokenizer.turn(said, stopped=stopped)]
 
@@ -191,9 +174,8 @@ class Conversations(Player):
 
   def _ask(self, chats: list[_Going], engine: Engine) -> None:
     """Asks the environments; an `async` step answers several at once."""
-    size = len(chats) if self.pool.is_async else 1
-    for begin in range(0, len(chats), max(size, 1)):
-      some = chats[begin : begin + size]
+    at_once = chats and self.pool.is_async
+    for some in [chats] if at_once else [[chat] for chat in chats]:
       calls = [(chat.state, chat.response) for chat in some]
       started = self.pool.step(calls, engine.wake)
       for i, chat in enumerate(some):
@@ -204,12 +186,15 @@ class Conversations(Player):
     if not (chat.asked and chat.asked[0].has_ended(chat.asked[1])):
       return True
     reply, episode = self.pool.reply(*chat.asked), chat.episode
-    chat.asked = None
-    chat.add(reply)
-    if reply.step.done:
+    step, chat.asked = reply.step, None
+    chat.failure, chat.state = reply.failure, reply.state
+    chat.rewards.append(step.reward)
+    chat.tool_calls += step.tool_calls
+    chat.tool_errors += step.tool_errors
+    if step.done:
       return False
     if episode.finish == STOPPED and episode.calls < self.limits.turns:
-      return self._call(chat, reply.step.messages)
+      return self._call(chat, step.messages)
     episode.finish = TRUNCATED
     return False
 

@@ -22,27 +22,21 @@ from gspo_jax.rollout.batch import (
   group_rows,
   sampled_tokens,
 )
+from gspo_jax.rollout.context import RolloutContext
 from gspo_jax.rollout.scoring import wait_scored
-from gspo_jax.runtime.sharding import Array
-from gspo_jax.sampler.samples import Samples
 
 
 def sample_until_mixed(
-  sample: Callable[[int], ScoredSamples],
-  merge_groups: Callable[[Samples, Samples, Array], Samples],
-  *,
-  rounds: int,
-  max_failed: float,
-  label: str,
+  context: RolloutContext, sample: Callable[[int], ScoredSamples], label: str
 ) -> tuple[ScoredSamples, list[RolloutCost]]:
-  """Samples batches until P groups have mixed rewards, at most `rounds`.
+  """Samples batches until P groups have mixed rewards, at most some rounds.
 
   One round waits for rewards only if they are those of conversations. `sample`
-  samples the batch of a round (from 0); P and G never change.
-  `max_failed` is as for `wait_scored`, over all rounds. Returns P groups, the
-  first with mixed rewards and then the first others; and the cost of each
+  samples the batch of a round (from 0); P and G never change. Returns P groups,
+  the first with mixed rewards and then the first others; and the cost of each
   batch.
   """
+  rounds = context.rollout.dynamic_sampling_rounds
   kept: ScoredSamples | None = None
   costs: list[RolloutCost] = []
   for i in range(rounds):
@@ -53,10 +47,9 @@ def sample_until_mixed(
     costs.append(RolloutCost(new.prompts, new.rewards, tokens, slot_steps))
     if rounds > 1 or new.conversation:
       size = rounds * new.rewards.size
-      wait_scored(
-        [x.rewards for x in costs], max_failed, label=label, size=size
-      )
-    kept = _merge(kept, new, merge_groups) if kept else new
+      pending = [cost.rewards for cost in costs]
+      wait_scored(pending, context.max_failed, label=label, size=size)
+    kept = _merge(kept, new, context.sampler.merge_groups) if kept else new
   assert kept
   return kept, costs
 

@@ -42,18 +42,15 @@ class EnvironmentPool(Pool):
     # Calls of an `async` step run at once only if they are started together.
     self.is_async: bool = self.facts
     try:
-      self._require_resets(examples)
+      replies = self.begin([(problem, 0, 0) for problem in examples])
+      for problem, reply in zip(examples, replies, strict=True):
+        if reply.failure:
+          raise UserError(
+            f"{reply.failure}, in reset of the problem {problem.text[:40]!r}"
+          )
     except BaseException:
       self.close()
       raise
-
-  def _require_resets(self, examples: Sequence[Problem]) -> None:
-    replies = self.begin([(problem, 0, 0) for problem in examples])
-    for problem, reply in zip(examples, replies, strict=True):
-      if reply.failure:
-        raise UserError(
-          f"{reply.failure}, in reset of the problem {problem.text[:40]!r}"
-        )
 
   def begin(
     self, conversations: Sequence[tuple[Problem, int, int]]

@@ -1,7 +1,5 @@
 """Off-policy rollouts: batches are sampled some iterations before their use."""
 
-import contextlib
-import queue
 import threading
 import time
 from collections import deque
@@ -16,17 +14,7 @@ from gspo_jax.rollout.batch import RolloutBatch, RolloutCost
 from gspo_jax.rollout.context import RolloutContext
 from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.rollout.partial import PartialRollouts
-from gspo_jax.sampler.functions import SeparateDevices
 from gspo_jax.sampler.samples import Samples
-
-# Fields of a batch that a checkpoint has as they are.
-_SAVED = (
-  "sampled_tokens",
-  "policy_step",
-  "resumed_fraction",
-  "epochs",
-  "seconds",
-)
 
 
 class OffPolicy:
@@ -38,31 +26,29 @@ class OffPolicy:
   iterations after `last_step`; if a later run has more steps, the policy that
   learns from the next batch also samples it.
 
-  Rewards are computed while updates run. With `separate` devices a thread also
-  samples while updates run; the run ends if a batch takes over `timeout`
-  seconds. A checkpoint always stores `max_staleness` batches, padded with
-  `empty`.
+  Rewards are computed while updates run. With a sampler on separate devices a
+  thread also samples while updates run; the run ends if a batch takes over
+  `timeout` seconds. A checkpoint always stores `max_staleness` batches, padded
+  with empty ones.
   """
 
   def __init__(
     self,
     source: OnPolicy | PartialRollouts,
     context: RolloutContext,
-    empty: Samples,
     *,
-    max_staleness: int,
     last_step: int,
     timeout: float = 3600.0,
-    separate: SeparateDevices | None = None,
   ):
     self._source, self._context = source, context
-    self._max_staleness, self._last_step = max_staleness, last_step
-    self._separate, self._timeout = separate, timeout
-    self._empty = self._on_trainer(empty) if max_staleness else None
-    # JAX does not order the collectives of two threads, so only this thread
-    # runs programs on the sampler's devices.
-    self._thread = separate and _Thread(context.batch_sharding.mesh)
+    self._max_staleness = context.rollout.max_staleness
+    self._last_step, self._timeout = last_step, timeout
+    self._separate, self._empty = context.sampler.separate, None
+    if self._max_staleness:
+      self._empty = self._on_trainer(context.sampler.empty_samples())
     self._batches: deque[Future[RolloutBatch]] = deque()
+    self._idle = threading.Event()  # set at the end of the newest thread
+    self._idle.set()
 
   def __call__(self, params: model.Params, step: int) -> RolloutBatch:
     newest = min(step + self._max_staleness, self._last_step)
@@ -85,9 +71,33 @@ class OffPolicy:
     return self._separate.to_trainer(samples)
 
   def _start(self, params, target: int, step: int) -> Future[RolloutBatch]:
-    if self._thread:
-      return self._thread.submit(lambda: self._sample(params, target, step))
+    if self._separate:
+      return self._submit(lambda: self._sample(params, target, step))
     return _done(self._source(params, target, policy_step=step))
+
+  def _submit(self, function: Callable[[], RolloutBatch]) -> Future:
+    """Runs it in a daemon thread, which does not block the process's exit.
+
+    Each thread waits for the one before it: JAX does not order the collectives
+    of two threads. It sets the sampler's mesh, so that `multihost` runs its
+    collectives on the sampler's devices.
+    """
+    future: Future[RolloutBatch] = Future()
+    before, self._idle = self._idle, (after := threading.Event())
+
+    def run():
+      before.wait()
+      try:
+        if future.set_running_or_notify_cancel():
+          with jax.set_mesh(self._context.sampler.mesh):
+            future.set_result(function())
+      except BaseException as error:
+        future.set_exception(error)
+      finally:
+        after.set()
+
+    threading.Thread(target=run, name="sampler", daemon=True).start()
+    return future
 
   def _sample(self, params, target, step) -> RolloutBatch:
     began = time.monotonic()
@@ -115,8 +125,8 @@ class OffPolicy:
 
   def close(self) -> None:
     """Drops the batches that have not begun."""
-    if self._thread:
-      self._thread.close()
+    for batch in self._batches:
+      batch.cancel()
 
   @property
   def pending(self) -> dict | Samples | None:
@@ -136,21 +146,20 @@ class OffPolicy:
     """JSON: the data positions of the pending problems, and their cost."""
     if not self._max_staleness:
       return self._source.get_state()
-    conversations = self._context.conversations
-    batches = [
-      {
-        "positions": batch.samples.prompts.positions.tolist(),
-        "steps": batch.samples.prompts.steps.tolist(),
-        "tokens": int(batch.costs[0].tokens),
-        "slot_steps": int(batch.costs[0].slot_steps),
-        **{name: getattr(batch, name) for name in _SAVED},
-        "conversations": conversations.state(batch.samples)
-        if conversations
-        else {},
-      }
-      for batch in self.wait()
-    ]
+    batches = [self._saved(batch) for batch in self.wait()]
     return {"source": self._source.get_state(), "next": batches}
+
+  def _saved(self, batch: RolloutBatch) -> dict:
+    saved, player = batch._asdict(), self._context.conversations
+    scored, (cost,) = saved.pop("samples"), saved.pop("costs")
+    return {
+      "positions": scored.prompts.positions.tolist(),
+      "steps": scored.prompts.steps.tolist(),
+      "tokens": int(cost.tokens),
+      "slot_steps": int(cost.slot_steps),
+      **saved,
+      "conversations": player.state(scored) if player else {},
+    }
 
   def set_state(self, pending: Any, state: dict) -> None:
     """Restores the state; scores responses of one turn again."""
@@ -166,58 +175,19 @@ class OffPolicy:
       prompts = self._context.curriculum.prompts_at(
         saved["positions"], saved.get("steps", 0)
       )
-      player, played = self._context.conversations, saved["conversations"]
-      if player and played:
-        scored = player.restore(prompts, samples, played)
+      if player := self._context.conversations:
+        scored = player.restore(prompts, samples, saved["conversations"])
       else:
-        scored = self._context.start_scoring(prompts, samples)
+        scored = self._context.scored(prompts, samples)
       cost = RolloutCost(
         prompts, scored.rewards, saved["tokens"], saved["slot_steps"]
       )
-      batch = RolloutBatch(
-        scored, [cost], **{name: saved[name] for name in _SAVED}
-      )
-      self._batches.append(_done(batch))
+      _, _, *names = RolloutBatch._fields
+      numbers = (saved[name] for name in names)
+      self._batches.append(_done(RolloutBatch(scored, [cost], *numbers)))
 
 
 def _done(batch: RolloutBatch) -> Future[RolloutBatch]:
   future: Future[RolloutBatch] = Future()
   future.set_result(batch)
   return future
-
-
-class _Thread:
-  """One daemon thread, which runs functions in order.
-
-  Unlike ThreadPoolExecutor's, it does not block the interpreter's exit. It sets
-  the sampler's mesh, so `multihost` collectives run on the sampler's devices.
-  """
-
-  def __init__(self, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh):
-    self._work: queue.SimpleQueue = queue.SimpleQueue()
-    threading.Thread(
-      target=self._run, args=(mesh,), name="sampler", daemon=True
-    ).start()
-
-  def submit(self, function: Callable[[], RolloutBatch]) -> Future:
-    future: Future[RolloutBatch] = Future()
-    self._work.put((future, function))
-    return future
-
-  def close(self) -> None:
-    """Drops queued calls; the running one finishes."""
-    with contextlib.suppress(queue.Empty):
-      while True:
-        self._work.get_nowait()
-    self._work.put(None)
-
-  def _run(self, mesh) -> None:
-    with jax.set_mesh(mesh):
-      while item := self._work.get():
-        future, function = item
-        try:
-          future.set_result(function())
-        except BaseException as error:
-          future.set_exception(error)
-        # Frees the batch and the weights that sampled it.
-        del item, function, future

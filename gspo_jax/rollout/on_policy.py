@@ -1,7 +1,5 @@
 """On-policy rollouts: the policy that learns samples all responses."""
 
-from collections.abc import Callable
-
 import jax
 
 from gspo_jax import model
@@ -14,25 +12,16 @@ from gspo_jax.rollout.batch import (
   sampled_tokens,
 )
 from gspo_jax.rollout.context import RolloutContext, iteration_keys
-from gspo_jax.rollout.scoring import ResponseDecoder, StreamingScorer
 from gspo_jax.runtime import sharding
-from gspo_jax.sampler.samples import Samples
 
 
 class OnPolicy:
-  """Samples responses to new prompts; with over 1 of `rounds`, dynamically."""
+  """Samples responses to new prompts; in rounds, dynamically."""
 
   pending = None
 
-  def __init__(
-    self,
-    context: RolloutContext,
-    merge_groups: Callable[[Samples, Samples, sharding.Array], Samples],
-    *,
-    rounds: int,
-  ):
-    self._context, self._rounds = context, rounds
-    self._merge_groups = merge_groups
+  def __init__(self, context: RolloutContext):
+    self._context = context
 
   def __call__(
     self, params: model.Params, step: int, policy_step: int | None = None
@@ -40,11 +29,9 @@ class OnPolicy:
     """A batch for iteration `step`; the policy may be of another iteration."""
     rng = iteration_keys(self._context.rng, step).sample
     samples, costs = dynamic_sampling.sample_until_mixed(
+      self._context,
       lambda i: self._sample(params, step, jax.random.fold_in(rng, i)),
-      self._merge_groups,
-      rounds=self._rounds,
-      max_failed=self._context.max_failed,
-      label=f"iteration {step}",
+      f"iteration {step}",
     )
     return RolloutBatch(
       samples,
@@ -55,27 +42,20 @@ class OnPolicy:
     )
 
   def _sample(self, params, step, key) -> ScoredSamples:
-    context = self._context
+    context, generate = self._context, self._context.sampler.generate
     batch = context.curriculum.next_batch(step)
     label = f"rollout of iteration {step}"
     if play := context.conversations:  # then the sampler is a continuous one
-      return play(context.generate, params, batch, key, label=label)  # type: ignore[arg-type]
-    assert context.reward_pool
+      return play(generate, params, batch, key, label=label)  # type: ignore[arg-type]
     key = sharding.key_beside(context.batch_sharding, key)
     prompts = prompts_on_device(batch, context.batch_sharding)
-    scorer = StreamingScorer(
-      context.reward_pool,
-      ResponseDecoder(
-        batch, context.tokenizer, context.group_size, context.stop
-      ),
-    )
-    count = context.prompts * context.group_size
+    scorer = context.scorer(batch)
+    count = context.prompts * context.rollout.group_size
     with Progress(label, count, "responses") as progress:
-      samples = context.generate(
+      samples = generate(
         params, prompts, key, on_finished=scorer.add, progress=progress
       )
-    rewards = scorer.rewards(samples)
-    return ScoredSamples(batch, samples, scorer.responses, rewards)
+    return scorer.scored(samples)
 
   def get_state(self) -> dict:
     """Nothing is pending."""

@@ -5,24 +5,18 @@ tokens in an iteration and continues in the next one. More prompts are in flight
 than an update needs, so that long responses do not delay a batch.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from gspo_jax import model
 from gspo_jax.data.prompt_batch import PromptBatch, join
 from gspo_jax.record.progress import Progress
-from gspo_jax.rollout.batch import (
-  RolloutBatch,
-  RolloutCost,
-  group_rows,
-  prompts_on_device,
-)
+from gspo_jax.rollout.batch import RolloutBatch, RolloutCost, group_rows
 from gspo_jax.rollout.context import RolloutContext, iteration_keys
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.functions import SamplerFunctions
-from gspo_jax.sampler.samples import UNFINISHED, Samples
+from gspo_jax.sampler.samples import UNFINISHED, Prompts, Samples
 
 
 class PartialRollouts:
@@ -35,26 +29,17 @@ class PartialRollouts:
     2. The prompt and the earlier tokens of a resumed response are prefilled
        again, because the weights have changed.
 
-  `empty_samples` gets a number of prompts. An iteration adds at most
-  `max_tokens` to a response. `extra_prompts` are in flight in addition to the P
-  of a batch; the oldest come first.
+  The prompts in flight are twice those of a batch; the oldest come first.
   """
 
-  def __init__(
-    self,
-    context: RolloutContext,
-    empty_samples: Callable[[int], Samples],
-    functions: SamplerFunctions,
-    *,
-    max_tokens: int,
-    extra_prompts: int,
-  ):
-    self._context, self._functions = context, functions
-    self._max_tokens = max_tokens
-    self._in_flight = context.prompts + extra_prompts
-    responses = self._in_flight * context.group_size
+  def __init__(self, context: RolloutContext):
+    self._context = context
+    self._group_size = context.rollout.group_size
+    self._in_flight = 2 * context.prompts
+    responses = self._in_flight * self._group_size
     self._batch: PromptBatch | None = None
-    self.pending = empty_samples(self._in_flight)
+    empty: Any = context.sampler.generate.jitted  # of a continuous sampler
+    self.pending: Samples = empty.empty_samples(self._in_flight)
     # Of each response: the sum over its tokens of the iteration that sampled
     # them, and the number of iterations that added tokens.
     self._step_sums = np.zeros(responses)
@@ -71,10 +56,10 @@ class PartialRollouts:
     self._step_sums += (lengths - before) * sampled_at
     self._iterations += lengths > before
     chosen = np.flatnonzero(finished)[: self._context.prompts].astype(np.int32)
-    rows = group_rows(chosen, self._context.group_size)
-    scored = self._context.start_scoring(
+    rows = group_rows(chosen, self._group_size)
+    scored = self._context.scored(
       batch.pick(chosen),
-      self._functions.take_batch(samples, chosen),
+      self._context.sampler.take_batch(samples, chosen),
     )
     tokens = int((lengths - before).sum())
     result = RolloutBatch(
@@ -121,12 +106,11 @@ class PartialRollouts:
     return join([*old, new])
 
   def _resume(self, params, step, batch, lengths) -> tuple[Samples, int]:
-    """Adds up to `max_tokens` to each response; also returns the slot steps.
+    """Adds tokens to each response; also returns the slot steps.
 
     If fewer than P groups are then finished, samples the oldest to their end.
     """
-    context, G = self._context, self._context.group_size
-    prompts = prompts_on_device(batch, context.batch_sharding)
+    context, prompts = self._context, Prompts(batch.tokens, batch.lengths)
     key = sharding.key_beside(
       context.batch_sharding, iteration_keys(context.rng, step).sample
     )
@@ -135,7 +119,7 @@ class PartialRollouts:
     def sample(samples, stop_at, waits):
       label = f"rollout of iteration {step}"
       with Progress(label, int(waits.sum()), "responses") as progress:
-        return context.generate(  # type: ignore[call-arg]  # continuous
+        return context.sampler.generate(  # type: ignore[call-arg]  # continuous
           params,
           prompts,
           key,
@@ -144,7 +128,8 @@ class PartialRollouts:
           progress=progress,
         )
 
-    stop_at = np.minimum(lengths + self._max_tokens, limit)
+    most = context.rollout.max_tokens_per_iteration
+    stop_at = np.minimum(lengths + most, limit)
     waits = ~_finished(self.pending) & (lengths < stop_at)
     samples = sample(self.pending, stop_at, waits)
     slot_steps = int(samples.slot_steps)
@@ -153,7 +138,8 @@ class PartialRollouts:
     missing = context.prompts - finished.sum()
     if missing > 0:
       oldest = np.flatnonzero(~finished)[:missing]
-      to_the_end = np.isin(np.arange(self._in_flight), oldest).repeat(G)
+      to_the_end = np.isin(np.arange(self._in_flight), oldest)
+      to_the_end = to_the_end.repeat(self._group_size)
       stop_at = np.where(to_the_end, limit, 0)
       samples = sample(samples, stop_at, to_the_end & ~ended)
       slot_steps += int(samples.slot_steps)
@@ -163,10 +149,10 @@ class PartialRollouts:
     """Keeps the groups `left` as the first ones; empties the others."""
     index = np.full(self._in_flight, -1, np.int32)
     index[: len(left)] = left
-    self.pending = self._functions.take_pending(samples, index)
+    self.pending = self._context.sampler.take_pending(samples, index)
     self._batch = batch.pick(left) if len(left) else None
-    rows = group_rows(index, self._context.group_size)
-    stays = np.repeat(index >= 0, self._context.group_size)
+    rows = group_rows(index, self._group_size)
+    stays = np.repeat(index >= 0, self._group_size)
     self._step_sums = np.where(stays, self._step_sums[rows], 0)
     self._iterations = np.where(stays, self._iterations[rows], 0)
 

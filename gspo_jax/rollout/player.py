@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Generator, Mapping
 
 import jax
@@ -100,18 +101,51 @@ class Player:
       finish = {b: episode.finish for b, episode in episodes.items()}
       samples = episode_samples(engine, sequences, finish, limits)
     tokens = {b: [s.tokens for s in own] for b, own in sequences.items()}
-    return _scored(
+    rewards, conversation = self._gathered(chats, (len(batch), group_size))
+    return ScoredSamples(
       batch,
       samples,
-      chats,
       self._responses(batch, tokens, group_size),
-      limits,
-      group_size=group_size,
-      environment_seconds=engine.idle_seconds,
+      rewards,
+      conversation,
+      engine.idle_seconds,
     )
 
   def _open(self, generate, params, key, rows: int) -> Engine:
     return generate.open(params, key, rows)
+
+  def _gathered(
+    self, chats: Mapping[int, Conversation], shape: tuple[int, int]
+  ) -> tuple[PendingRewards, dict[str, np.ndarray]]:
+    """The rewards [P, G] of all hosts, and `ScoredSamples.conversation`.
+
+    `chats` are this host's, by episode; call it on every process.
+    """
+    B, N = math.prod(shape), self.limits.turns
+    gather = lambda value: multihost.allgather_rows(
+      {row: value(chat) for row, chat in chats.items()}, B
+    )
+    failed = gather(lambda chat: bool(chat.failure)) > 0
+    lowest = functools.partial(
+      scoring.pay_failures_least, failed_B=failed, G=shape[1]
+    )
+    sums = gather(lambda chat: sum(chat.rewards))
+    total = lowest(sums[:, None]).reshape(shape)
+    failures = dict.fromkeys(c.failure for c in chats.values() if c.failure)
+    reasons = tuple(failures)[: scoring.MAX_REASONS]
+    rewards = Rewards(total, {REWARD: total}, failed.reshape(shape), reasons)
+    turns = gather(lambda chat: len(chat.rewards))
+    rewards_BN = np.zeros((B, N), np.float32)
+    for row, chat in chats.items():
+      rewards_BN[row, : len(chat.rewards)] = chat.rewards
+    rewards_BN = multihost.sum_of_all(rewards_BN)
+    rewards_BN[np.arange(N) >= turns[:, None]] = np.nan
+    return PendingRewards.computed(rewards), {
+      "turns": turns,
+      "tool_calls": gather(lambda chat: chat.tool_calls),
+      "tool_errors": gather(lambda chat: chat.tool_errors),
+      "rewards": lowest(rewards_BN),
+    }
 
   def _responses(
     self, batch: PromptBatch, tokens: Mapping[int, list], group_size: int
@@ -163,61 +197,3 @@ class Player:
         for name, values in state["conversation"].items()
       },
     )
-
-
-def _scored(
-  batch: PromptBatch,
-  samples: Samples,
-  chats: Mapping[int, Conversation],
-  responses: Mapping[int, Response],
-  limits: SequenceLimits,
-  *,
-  group_size: int,
-  environment_seconds: float,
-) -> ScoredSamples:
-  """The samples with the rewards of all hosts; call it on every process.
-
-  `chats` and their `responses`, for people, are this host's, by episode.
-  """
-  B, P = len(batch) * group_size, len(batch)
-  gather = lambda value: _gather_rows(
-    B, {row: value(chat) for row, chat in chats.items()}
-  )
-  failed = gather(lambda chat: bool(chat.failure)) > 0
-  lowest = functools.partial(
-    scoring.pay_failures_least, failed_B=failed, G=group_size
-  )
-  sums = gather(lambda chat: sum(chat.rewards))
-  total = lowest(sums[:, None]).reshape(P, group_size)
-  failures = dict.fromkeys(c.failure for c in chats.values() if c.failure)
-  reasons = tuple(failures)[: scoring.MAX_REASONS]
-  rewards = Rewards(
-    total, {REWARD: total}, failed.reshape(total.shape), reasons
-  )
-  turns = gather(lambda chat: len(chat.rewards))
-  rewards_BN = np.zeros((B, limits.turns), np.float32)
-  for row, chat in chats.items():
-    rewards_BN[row, : len(chat.rewards)] = chat.rewards
-  rewards_BN = multihost.sum_of_all(rewards_BN)
-  rewards_BN[np.arange(limits.turns) >= turns[:, None]] = np.nan
-  return ScoredSamples(
-    prompts=batch,
-    samples=samples,
-    responses=responses,
-    rewards=PendingRewards.computed(rewards),
-    conversation={
-      "turns": turns,
-      "tool_calls": gather(lambda chat: chat.tool_calls),
-      "tool_errors": gather(lambda chat: chat.tool_errors),
-      "rewards": lowest(rewards_BN),
-    },
-    environment_seconds=environment_seconds,
-  )
-
-
-def _gather_rows(B: int, values: Mapping[int, float]) -> np.ndarray:
-  """[B] float32 of all hosts; 0 for rows without a value."""
-  local = np.zeros(B, np.float32)
-  for row, value in values.items():
-    local[row] = value
-  return multihost.sum_of_all(local)

@@ -1,6 +1,5 @@
 """Samples become responses, and responses get rewards."""
 
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
@@ -14,6 +13,7 @@ from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.record.progress import Progress
 from gspo_jax.rewards.pool import PendingRewards, RewardPool, Rewards, too_many
 from gspo_jax.rewards.reward import Response
+from gspo_jax.rollout.batch import ScoredSamples
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler.samples import (
   FinishedResponse,
@@ -39,17 +39,17 @@ class ResponseDecoder:
     group_size: int,
     stop: StopStrings | None = None,
   ):
-    self._batch, self._tokenizer, self._stop = batch, tokenizer, stop
-    self.group_size = group_size
+    self.batch, self.group_size = batch, group_size
+    self._tokenizer, self._stop = tokenizer, stop
     self._prompts: dict[int, str] = {}
 
   def __call__(self, row: int, finished: FinishedResponse) -> Response:
     """The response of row p * G + g; see `response_text`."""
     p = row // self.group_size
     if p not in self._prompts:
-      self._prompts[p] = self._tokenizer.decode(self._batch.ids(p))
+      self._prompts[p] = self._tokenizer.decode(self.batch.ids(p))
     tokens = finished.tokens[: finished.length].tolist()
-    problem = self._batch.problems[p]
+    problem = self.batch.problems[p]
     return Response(
       self._prompts[p],
       response_text(tokens, finished.stopped, self._tokenizer, self._stop),
@@ -58,26 +58,11 @@ class ResponseDecoder:
       len(finished.tokens),
       problem.columns,
       problem,
-      int(self._batch.steps[p]),
+      int(self.batch.steps[p]),
     )
 
 
-def decode_responses(
-  samples: Samples,
-  batch: PromptBatch,
-  tokenizer: Tokenizer,
-  stop: StopStrings | None = None,
-) -> dict[int, Response]:
-  """This host's responses, by row p * G + g; see `ResponseDecoder`."""
-  group_size = len(samples.tokens) // len(batch)
-  decode = ResponseDecoder(batch, tokenizer, group_size, stop)
-  return {
-    row: decode(row, response)
-    for row, response in finished_responses(samples).items()
-  }
-
-
-class StreamingScorer:
+class Scorer:
   """Scores responses as they finish, while others are being sampled.
 
   If a reward takes groups, a response waits for the rest of its group.
@@ -110,15 +95,15 @@ class StreamingScorer:
         complete += sorted(self._incomplete.pop(row // size))
     return complete
 
-  def rewards(self, samples: Samples) -> PendingRewards:
-    """The rewards of all responses, after all were added; see `gathered`.
+  def scored(self, samples: Samples) -> ScoredSamples:
+    """The samples with the rewards of all hosts, after all were added.
 
     A response may have moved to another host. Groups that no host got whole are
     scored by the host of their rows.
     """
-    like = samples.lengths
+    size = samples.lengths.size
     if self._pool.takes_groups and jax.process_count() > 1:
-      scored = multihost.allgather_rows(dict.fromkeys(self._rows, 1), like)
+      scored = multihost.allgather_rows(dict.fromkeys(self._rows, 1), size)
       self._incomplete.clear()
       self.add(
         {
@@ -127,52 +112,18 @@ class StreamingScorer:
           if not scored[row]
         }
       )
-    size = self._decode.group_size
-    model = _model(self._pool, self.responses)
-    return gathered(self._pending, self._rows, size, like, model)
+    calls = [row for part in self._pending for row in part.calls]
+    rewards = PendingRewards(size, calls, lambda: self._gathered(size))
+    return ScoredSamples(self._decode.batch, samples, self.responses, rewards)
 
-
-def score_responses(
-  pool: RewardPool,
-  responses: Mapping[int, Response],
-  group_size: int,
-  like: jax.Array,
-) -> PendingRewards:
-  """Starts to score this host's groups, in row order; see `gathered`."""
-  pending = pool.submit(list(responses.values()), group_size)
-  model = _model(pool, responses)
-  return gathered([pending], list(responses), group_size, like, model)
-
-
-def _model(
-  pool: RewardPool, responses: Mapping[int, Response]
-) -> Callable[[Rewards], Rewards] | None:
-  """Adds the reward model's rewards of all hosts; None without a model."""
-  if pool.model is None:
-    return None
-  return functools.partial(pool.add_model, responses=responses)
-
-
-def gathered(
-  pending: Sequence[PendingRewards],
-  rows: Sequence[int],
-  group_size: int,
-  like: jax.Array,
-  add_model: Callable[[Rewards], Rewards] | None = None,
-) -> PendingRewards:
-  """The rewards [P, G] of the responses of all hosts.
-
-  `pending` has this host's responses, in parts; `rows` are their rows in the
-  batch. `like` is any array [P * G] with the sharding of the responses.
-  `add_model` adds the rewards that the devices compute.
-  """
-
-  def compute() -> Rewards:
-    parts = [part.result() for part in pending]
+  def _gathered(self, size: int) -> Rewards:
+    """The rewards [P, G] of the P * G = `size` responses of all hosts."""
+    parts = [part.result() for part in self._pending]
+    group_size = self._decode.group_size
 
     def gather(values) -> np.ndarray:
-      local = dict(zip(rows, itertools.chain(*values), strict=True))
-      return multihost.allgather_rows(local, like).reshape(-1, group_size)
+      local = dict(zip(self._rows, itertools.chain(*values), strict=True))
+      return multihost.allgather_rows(local, size).reshape(-1, group_size)
 
     names = parts[0].parts
     reasons = itertools.chain(*(part.reasons for part in parts))
@@ -182,16 +133,13 @@ def gathered(
       gather(part.failed for part in parts) > 0,
       tuple(dict.fromkeys(reasons)),
     )
-    if add_model:
-      rewards = add_model(rewards)
+    if self._pool.model:
+      rewards = self._pool.add_model(rewards, self.responses)
     total, failed = rewards.total, rewards.failed
     paid = pay_failures_least(total.reshape(-1, 1), failed.ravel(), group_size)
     return rewards._replace(
       total=paid.reshape(total.shape), reasons=rewards.reasons[:MAX_REASONS]
     )
-
-  calls = [row for part in pending for row in part.calls]
-  return PendingRewards(like.size, calls, compute)
 
 
 def wait_scored(
@@ -207,7 +155,7 @@ def wait_scored(
   its time limit would cost that time for each response. Several hosts wait for
   all, because each counts only its responses.
 
-  `pending` comes from `gathered`. `max_failed` is the share of the responses
+  `pending` are of all hosts. `max_failed` is the share of the responses
   that may fail, but never all. `label` says in the error what was sampled.
   `size` is the most responses in all; 0: as many as in `pending`. Raises
   `multihost.AgreedError` if more failed.
@@ -224,7 +172,7 @@ def wait_scored(
   count = sum(int(part.failed.sum()) for part in rewards)
   if error := too_many(count, size, max_failed, label):
     local = [reason for part in rewards for reason in part.reasons]
-    reasons = multihost.allgather_text(local[0] if local else "")
+    reasons = multihost.allgather_json(local[0] if local else "")
     reason = next(filter(None, reasons))
     raise multihost.AgreedError(f"{error}; the first reason: {reason}")
   return rewards

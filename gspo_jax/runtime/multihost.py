@@ -32,9 +32,8 @@ T = TypeVar("T")
 # process that ends waits this long for the others. Then all processes end.
 # JAX's defaults are 100 and 300, minutes in which a pod does nothing.
 TIMEOUT_SECONDS = 30
-_BEAT_SECONDS, _SILENT_SECONDS = 2.0, 8.0  # of `_Beats`
+_BEAT_SECONDS, _SILENT_SECONDS = 2.0, 8.0  # of `_beat`
 _LAST_SECONDS = 3.0  # of process 0, after an error
-_MAX_TEXT_BYTES = 1000  # of `allgather_text`, for each process
 _FAULT = "\x01"  # begins the text of an exception that is no UserError
 # Set where libtpu is installed but there is no TPU. Without them libtpu queries
 # a metadata server that does not answer, and prints five lines of errors.
@@ -98,7 +97,7 @@ def _beat() -> None:
     from jax._src.distributed import global_state
   except ImportError:  # a private name, which another JAX version may not have
     return
-  folder, process, beats = "gspo_jax/beats", global_state.process_id, _Beats()
+  folder, process, heard = "gspo_jax/beats", global_state.process_id, {}
   for n in itertools.count():
     try:
       store = global_state.client
@@ -106,7 +105,7 @@ def _beat() -> None:
       counts = store.key_value_dir_get(folder) if process == 0 else ()
     except Exception:  # the job ends
       return
-    for name in beats.silent(dict(counts), time.monotonic()):
+    for name in _silent(heard, dict(counts), time.monotonic()):
       print(
         f"process {name.rpartition('/')[2]} has been silent for "
         f"{_SILENT_SECONDS:.0f} s: if it has died, JAX ends all processes "
@@ -116,21 +115,20 @@ def _beat() -> None:
     time.sleep(_BEAT_SECONDS)
 
 
-class _Beats:
-  def __init__(self):
-    self._heard: dict[str, tuple[str, float]] = {}
+def _silent(heard: dict, counts: Mapping[str, str], now: float) -> list[str]:
+  """The processes that have become silent; each is listed once.
 
-  def silent(self, counts: Mapping[str, str], now: float) -> list[str]:
-    """The processes that have become silent; each is listed once."""
-    silent = []
-    for name, count in counts.items():
-      before, since = self._heard.get(name, ("", now))
-      if count != before:
-        self._heard[name] = count, now
-      elif now - since >= _SILENT_SECONDS:
-        self._heard[name] = count, math.inf
-        silent.append(name)
-    return silent
+  `heard` gets the count of each, and since when it is that.
+  """
+  silent = []
+  for name, count in counts.items():
+    before, since = heard.get(name, ("", now))
+    if count != before:
+      heard[name] = count, now
+    elif now - since >= _SILENT_SECONDS:
+      heard[name] = count, math.inf
+      silent.append(name)
+  return silent
 
 
 def end_job(error: Exception) -> None:
@@ -217,13 +215,6 @@ def any_process(flag: bool) -> bool:
   return bool(_allgather(np.bool_(flag)).any())
 
 
-def allgather_text(text: str) -> list[str]:
-  """The text of each process, in process order, cut to 1000 bytes each."""
-  local = text.encode()[:_MAX_TEXT_BYTES].ljust(_MAX_TEXT_BYTES, b"\0")
-  gathered = _allgather(np.frombuffer(local, np.uint8))
-  return [bytes(b).rstrip(b"\0").decode(errors="ignore") for b in gathered]
-
-
 def allgather_json(value) -> list:
   """The JSON value of each process, in process order."""
   local = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -253,7 +244,7 @@ def run_on_all(work: Callable[[], T]) -> T:
     message = str(error) or "UserError"
   except Exception as error:
     fault, message = error, f"{_FAULT}{type(error).__name__}: {error}"
-  texts = allgather_text(message)
+  texts = allgather_json(message)
   if fault:
     raise fault
   for process, text in enumerate(texts):
@@ -269,8 +260,8 @@ def run_on_all(work: Callable[[], T]) -> T:
 
 def require_same(settings: Mapping[str, Any]) -> None:
   """AgreedError with the name of the first setting that differs somewhere."""
-  names = str(zlib.crc32(repr(list(settings)).encode()))
-  if len(set(allgather_text(names))) > 1:
+  first, *others = allgather_json([*settings])
+  if any(names != first for names in others):
     raise AgreedError("the processes were started with different config files")
   local = [zlib.crc32(repr(value).encode()) for value in settings.values()]
   gathered = _allgather(np.array(local, np.uint32))
@@ -340,9 +331,9 @@ def _rows(shards) -> dict[int, np.ndarray]:
   }
 
 
-def allgather_rows(values: Mapping[int, float], like: jax.Array) -> np.ndarray:
-  """Joins the values of `local_rows(like)` from all processes: [B] float32."""
-  local = np.zeros(like.shape[0], np.float32)
+def allgather_rows(values: Mapping[int, float], size: int) -> np.ndarray:
+  """[size] float32, the values of all processes by row; 0 for other rows."""
+  local = np.zeros(size, np.float32)
   for i, value in values.items():
     local[i] = value
   # A row's value comes from its owner alone: a reward with a time limit may

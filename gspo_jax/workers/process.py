@@ -206,7 +206,7 @@ class Process:
           return
 
   def _send(self, request) -> bool:
-    rest = memoryview(message(request))
+    rest = memoryview(pickle.dumps(request))
     while rest:
       # A process that hangs takes no more than the pipe holds.
       if not self._writable.poll(1000 * GRACE):
@@ -235,12 +235,6 @@ class Process:
       return json.loads(line)
     except (ValueError, RecursionError):
       return None
-
-
-def message(request) -> bytes:
-  """A pickle after 8 bytes with its length, as `worker` reads it."""
-  body = pickle.dumps(request)
-  return len(body).to_bytes(8, "big") + body
 
 
 def _no_proxy() -> str:

@@ -9,10 +9,9 @@ all processes that it started are killed. If a child dies, a new one goes on
 after the call that ended it. Concurrent calls that were not finished are then
 made again, one by one.
 
-stdin: pickles, each after 8 bytes with its length; first a `process.Setup`,
-then lists of `process.Call`s. stdout: a line of JSON when ready, [facts, null]
-or [null, failure]; and a line for each call, in any order: [its number, value,
-null] or [number, null, failure].
+stdin: pickles, first a `process.Setup`, then lists of `process.Call`s. stdout:
+a line of JSON when ready, [facts, null] or [null, failure]; and a line for each
+call, in any order: [its number, value, null] or [number, null, failure].
 """
 
 import asyncio
@@ -30,10 +29,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from gspo_jax.runtime import errors
-from gspo_jax.workers.process import SHARED_END, Call, Setup, children, message
+from gspo_jax.workers.process import SHARED_END, Call, Setup, children
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _TIMERS = signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF
@@ -47,7 +46,7 @@ _CALLS = 128
 
 def main() -> None:
   # Tasks may print, and what they print must not be read as a result.
-  requests, results = os.dup(0), os.dup(1)
+  requests, results = os.fdopen(os.dup(0), "rb"), os.dup(1)
   os.dup2(2, 1)
   with open(os.devnull) as empty:
     os.dup2(empty.fileno(), 0)
@@ -77,17 +76,12 @@ def main() -> None:
       calls = forked.make_one_by_one(calls)
 
 
-def _receive(source: int):
-  size = int.from_bytes(_read_exactly(source, 8), "big")
-  return pickle.loads(_read_exactly(source, size)) if size else None
-
-
-def _read_exactly(source: int, size: int) -> bytes:
-  parts = []
-  while size and (part := os.read(source, min(size, 1 << 20))):
-    parts.append(part)
-    size -= len(part)
-  return b"" if size else b"".join(parts)
+def _receive(source: BinaryIO):
+  """The next pickle; None at the end."""
+  try:
+    return pickle.load(source)
+  except (EOFError, pickle.UnpicklingError):
+    return None
 
 
 def _send(results: int, message) -> None:
@@ -119,10 +113,10 @@ class _Children:
   """Forks a child at a time; the file descriptors are from and to the pool."""
 
   def __init__(
-    self, setup: Setup, tasks: Sequence, requests: int, results: int
+    self, setup: Setup, tasks: Sequence, requests: BinaryIO, results: int
   ):
     self._setup, self._tasks = setup, tasks
-    self._requests, self._results = requests, results
+    self._requests, self._results = requests.fileno(), results
     self._idle: _Child | None = None  # waits for calls
 
   def make_together(self, calls: list[Call]) -> list[Call]:
@@ -257,13 +251,13 @@ def _feed(child: _Child, calls: list[Call]) -> None:
     contextlib.suppress(BrokenPipeError),
     open(child.feed, "wb", closefd=False) as feed,
   ):
-    feed.write(message(calls))
+    pickle.dump(calls, feed)
 
 
 def _make_one_by_one(
   calls: list[Call], source: int, sink: int, tasks: Sequence
 ) -> None:
-  pid = os.getpid()
+  pid, requests = os.getpid(), os.fdopen(source, "rb")
   while calls:
     for call in calls:
       line = _make(call, tasks)
@@ -272,7 +266,7 @@ def _make_one_by_one(
       if os.getpid() != pid:  # a task forked, and both processes returned
         return
       _send(sink, line)
-    calls = _receive(source)
+    calls = _receive(requests)
 
 
 def _make(call: Call, tasks: Sequence) -> list:

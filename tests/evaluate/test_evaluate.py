@@ -361,9 +361,9 @@ def test_a_reward_model_scores_on_every_process(five, run_on, monkeypatch):
   (records,) = run_on(five, Echo(5), Pool())
   assert [r["score"] for r in records] == [len(r["response"]) for r in records]
   assert [r["failed"] for r in records] == [n == 2 for n in range(15)]
-  first, calls = iter(["0"]), []  # the first process has the file
+  first, calls = iter([0]), []  # the first process has the file
   monkeypatch.setattr(
-    multihost, "allgather_text", lambda text: [next(first, text)]
+    multihost, "allgather_json", lambda value: [next(first, value)]
   )
   score = lambda responses, size: calls.append(size) or scorer(responses, size)
   monkeypatch.setattr(evaluator, "make_reward_model", lambda *_: score)

@@ -12,7 +12,11 @@ from gspo_jax.data import pipeline, prompt_batch, tokenizers
 from gspo_jax.evaluate import held_out
 from gspo_jax.rewards.pool import PendingRewards, Rewards
 from gspo_jax.runtime import multihost, sharding
-from gspo_jax.sampler.samples import SamplerConfig, SamplingParams
+from gspo_jax.sampler.samples import (
+  SamplerConfig,
+  SamplingParams,
+  finished_responses,
+)
 from gspo_jax.tasks.chain import Chain
 
 BYTES = tokenizers.load("bytes")
@@ -23,12 +27,12 @@ KEY = jax.random.key(0)
 class Pool:
   """Scores the reference 1, and fails on the responses that have `fails`."""
 
-  model = None
+  takes_groups, model = False, None
 
   def __init__(self, fails="nothing"):
     self.fails = fails
 
-  def submit(self, responses, group_size):
+  def submit(self, responses, group_size=1):
     right = np.float32([r.text == f"#{r.reference}" for r in responses])
     failed = np.array([self.fails in response.text for response in responses])
     scores = Rewards(right, {"it": right}, failed, ("why", "and why"))
@@ -75,7 +79,12 @@ class ScriptedSampler:
     self.solved = {p.text for p in solved}
     self.references = {p.text: p.reference for p in PROBLEMS.problems}
 
-  def __call__(self, params, prompts, key, *, group_size, sampling, progress):
+  def __call__(self, params, prompts, key, *, on_finished, **options):
+    samples = self._samples(params, prompts, key, **options)
+    on_finished(finished_responses(samples))
+    return samples
+
+  def _samples(self, params, prompts, key, group_size, sampling, progress):
     assert (params, key) == ("params", KEY)
     tokens = np.asarray(prompts.tokens)
     texts = [BYTES.decode(row).lstrip("\ufffd") for row in tokens]

@@ -34,9 +34,9 @@ SCALARS = {
 }
 
 
-def open_writer(folder, *, resume=0, total=100, active=True):
+def open_writer(folder, *, resume=0, total=100):
   return metric_writer.MetricWriter(
-    folder, total_steps=total, resume_step=resume, edges=EDGES, active=active
+    folder, total_steps=total, resume_step=resume
   )
 
 
@@ -153,9 +153,8 @@ def test_a_process_that_never_closes_loses_nothing(tmp_path):
   (tmp_path / "torch.py").write_text("print('imported')")
   code = (
     "import os, sys, gspo_jax.train; print('train'); import torch\n"
-    "from gspo_jax.losses import EDGES\n"
     "from gspo_jax.record.metric_writer import MetricWriter\n"
-    "w = MetricWriter(sys.argv[1], total_steps=9, resume_step=0, edges=EDGES)"
+    "w = MetricWriter(sys.argv[1], total_steps=9, resume_step=0)"
     "\n"
     "w.write(1, {'x': 1.0}, {}, [('q', '\\u4e2d', 'r', 1.0)]); os._exit(0)"
   )
@@ -392,9 +391,10 @@ def test_samples_are_readable_and_harmless(tmp_path, capsys):
   assert "\n    line 2\\x1b[2J\\r" in shown
 
 
-def test_inactive_writes_nothing(tmp_path, capsys):
+def test_a_second_process_writes_nothing(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(metric_writer.multihost, "is_primary", lambda: False)
   folder = tmp_path / "run"
-  with open_writer(folder, active=False) as writer:
+  with open_writer(folder) as writer:
     writer.write(1, SCALARS, {"x": [1.0]}, [("q", "a", "r", 1.0)])
   assert not folder.exists()
   assert capsys.readouterr().out == ""

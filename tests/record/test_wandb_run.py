@@ -74,7 +74,6 @@ def test_a_run_and_its_resumption_are_one_run_in_wandb(tmp_path, monkeypatch):
       workdir,
       total_steps=9,
       resume_step=resume,
-      edges=EDGES,
       wandb="reasoning",
       config={"optim": {"learning_rate": learning_rate}},
     ) as writer:
@@ -173,7 +172,7 @@ def test_a_run_that_fails_has_failed_in_wandb(fake, tmp_path, caplog):
   codes = []
   fake.run.finish = lambda exit_code: codes.append(exit_code)
   writer = lambda: MetricWriter(
-    tmp_path, total_steps=1, resume_step=0, edges=EDGES, wandb="p"
+    tmp_path, total_steps=1, resume_step=0, wandb="p"
   )
   with writer():
     pass

@@ -22,7 +22,7 @@ def read(folder):
 def test_a_run_is_what_its_writer_wrote(tmp_path):
   counts = list(range(len(EDGES) - 1))
   with metric_writer.MetricWriter(
-    tmp_path, total_steps=2, resume_step=0, edges=EDGES
+    tmp_path, total_steps=2, resume_step=0
   ) as writer:
     writer.write(0, {"eval/x": 0.5})
     for step in (1, 2):

@@ -1,5 +1,7 @@
 """Dynamic sampling against plain Python, over scripted rewards."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,9 +83,12 @@ class ScriptedSampler:
 
 
 def sample_until_mixed(sampler, rounds, merge=MERGE, max_failed=1.0):
-  return dynamic_sampling.sample_until_mixed(
-    sampler, merge, rounds=rounds, max_failed=max_failed, label="it"
+  context = SimpleNamespace(
+    rollout=SimpleNamespace(dynamic_sampling_rounds=rounds),
+    sampler=SimpleNamespace(merge_groups=merge),
+    max_failed=max_failed,
   )
+  return dynamic_sampling.sample_until_mixed(context, sampler, "it")
 
 
 def expected_groups(script, rounds):

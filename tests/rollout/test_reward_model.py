@@ -25,7 +25,6 @@ from gspo_jax.rollout import scoring
 from gspo_jax.rollout.reward_model import RewardModel
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.sampler.samples import FinishedResponse
 
 BYTES = tokenizers.load("bytes")
 PROMPTS = prompt_batch.PromptConfig(BYTES, 64, "Add.", "{problem} Go: ")
@@ -219,22 +218,23 @@ def test_a_plan_counts_its_weights(folder, scorer, debug_config):
     )
 
 
+def scored(pool, samples, batch, parts):
+  """The rewards of rows that finish in several parts."""
+  scorer = scoring.Scorer(pool, scoring.ResponseDecoder(batch, BYTES, 3))
+  finished = scoring.finished_responses(samples)
+  for rows in parts:
+    scorer.add({row: finished[row] for row in rows})
+  return scorer.scored(samples).rewards
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_rewards_are_a_sum_of_rules_and_the_model(scorer, scores, streamed):
   names = ("model:somewhere", "final_answer")
   samples = samples_of(TEXTS, width=160)
   batch = pipeline.take(PROBLEMS, PROMPTS, 2)
   with RewardPool(names, (0.5, 2.0), workers=1, model=scorer) as pool:
-    if streamed:
-      decode = scoring.ResponseDecoder(batch, BYTES, 3)
-      stream = scoring.StreamingScorer(pool, decode)
-      tokens, lengths = np.asarray(samples.tokens), samples.lengths.tolist()
-      for row in (4, 1, 0, 5, 2, 3):
-        stream.add({row: FinishedResponse(tokens[row], lengths[row], True)})
-      pending = stream.rewards(samples)
-    else:
-      responses = scoring.decode_responses(samples, batch, BYTES)
-      pending = scoring.score_responses(pool, responses, 3, samples.lengths)
+    rows = [[4], [1], [0], [5], [2], [3]] if streamed else [range(6)]
+    pending = scored(pool, samples, batch, rows)
     (rewards,) = scoring.wait_scored([pending], 0.5, label="it")
   right = np.array([1, 0, 0, 1, 0, 0])
   total = 0.5 * np.array(scores) + 2 * right
@@ -249,12 +249,11 @@ def test_a_model_may_be_the_only_reward(folder, tmp_path, scores):
   linked(folder, tmp_path, max_position_embeddings=60)
   samples = samples_of(TEXTS, width=160)
   batch = pipeline.take(PROBLEMS, PROMPTS, 2)
-  responses = scoring.decode_responses(samples, batch, BYTES)
   names = (f"model:{tmp_path}",)
   with RewardPool(names, (2.0,), workers=1, model=load(tmp_path)) as pool:
-    pending = scoring.score_responses(pool, responses, 3, samples.lengths)
+    pending = scored(pool, samples, batch, [range(6)])
     (rewards,) = scoring.wait_scored([pending], 0.5, label="it")
-    pending = scoring.score_responses(pool, responses, 3, samples.lengths)
+    pending = scored(pool, samples, batch, [range(6)])
     with pytest.raises(multihost.AgreedError, match=r"it: 1 of 6 .*157 tokens"):
       scoring.wait_scored([pending], 0.1, label="it")
   total = 2 * np.array(scores)

@@ -13,13 +13,12 @@ from gspo_jax.data.problem import Problem
 from gspo_jax.record import progress
 from gspo_jax.rewards.pool import PendingRewards, RewardPool, Rewards
 from gspo_jax.rollout import scoring
-from gspo_jax.rollout.scoring import ResponseDecoder, StreamingScorer
+from gspo_jax.rollout.scoring import ResponseDecoder, Scorer
 from gspo_jax.runtime import multihost
 from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.samples import (
   STOPPED,
   TRUNCATED,
-  FinishedResponse,
   Samples,
 )
 
@@ -41,13 +40,26 @@ def batch_of(problems):
   return pipeline.take(problems, cfg, len(problems))
 
 
+def decoded(samples, batch, stop=None):
+  decode = ResponseDecoder(
+    batch, BYTES, len(samples.tokens) // len(batch), stop
+  )
+  finished = scoring.finished_responses(samples)
+  return {row: decode(row, response) for row, response in finished.items()}
+
+
+def scored_at_once(pool, samples, batch):
+  group_size = len(samples.tokens) // len(batch)
+  scorer = Scorer(pool, ResponseDecoder(batch, BYTES, group_size))
+  scorer.add(scoring.finished_responses(samples))
+  return scorer.scored(samples)
+
+
 def test_the_text_of_a_response_ends_before_its_stop_token():
   """And its prompt is what the policy reads."""
   cfg = prompt_batch.PromptConfig(BYTES, 17, "Sum.", "{problem}<think>")
   batch = pipeline.take([Problem("1+1?", "2", "")], cfg, 1)
-  responses = scoring.decode_responses(
-    samples_of(["#1", "", "#é"]), batch, BYTES
-  )
+  responses = decoded(samples_of(["#1", "", "#é"]), batch)
   texts = {row: response.text for row, response in responses.items()}
   assert texts == {0: "#1", 1: "", 2: "#é"}
   assert [response.tokens for response in responses.values()] == [3, 1, 4]
@@ -62,17 +74,16 @@ def test_the_text_of_a_response_keeps_its_stop_string():
   samples = Samples(tokens, tokens, jnp.array([3, 7]), finish, jnp.int32(8))
   stop = stop_strings.build(("777",), BYTES)
   batch = batch_of(PROBLEMS[:1])
-  responses = scoring.decode_responses(samples, batch, BYTES, stop)
+  responses = decoded(samples, batch, stop)
   assert [r.text for r in responses.values()] == ["777", "7777777"]
 
 
 def test_responses_are_scored_against_their_own_problem(pool):
   samples = samples_of(RESPONSES)
-  responses = scoring.decode_responses(samples, batch_of(PROBLEMS), BYTES)
-  assert responses[2].prompt == PROBLEMS[0].text
-  assert responses[3].reference == PROBLEMS[1].reference
-  rewards = scoring.score_responses(pool, responses, 3, samples.lengths)
-  rewards = rewards.result()
+  scored = scored_at_once(pool, samples, batch_of(PROBLEMS))
+  assert scored.responses[2].prompt == PROBLEMS[0].text
+  assert scored.responses[3].reference == PROBLEMS[1].reference
+  rewards = scored.rewards.result()
   assert rewards.total.dtype == np.float32
   np.testing.assert_array_equal(rewards.first, CORRECT)
   np.testing.assert_array_equal(rewards.total, CORRECT)
@@ -81,14 +92,13 @@ def test_responses_are_scored_against_their_own_problem(pool):
 
 def test_streamed_responses_have_the_same_rewards(pool):
   samples, batch = samples_of(RESPONSES), batch_of(PROBLEMS)
-  scorer = StreamingScorer(pool, ResponseDecoder(batch, BYTES, 3))
-  tokens, lengths = np.asarray(samples.tokens), samples.lengths.tolist()
-  finished = lambda row: FinishedResponse(tokens[row], lengths[row], True)
+  scorer = Scorer(pool, ResponseDecoder(batch, BYTES, 3))
+  finished = scoring.finished_responses(samples)
   for rows in ([4, 1], [], [5, 0, 3], [2]):
-    scorer.add({row: finished(row) for row in rows})
-  responses = scoring.decode_responses(samples, batch, BYTES)
+    scorer.add({row: finished[row] for row in rows})
+  responses = decoded(samples, batch)
   assert dict(sorted(scorer.responses.items())) == responses
-  rewards = scorer.rewards(samples).result()
+  rewards = scorer.scored(samples).rewards.result()
   assert list(rewards.parts) == ["final_answer"]
   np.testing.assert_array_equal(rewards.first, CORRECT)
   np.testing.assert_array_equal(rewards.total, CORRECT)
@@ -117,18 +127,17 @@ def test_a_group_is_scored_when_its_last_response_finished():
     for level, problem in enumerate(PROBLEMS, 1)
   ]
   samples, batch, pool = samples_of(RESPONSES), batch_of(problems), GroupPool()
-  scorer = StreamingScorer(pool, ResponseDecoder(batch, BYTES, 3))
-  tokens, lengths = np.asarray(samples.tokens), samples.lengths.tolist()
+  scorer = Scorer(pool, ResponseDecoder(batch, BYTES, 3))
   first, second = RESPONSES[:3], RESPONSES[3:]
-  finished = lambda row: FinishedResponse(tokens[row], lengths[row], True)
+  finished = scoring.finished_responses(samples)
   for rows, complete in (
     ([4, 1, 3], []),
     ([5], [second]),
     ([2, 0], [second, first]),
   ):
-    scorer.add({row: finished(row) for row in rows})
+    scorer.add({row: finished[row] for row in rows})
     assert pool.groups == complete
-  rewards = scorer.rewards(samples).result()
+  rewards = scorer.scored(samples).rewards.result()
   # Each response has the columns of its own problem.
   np.testing.assert_array_equal(rewards.total, [[1] * 3, [2] * 3])
 
@@ -140,13 +149,13 @@ def test_a_group_of_two_hosts_is_scored_by_the_host_of_its_rows(monkeypatch):
     for level, problem in enumerate(PROBLEMS, 1)
   ]
   samples, batch, pool = samples_of(RESPONSES), batch_of(problems), GroupPool()
-  scorer = StreamingScorer(pool, ResponseDecoder(batch, BYTES, 3))
+  scorer = Scorer(pool, ResponseDecoder(batch, BYTES, 3))
   whole = scoring.finished_responses(samples)
   scorer.add({row: whole[row] for row in (0, 3, 2, 4, 1)})
   assert pool.groups == [RESPONSES[:3]]
   gathered = []
 
-  def allgather_rows(values, like):
+  def allgather_rows(values, size):
     gathered.append(values)
     return np.array([values.get(row, 0) for row in range(6)], np.float32)
 
@@ -155,7 +164,7 @@ def test_a_group_of_two_hosts_is_scored_by_the_host_of_its_rows(monkeypatch):
   # Rows 3 to 5 are of this host, 0 to 2 of the other.
   own = {row: whole[row] for row in (3, 4, 5)}
   monkeypatch.setattr(scoring, "finished_responses", lambda _: own)
-  rewards = scorer.rewards(samples).result()
+  rewards = scorer.scored(samples).rewards.result()
   assert pool.groups == [RESPONSES[:3], RESPONSES[3:]]
   assert gathered[0] == {0: 1, 1: 1, 2: 1}
   np.testing.assert_array_equal(rewards.total, [[1] * 3, [2] * 3])
@@ -163,8 +172,9 @@ def test_a_group_of_two_hosts_is_scored_by_the_host_of_its_rows(monkeypatch):
 
 def test_a_host_without_responses_has_the_names_of_the_rewards(pool):
   """The hosts gather each reward in turn: none may leave one out."""
-  scorer = StreamingScorer(pool, ResponseDecoder({}, BYTES, 3))
-  rewards = scorer.rewards(SimpleNamespace(lengths=jnp.zeros(0))).result()
+  scorer = Scorer(pool, ResponseDecoder({}, BYTES, 3))
+  scored = scorer.scored(SimpleNamespace(lengths=jnp.zeros(0)))
+  rewards = scored.rewards.result()
   assert list(rewards.parts) == ["final_answer"]
   assert rewards.total.shape == (0, 3)
 
@@ -172,10 +182,9 @@ def test_a_host_without_responses_has_the_names_of_the_rewards(pool):
 def test_the_first_reward_decides_correctness_and_the_total_has_all():
   samples = samples_of(["#7", "#wrong"])
   names = ("final_answer", "length")
-  responses = scoring.decode_responses(samples, batch_of(PROBLEMS[:1]), BYTES)
   with RewardPool(names, (1.0, 0.5), workers=1) as pool:
-    rewards = scoring.score_responses(pool, responses, 2, samples.lengths)
-    rewards = rewards.result()
+    scored = scored_at_once(pool, samples, batch_of(PROBLEMS[:1]))
+    rewards = scored.rewards.result()
   np.testing.assert_array_equal(rewards.first, [[1, 0]])
   assert list(rewards.parts) == ["final_answer", "length"]
   total = rewards.parts["final_answer"] + 0.5 * rewards.parts["length"]
@@ -187,10 +196,8 @@ def test_a_failure_pays_no_better_than_the_worst_of_its_group():
   """Where rewards are negative 0 would be the best."""
   total = np.float32([-1.0, 0.0, 0.5, 1.0, 0.0, -2.0])
   failed = np.array([False, True, False, False, True, True])
-  rewards = PendingRewards.computed(Rewards(total, {"reward": total}, failed))
-  pending = scoring.gathered([rewards], range(6), 3, jnp.zeros(6))
-  total = [[-1.0, -1.0, 0.5], [1.0, 0.0, -2.0]]
-  np.testing.assert_array_equal(pending.result().total, total)
+  paid = scoring.pay_failures_least(total[:, None], failed, 3)
+  np.testing.assert_array_equal(paid[:, 0], [-1, -1, 0.5, 1, 0, -2])
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -216,8 +223,7 @@ def test_rewards_are_gathered_once(pool, monkeypatch):
     multihost, "allgather_rows", lambda *a: calls.append(a) or gather(*a)
   )
   samples = samples_of(RESPONSES)
-  responses = scoring.decode_responses(samples, batch_of(PROBLEMS), BYTES)
-  pending = scoring.score_responses(pool, responses, 3, samples.lengths)
+  pending = scored_at_once(pool, samples, batch_of(PROBLEMS)).rewards
   assert pending.result() is pending.result()
   assert len(calls) == 3  # the total, its one part, and the failures
 
@@ -227,7 +233,7 @@ def test_the_error_has_a_reason_of_another_host(monkeypatch):
   zeros = np.zeros((2, 4), np.float32)
   rewards = Rewards(zeros, {"math": zeros}, zeros == 0, ())
   monkeypatch.setattr(
-    multihost, "allgather_text", lambda text: [text, "theirs", "others"]
+    multihost, "allgather_json", lambda text: [text, "theirs", "others"]
   )
   with pytest.raises(
     multihost.AgreedError, match=r"it: 8 of 8 .* first reason: theirs$"
@@ -261,10 +267,9 @@ def test_it_stops_once_too_many_failed_and_prints_how_far_it_is(
   monkeypatch.syspath_prepend(tmp_path)
   monkeypatch.setattr(progress, "SECONDS", 0.3)
   samples = samples_of(RESPONSES)
-  responses = scoring.decode_responses(samples, batch_of(PROBLEMS), BYTES)
   with RewardPool(("slow_reward.f",), (1.0,), workers=1, seconds=0.5) as pool:
     pending = [
-      scoring.score_responses(pool, responses, 3, samples.lengths)
+      scored_at_once(pool, samples, batch_of(PROBLEMS)).rewards
       for _ in range(2)
     ]
     with pytest.raises(

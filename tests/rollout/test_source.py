@@ -21,10 +21,11 @@ from gspo_jax.data.problem import Problem
 from gspo_jax.record import progress
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rollout.batch import RolloutBatch, ScoredSamples, sampled_tokens
+from gspo_jax.rollout.config import RolloutConfig
 from gspo_jax.rollout.context import RolloutContext
 from gspo_jax.rollout.off_policy import OffPolicy
 from gspo_jax.rollout.on_policy import OnPolicy
-from gspo_jax.rollout.partial import PartialRollouts
+from gspo_jax.rollout.source import make_source
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import (
@@ -38,7 +39,7 @@ from gspo_jax.sampler.samples import (
 )
 
 BYTES = tokenizers.load("bytes")
-P, G, R, MAX_TOKENS, EXTRA = 4, 3, 20, 6, 2
+P, G, R, MAX_TOKENS = 4, 3, 20, 6
 SAMPLING = SamplerConfig(G, R, stop_ids=BYTES.stop_ids, pad_id=BYTES.pad_id)
 DENSE = model.variant("qwen3-0.6b")
 PROBLEMS = [Problem(f"q{i:02d}", str(i), "") for i in range(61)]
@@ -68,6 +69,8 @@ def empty(count):
 
 class ScriptedPolicy:
   """Each of its tokens is `params`: the iteration that sampled it."""
+
+  jitted = SimpleNamespace(empty_samples=empty)
 
   def __init__(self):
     self.keys = []
@@ -108,25 +111,31 @@ class ScriptedPolicy:
     return samples
 
 
-def make_context(pool, generate, P=P):
+def make_context(pool, generate, *, separate=None, **rollout):
   curriculum = Curriculum(
     [Stage(1, PROBLEMS[:40]), Stage(5, PROBLEMS[40:])],
     prompt_batch.PromptConfig(BYTES, 6),
     batch=P,
     seed=0,
   )
-  return RolloutContext(
-    curriculum=curriculum,
+  sampler = SimpleNamespace(
     generate=generate,
+    merge_groups=None,
+    take_batch=take(),
+    take_pending=take(),
+    empty_samples=lambda: empty(P),
+    stop=None,
+    mesh=sharding.make_mesh(jax.devices()[:1]),
+    separate=separate,
+  )
+  return RolloutContext(
+    rollout=RolloutConfig(group_size=G, **rollout),
+    curriculum=curriculum,
+    sampler=sampler,
     tokenizer=BYTES,
     reward_pool=pool,
-    batch_sharding=sharding.batch_sharding(
-      sharding.make_mesh(jax.devices()[:1])
-    ),
     rng=jax.random.key(0),
     prompts=P,
-    group_size=G,
-    stop=None,
     max_failed=1.0,
   )
 
@@ -137,24 +146,15 @@ def take():
   return jax.jit(functools.partial(take_groups, cfg=DENSE, sampler=SAMPLING))
 
 
-def start(pool, kind, *, policy=None, last=STEPS, P=P, extra=EXTRA):
+def start(pool, kind, *, policy=None, last=STEPS):
   """The source of a kind, and its curriculum."""
-  context = make_context(pool, policy or ScriptedPolicy(), P)
-  if kind.endswith("partial"):
-    source = PartialRollouts(
-      context,
-      empty,
-      SimpleNamespace(take_batch=take(), take_pending=take()),
-      max_tokens=MAX_TOKENS,
-      extra_prompts=extra,
-    )
-  else:
-    source = OnPolicy(context, None, rounds=1)
-  if kind.startswith("one step off"):
-    source = OffPolicy(
-      source, context, empty(P), max_staleness=1, last_step=last
-    )
-  return source, context.curriculum
+  context = make_context(
+    pool,
+    policy or ScriptedPolicy(),
+    max_tokens_per_iteration=MAX_TOKENS * kind.endswith("partial"),
+    max_staleness=int(kind.startswith("one step off")),
+  )
+  return make_source(context, last_step=last), context.curriculum
 
 
 def as_plain(batch):
@@ -323,7 +323,7 @@ def test_responses_are_scored_while_others_are_sampled(
     return samples
 
   scorer = SimpleNamespace(submit=submit, takes_groups=False, model=None)
-  batch = OnPolicy(make_context(scorer, generate), None, rounds=1)(1, 1)
+  batch = OnPolicy(make_context(scorer, generate))(1, 1)
   assert sorted(batch.samples.responses) == list(range(P * G))
   assert batch.samples.rewards.result().total.shape == (P, G)
   line = f"rollout of iteration 1: {P * G} responses in "
@@ -346,9 +346,8 @@ def separate(source, timeout=9.0):
   """A source whose sampler has devices of its own, which are those here."""
   same = lambda x: x
   devices = SimpleNamespace(sync_weights=same, to_trainer=same, to_sampler=same)
-  context = make_context(None, None)
-  options = {"last_step": STEPS, "timeout": timeout, "separate": devices}
-  return OffPolicy(source, context, None, max_staleness=1, **options)
+  context = make_context(None, None, separate=devices, max_staleness=1)
+  return OffPolicy(source, context, last_step=STEPS, timeout=timeout)
 
 
 def sampled(step):
@@ -401,7 +400,7 @@ def test_a_sampler_keeps_no_weights_and_no_batch_that_it_does_not_need():
   source.wait()
   del weights
   # What a function returned stands for a batch here.
-  kept.append(weakref.ref(source._thread.submit(Weights).result()))
+  kept.append(weakref.ref(source._submit(Weights).result()))
   for _ in range(100):  # the thread returns a moment after its result is there
     if not any(each() for each in kept):
       break

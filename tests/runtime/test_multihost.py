@@ -37,16 +37,9 @@ def test_rows_of_global_arrays(rows):
   np.testing.assert_array_equal(np.stack(list(local.values())), ARRAY)
   jax.tree.map(np.testing.assert_array_equal, multihost.to_host(arrays), tree)
   values = {i: i / 2 for i in reversed(range(16))}
-  joined = multihost.allgather_rows(values, arrays["x"])
+  joined = multihost.allgather_rows(values, 16)
   assert joined.dtype == np.float32
   np.testing.assert_array_equal(joined, np.arange(16) / 2)
-
-
-@pytest.mark.parametrize("text", ["", "é", "é" * 3000])
-def test_allgather_text_cuts_long_texts(text):
-  (gathered,) = multihost.allgather_text(text)
-  assert text.startswith(gathered)
-  assert len(gathered) >= min(len(text), 499)
 
 
 # One workdir for all processes.
@@ -186,16 +179,18 @@ def test_a_failed_start_names_the_given_flag(environment, initialize):
 
 
 def test_a_silent_process_is_named_once_until_it_speaks_again():
-  beats, silent = multihost._Beats(), {}
+  heard, silent = {}, {}
   counts = [("0", "0"), ("1", "0"), ("2", "0"), ("3", "0"), ("4", "0"),
             ("5", "0"), ("6", "0"), ("7", "1"), ("8", "1")]  # fmt: skip
   for now, count in enumerate(counts):
     both = dict(zip(("beats/0", "beats/1"), count, strict=True))
-    silent[2 * now] = beats.silent(both, 2.0 * now)
+    silent[2 * now] = multihost._silent(heard, both, 2.0 * now)
   assert {now: names for now, names in silent.items() if names} == {
     8: ["beats/1"]
   }
-  assert beats.silent({"beats/0": "8", "beats/1": "1"}, 22.0) == ["beats/1"]
+  assert multihost._silent(heard, {"beats/0": "8", "beats/1": "1"}, 22.0) == [
+    "beats/1"
+  ]
 
 
 def test_start_does_nothing_on_a_single_machine(monkeypatch):

@@ -4,6 +4,7 @@ If the last fenced code block of a response, behind its thinking, is a program,
 the tool replies with its output. A response without a program is the answer.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from gspo_jax.workers import sandbox
 _FAILED = "error: the program failed, or it took too long or printed too much"
 
 
+@dataclasses.dataclass(kw_only=True)
 class Python:
   """Runs programs; `gsm8k` rewards the answer.
 
@@ -24,22 +26,18 @@ class Python:
   """
 
   roles = ("tool",)
+  seconds: float = 4.0
+  memory: int = 512
+  characters: int = 1000
 
-  def __init__(
-    self, *, seconds: float = 4.0, memory: int = 512, characters: int = 1000
-  ):
-    self._seconds, self._memory = seconds, memory
-    self._characters = characters
-
-  @staticmethod
-  def prepare(
-    *, seconds: float = 4.0, memory: int = 512, characters: int = 1000
-  ) -> None:
+  @classmethod
+  def prepare(cls, **arguments: Any) -> None:
     """UserError without a sandbox."""
+    tool = cls(**arguments)
     for expected, value, kind, minimum in (
-      ("seconds above 0", seconds, int | float, 1e-9),
-      ("memory of 32 MiB or more", memory, int, 32),
-      ("characters of 1 or more", characters, int, 1),
+      ("seconds above 0", tool.seconds, int | float, 1e-9),
+      ("memory of 32 MiB or more", tool.memory, int, 32),
+      ("characters of 1 or more", tool.characters, int, 1),
     ):
       if not isinstance(value, kind) or not value >= minimum:
         raise UserError(
@@ -47,8 +45,9 @@ class Python:
         )
     sandbox.bwrap_path()
 
-  @staticmethod
-  def fits(within: float, *, seconds: float = 4.0, **_: Any) -> None:
+  @classmethod
+  def fits(cls, within: float, **arguments: Any) -> None:
+    seconds = cls(**arguments).seconds
     if seconds >= within:
       raise UserError(
         f"environment 'python': its {seconds=} of a program must end before "
@@ -67,11 +66,11 @@ class Python:
     output = sandbox.run(
       program,
       "",
-      seconds=self._seconds,
-      memory=self._memory,
-      max_output=4 * self._characters + code.SLACK,
+      seconds=self.seconds,
+      memory=self.memory,
+      max_output=4 * self.characters + code.SLACK,
     )
     if output is None:
       return Step([("tool", _FAILED)], tool_calls=1, tool_errors=1)
-    text = output.strip()[: self._characters] or "(it printed nothing)"
+    text = output.strip()[: self.characters] or "(it printed nothing)"
     return Step([("tool", text)], tool_calls=1)
