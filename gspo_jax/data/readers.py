@@ -5,7 +5,6 @@ import decimal
 import functools
 import glob
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -19,6 +18,7 @@ from etils import epath
 
 from gspo_jax.record import json_lines as json_lines_file
 from gspo_jax.record.run_files import in_bucket
+from gspo_jax.runtime import spec as specs
 from gspo_jax.runtime.errors import UserError, nearest, needs_extra
 
 SPECS = (
@@ -367,22 +367,11 @@ def from_factory(spec: str) -> Sequence:
   hint = f"did you mean {file!r}? " if file else ""
   if file or not parts:
     raise UserError(f"data source {spec!r}: {hint}expected {SPECS}")
-  path, name = parts[1], parts[2]
   try:
-    module = importlib.import_module(path)
-  except ModuleNotFoundError as error:
-    if error.name and not f"{path}.".startswith(f"{error.name}."):
-      raise  # the module exists, but one of its imports does not
-    raise UserError(
-      f"data source {spec!r}: no module {error.name!r}; expected {SPECS}"
-    ) from error
-  if not callable(getattr(module, name, None)):
-    names = [n for n, v in vars(module).items() if callable(v)]
-    raise UserError(
-      f"data source {spec!r}: {path} has no such function; "
-      f"{nearest(name, names)}"
-    )
-  records = getattr(module, name)()
+    factory = specs.imported(".".join(parts.groups()), {}, "data source")
+  except UserError as error:
+    raise UserError(f"{error} (expected {SPECS})") from error
+  records = factory()
   if not (hasattr(records, "__len__") and hasattr(records, "__getitem__")):
     raise UserError(
       f"data source {spec!r}: it returned a {type(records).__name__}; expected "

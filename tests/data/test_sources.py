@@ -380,9 +380,9 @@ def test_any_source_by_dotted_name(module):
 
 def test_mistakes_in_a_dotted_name(module):
   for spec, words in (
-    (f"{module}.dict", "has no such function; did you mean 'dicts'"),
+    (f"{module}.dict", "has no function 'dict': did you mean 'dicts'"),
     (f"{module}.endless", "list_iterator; expected something with a length"),
-    ("no_such_package.rows.factory", "no module 'no_such_package'; expected"),
+    ("no_package.rows.factory", r"No module named 'no_package' \(expected"),
     ("data/train.jsonl", "expected chain, jsonl:FILE"),
     ("chains", "expected chain, jsonl:FILE"),
     ("tfds:", "expected tfds:NAME"),
@@ -403,9 +403,9 @@ def test_mistakes_in_a_dotted_name(module):
       source[i]
 
 
-def test_a_module_that_misses_another_keeps_its_traceback(module, tmp_path):
+def test_a_module_that_misses_another_is_named(module, tmp_path):
   (tmp_path / f"{module}.py").write_text("import nowhere_to_be_found")
-  with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
+  with pytest.raises(UserError, match=f"{module}.*nowhere_to_be_found"):
     sources.load(f"{module}.dicts")
 
 
