@@ -10,8 +10,6 @@ from fractions import Fraction
 
 from gspo_jax.rewards.math import splits
 
-# Brackets in brackets, and trees in trees. Python allows 1000 calls.
-MAX_BRACKETS, MAX_DEPTH = 50, 300
 # Letters side by side that are factors; more of them are a word.
 MAX_LETTERS = 4
 
@@ -47,12 +45,6 @@ class Unreadable(ValueError):
 
 def read(tokens: list[str]) -> tuple:
   """The tree of all the tokens; `Unreadable` if they are no expression."""
-  depth = deepest = 0
-  for token in tokens:
-    depth += (token in _CLOSING) - (token in _CLOSING.values())
-    deepest = max(deepest, depth)
-  if deepest > MAX_BRACKETS:
-    raise Unreadable("brackets too deep")
   reader = _Reader(tokens)
   try:
     tree = reader.sum()
@@ -60,8 +52,6 @@ def read(tokens: list[str]) -> tuple:
     raise Unreadable("an expression too deep") from e
   if reader.next:
     raise Unreadable(f"a token too many: {reader.next}")
-  if _depth(tree) > MAX_DEPTH:
-    raise Unreadable("an expression too deep")
   return tree
 
 
@@ -71,14 +61,6 @@ def nodes(tree: tuple) -> Iterator[tuple]:
     node = left.pop()
     yield node
     left.extend(part for part in node[1:] if isinstance(part, tuple))
-
-
-def _depth(tree) -> int:
-  depth, level = 0, [tree]
-  while level:
-    depth += 1
-    level = [p for node in level for p in node[1:] if isinstance(p, tuple)]
-  return depth
 
 
 def number(token: str) -> tuple | None:
