@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
+from gspo_jax.data import messages
 from gspo_jax.record import json_lines as json_lines_file
 from gspo_jax.record.run_files import in_bucket
 from gspo_jax.runtime import spec as specs
@@ -105,14 +106,11 @@ def _name(spec: str, i: int) -> str:  # a lambda cannot be pickled
 def json_lines(path: str) -> Iterator[json_lines_file.Line]:
   """The lines of a file of problems, each (`file:line`, record)."""
   for line in json_lines_file.read(path):
-    try:
-      # JSON can spell half a surrogate pair, which no UTF-8 text can hold.
-      json.dumps(line.record, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
+    if not messages.is_text(line.record):
       raise UserError(
         f"{line.where}: expected text in UTF-8, got half a surrogate pair in "
         f"{str(line.record)[:60]!a}"
-      ) from error
+      )
     yield line
 
 

@@ -192,9 +192,7 @@ class Mixture:
   weights: tuple[float, ...]  # shares, before long problems are dropped
 
 
-def load(
-  spec: str, *, fields: Fields = _TO_BE_FOUND, evaluation: bool | None = None
-) -> ProblemSource:
+def load(spec: str, *, fields: Fields = _TO_BE_FOUND) -> ProblemSource:
   """The source that a config names.
 
   Args:
@@ -203,7 +201,6 @@ def load(
       called without arguments and returns anything with a length and records by
       index, each a dict or a `Problem`.
     fields: column names; those that are "" are found in the first record.
-    evaluation: the side of the split, None for both.
 
   Raises:
     UserError: there is no such source, it is empty, or a record is bad. It
@@ -218,7 +215,6 @@ def load(
     records,
     place,
     columns,
-    evaluation,
     content=readers.content(spec),
     spec=spec,
     note="" if all(fields[:2]) else columns.note(spec, records[0]),
@@ -231,9 +227,6 @@ def load(
     words = lambda p: (*p.text.split(), *map(str, p.history))
     asked = tuple(hash(words(problem)) for problem in problems)
     source = dataclasses.replace(source, asked=asked)
-  if not len(source):
-    part = "held-out" if evaluation else "training"
-    raise UserError(f"{spec}: of its {len(records)} problems none is {part}")
   return source
 
 
