@@ -21,14 +21,7 @@ _APPLIED = (*_FUNCTIONS, *_LOGARITHMS)
 RECIPROCALS = {"sec": "cos", "csc": "sin", "cot": "tan"}
 _INVERTED = ("sin", "cos", "tan", "sinh", "cosh", "tanh")
 _ONE = ("number", Fraction(1), 0)
-_CONSTANTS = {
-  "\\pi": "pi",
-  "pi": "pi",
-  "e": "e",
-  '"e': "e",
-  "i": "i",
-  '"i': "i",
-}
+_CONSTANTS = ("pi", "e", "i")
 GREEK = splits.words("""
 alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma
 tau phi chi psi omega Gamma Delta Theta Lambda Sigma Phi Psi Omega ell hbar
@@ -96,7 +89,8 @@ class _Reader:
   def sum(self) -> tuple:
     tree = self.product()
     while self.next in ("+", "-"):
-      tree = ("add" if self.take() == "+" else "subtract", tree, self.product())
+      sign, term = self.take(), self.product()
+      tree = ("add", tree, term if sign == "+" else ("negative", term))
     return tree
 
   def product(self) -> tuple:
@@ -107,10 +101,10 @@ class _Reader:
       before, token = self._tokens[self._at - 1], self.next
       if token in _TIMES:
         self.take()
-        tree = ("times", tree, self.factor())
+        tree = ("times", tree, self.signed(self.power))
       elif token in _OVER:
         self.take()
-        tree = ("divide", tree, self.factor())
+        tree = ("divide", tree, self.signed(self.power))
       elif number(token):
         tree = self.mixed(tree)
       elif self.begins_atom():
@@ -134,14 +128,9 @@ class _Reader:
       raise Unreadable("two numbers side by side")
     return ("mixed", whole, ("divide", above, below))
 
-  def factor(self) -> tuple:
-    if self.next in ("+", "-"):
-      return self.signed(self.power)
-    return self.power()
-
   def signed(self, rule) -> tuple:
-    sign = self.take()
-    if self.next in ("+", "-"):
+    sign = self.take() if self.next in ("+", "-") else ""
+    if sign and self.next in ("+", "-"):
       raise Unreadable("two signs")
     tree = rule()
     return ("negative", tree) if sign == "-" else tree
@@ -151,7 +140,7 @@ class _Reader:
     while True:
       if self.next == "^":
         self.take()
-        tree = ("power", tree, self.exponent())
+        tree = ("power", tree, self.signed(self.atom))
       elif self.next == "!":
         self.take()
         tree = ("factorial", tree)
@@ -160,9 +149,6 @@ class _Reader:
         tree = ("degrees", tree)
       else:
         return tree
-
-  def exponent(self) -> tuple:
-    return self.signed(self.atom) if self.next in ("+", "-") else self.atom()
 
   def begins_atom(self) -> bool:
     token = self.next
@@ -188,12 +174,12 @@ class _Reader:
       if self.next == "_":
         raise Unreadable("a number in another base")
       return number(token)
-    if token in _CONSTANTS:
-      return ("constant", _CONSTANTS[token])
     return self.named(token)
 
   def named(self, token) -> tuple:
     name = token.lstrip("\\").strip('"')
+    if name in _CONSTANTS:
+      return ("constant", name)
     if token == "\\frac":
       return ("divide", self.atom(), self.atom())
     if token == "\\binom":
@@ -242,9 +228,9 @@ class _Reader:
     exponent = None
     if self.next == "^":
       self.take()
-      exponent = self.exponent()
+      exponent = self.signed(self.atom)
     if self.next in ("+", "-"):
-      tree = self.factor()
+      tree = self.signed(self.power)
     elif self.next in ("(", "{"):
       tree = self.atom()
     else:
