@@ -137,6 +137,11 @@ def field(record: Mapping, name: str, place: str, key: str = ""):
   raise UserError(f"{place}: no field {name!r}{set_by}; {hint}"[:250])
 
 
+def value(record: Mapping, name: str, place: str, key: str = ""):
+  """`field` as `plain` gives it."""
+  return plain(field(record, name, place, key), place)
+
+
 def fields(record: Mapping, place: str) -> dict:
   """The columns of a record; b of an object in the column a is `a.b`."""
   if not isinstance(record, Mapping):
@@ -299,17 +304,13 @@ def _datasets(spec: str):
 
 def _of_text(dataset):
   """The rows, without media columns; float32 keeps its shortest decimals."""
-  is_media = lambda feature: hasattr(
-    getattr(feature, "feature", feature), "embed_storage"
-  )
-  media = [name for name, f in dataset.features.items() if is_media(f)]
+  kinds = {k: getattr(f, "feature", f) for k, f in dataset.features.items()}
+  media = [
+    name for name, kind in kinds.items() if hasattr(kind, "embed_storage")
+  ]
   dataset = dataset.remove_columns(media)
-  narrow = {
-    name: str(dtype)
-    for name, f in dataset.features.items()
-    if (dtype := getattr(getattr(f, "feature", f), "dtype", ""))
-    in ("float16", "float32")
-  }
+  dtypes = {name: getattr(kind, "dtype", "") for name, kind in kinds.items()}
+  narrow = {k: d for k, d in dtypes.items() if d in ("float16", "float32")}
   shorten = functools.partial(_shorten, narrow)
   return dataset.with_transform(shorten) if narrow else dataset
 

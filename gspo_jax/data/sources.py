@@ -147,13 +147,13 @@ class ProblemSource(Sequence):
     history, text, said = _asked(record, names.problem, place)
     solution = response = said.get("content", "")
     if names.reference:
-      solution = _value(record, names.reference, place, _KEYS.reference)
+      solution = readers.value(record, names.reference, place, _KEYS.reference)
     _require(text, names.problem, _KEYS.problem, place)
     column = names.reference or names.problem
     reference = _reference(solution, column, place)
     if names.demonstration:
       key = _KEYS.demonstration
-      response = _value(record, names.demonstration, place, key)
+      response = readers.value(record, names.demonstration, place, key)
       response = "" if response is None else response
       if not isinstance(response, str):
         raise UserError(
@@ -280,7 +280,7 @@ def _sample(source: Sequence[Problem]) -> list:
 
 def _asked(record, name: str, place: str) -> tuple[tuple, str, Message]:
   """History and text as in `Problem`; the assistant's message, {} for none."""
-  value = _value(record, name, place, _KEYS.problem)
+  value = readers.value(record, name, place, _KEYS.problem)
   if isinstance(value, str):
     return (), value, {}
   if not isinstance(value, list):
@@ -299,10 +299,6 @@ def _asked(record, name: str, place: str) -> tuple[tuple, str, Message]:
       f"the assistant after it, got roles {[m.get('role') for m in value]}"
     )
   return tuple(turns[:-1]), turns[-1]["content"], response
-
-
-def _value(record, name: str, place: str, key: str):
-  return readers.plain(readers.field(record, name, place, key), place)
 
 
 def _reference(solution, column: str, place: str) -> str:

@@ -229,12 +229,10 @@ class _Reader:
     if self.next == "^":
       self.take()
       exponent = self.signed(self.atom)
-    if self.next in ("+", "-"):
-      tree = self.signed(self.power)
-    elif self.next in ("(", "{"):
+    if self.next in ("(", "{"):
       tree = self.atom()
     else:
-      tree = self.power()
+      tree = self.signed(self.power)
       while (
         self.begins_atom()
         and self.next.lstrip("\\").strip('"') not in _APPLIED
