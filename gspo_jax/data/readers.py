@@ -50,7 +50,8 @@ def read(spec: str) -> Records:
     return Records([line.record for line in lines], names.__getitem__)
   sets = {"parquet": parquet, "hf": hugging_face, "tfds": tfds}
   rows = sets[kind](rest) if kind in sets else from_factory(spec)
-  return Records(rows, functools.partial(_name, spec))
+  # A lambda cannot be pickled.
+  return Records(rows, functools.partial("{}[{}]".format, spec))
 
 
 def spec_of(file: str | Path) -> str:
@@ -97,10 +98,6 @@ def content(spec: str) -> str:
   elif kind == "parquet":
     files = map(epath.Path, sorted(glob.glob(str(Path(path).expanduser()))))
   return " ".join(map(sha256, files))
-
-
-def _name(spec: str, i: int) -> str:  # a lambda cannot be pickled
-  return f"{spec}[{i}]"
 
 
 def json_lines(path: str) -> Iterator[json_lines_file.Line]:
@@ -218,10 +215,8 @@ def plain_columns(record: Mapping, without: Sequence[str]) -> dict:
   columns = {}
   for name in record:
     if name not in without:
-      try:
+      with contextlib.suppress(UserError):
         columns[name] = plain(record[name], name)
-      except UserError:
-        continue
   return columns
 
 

@@ -33,6 +33,7 @@ class Tokenizer:
   pad_id: int  # may be a stop id
   stop_ids: tuple[int, ...]  # end a response; the first ends demonstrations
   fingerprint: str  # a hash of everything that decides the ids
+  chat_template: str = ""  # in Jinja; "" for none
   template_args: Mapping[str, Any] = {}  # of the chat template
 
   def encode(self, text: str) -> list[int]:

@@ -92,8 +92,9 @@ class HFTokenizer(Tokenizer):
         for file in _files(path):
           (self._path / file.name).write_bytes(file.read_bytes())
     self._library = _open(self._path, self._name)
+    self.chat_template = str(self._library.chat_template or "")
     self.template_args = _parse_template_args(template_args)
-    if template_args:
+    if self.template_args and self.chat_template:
       self._check_template_args(template_args)
     self._writes_tools = False  # until a prompt has them
     self._stop_file, stops = _stops_of_file(path)
@@ -196,7 +197,7 @@ class HFTokenizer(Tokenizer):
   def chat(
     self, messages: Sequence[Message], tools: Sequence[Mapping] = ()
   ) -> list[int]:
-    if self._library.chat_template:
+    if self.chat_template:
       try:
         if tools and not self._writes_tools:
           self.check_prompt(as_messages([("user", "x")]), tools)
@@ -214,12 +215,12 @@ class HFTokenizer(Tokenizer):
     return begin + super().chat(messages, tools)
 
   def conversation(self, messages: Sequence[Message]) -> list[int]:
-    if not self._library.chat_template:
+    if not self.chat_template:
       return super().conversation(messages)
     return self.chat(messages)
 
   def turn(self, messages: Sequence[Turn], *, stopped: bool) -> list[int]:
-    if not self._library.chat_template:
+    if not self.chat_template:
       return super().turn(messages, stopped=stopped)
     sign = chr(_PRIVATE[-1])  # the response, found again in what is rendered
     clean = lambda turn: tuple(text.replace(sign, UNKNOWN) for text in turn)
@@ -237,8 +238,8 @@ class HFTokenizer(Tokenizer):
 
   @property
   def tool_format(self) -> str:
-    template = self._library.chat_template
-    return tool_calls.format_of(str(template)) if template else "call"
+    template = self.chat_template
+    return tool_calls.format_of(template) if template else "call"
 
   def check_turns(
     self,
@@ -246,7 +247,7 @@ class HFTokenizer(Tokenizer):
     tools: Sequence[Mapping] = (),
     tool_format: str = "",
   ) -> None:
-    if not self._library.chat_template:
+    if not self.chat_template:
       super().check_turns(roles, tools)
       return
     messages = as_messages([("user", "message 0")])
@@ -303,7 +304,7 @@ class HFTokenizer(Tokenizer):
   def check_prompt(
     self, messages: Sequence[Message], tools: Sequence[Mapping] = ()
   ) -> None:
-    if not self._library.chat_template:
+    if not self.chat_template:
       return
     parts: dict[str, str] = {}  # by the sign that is put behind its text
 
@@ -333,7 +334,7 @@ class HFTokenizer(Tokenizer):
       )
 
   def check_demonstrations(self) -> None:
-    if not self._library.chat_template:
+    if not self.chat_template:
       return
     response, user = _RESPONSES[0], ("user", "x")
     before = self._render(as_messages([user]))
@@ -395,8 +396,8 @@ class HFTokenizer(Tokenizer):
     string with the template's text. White space stays outside: templates may
     trim it. UserError if too few such characters are left.
     """
-    used = {*json.dumps(chat, default=dict, ensure_ascii=False)}
-    used |= {*str(self._library.chat_template)}
+    whole = json.dumps(chat, default=dict, ensure_ascii=False)
+    used = {*whole, *self.chat_template}
     free = (chr(i) for i in _PRIVATE if chr(i) not in used)
     # By the string that each replaces; that of "" is at the edges.
     signs = collections.defaultdict(functools.partial(next, free))
@@ -456,7 +457,7 @@ class HFTokenizer(Tokenizer):
     """A message; its `reasoning_content` is where the template reads it."""
     if not (thoughts := message.get("reasoning_content")):
       return message
-    if _READS_THINKING.search(str(self._library.chat_template)):
+    if _READS_THINKING.search(self.chat_template):
       return {**message, "reasoning": thoughts, "thinking": thoughts}
     tags = f"{thinking.OPEN}\n{thoughts}\n{thinking.CLOSE}\n\n"
     return {**message, "content": tags + (message["content"] or "")}
@@ -469,15 +470,14 @@ class HFTokenizer(Tokenizer):
     """
     result = as_messages([("tool", "x", "f")])
     messages = [*as_messages([("user", "x")]), _response("x", result), *result]
-    with contextlib.suppress(Exception):  # raised again, when there is a call
-      try:
-        self._library.apply_chat_template(messages, tokenize=False)
-      except TypeError:  # a text and a mapping have no sum
-        return True
+    try:
+      self._library.apply_chat_template(messages, tokenize=False)
+    except Exception as error:  # raised again, when there is a call
+      return isinstance(error, TypeError)  # a text and a mapping have no sum
     return False
 
   def _require_an_end(self) -> None:
-    if not self._library.chat_template:
+    if not self.chat_template:
       return
     for roles in _TRIED_ROLES:
       messages = as_messages([(role, "1") for role in roles])
@@ -488,11 +488,6 @@ class HFTokenizer(Tokenizer):
         )
 
   def _check_template_args(self, text: str) -> None:
-    if not self._library.chat_template:
-      raise UserError(
-        f"data.template_args={text!r}: expected '', since tokenizer "
-        f"{self._name!r} has no chat template"
-      )
     known = _template_variables(self._library.get_chat_template())
     for name in self.template_args:
       unknown = known is not None and name not in known

@@ -209,8 +209,8 @@ class _Reader:
       return ("number", Fraction(10), 0)
     self.take()
     if self.next.isdigit():  # only one digit without braces
-      digit, rest = self.next[0], self.next[1:]
-      self._tokens[self._at : self._at + 1] = [digit, *([rest] * bool(rest))]
+      digits = filter(None, (self.next[0], self.next[1:]))
+      self._tokens[self._at : self._at + 1] = digits
     return self.atom()
 
   def subscript(self) -> str:
