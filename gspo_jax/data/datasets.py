@@ -47,14 +47,12 @@ def load(data: DataConfig, seed: int) -> Datasets:
   split = lambda whole, evaluation: [
     dataclasses.replace(source, evaluation=evaluation) for source in whole
   ]
-  later = [specs for _, specs in data.curriculum]
-  whole = [*map(read, (data.source, *later))]
+  begins, specs = zip((1, data.source), *data.curriculum, strict=True)
+  whole = [*map(read, specs)]
   evaluated = read(data.eval_source) if data.eval_source else ()
   parts = whole if evaluated else [split(stage, False) for stage in whole]
   train = sources.mix(parts[0], data.weights)
-  stages = [Stage(1, train)]
-  for (begin, _), part in zip(data.curriculum, parts[1:], strict=True):
-    stages.append(Stage(begin, sources.mix(part)))
+  stages = [*map(Stage, begins, (train, *map(sources.mix, parts[1:])))]
   held_out = sources.mix(evaluated or split(whole[0], True))
   return Datasets(stages, held_out, train, _notes(whole, evaluated))
 

@@ -233,11 +233,9 @@ def _with_positions(source: Source) -> list[grain.MapDataset]:
 
 
 def _stream(source, make: Callable, seed: int) -> grain.DatasetIterator:
-  seeds = itertools.count(seed)
-
   each = [
-    part.seed(next(seeds) % 2**32).shuffle().repeat()
-    for part in _with_positions(source)
+    part.seed((seed + n) % 2**32).shuffle().repeat()
+    for n, part in enumerate(_with_positions(source))
   ]
   if isinstance(source, Mixture):
     dataset = grain.MapDataset.mix(each, weights=source.weights)

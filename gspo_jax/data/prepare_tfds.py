@@ -75,10 +75,7 @@ def prepare(name: str, files: dict[str, str], data_dir: str) -> dict[str, int]:
 
 def _as_text(line: json_lines.Line, fields: tuple[str, ...]) -> dict[str, str]:
   place, record = line
-  values = {
-    name: readers.plain(readers.field(record, name, place), place)
-    for name in fields
-  }
+  values = {name: readers.value(record, name, place) for name in fields}
   if nulls := [name for name, value in values.items() if value is None]:
     raise UserError(f"{place}: {nulls[0]!r} is null")
   return {

@@ -5,7 +5,6 @@ import decimal
 import functools
 import glob
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -17,8 +16,10 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
+from gspo_jax.data import messages
 from gspo_jax.record import json_lines as json_lines_file
 from gspo_jax.record.run_files import in_bucket
+from gspo_jax.runtime import spec as specs
 from gspo_jax.runtime.errors import UserError, nearest, needs_extra
 
 SPECS = (
@@ -49,7 +50,8 @@ def read(spec: str) -> Records:
     return Records([line.record for line in lines], names.__getitem__)
   sets = {"parquet": parquet, "hf": hugging_face, "tfds": tfds}
   rows = sets[kind](rest) if kind in sets else from_factory(spec)
-  return Records(rows, functools.partial(_name, spec))
+  # A lambda cannot be pickled.
+  return Records(rows, functools.partial("{}[{}]".format, spec))
 
 
 def spec_of(file: str | Path) -> str:
@@ -98,21 +100,14 @@ def content(spec: str) -> str:
   return " ".join(map(sha256, files))
 
 
-def _name(spec: str, i: int) -> str:  # a lambda cannot be pickled
-  return f"{spec}[{i}]"
-
-
 def json_lines(path: str) -> Iterator[json_lines_file.Line]:
   """The lines of a file of problems, each (`file:line`, record)."""
   for line in json_lines_file.read(path):
-    try:
-      # JSON can spell half a surrogate pair, which no UTF-8 text can hold.
-      json.dumps(line.record, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
+    if not messages.is_text(line.record):
       raise UserError(
         f"{line.where}: expected text in UTF-8, got half a surrogate pair in "
         f"{str(line.record)[:60]!a}"
-      ) from error
+      )
     yield line
 
 
@@ -137,6 +132,11 @@ def field(record: Mapping, name: str, place: str, key: str = ""):
     hint += f" It has {', '.join(sorted(columns))}"
   set_by = f" ({key})" if key else ""
   raise UserError(f"{place}: no field {name!r}{set_by}; {hint}"[:250])
+
+
+def value(record: Mapping, name: str, place: str, key: str = ""):
+  """`field` as `plain` gives it."""
+  return plain(field(record, name, place, key), place)
 
 
 def fields(record: Mapping, place: str) -> dict:
@@ -215,10 +215,8 @@ def plain_columns(record: Mapping, without: Sequence[str]) -> dict:
   columns = {}
   for name in record:
     if name not in without:
-      try:
+      with contextlib.suppress(UserError):
         columns[name] = plain(record[name], name)
-      except UserError:
-        continue
   return columns
 
 
@@ -301,17 +299,13 @@ def _datasets(spec: str):
 
 def _of_text(dataset):
   """The rows, without media columns; float32 keeps its shortest decimals."""
-  is_media = lambda feature: hasattr(
-    getattr(feature, "feature", feature), "embed_storage"
-  )
-  media = [name for name, f in dataset.features.items() if is_media(f)]
+  kinds = {k: getattr(f, "feature", f) for k, f in dataset.features.items()}
+  media = [
+    name for name, kind in kinds.items() if hasattr(kind, "embed_storage")
+  ]
   dataset = dataset.remove_columns(media)
-  narrow = {
-    name: str(dtype)
-    for name, f in dataset.features.items()
-    if (dtype := getattr(getattr(f, "feature", f), "dtype", ""))
-    in ("float16", "float32")
-  }
+  dtypes = {name: getattr(kind, "dtype", "") for name, kind in kinds.items()}
+  narrow = {k: d for k, d in dtypes.items() if d in ("float16", "float32")}
   shorten = functools.partial(_shorten, narrow)
   return dataset.with_transform(shorten) if narrow else dataset
 
@@ -367,22 +361,11 @@ def from_factory(spec: str) -> Sequence:
   hint = f"did you mean {file!r}? " if file else ""
   if file or not parts:
     raise UserError(f"data source {spec!r}: {hint}expected {SPECS}")
-  path, name = parts[1], parts[2]
   try:
-    module = importlib.import_module(path)
-  except ModuleNotFoundError as error:
-    if error.name and not f"{path}.".startswith(f"{error.name}."):
-      raise  # the module exists, but one of its imports does not
-    raise UserError(
-      f"data source {spec!r}: no module {error.name!r}; expected {SPECS}"
-    ) from error
-  if not callable(getattr(module, name, None)):
-    names = [n for n, v in vars(module).items() if callable(v)]
-    raise UserError(
-      f"data source {spec!r}: {path} has no such function; "
-      f"{nearest(name, names)}"
-    )
-  records = getattr(module, name)()
+    factory = specs.imported(".".join(parts.groups()), {}, "data source")
+  except UserError as error:
+    raise UserError(f"{error} (expected {SPECS})") from error
+  records = factory()
   if not (hasattr(records, "__len__") and hasattr(records, "__getitem__")):
     raise UserError(
       f"data source {spec!r}: it returned a {type(records).__name__}; expected "

@@ -147,13 +147,13 @@ class ProblemSource(Sequence):
     history, text, said = _asked(record, names.problem, place)
     solution = response = said.get("content", "")
     if names.reference:
-      solution = _value(record, names.reference, place, _KEYS.reference)
+      solution = readers.value(record, names.reference, place, _KEYS.reference)
     _require(text, names.problem, _KEYS.problem, place)
     column = names.reference or names.problem
     reference = _reference(solution, column, place)
     if names.demonstration:
       key = _KEYS.demonstration
-      response = _value(record, names.demonstration, place, key)
+      response = readers.value(record, names.demonstration, place, key)
       response = "" if response is None else response
       if not isinstance(response, str):
         raise UserError(
@@ -192,9 +192,7 @@ class Mixture:
   weights: tuple[float, ...]  # shares, before long problems are dropped
 
 
-def load(
-  spec: str, *, fields: Fields = _TO_BE_FOUND, evaluation: bool | None = None
-) -> ProblemSource:
+def load(spec: str, *, fields: Fields = _TO_BE_FOUND) -> ProblemSource:
   """The source that a config names.
 
   Args:
@@ -203,7 +201,6 @@ def load(
       called without arguments and returns anything with a length and records by
       index, each a dict or a `Problem`.
     fields: column names; those that are "" are found in the first record.
-    evaluation: the side of the split, None for both.
 
   Raises:
     UserError: there is no such source, it is empty, or a record is bad. It
@@ -218,7 +215,6 @@ def load(
     records,
     place,
     columns,
-    evaluation,
     content=readers.content(spec),
     spec=spec,
     note="" if all(fields[:2]) else columns.note(spec, records[0]),
@@ -231,9 +227,6 @@ def load(
     words = lambda p: (*p.text.split(), *map(str, p.history))
     asked = tuple(hash(words(problem)) for problem in problems)
     source = dataclasses.replace(source, asked=asked)
-  if not len(source):
-    part = "held-out" if evaluation else "training"
-    raise UserError(f"{spec}: of its {len(records)} problems none is {part}")
   return source
 
 
@@ -287,7 +280,7 @@ def _sample(source: Sequence[Problem]) -> list:
 
 def _asked(record, name: str, place: str) -> tuple[tuple, str, Message]:
   """History and text as in `Problem`; the assistant's message, {} for none."""
-  value = _value(record, name, place, _KEYS.problem)
+  value = readers.value(record, name, place, _KEYS.problem)
   if isinstance(value, str):
     return (), value, {}
   if not isinstance(value, list):
@@ -306,10 +299,6 @@ def _asked(record, name: str, place: str) -> tuple[tuple, str, Message]:
       f"the assistant after it, got roles {[m.get('role') for m in value]}"
     )
   return tuple(turns[:-1]), turns[-1]["content"], response
-
-
-def _value(record, name: str, place: str, key: str):
-  return readers.plain(readers.field(record, name, place, key), place)
 
 
 def _reference(solution, column: str, place: str) -> str:

@@ -69,9 +69,8 @@ def sections(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
 
 def _natural(name: str) -> list:
   """Sort key that puts pass@8 before pass@16."""
-  head = name.rstrip("0123456789")
-  digits = name[len(head) :]
-  return [head, len(digits), digits]
+  head, *digits = re.split(r"(\d+)$", name)
+  return [head, *map(int, digits[:1])]
 
 
 def unit(name: str) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -119,20 +119,18 @@ def names(workdirs: Sequence[str]) -> list[str]:
 def _read(folder: epath.Path, name: str) -> RunRecord:
   if not (folder / "metrics.jsonl").exists():
     raise UserError(f"{str(folder)!r} has no run: {_hint(folder)}")
-  lines = json_lines.read(folder / "metrics.jsonl", drop_partial=True)
-  records = [
-    {"step": run_files.step_of(record, place)}
-    | {k: _number(v, k, place) for k, v in record.items() if k != "step"}
-    for place, record in lines
-  ]
+  scalars = {
+    metric: Series(*map(np.array, zip(*points, strict=True)))
+    for metric, points in _points(folder / "metrics.jsonl", _number).items()
+  }
   config = folder / "run_config.json"
   return RunRecord(
     name=name,
-    scalars=_series(records),
+    scalars=scalars,
     spreads=_spreads(folder / "distributions.jsonl"),
     samples=run_files.read_samples(folder / "samples"),
     config=_config(config) if config.exists() else {},
-    last_step=max((record["step"] for record in records), default=0),
+    last_step=max((series.steps[-1] for series in scalars.values()), default=0),
   )
 
 
@@ -190,43 +188,27 @@ def _numbers(values, name: str, place: str) -> np.ndarray:
   return np.array([_number(v, name, place) for v in values])
 
 
-def _series(records: Sequence[dict]) -> dict[str, Series]:
-  points: dict[str, list[tuple[int, float]]] = {}
-  for record in records:
+def _points(path: epath.Path, read: Callable) -> dict[str, list[tuple]]:
+  """Each value with its step, by metric; `edges` are at step 0."""
+  lines = json_lines.read(path, drop_partial=True) if path.exists() else ()
+  points: dict[str, list[tuple]] = {}
+  for place, record in lines:
+    step = 0 if "edges" in record else run_files.step_of(record, place)
     for metric, value in record.items():
       if metric != "step":
-        points.setdefault(metric, []).append((record["step"], value))
-  return {
-    metric: Series(*map(np.array, zip(*pairs, strict=True)))
-    for metric, pairs in points.items()
-  }
+        points.setdefault(metric, []).append((step, read(value, metric, place)))
+  return points
 
 
 def _spreads(path: epath.Path) -> dict[str, Spread]:
-  lines = json_lines.read(path, drop_partial=True) if path.exists() else ()
-  edges, points = None, {}
-  for place, record in lines:
-    if "edges" in record:
-      edges = _numbers(record["edges"], "edges", place)
-      continue
-    step = run_files.step_of(record, place)
-    for metric, values in record.items():
-      if metric != "step":
-        numbers = _numbers(values, metric, place)
-        points.setdefault(metric, []).append((step, numbers))
-  return {
-    metric: _spread(metric, pairs, edges) for metric, pairs in points.items()
-  }
-
-
-def _spread(metric: str, pairs, edges: np.ndarray | None) -> Spread:
-  width = len(pairs[-1][1])
-  pairs = [pair for pair in pairs if len(pair[1]) == width]
-  counted = edges is not None and run_files.counts_over_edges(
-    metric, pairs[0][1], edges
-  )
-  return Spread(
-    np.array([step for step, _ in pairs]),
-    np.stack([values for _, values in pairs]),
-    edges if counted else None,
-  )
+  points, spreads = _points(path, _numbers), {}
+  _, edges = points.pop("edges", [(0, None)])[-1]
+  for metric, pairs in points.items():
+    width = len(pairs[-1][1])
+    pairs = [pair for pair in pairs if len(pair[1]) == width]
+    steps, values = map(np.array, zip(*pairs, strict=True))
+    counted = edges is not None and run_files.counts_over_edges(
+      metric, values[0], edges
+    )
+    spreads[metric] = Spread(steps, values, edges if counted else None)
+  return spreads

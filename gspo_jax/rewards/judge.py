@@ -164,11 +164,11 @@ def _ask(url: str, body: bytes, key_variable: str, seconds: float) -> dict:
   request = urllib.request.Request(url, body, headers)
   try:
     with _OPENER.open(request, timeout=max(0.1, seconds)) as answer:
-      data = answer.read(_MOST_BYTES)
+      data = answer.read(_MOST_BYTES).decode("utf-8", "replace")
   except urllib.error.HTTPError as e:
     with e:
-      start = _without_key(e.read(1 << 16), key_variable)[:200]
-      text = " ".join(start.split())
+      data = e.read(1 << 16).decode("utf-8", "replace")
+      text = " ".join(_without_key(data, key_variable)[:200].split())
     raise JudgeError(
       f"{url}: HTTP status {e.code}: {text}",
       again=e.code >= 500 or e.code in _BUSY,
@@ -195,13 +195,10 @@ def _key(variable: str) -> str:
   return os.environ[variable].strip() if variable else ""
 
 
-def _without_key(answer: str | bytes, variable: str) -> str:
+def _without_key(answer: str, variable: str) -> str:
   """A server's answer for an error, without the key that it may quote."""
-  text = (
-    answer if isinstance(answer, str) else answer.decode("utf-8", "replace")
-  )
   key = _key(variable)
-  return text.replace(key, "...") if key else text
+  return answer.replace(key, "...") if key else answer
 
 
 def _read_score(

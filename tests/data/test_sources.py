@@ -31,6 +31,10 @@ def row(i, answer="x #### 7"):
   return {"question": f"question {i}?", "answer": answer}
 
 
+def side(source, evaluation):
+  return dataclasses.replace(source, evaluation=evaluation)
+
+
 def one(tmp_path, values, **options):
   return sources.load(write(tmp_path / "a.jsonl", values), **options)[0]
 
@@ -296,22 +300,20 @@ def test_the_held_out_split_is_disjoint_and_complete(tmp_path):
   rows = [*map(row, range(800))]
   spec, half = write(tmp_path / "a", *rows), write(tmp_path / "b", *rows[:400])
   kept, tested, everything = (
-    [p.text for p in sources.load(spec, evaluation=evaluation)]
+    [p.text for p in side(sources.load(spec), evaluation)]
     for evaluation in (False, True, None)
   )
   assert not set(kept) & set(tested)
   assert sorted(kept + tested) == sorted(everything)
   assert everything == [row["question"] for row in rows]
   assert 50 < len(tested) < 150
-  of_half = [p.text for p in sources.load(half, evaluation=True)]
+  of_half = [p.text for p in side(sources.load(half), True)]
   assert of_half == tested[: len(of_half)]
 
 
 def test_a_file_without_a_problem(tmp_path):
   with pytest.raises(UserError, match="no problem"):
     sources.load(write(tmp_path / "a", "", " "))
-  with pytest.raises(UserError, match="of its 1 problems none is held-out"):
-    sources.load(write(tmp_path / "a", row(1)), evaluation=True)
 
 
 def test_conversations_that_end_alike_are_on_both_sides(tmp_path):
@@ -319,9 +321,9 @@ def test_conversations_that_end_alike_are_on_both_sides(tmp_path):
   turns = [[{"role": "user", "content": f"{i}?"}, *last] for i in range(60)]
   rows = [{"messages": each, "answer": 1} for each in turns]
   spec = write(tmp_path / "a.jsonl", *rows)
-  held_out = len(sources.load(spec, evaluation=True))
+  held_out = len(side(sources.load(spec), True))
   assert 2 <= held_out <= 20
-  assert len(sources.load(spec, evaluation=False)) == 60 - held_out
+  assert len(side(sources.load(spec), False)) == 60 - held_out
 
 
 def test_the_parts_of_a_text_are_joined(tmp_path):
@@ -372,17 +374,15 @@ def test_any_source_by_dotted_name(module):
   problems = sources.load(f"{module}.problems")
   assert problems[1] == Problem("a", "b", "c")
   assert not problems.note
-  halves = [
-    list(sources.load(f"{module}.dicts", evaluation=e)) for e in (True, False)
-  ]
+  halves = [list(side(source, e)) for e in (True, False)]
   assert sorted([*halves[0], *halves[1]]) == sorted(source)
 
 
 def test_mistakes_in_a_dotted_name(module):
   for spec, words in (
-    (f"{module}.dict", "has no such function; did you mean 'dicts'"),
+    (f"{module}.dict", "has no function 'dict': did you mean 'dicts'"),
     (f"{module}.endless", "list_iterator; expected something with a length"),
-    ("no_such_package.rows.factory", "no module 'no_such_package'; expected"),
+    ("no_package.rows.factory", r"No module named 'no_package' \(expected"),
     ("data/train.jsonl", "expected chain, jsonl:FILE"),
     ("chains", "expected chain, jsonl:FILE"),
     ("tfds:", "expected tfds:NAME"),
@@ -403,9 +403,9 @@ def test_mistakes_in_a_dotted_name(module):
       source[i]
 
 
-def test_a_module_that_misses_another_keeps_its_traceback(module, tmp_path):
+def test_a_module_that_misses_another_is_named(module, tmp_path):
   (tmp_path / f"{module}.py").write_text("import nowhere_to_be_found")
-  with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
+  with pytest.raises(UserError, match=f"{module}.*nowhere_to_be_found"):
     sources.load(f"{module}.dicts")
 
 
@@ -504,7 +504,7 @@ def test_every_option_counts(tmp_path):
   chain = Chain((2, 4))
   changes = ({"steps": (4, 2)}, {"noise": 0.1}, {"evaluation": True})
   different = [
-    *(sources.load(spec, evaluation=e) for e in (None, True, False)),
+    *(side(sources.load(spec), e) for e in (None, True, False)),
     sources.load(spec, fields=Fields(demonstration="answer")),
     chain,
     *(

@@ -275,11 +275,10 @@ def test_a_conversation_is_that_of_the_chat_template(chat, text, prompts):
   tokenizer = tokenizers.load(str(chat))
   history = [("user", text), ("assistant", text), ("tool", "7")]
   turns = [("system", "Add."), *history, ("user", "And 2?")]
-  if prompts:
-    ids = tokenizer.prompt("And 2?", "Add.", history)
-  else:
+  read = tokenizer.chat if prompts else tokenizer.conversation
+  if not prompts:
     turns.append(("assistant", text))
-    ids = tokenizer.conversation(as_messages(turns))
+  ids = read(as_messages(turns))
   theirs = hf_tokenizers.templated(library(chat), turns, prompts)
   assert (ids == theirs) == (text == "3+4?")
   start = library(chat).convert_tokens_to_ids("<|im_start|>")

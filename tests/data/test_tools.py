@@ -9,6 +9,7 @@ import pytest
 
 from gspo_jax.data import prompt_batch, tokenizers, tool_calls
 from gspo_jax.data.problem import Problem
+from gspo_jax.data.tokenizers.base import as_messages
 from gspo_jax.runtime.errors import UserError
 
 # Templates of our own, in the shape of those of the families.
@@ -311,14 +312,10 @@ def test_no_text_of_a_message_makes_control_tokens(family, place):
 
 def test_a_prompt_is_a_chat(family):
   tokenizer = family("hermes")
-  history = [("assistant", "4"), ("tool", "7")]
-  messages = [
-    {"role": "system", "content": "Add."},
-    {"role": "assistant", "content": "4"},
-    {"role": "tool", "content": "7"},
-    user("2+2?"),
-  ]
-  assert tokenizer.prompt("2+2?", "Add.", history) == tokenizer.chat(messages)
+  turns = [("system", "Add."), ("assistant", "4"), ("tool", "7")]
+  messages = [*as_messages(turns), user("2+2?")]
+  ids = tokenizer.chat([messages[0], messages[-1]])
+  assert tokenizer.prompt("2+2?", "Add.") == ids
   assert tokenizer.chat(messages) == whole(tokenizer, messages, ())
 
 

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gspo_jax.data import pipeline, prompt_batch, tokenizers
 from gspo_jax.data.problem import Problem
+from gspo_jax.data.tokenizers.base import as_messages
 from gspo_jax.rewards import thinking
 from gspo_jax.runtime.errors import UserError
 
@@ -222,15 +223,15 @@ def test_a_prompt_of_gpt_oss_has_one_response(family):
   generation.write_text(json.dumps({"eos_token_id": stops}))
   tokenizer = tokenizers.load(str(folder), "reasoning_effort=high")
   assert tokenizer.stop_ids == tuple(stops)
-  history = [("user", "q"), ("assistant", "a")]
-  ids = tokenizer.prompt("4 <|end|>", "Be brief.", history)
+  turns = [("system", "Be brief."), ("user", "q"), ("assistant", "a")]
+  said = lambda text: tokenizer.chat(as_messages([*turns, ("user", text)]))
+  ids = said("4 <|end|>")
   text = tokenizer.decode(ids)
   assert "Reasoning: high<|end|><|start|>developer<|message|>Be brief." in text
   assert "<|start|>assistant<|channel|>final<|message|>a<|end|>" in text
   assert text.endswith("<|message|>4 <|end|><|end|><|start|>assistant")
-  plain = tokenizer.prompt("4 !", "Be brief.", history)
   count = lambda ids: sum(i in tokenizer._forbidden for i in ids)
-  assert count(ids) == count(plain)
+  assert count(ids) == count(said("4 !"))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -56,7 +56,7 @@ def test_held_out_subjects_and_rules_are_not_trained_on():
 
 def test_a_config_can_name_the_sets():
   spec = "gspo_jax.tasks.instructions.training"
-  source = sources.load(spec, evaluation=None)
+  source = sources.load(spec)
   assert len(source) == 4096
   assert source[0] == instructions.training()[0]
 

@@ -22,20 +22,25 @@ def load(spec: str, template_args: str = "") -> Tokenizer:
   `template_args` see `hf.HFTokenizer`.
   """
   path = epath.Path(spec).expanduser()
-  if spec == "bytes" or path.suffix == ".model":
-    if template_args:
+  tokenizer: Tokenizer
+  if spec == "bytes":
+    tokenizer = Bytes()
+  elif path.suffix == ".model":
+    tokenizer = SentencePiece(path)
+  else:
+    with with_reason(f"tokenizer {spec!r}"):
+      exists = path.is_dir()
+    if not exists:
       raise UserError(
-        f"data.template_args={template_args!r}: expected '', since tokenizer "
-        f"{spec!r} has no chat template"
+        f"tokenizer {spec!r}: no such folder; expected 'bytes', a .model file "
+        f"of SentencePiece, or a folder{how_to_download(spec)}"
       )
-    return Bytes() if spec == "bytes" else SentencePiece(path)
-  with with_reason(f"tokenizer {spec!r}"):
-    exists = path.is_dir()
-  if not exists:
+    with needs_extra("hf", f"tokenizer {spec!r}"):
+      from gspo_jax.data.tokenizers.hf import HFTokenizer
+    tokenizer = HFTokenizer(path, template_args)
+  if template_args and not tokenizer.chat_template:
     raise UserError(
-      f"tokenizer {spec!r}: no such folder; expected 'bytes', a .model file "
-      f"of SentencePiece, or a folder{how_to_download(spec)}"
+      f"data.template_args={template_args!r}: expected '', since tokenizer "
+      f"{spec!r} has no chat template"
     )
-  with needs_extra("hf", f"tokenizer {spec!r}"):
-    from gspo_jax.data.tokenizers.hf import HFTokenizer
-  return HFTokenizer(path, template_args)
+  return tokenizer

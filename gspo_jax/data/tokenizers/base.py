@@ -33,6 +33,7 @@ class Tokenizer:
   pad_id: int  # may be a stop id
   stop_ids: tuple[int, ...]  # end a response; the first ends demonstrations
   fingerprint: str  # a hash of everything that decides the ids
+  chat_template: str = ""  # in Jinja; "" for none
   template_args: Mapping[str, Any] = {}  # of the chat template
 
   def encode(self, text: str) -> list[int]:
@@ -52,20 +53,10 @@ class Tokenizer:
     """
     raise NotImplementedError
 
-  def prompt(
-    self,
-    user: str,
-    system: str = "",
-    history: Sequence[Turn | Message] = (),
-    tools: Sequence[Mapping] = (),
-  ) -> list[int]:
-    """The ids of a prompt, up to the first token of the response.
-
-    `user` is the last message, `history` the messages between the system prompt
-    and it. See `chat`.
-    """
+  def prompt(self, user: str, system: str = "") -> list[int]:
+    """As `chat`, of a message of the user behind a system prompt, if any."""
     first = [("system", system)] if system else []
-    return self.chat(as_messages([*first, *history, ("user", user)]), tools)
+    return self.chat(as_messages([*first, ("user", user)]))
 
   def chat(
     self, messages: Sequence[Message], tools: Sequence[Mapping] = ()

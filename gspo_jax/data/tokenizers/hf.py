@@ -6,6 +6,7 @@ exactly the ids of `apply_chat_template`.
 """
 
 import ast
+import collections
 import contextlib
 import ctypes
 import functools
@@ -15,7 +16,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,9 @@ class HFTokenizer(Tokenizer):
         for file in _files(path):
           (self._path / file.name).write_bytes(file.read_bytes())
     self._library = _open(self._path, self._name)
+    self.chat_template = str(self._library.chat_template or "")
     self.template_args = _parse_template_args(template_args)
-    if template_args:
+    if self.template_args and self.chat_template:
       self._check_template_args(template_args)
     self._writes_tools = False  # until a prompt has them
     self._stop_file, stops = _stops_of_file(path)
@@ -195,7 +197,7 @@ class HFTokenizer(Tokenizer):
   def chat(
     self, messages: Sequence[Message], tools: Sequence[Mapping] = ()
   ) -> list[int]:
-    if self._library.chat_template:
+    if self.chat_template:
       try:
         if tools and not self._writes_tools:
           self.check_prompt(as_messages([("user", "x")]), tools)
@@ -213,12 +215,12 @@ class HFTokenizer(Tokenizer):
     return begin + super().chat(messages, tools)
 
   def conversation(self, messages: Sequence[Message]) -> list[int]:
-    if not self._library.chat_template:
+    if not self.chat_template:
       return super().conversation(messages)
     return self.chat(messages)
 
   def turn(self, messages: Sequence[Turn], *, stopped: bool) -> list[int]:
-    if not self._library.chat_template:
+    if not self.chat_template:
       return super().turn(messages, stopped=stopped)
     sign = chr(_PRIVATE[-1])  # the response, found again in what is rendered
     clean = lambda turn: tuple(text.replace(sign, UNKNOWN) for text in turn)
@@ -236,8 +238,8 @@ class HFTokenizer(Tokenizer):
 
   @property
   def tool_format(self) -> str:
-    template = self._library.chat_template
-    return tool_calls.format_of(str(template)) if template else "call"
+    template = self.chat_template
+    return tool_calls.format_of(template) if template else "call"
 
   def check_turns(
     self,
@@ -245,7 +247,7 @@ class HFTokenizer(Tokenizer):
     tools: Sequence[Mapping] = (),
     tool_format: str = "",
   ) -> None:
-    if not self._library.chat_template:
+    if not self.chat_template:
       super().check_turns(roles, tools)
       return
     messages = as_messages([("user", "message 0")])
@@ -255,47 +257,43 @@ class HFTokenizer(Tokenizer):
     if prompt.endswith((thinking.OPEN, thinking.CLOSE)):
       responses = [_RESPONSES[prompt.endswith(thinking.OPEN)]]
     for role, response in itertools.product(roles, responses):
-      if role == "tool" and tools:
-        self._check_call(response, tools, tool_format)
-      else:
-        self._check_turn(role, response, tools)
+      self._check_turn(role, response, tools, tool_format)
 
   def _check_turn(
-    self, role: str, response: str, tools: Sequence[Mapping]
+    self, role: str, said: str, tools: Sequence[Mapping], tool_format: str
   ) -> None:
-    name = f"tokenizer {self._name!r}, messages of role {role!r}"
-    turns = [("user", "message 0")]
-    before = self._render(as_messages(turns), tools)
-    written = response.removeprefix(thinking.opening(before)).lstrip()
-    for number in (1, 2):
-      message = f"message {number}"
-      turns += [("assistant", response), (role, message)]
-      text = self._render(as_messages(turns), tools)
+    """As `check_turns`, for messages behind `said`, or behind it and a call."""
+    call, called = None, ()
+    kind = f"messages of role {role!r}"
+    if role == "tool" and tools:
+      called = (tools[0]["function"]["name"],)
+      call = tool_calls.ToolCall(*called, {"x": "a value"})
+      kind = "results of tool calls"
+    name = f"tokenizer {self._name!r}, {kind}"
+    messages = as_messages([("user", "message 0")])
+    before = self._render(messages, tools)
+    opening = thinking.opening(before)
+    written = "" if call else said.removeprefix(opening).lstrip()
+    for message in ("message 1", "message 2"):
+      answers = as_messages([(role, message, *called)])
+      response = _response("a value", answers) | {"content": said}
+      messages += [response, *answers]
+      text = self._render(messages, tools)
       new = text.removeprefix(before).lstrip()
       if not (text.startswith(before) and new.startswith(written)):
         raise _rewritten(name, before + written, text)
-      self._require_message(name, message, new.removeprefix(written))
-      before = text
-
-  def _check_call(
-    self, content: str, tools: Sequence[Mapping], tool_format: str
-  ) -> None:
-    """As `_check_turn`, for results of calls behind `content`."""
-    name = f"tokenizer {self._name!r}, results of tool calls"
-    call = tool_calls.ToolCall(tools[0]["function"]["name"], {"x": "a value"})
-    messages = as_messages([("user", "message 0")])
-    before = self._render(messages, tools)
-    for number in (1, 2):
-      results = as_messages([("tool", f"message {number}", call.name)])
-      response = _response("a value", results) | {"content": content}
-      messages += [response, *results]
-      text = self._render(messages, tools)
-      if not text.startswith(before):
-        raise _rewritten(name, before, text)
-      new = text.removeprefix(before)
-      stop = self._find_stop(new)
-      self._require_message(name, results[0]["content"], new[stop:])
-      if tool_calls.parse(new[:stop], tool_format).calls != (call,):
+      stop = self._find_stop(new) if call else len(written)
+      behind = new[stop:]
+      if not behind.startswith(tuple(self._stop_texts())):
+        raise UserError(
+          f"{name}: the chat template writes {behind[:20]!r} behind a "
+          f"response; expected a stop token, {self._stop_texts()}"
+        )
+      if message not in behind:
+        raise UserError(
+          f"{name}: the chat template leaves them out; expected another role"
+        )
+      if call and tool_calls.parse(new[:stop], tool_format).calls != (call,):
         raise UserError(
           f"{name}: the chat template writes a call as {new[:stop]!r}, which "
           f"the format {tool_format!r} does not read; expected the format of "
@@ -303,22 +301,10 @@ class HFTokenizer(Tokenizer):
         )
       before = text
 
-  def _require_message(self, name: str, message: str, behind: str) -> None:
-    """UserError if there is no message or stop token `behind` a response."""
-    if not behind.startswith(tuple(self._stop_texts())):
-      raise UserError(
-        f"{name}: the chat template writes {behind[:20]!r} behind a "
-        f"response; expected a stop token, {self._stop_texts()}"
-      )
-    if message not in behind:
-      raise UserError(
-        f"{name}: the chat template leaves them out; expected another role"
-      )
-
   def check_prompt(
     self, messages: Sequence[Message], tools: Sequence[Mapping] = ()
   ) -> None:
-    if not self._library.chat_template:
+    if not self.chat_template:
       return
     parts: dict[str, str] = {}  # by the sign that is put behind its text
 
@@ -348,7 +334,7 @@ class HFTokenizer(Tokenizer):
       )
 
   def check_demonstrations(self) -> None:
-    if not self._library.chat_template:
+    if not self.chat_template:
       return
     response, user = _RESPONSES[0], ("user", "x")
     before = self._render(as_messages([user]))
@@ -410,25 +396,17 @@ class HFTokenizer(Tokenizer):
     string with the template's text. White space stays outside: templates may
     trim it. UserError if too few such characters are left.
     """
-    texts = [*_strings(chat)]
-    used = {*"".join(texts), *str(self._library.chat_template)}
+    whole = json.dumps(chat, default=dict, ensure_ascii=False)
+    used = {*whole, *self.chat_template}
     free = (chr(i) for i in _PRIVATE if chr(i) not in used)
-    strings = {c for text in texts for c in self._any_control.findall(text)}
-    needed = 1 + len(strings)
-    taken = [*itertools.islice(free, needed)]
-    if len(taken) < needed:
-      raise UserError(
-        f"a conversation with {len(used)} different characters: expected "
-        f"{needed} unused ones of U+{_PRIVATE[0]:X} to U+{_PRIVATE[-1]:X}"
-      )
-    edge, *others = taken
-    signs = dict(zip(sorted(strings), others, strict=True))
+    # By the string that each replaces; that of "" is at the edges.
+    signs = collections.defaultdict(functools.partial(next, free))
 
     def without(text):
       return self._any_control.sub(lambda m: signs[m[0]], text)
 
     def within(text):
-      core = text.strip()
+      core, edge = text.strip(), signs[""]
       return text.replace(core, edge + core + edge, 1) if core else text
 
     def guarded(value, key=""):
@@ -442,8 +420,15 @@ class HFTokenizer(Tokenizer):
         return [guarded(x, key) for x in value]
       return value
 
-    restore = {ord(edge): ""} | {ord(c): text for text, c in signs.items()}
-    return guarded(chat), restore
+    try:
+      made = guarded(chat)
+    except StopIteration:
+      raise UserError(
+        f"a conversation with {len(used)} different characters: expected more "
+        f"than {len(signs)} unused ones of U+{_PRIVATE[0]:X} to "
+        f"U+{_PRIVATE[-1]:X}"
+      ) from None
+    return made, {ord(sign): text for text, sign in signs.items()}
 
   def _render(
     self, messages: Sequence[Message], tools: Sequence[Mapping] = ()
@@ -472,7 +457,7 @@ class HFTokenizer(Tokenizer):
     """A message; its `reasoning_content` is where the template reads it."""
     if not (thoughts := message.get("reasoning_content")):
       return message
-    if _READS_THINKING.search(str(self._library.chat_template)):
+    if _READS_THINKING.search(self.chat_template):
       return {**message, "reasoning": thoughts, "thinking": thoughts}
     tags = f"{thinking.OPEN}\n{thoughts}\n{thinking.CLOSE}\n\n"
     return {**message, "content": tags + (message["content"] or "")}
@@ -485,15 +470,14 @@ class HFTokenizer(Tokenizer):
     """
     result = as_messages([("tool", "x", "f")])
     messages = [*as_messages([("user", "x")]), _response("x", result), *result]
-    with contextlib.suppress(Exception):  # raised again, when there is a call
-      try:
-        self._library.apply_chat_template(messages, tokenize=False)
-      except TypeError:  # a text and a mapping have no sum
-        return True
+    try:
+      self._library.apply_chat_template(messages, tokenize=False)
+    except Exception as error:  # raised again, when there is a call
+      return isinstance(error, TypeError)  # a text and a mapping have no sum
     return False
 
   def _require_an_end(self) -> None:
-    if not self._library.chat_template:
+    if not self.chat_template:
       return
     for roles in _TRIED_ROLES:
       messages = as_messages([(role, "1") for role in roles])
@@ -504,11 +488,6 @@ class HFTokenizer(Tokenizer):
         )
 
   def _check_template_args(self, text: str) -> None:
-    if not self._library.chat_template:
-      raise UserError(
-        f"data.template_args={text!r}: expected '', since tokenizer "
-        f"{self._name!r} has no chat template"
-      )
     known = _template_variables(self._library.get_chat_template())
     for name in self.template_args:
       unknown = known is not None and name not in known
@@ -572,18 +551,6 @@ def _as_mapping(arguments: Mapping | str) -> Mapping:
     "arguments of a tool call: expected a mapping, or one as JSON, got "
     f"{str(arguments)[:40]!r}: {reason}"
   )
-
-
-def _strings(value: Any) -> Iterator[str]:
-  """The strings in lists and mappings."""
-  if isinstance(value, str):
-    yield value
-  elif isinstance(value, Mapping):
-    for key, x in value.items():
-      yield from (key, *_strings(x))
-  elif isinstance(value, list | tuple):
-    for x in value:
-      yield from _strings(x)
 
 
 def _parse_template_args(text: str) -> dict[str, Any]:

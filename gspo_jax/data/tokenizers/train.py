@@ -57,7 +57,7 @@ def read_texts(files: Sequence[str], fields: Sequence[str]) -> Iterator[str]:
   for file in files:
     for place, record in readers.lines(file):
       for field in fields:
-        value = readers.plain(readers.field(record, field, place), place)
+        value = readers.value(record, field, place)
         if not isinstance(value, str):
           raise UserError(f"{place}: {field!r} is not text")
         yield value

@@ -117,7 +117,7 @@ def _by_list(expected, result):
   if not any(sides):
     return None
   items, other = (sides[0], result) if sides[0] else (sides[1], expected)
-  if len(items) == 1 and not kinds.nothing(items[0]):
+  if len(items) == 1 and not kinds.phrase(items[0]):
     return same(items[0], other) if sides[0] else same(other, items[0])
   return _is_solution(items, other)
 
@@ -233,15 +233,7 @@ def _by_table(expected, result):
   sides = _table(expected), _table(result)
   if not any(sides):
     return None
-  if not all(sides):
-    rows, other = (sides[0], result) if sides[0] else (sides[1], expected)
-    bracket, parts = splits.bracketed(other) or ("", [])
-    is_column = all(len(row) == 1 for row in rows)
-    if not is_column or bracket not in ("()", "\\langle\\rangle"):
-      return False
-    sides = (rows, [[part] for part in parts])
-    sides = sides if _table(expected) else sides[::-1]
-  gold, answer = sides
+  gold, answer = sides[0] or _column(expected), sides[1] or _column(result)
   return [len(row) for row in gold] == [len(row) for row in answer] and all(
     same(a, b)
     for row, other in zip(gold, answer, strict=True)
@@ -264,6 +256,12 @@ def _table(tokens):
     return None
   rows = splits.rows(tokens[begin + 1 : -1])
   return [[[*factor, "{", *cell, "}"] for cell in row] for row in rows]
+
+
+def _column(tokens):
+  bracket, parts = splits.bracketed(tokens) or ("", [])
+  is_vector = bracket in ("()", "\\langle\\rangle")
+  return [[part] for part in parts if is_vector]
 
 
 def _by_brackets(expected, result):

@@ -96,7 +96,8 @@ def proportional(expected, result, positive=False) -> bool:
   if None in trees:
     return False
   a, b, c, d = trees
-  return values.proportional(("subtract", a, b), ("subtract", c, d), positive)
+  gold, answer = ("add", a, ("negative", b)), ("add", c, ("negative", d))
+  return values.proportional(gold, answer, positive)
 
 
 def falling(tokens: list[str]):

@@ -10,8 +10,6 @@ from fractions import Fraction
 
 from gspo_jax.rewards.math import splits
 
-# Brackets in brackets, and trees in trees. Python allows 1000 calls.
-MAX_BRACKETS, MAX_DEPTH = 50, 300
 # Letters side by side that are factors; more of them are a word.
 MAX_LETTERS = 4
 
@@ -23,14 +21,7 @@ _APPLIED = (*_FUNCTIONS, *_LOGARITHMS)
 RECIPROCALS = {"sec": "cos", "csc": "sin", "cot": "tan"}
 _INVERTED = ("sin", "cos", "tan", "sinh", "cosh", "tanh")
 _ONE = ("number", Fraction(1), 0)
-_CONSTANTS = {
-  "\\pi": "pi",
-  "pi": "pi",
-  "e": "e",
-  '"e': "e",
-  "i": "i",
-  '"i': "i",
-}
+_CONSTANTS = ("pi", "e", "i")
 GREEK = splits.words("""
 alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma
 tau phi chi psi omega Gamma Delta Theta Lambda Sigma Phi Psi Omega ell hbar
@@ -47,12 +38,6 @@ class Unreadable(ValueError):
 
 def read(tokens: list[str]) -> tuple:
   """The tree of all the tokens; `Unreadable` if they are no expression."""
-  depth = deepest = 0
-  for token in tokens:
-    depth += (token in _CLOSING) - (token in _CLOSING.values())
-    deepest = max(deepest, depth)
-  if deepest > MAX_BRACKETS:
-    raise Unreadable("brackets too deep")
   reader = _Reader(tokens)
   try:
     tree = reader.sum()
@@ -60,8 +45,6 @@ def read(tokens: list[str]) -> tuple:
     raise Unreadable("an expression too deep") from e
   if reader.next:
     raise Unreadable(f"a token too many: {reader.next}")
-  if _depth(tree) > MAX_DEPTH:
-    raise Unreadable("an expression too deep")
   return tree
 
 
@@ -71,14 +54,6 @@ def nodes(tree: tuple) -> Iterator[tuple]:
     node = left.pop()
     yield node
     left.extend(part for part in node[1:] if isinstance(part, tuple))
-
-
-def _depth(tree) -> int:
-  depth, level = 0, [tree]
-  while level:
-    depth += 1
-    level = [p for node in level for p in node[1:] if isinstance(p, tuple)]
-  return depth
 
 
 def number(token: str) -> tuple | None:
@@ -114,7 +89,8 @@ class _Reader:
   def sum(self) -> tuple:
     tree = self.product()
     while self.next in ("+", "-"):
-      tree = ("add" if self.take() == "+" else "subtract", tree, self.product())
+      sign, term = self.take(), self.product()
+      tree = ("add", tree, term if sign == "+" else ("negative", term))
     return tree
 
   def product(self) -> tuple:
@@ -125,10 +101,10 @@ class _Reader:
       before, token = self._tokens[self._at - 1], self.next
       if token in _TIMES:
         self.take()
-        tree = ("times", tree, self.factor())
+        tree = ("times", tree, self.signed(self.power))
       elif token in _OVER:
         self.take()
-        tree = ("divide", tree, self.factor())
+        tree = ("divide", tree, self.signed(self.power))
       elif number(token):
         tree = self.mixed(tree)
       elif self.begins_atom():
@@ -152,14 +128,9 @@ class _Reader:
       raise Unreadable("two numbers side by side")
     return ("mixed", whole, ("divide", above, below))
 
-  def factor(self) -> tuple:
-    if self.next in ("+", "-"):
-      return self.signed(self.power)
-    return self.power()
-
   def signed(self, rule) -> tuple:
-    sign = self.take()
-    if self.next in ("+", "-"):
+    sign = self.take() if self.next in ("+", "-") else ""
+    if sign and self.next in ("+", "-"):
       raise Unreadable("two signs")
     tree = rule()
     return ("negative", tree) if sign == "-" else tree
@@ -169,7 +140,7 @@ class _Reader:
     while True:
       if self.next == "^":
         self.take()
-        tree = ("power", tree, self.exponent())
+        tree = ("power", tree, self.signed(self.atom))
       elif self.next == "!":
         self.take()
         tree = ("factorial", tree)
@@ -178,9 +149,6 @@ class _Reader:
         tree = ("degrees", tree)
       else:
         return tree
-
-  def exponent(self) -> tuple:
-    return self.signed(self.atom) if self.next in ("+", "-") else self.atom()
 
   def begins_atom(self) -> bool:
     token = self.next
@@ -206,12 +174,12 @@ class _Reader:
       if self.next == "_":
         raise Unreadable("a number in another base")
       return number(token)
-    if token in _CONSTANTS:
-      return ("constant", _CONSTANTS[token])
     return self.named(token)
 
   def named(self, token) -> tuple:
     name = token.lstrip("\\").strip('"')
+    if name in _CONSTANTS:
+      return ("constant", name)
     if token == "\\frac":
       return ("divide", self.atom(), self.atom())
     if token == "\\binom":
@@ -241,8 +209,8 @@ class _Reader:
       return ("number", Fraction(10), 0)
     self.take()
     if self.next.isdigit():  # only one digit without braces
-      digit, rest = self.next[0], self.next[1:]
-      self._tokens[self._at : self._at + 1] = [digit, *([rest] * bool(rest))]
+      digits = filter(None, (self.next[0], self.next[1:]))
+      self._tokens[self._at : self._at + 1] = digits
     return self.atom()
 
   def subscript(self) -> str:
@@ -260,13 +228,11 @@ class _Reader:
     exponent = None
     if self.next == "^":
       self.take()
-      exponent = self.exponent()
-    if self.next in ("+", "-"):
-      tree = self.factor()
-    elif self.next in ("(", "{"):
+      exponent = self.signed(self.atom)
+    if self.next in ("(", "{"):
       tree = self.atom()
     else:
-      tree = self.power()
+      tree = self.signed(self.power)
       while (
         self.begins_atom()
         and self.next.lstrip("\\").strip('"') not in _APPLIED

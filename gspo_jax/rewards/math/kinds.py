@@ -9,10 +9,10 @@ import re
 
 from gspo_jax.rewards.math import quantities, splits, values
 
-_NOTHING = re.compile(
-  r"\\emptyset|\\\{\\\}|(thereare)?no(real)?solutions?|emptyset"
+_PHRASES = (
+  re.compile(r"\\emptyset|\\\{\\\}|(thereare)?no(real)?solutions?|emptyset"),
+  re.compile(r"doesnotexist|dne"),
 )
-_MISSING = re.compile(r"doesnotexist|dne")
 _ARTICLES = frozenset(("the", "a", "an"))
 _PUNCTUATION = frozenset(".'-")
 _BASE = re.compile(
@@ -44,12 +44,10 @@ def folded(tokens: list[str]) -> list[str]:
   return plain([t.lower() if is_word(t) else t for t in tokens])
 
 
-def nothing(tokens):
-  return _NOTHING.fullmatch("".join(plain(tokens)).lower()) and "nothing"
-
-
-def missing(tokens):
-  return _MISSING.fullmatch("".join(plain(tokens)).lower()) and "missing"
+def phrase(tokens) -> re.Pattern | None:
+  """Which meaning the tokens spell: that nothing is, or that it is missing."""
+  text = "".join(plain(tokens)).lower()
+  return next((p for p in _PHRASES if p.fullmatch(text)), None)
 
 
 def words(tokens) -> list[str] | None:
@@ -190,8 +188,7 @@ _equal = lambda expected, result: expected == result
 # In the order in which they are tried.
 KINDS = (
   (based, _same_base),
-  (nothing, _equal),
-  (missing, _equal),
+  (phrase, _equal),
   (infinite, _equal),
   (words, _equal),
   (date, _equal),

@@ -104,6 +104,6 @@ def _is_done(tree) -> bool:
     return True
   if name == "power":  # a root
     return parts[1][0] == "divide" and _is_done(parts[0])
-  if name in ("add", "subtract", "times", "absolute", "binomial", "factorial"):
+  if name in ("add", "times", "absolute", "binomial", "factorial"):
     return False
   return all(map(_is_done, parts))

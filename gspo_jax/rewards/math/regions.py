@@ -3,6 +3,7 @@ r"""Sets of real numbers: intervals, their unions, and inequalities of one name.
 A region is compared with another at all its ends, and between them.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -155,19 +156,18 @@ def _end(tokens) -> float:
   if tokens[tokens[:1] in (["-"], ["+"]) :] == ["\\infty"]:
     return sign * math.inf
   value = values.constant(expression.read(tokens))
-  return _fail() if value is None else value
+  if value is None:
+    raise expression.Unreadable("no number")
+  return value
 
 
 def _name(tokens) -> str:
   if len(tokens) == 4 and tokens[1] == "(":  # f(x)
     return "".join(tokens)
   tree = expression.read(tokens)
-  return tree[1] if tree[0] == "name" else _fail()
+  if tree[0] != "name":
+    raise expression.Unreadable("no name")
+  return tree[1]
 
 
-def _same(a: float, b: float) -> bool:
-  return a == b or math.isclose(a, b, rel_tol=values.DECIMAL)
-
-
-def _fail():
-  raise expression.Unreadable("no region")
+_same = functools.partial(math.isclose, rel_tol=values.DECIMAL)

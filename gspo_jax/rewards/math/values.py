@@ -170,9 +170,6 @@ class _Evaluation:
       self.size = max(self.size, float(abs(a)), float(abs(b)))
     return a + b
 
-  def _subtract(self, a, b):
-    return self._add(a, -b)
-
   def _factorial(self, n):
     if not _is_whole(n) or not 0 <= n <= 1000:
       raise ValueError("a factorial of no small number")
