@@ -197,7 +197,7 @@ def test_another_call_another_key_and_other_weights():
 
 
 def spied(generate, **functions):
-  jitted = dataclasses.replace(generate.jitted, **functions)
+  jitted = SimpleNamespace(**vars(generate.jitted) | functions)
   return dataclasses.replace(generate, jitted=jitted)
 
 
