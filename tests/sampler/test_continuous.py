@@ -318,8 +318,8 @@ def spied_loans(monkeypatch):
   """Numbers of responses that are lent, from now on."""
   lent, loans = [], placement.Placement._loans
 
-  def spy(self, **facts):
-    lent.append(len(found := loans(self, **facts)))
+  def spy(self, facts):
+    lent.append(len(found := loans(self, facts)))
     return found
 
   monkeypatch.setattr(placement.Placement, "_loans", spy)
