@@ -15,6 +15,7 @@ own prompt.
 import argparse
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -141,7 +142,9 @@ def shared(cfg, params, prompts: int, group: int, length: int) -> dict:
     read_pages.append(full.size)
     return generate.jitted.decode(params, state, samples, plan, *rest)
 
-  jitted = dataclasses.replace(generate.jitted, prefill=prefill, decode=decode)
+  jitted = SimpleNamespace(
+    **vars(generate.jitted) | {"prefill": prefill, "decode": decode}
+  )
   spied = dataclasses.replace(generate, jitted=jitted)
   batch = lengths.prompts(np.arange(1, prompts + 1), length)
   jax.block_until_ready(spied(params, batch, jax.random.key(0)))

@@ -30,6 +30,7 @@ import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -95,7 +96,7 @@ def count_steps(
       shares.append(int(samples.lengths.sum()) / after)
     return state, samples, results
 
-  jitted = dataclasses.replace(generate.jitted, decode=decode)
+  jitted = SimpleNamespace(**vars(generate.jitted) | {"decode": decode})
   spied = dataclasses.replace(generate, jitted=jitted)
   jax.block_until_ready(spied(params, prompts, jax.random.key(0)))
   return sum(steps), shares[-1]
@@ -126,7 +127,7 @@ def uncovered_seconds(generate: ContinuousSampler, *args) -> float:
     unread, since = unread - 1, time.monotonic()
     return left
 
-  jitted = dataclasses.replace(generate.jitted, decode=decode)
+  jitted = SimpleNamespace(**vars(generate.jitted) | {"decode": decode})
   spied = dataclasses.replace(generate, jitted=jitted)
   with mock.patch.object(Engine, "_read_results", read):
     jax.block_until_ready(spied(*args))

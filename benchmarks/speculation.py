@@ -24,6 +24,7 @@ import functools
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -90,7 +91,7 @@ class Tail:
         segments.append((steps, time.process_time() - start))
       return state, samples, results
 
-    jitted = dataclasses.replace(generate.jitted, decode=decode)
+    jitted = SimpleNamespace(**vars(generate.jitted) | {"decode": decode})
     spied = dataclasses.replace(generate, jitted=jitted)
     samples = self._from
     if generate.config.speculation:

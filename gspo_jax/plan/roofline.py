@@ -287,13 +287,8 @@ def _seconds(cost) -> dict:
 
 def _collectives(cost) -> list[dict]:
   kinds = [
-    {
-      "kind": kind,
-      "group": size,
-      "asynchronous": asynchronous,
-      **dataclasses.asdict(traffic),
-    }
-    for (kind, size, asynchronous), traffic in cost.collectives.items()
+    kind._asdict() | dataclasses.asdict(traffic)
+    for kind, traffic in cost.collectives.items()
   ]
   return sorted(kinds, key=lambda c: -c["seconds"])
 
@@ -301,7 +296,7 @@ def _collectives(cost) -> list[dict]:
 def _top(cost) -> list[dict]:
   longest = lambda item: -max(item[1].seconds, item[1].compiler_seconds)
   ranked = sorted(cost.by_source.items(), key=longest)
-  return [{"source": source} | o._asdict() for source, o in ranked[:_TOP]]
+  return [{"source": source} | vars(o) for source, o in ranked[:_TOP]]
 
 
 def _open(opened) -> list[dict]:

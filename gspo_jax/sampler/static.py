@@ -27,6 +27,7 @@ from gspo_jax.sampler.samples import (
   Prompts,
   SamplerConfig,
   Samples,
+  empty_samples,
   finished_responses,
   samples_sharding,
 )
@@ -42,12 +43,8 @@ class _State:
   last_token: jax.Array  # [B] int32, not fed yet
   done: jax.Array  # [B] bool, whether the response has stopped
   stop_state: jax.Array  # [B] int32, of `StopStrings` after the newest token
-  tokens: jax.Array  # [B, R] int32
-  logps: jax.Array  # [B, R] float32
-  lengths: jax.Array  # [B] int32
   cache: kv.Cache  # of the tokens fed so far
-  experts: jax.Array | None  # [L, B, R, k], of the tokens fed so far
-  kept_ids: jax.Array | None  # [B, K, R]
+  samples: Samples  # `experts`: [L, B, R, k], of the tokens fed so far
 
 
 def generate(
@@ -79,41 +76,27 @@ def generate(
   params = decode_params(params, cfg)
   logits, cache, prompt_experts = _prefill(params, cfg, prompts, sampler)
   params = model.unstack_layers(params, cfg)
-  B, R = logits.shape[0], sampler.max_new_tokens
+  B = len(logits)
   row_keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(B))
-  experts = None
+  samples = empty_samples(len(prompts.lengths), 0, cfg, sampler)
   if prompt_experts is not None:
-    # Tokens that are never fed keep these k different experts.
-    L, _, _, k = prompt_experts.shape
-    first_k = jnp.arange(k, dtype=prompt_experts.dtype)
-    experts = jnp.broadcast_to(first_k, (L, B, R, k))
-    experts = constrain(experts, None, BATCH_AXES)
-  K = sampler.num_kept(cfg.vocab_size)
+    experts = constrain(samples.experts.swapaxes(0, 1), None, BATCH_AXES)
+    samples = dataclasses.replace(samples, experts=experts)
   state = _State(
     step=jnp.int32(0),
     last_token=jnp.zeros(B, jnp.int32),
     done=jnp.zeros(B, bool),
     stop_state=jnp.zeros(B, jnp.int32),
-    tokens=jnp.full((B, R), sampler.pad_id, jnp.int32),
-    logps=jnp.zeros((B, R)),
-    lengths=jnp.zeros(B, jnp.int32),
     cache=cache,
-    experts=experts,
-    kept_ids=jnp.zeros((B, K, R), jnp.int32) if K else None,
+    samples=samples,
   )
   state = _sample_token(state, logits, row_keys, sampler)
   starts = jnp.repeat(prompts.lengths, sampler.group_size)
   state = _decode(state, params, cfg, starts, row_keys, sampler)
   finish = jnp.where(state.done, STOPPED, TRUNCATED).astype(jnp.int8)
-  experts = _join_routing(prompt_experts, state.experts)
-  return Samples(
-    state.tokens,
-    state.logps,
-    state.lengths,
-    finish,
-    B * state.step,
-    experts,
-    state.kept_ids,
+  experts = _join_routing(prompt_experts, state.samples.experts)
+  return dataclasses.replace(
+    state.samples, finish=finish, slot_steps=B * state.step, experts=experts
   )
 
 
@@ -249,12 +232,13 @@ def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
     out = model.hidden_states(
       params, cfg, s.last_token[:, None], positions, real, s.cache
     )
-    experts = s.experts
-    if experts is not None and out.routing:
+    samples = s.samples
+    if samples.experts is not None and out.routing:
       experts = jax.lax.dynamic_update_slice_in_dim(
-        experts, out.routing.experts, s.step - 1, axis=2
+        samples.experts, out.routing.experts, s.step - 1, axis=2
       )
-    s = dataclasses.replace(s, cache=out.cache, experts=experts)
+      samples = dataclasses.replace(samples, experts=experts)
+    s = dataclasses.replace(s, cache=out.cache, samples=samples)
     logits = next_token.logits(params, cfg, out.hidden[:, 0])
     return _sample_token(s, logits, row_keys, sampler)
 
@@ -279,17 +263,21 @@ def _sample_token(s: _State, logits, row_keys, sampler) -> _State:
   logp = jnp.where(s.done, 0.0, logp)
   write = jax.lax.dynamic_update_slice
   stop_state, stop = next_token.stop(token, steps_B + 1, s.stop_state, sampler)
-  kept_ids = s.kept_ids
+  kept_ids = s.samples.kept_ids
   if kept_ids is not None and ids is not None:
     kept_ids = write(kept_ids, ids[:, :, None], (0, 0, s.step))
+  samples = dataclasses.replace(
+    s.samples,
+    tokens=write(s.samples.tokens, token[:, None], (0, s.step)),
+    logps=write(s.samples.logps, logp[:, None], (0, s.step)),
+    lengths=s.samples.lengths + ~s.done,
+    kept_ids=kept_ids,
+  )
   return dataclasses.replace(
     s,
     step=s.step + 1,
     last_token=token,
     done=s.done | stop,
     stop_state=stop_state,
-    tokens=write(s.tokens, token[:, None], (0, s.step)),
-    logps=write(s.logps, logp[:, None], (0, s.step)),
-    lengths=s.lengths + ~s.done,
-    kept_ids=kept_ids,
+    samples=samples,
   )

@@ -16,7 +16,7 @@ def some_cost():
   cost = HloCost(**SUMS)
   kind = hlo_cost.CollectiveKind("all-gather", 4, False)
   cost.collectives[kind] = hlo_cost.Traffic(2, 100, 5, 50)
-  cost.add_operation("dot", OperationCost(3, 6, 4, 5))
+  cost.by_source["dot"] = OperationCost(3, 6, 4, 5)
   cost.unknown_kernels["kernel"] = 1
   cost.loops.append(DataDependent("loop", 8, 1, HloCost(roofline_seconds=7)))
   cost.branches.append(
@@ -32,7 +32,9 @@ def test_adding_ten_times_equals_adding_once_ten_times():
     once.add(some_cost())
   for name in (*SUMS, "collectives", "unknown_kernels"):
     assert getattr(ten, name) == getattr(once, name) != getattr(HloCost(), name)
-  assert ten.by_source == once.by_source == {"dot": (30, 60, 40, 50)}
+  assert (
+    ten.by_source == once.by_source == {"dot": OperationCost(30, 60, 40, 50)}
+  )
   assert ten.loops[0].times == sum(o.times for o in once.loops) == 10
   assert ten.branches[0].times == sum(o.times for o in once.branches) == 20
 

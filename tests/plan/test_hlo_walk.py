@@ -3,6 +3,7 @@
 import pytest
 
 from gspo_jax.plan import chips, hlo
+from gspo_jax.plan.hlo.cost import OperationCost
 
 CHIP = chips.Chip(
   flops=1e6, hbm=1e9, hbm_bandwidth=1e3, link=100.0, network=1.0, axes=2,
@@ -61,7 +62,7 @@ def test_a_scan_counts_its_trips():
   assert kind == ("all-reduce", 4, False)
   assert (traffic.count, traffic.wire, traffic.seconds) == (5, 15000, 150)
   assert traffic.hbm_bytes == 5 * 4000
-  assert cost.by_source["twice"] == (30, 0, 30000, 30)
+  assert cost.by_source["twice"] == OperationCost(30, 0, 30000, 30)
   assert cost.scheduled == 180
 
 

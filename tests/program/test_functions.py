@@ -146,8 +146,8 @@ def test_a_function_that_compiles_again_is_an_error(debug_config):
   generate = program.sampler.generate
   for name, (_, limit) in generate.compilations().items():
     jitted = types.SimpleNamespace(_cache_size=lambda limit=limit: limit + 1)
-    functions = dataclasses.replace(
-      generate.jitted, **{name: sharding.MeshJit(jitted, mesh)}
+    functions = types.SimpleNamespace(
+      **vars(generate.jitted) | {name: sharding.MeshJit(jitted, mesh)}
     )
     again = dataclasses.replace(generate, jitted=functions)
     sampler = dataclasses.replace(program.sampler, generate=again)

@@ -197,7 +197,7 @@ def test_another_call_another_key_and_other_weights():
 
 
 def spied(generate, **functions):
-  jitted = dataclasses.replace(generate.jitted, **functions)
+  jitted = SimpleNamespace(**vars(generate.jitted) | functions)
   return dataclasses.replace(generate, jitted=jitted)
 
 
@@ -318,8 +318,8 @@ def spied_loans(monkeypatch):
   """Numbers of responses that are lent, from now on."""
   lent, loans = [], placement.Placement._loans
 
-  def spy(self, **facts):
-    lent.append(len(found := loans(self, **facts)))
+  def spy(self, facts):
+    lent.append(len(found := loans(self, facts)))
     return found
 
   monkeypatch.setattr(placement.Placement, "_loans", spy)

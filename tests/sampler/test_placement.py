@@ -1,5 +1,7 @@
 """Responses that move between shards: the same samples, even loads."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -82,6 +84,12 @@ def results(cached_DM, num_tokens_DM, rows):
   )
 
 
+def facts(room, visitors):
+  return SimpleNamespace(
+    num_spare_pages=room, num_visitors=visitors, num_waiting=0 * room
+  )
+
+
 def test_loads_become_even():
   """As far as slots, rows, pages and the rule for visitors allow it."""
   D, M, n = 16, 16, 8
@@ -95,8 +103,8 @@ def test_loads_become_even():
   assert even.is_uneven()
   room, visitors = np.full(D, 80), np.zeros(D, int)
   room[3], visitors[4] = 0, 14  # visitors of 63 pages each: no more fit
-  assert not even._choices(room, np.full(D, 14), np.zeros(D), n)
-  choices = even._choices(room, visitors, np.zeros(D), n)
+  assert not even._choices(facts(room, np.full(D, 14)), n)
+  choices = even._choices(facts(room, visitors), n)
   assert len(choices) > 8
   load, moved = cached.copy(), np.zeros(D, int)
   for giver, slot, taker in choices:
@@ -127,7 +135,7 @@ def test_a_shard_takes_no_more_responses_than_it_has_rows():
   two = placement.Placement(sizes, 2, [], rows=4)
   two.update(results(cached, cached, 4))
   far = np.full(2, 99)
-  assert len(two._choices(far, *np.zeros((2, 2), int), 8)) == 1
+  assert len(two._choices(facts(far, np.zeros(2, int)), 8)) == 1
 
 
 def test_a_response_moves_with_its_pages():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import continuous_sampler
 import jax
@@ -78,7 +79,7 @@ def spied(generate, calls):
     calls.append((rest[-1], int(samples.slot_steps) - before))
     return state, samples, results
 
-  jitted = dataclasses.replace(generate.jitted, decode=decode)
+  jitted = SimpleNamespace(**vars(generate.jitted) | {"decode": decode})
   return dataclasses.replace(generate, jitted=jitted)
 
 

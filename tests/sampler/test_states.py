@@ -44,7 +44,7 @@ def spied(spy, **keys):
     spy(*rest)
     return generate.jitted.prefill(params, state, *rest)
 
-  jitted = dataclasses.replace(generate.jitted, prefill=prefill)
+  jitted = SimpleNamespace(**vars(generate.jitted) | {"prefill": prefill})
   return dataclasses.replace(generate, jitted=jitted)
 
 

@@ -8,8 +8,9 @@ import dataclasses
 from typing import NamedTuple
 
 
-class Work(NamedTuple):
-  flops: float  # of matrix products
+@dataclasses.dataclass
+class Work:
+  flops: float = 0.0  # of matrix products
   attention_flops: float = 0.0  # the part of `flops` in attention kernels
   padding_flops: float = 0.0  # not in `flops`: padding of grouped products
   sorted_bytes: float = 0.0  # moved through the vector registers by a sort
@@ -20,7 +21,7 @@ class CollectiveKind(NamedTuple):
   """What the collectives that are added up have in common."""
 
   kind: str  # the HLO opcode, or "network" between slices
-  group_size: int
+  group: int  # devices
   asynchronous: bool  # whether other operations can run at the same time
 
 
@@ -35,12 +36,13 @@ class Traffic:
   hbm_bytes: float = 0.0  # read and written by each device
 
 
-class OperationCost(NamedTuple):
+@dataclasses.dataclass
+class OperationCost:
   """The sum over the instructions of one JAX operation."""
 
-  seconds: float  # at best
-  flops: float
-  hbm_bytes: float
+  seconds: float = 0.0  # at best
+  flops: float = 0.0
+  hbm_bytes: float = 0.0
   compiler_seconds: float = 0.0
 
 
@@ -71,11 +73,9 @@ def add(total, other, times: float = 1) -> None:
 
 
 @dataclasses.dataclass
-class HloCost:
-  flops: float = 0.0  # of matrix products
-  attention_flops: float = 0.0  # the part of `flops` in attention kernels
-  padding_flops: float = 0.0  # not in `flops`: padding of grouped products
-  hbm_bytes: float = 0.0  # collectives included
+class HloCost(Work):
+  """Of a computation; `hbm_bytes` are also those of collectives."""
+
   hbm_seconds: float = 0.0  # for `hbm_bytes` alone
   roofline_seconds: float = 0.0  # of all operations except collectives
   estimated_seconds: float = 0.0  # part of it that the compiler estimated
@@ -88,7 +88,9 @@ class HloCost:
     default_factory=lambda: collections.defaultdict(Traffic)
   )
   # By the name of a JAX operation.
-  by_source: dict[str, OperationCost] = dataclasses.field(default_factory=dict)
+  by_source: dict[str, OperationCost] = dataclasses.field(
+    default_factory=lambda: collections.defaultdict(OperationCost)
+  )
   # How often each kernel of unknown FLOPs runs.
   unknown_kernels: collections.Counter = dataclasses.field(
     default_factory=collections.Counter
@@ -117,18 +119,12 @@ class HloCost:
     for kind, traffic in other.collectives.items():
       add(self.collectives[kind], traffic, times)
     for source, cost in other.by_source.items():
-      self.add_operation(source, OperationCost(*(times * x for x in cost)))
+      add(self.by_source[source], cost, times)
     for kernel, count in other.unknown_kernels.items():
       self.unknown_kernels[kernel] += times * count
     repeat = lambda d: dataclasses.replace(d, times=d.times * times)
     self.loops += map(repeat, other.loops)
     self.branches += map(repeat, other.branches)
-
-  def add_operation(self, source: str, cost: OperationCost) -> None:
-    old = self.by_source.get(source, OperationCost(0.0, 0.0, 0.0))
-    self.by_source[source] = OperationCost(
-      *(a + b for a, b in zip(old, cost, strict=True))
-    )
 
   def longest_loop(self) -> tuple[DataDependent, DataDependent] | None:
     """The data-dependent loop with the largest state: a sampler's decode loop.

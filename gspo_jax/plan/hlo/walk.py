@@ -205,10 +205,7 @@ class _Walk:
     compiler_seconds = cycles / chip.clock if cycles else seconds
     if cycles and self.by_compiler:
       total.estimated_seconds += compiler_seconds
-    total.flops += w.flops
-    total.attention_flops += w.attention_flops
-    total.padding_flops += w.padding_flops
-    total.hbm_bytes += w.hbm_bytes
+    cost.add(total, w)
     total.hbm_seconds += hbm_seconds
     total.roofline_seconds += compiler_seconds if self.by_compiler else seconds
     if work.is_unknown_kernel(computation, i):
@@ -217,7 +214,7 @@ class _Walk:
       operation = cost.OperationCost(
         seconds, w.flops, w.hbm_bytes, compiler_seconds
       )
-      total.add_operation(i.source, operation)
+      cost.add(total.by_source[i.source], operation)
 
   def _kernel(self, computation, i) -> Kernel | None:
     """What a kernel issues; None if unknown."""

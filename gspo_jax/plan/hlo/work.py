@@ -47,7 +47,8 @@ def work(
   if grouped := grouped_product(computation, i, filled):
     return grouped
   if product := gpu_kernels.product(computation, i, filled):
-    return product._replace(hbm_bytes=hbm_bytes(module, computation, i))
+    product.hbm_bytes = hbm_bytes(module, computation, i)
+    return product
   return Work(
     flops(module, computation, i),
     attention_flops=attention_flops(computation, i),

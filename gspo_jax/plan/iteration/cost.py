@@ -26,33 +26,6 @@ from gspo_jax.runtime import sharding
 _SAMPLING = "generate", "weights"  # parts of an iteration
 
 
-class _SamplerCost(NamedTuple):
-  """Seconds of sampling; in a step all devices wait for the fullest shard."""
-
-  weights: float  # to prepare the weights, once an iteration
-  prefill: float  # for a token
-  # By the rows that all shards compute: `roofline.decode_step` of one step.
-  steps: dict[int, dict]
-  shards: int
-  move: float  # of pages between shards, a call
-
-  def seconds(self, decoding: Decoding) -> dict[str, float]:
-    steps = reading = waiting = 0.0
-    for rows, sums in decoding.by_rows.items():
-      step = self.steps[rows]
-      row, block = step["reading"]["row"], step["reading"]["block"]
-      steps += sums.steps * step["without_cache"]
-      reading += block * sums.blocks + row * sums.steps * rows / self.shards
-      waiting += block * (sums.most_blocks - sums.blocks)
-    return {
-      "prefill": decoding.prefilled * self.prefill,
-      "steps": steps,
-      "reading": reading,
-      "waiting": waiting,
-      "moves": decoding.moves * self.move,
-    }
-
-
 class _Work(NamedTuple):
   """What an iteration computes, whatever that costs."""
 
@@ -94,12 +67,20 @@ def cost(
       part["mfu"] = _ratio(part["model_flops"], at_peak)
   total = lambda key: sum(part.get(key, 0) for part in parts.values())
   real, computed = total("real_tokens"), total("computed_tokens")
+  sampled, G = work.sampled, config.rollout.group_size
+  with_prompts = sampled + G * int(lengths.prompts.sum())
 
   def whole(parts):
     seconds = _combine(parts, config, transfer)
     mfu = _ratio(total("model_flops"), seconds * peak)
-    speed = _throughput(lengths, seconds, chips)
-    return {"seconds": seconds, "mfu": mfu, **speed}
+    speed = sampled / seconds
+    return {
+      "seconds": seconds,
+      "mfu": mfu,
+      "tokens_per_second": speed,
+      "tokens_per_second_per_chip": speed / chips,
+      "with_prompts_per_chip": with_prompts / seconds / chips,
+    }
 
   compiler = None
   if topology.chip.clock is not None:
@@ -138,18 +119,6 @@ def _work(planned, lengths: Lengths, tokens_a_step: float) -> _Work:
   )
 
 
-def _throughput(lengths, seconds, chips) -> dict[str, float]:
-  """Sampled tokens a second, and a chip; and with those of prompts."""
-  responses = int(lengths.responses.sum())
-  group_size = len(lengths.responses) // len(lengths.prompts)
-  whole = responses + group_size * int(lengths.prompts.sum())
-  return {
-    "tokens_per_second": responses / seconds,
-    "tokens_per_second_per_chip": responses / seconds / chips,
-    "with_prompts_per_chip": whole / seconds / chips,
-  }
-
-
 def _combine(parts, config, transfer) -> float:
   sampling = sum(parts[name]["seconds"] for name in _SAMPLING)
   learning = sum(p["seconds"] for p in parts.values()) - sampling
@@ -176,7 +145,7 @@ def _by_compiler(functions) -> dict:
 
 
 def _parts(functions, planned: Planned, work: _Work) -> dict:
-  sampler, flops = _sampler_cost(functions, planned), work.flops
+  flops, continuous = work.flops, planned.program.sampler.generate.batching
   score = dict(work.rows)
   update = {"update": score.pop("update")}
   seconds = lambda part: functions["update"]["parts"][part]["seconds"][
@@ -185,8 +154,12 @@ def _parts(functions, planned: Planned, work: _Work) -> dict:
   passes = lower_bounds.update_passes(planned.program.cfg)
   minibatches = planned.config.learner.minibatches
   return {
-    "generate": _generate(sampler, work),
-    "weights": {"seconds": sampler.weights},
+    "generate": _generate(functions, planned, work),
+    "weights": {
+      "seconds": functions["decode_params"]["seconds"]["scheduled"]
+      if continuous
+      else 0.0
+    },
     "score": _rows(functions, score, work.needed)
     | {"model_flops": _score_flops(work, planned.program)},
     "update": _rows(functions, update, work.needed)
@@ -215,8 +188,7 @@ def _summary(lengths) -> dict:
 class _Flops(NamedTuple):
   """Model FLOPs of one forward pass of all sequences."""
 
-  prompts: float  # with the logits of one token
-  decode: float  # response tokens
+  sampling: float  # of a prompt the logits of one token
   whole: float  # prompts with their responses
   critic: float  # like `whole` without the output head; 0 without a critic
   teachers: float  # like `whole`, the mean over the teachers; 0 without any
@@ -229,8 +201,8 @@ def _flops(program, lengths: Lengths) -> _Flops:
   whole = prompts + responses
   critic = program.learner.abstract.critic is not None
   return _Flops(
-    prompts=float(forward(cfg, 1, lengths.prompts, 1).sum()),
-    decode=float(forward(cfg, 1, responses, responses, past=prompts).sum()),
+    sampling=float(forward(cfg, 1, lengths.prompts, 1).sum())
+    + float(forward(cfg, 1, responses, responses, past=prompts).sum()),
     whole=float(forward(cfg, 1, whole, responses).sum()),
     critic=float(forward(cfg, 1, whole, 0).sum()) if critic else 0.0,
     teachers=sum(
@@ -241,16 +213,16 @@ def _flops(program, lengths: Lengths) -> _Flops:
   )
 
 
-def _generate(sampler: _SamplerCost, work: _Work) -> dict:
-  decoding, sampled, flops = work.decoding, work.sampled, work.flops
-  seconds = sampler.seconds(decoding)
+def _generate(functions, planned: Planned, work: _Work) -> dict:
+  decoding, sampled = work.decoding, work.sampled
+  seconds = _sampling_seconds(functions, planned, decoding)
   return {
     "seconds": sum(seconds.values()),
     "seconds_of": seconds,
     "real_tokens": sampled,
     "computed_tokens": decoding.slot_steps,
     "useful_fraction": sampled / decoding.slot_steps,
-    "model_flops": flops.prompts + flops.decode,
+    "model_flops": work.flops.sampling,
     **decoding._asdict(),
   }
 
@@ -303,25 +275,31 @@ def _score_flops(work: _Work, program) -> float:
   return total
 
 
-def _sampler_cost(functions, planned: Planned) -> _SamplerCost:
+def _sampling_seconds(functions, planned: Planned, decoding: Decoding) -> dict:
+  """Of each part; in a step all devices wait for the fullest shard."""
   generate, config = functions["generate"], planned.config
   decode, sampler = generate["decode"], planned.program.sampler.generate
-  weights = move = 0.0
   if sampler.batching:
     T = planned.longest
     prefilled = sampler.prefill_batch(T) * sampler.shards * T
     prefill = functions["prefill"]["seconds"]["scheduled"]
-    weights = functions["decode_params"]["seconds"]["scheduled"]
-    move = decode["move"]
   else:
     prefilled = config.data.prompts * config.data.max_prompt_length
     step = decode["seconds"]["scheduled"]
     prefill = generate["seconds"]["scheduled"] - decode["steps"] * step
-  rows = {planned.decode_rows: decode} | generate.get("fewer_slots", {})
-  return _SamplerCost(
-    weights=weights,
-    prefill=prefill / prefilled,
-    steps=rows,
-    shards=sharding.batch_shards(sampler.mesh),
-    move=move,
-  )
+  shards = sharding.batch_shards(sampler.mesh)
+  # By the rows that all shards compute.
+  of_step = {planned.decode_rows: decode} | generate.get("fewer_slots", {})
+  steps = reading = waiting = 0.0
+  for rows, sums in decoding.by_rows.items():
+    row, block = (of_step[rows]["reading"][part] for part in ("row", "block"))
+    steps += sums.steps * of_step[rows]["without_cache"]
+    reading += block * sums.blocks + row * sums.steps * rows / shards
+    waiting += block * (sums.most_blocks - sums.blocks)
+  return {
+    "prefill": decoding.prefilled * (prefill / prefilled),
+    "steps": steps,
+    "reading": reading,
+    "waiting": waiting,
+    "moves": decoding.moves * decode.get("move", 0.0),
+  }

@@ -5,7 +5,6 @@ The real continuous sampler schedules; its device functions only count.
 
 import dataclasses
 import math
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.program.config import Config
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.continuous.paged_decode import SegmentResults
-from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Prompts, Samples
+from gspo_jax.sampler.samples import UNFINISHED, Prompts, Samples
 
 _PARTS = 10  # of the decode steps, for `slots_in_use`
 
@@ -40,24 +39,10 @@ class Decoding(NamedTuple):
   moves: int = 0  # calls that move pages between shards
 
 
-class _Zeros(NamedTuple):
-  """A stand-in for a large array on the devices."""
-
-  shape: tuple[int, int]
-
-  def __len__(self):
-    return self.shape[0]
-
-  @property
-  def addressable_shards(self):
-    data = np.broadcast_to(np.int32(0), self.shape)
-    return [SimpleNamespace(index=(slice(0, None),), data=data)]
-
-
 class CountingSampler:
-  """A stand-in for the device functions of `JittedSampler`, which counts.
+  """A stand-in for the device functions of a sampler, which counts.
 
-  `block` tokens of a row are read at a time.
+  `block` tokens of a row are read at a time. The state is in attributes.
   """
 
   def __init__(
@@ -77,6 +62,10 @@ class CountingSampler:
     self._segments: list[tuple[int, int, int]] = []
     self._by_rows: dict[int, Steps] = {}
     self._prefilled = self._moves = 0
+    # Of each slot: its response, its tokens, and those before them.
+    self._response, self._num_tokens, self._before = np.zeros(
+      (3, self._slots), np.int32
+    )
 
   def sums(self) -> Decoding:
     steps, computed, sampled = np.array(self._segments).T
@@ -97,20 +86,13 @@ class CountingSampler:
   def empty_samples(self, prompts):
     B = prompts * self._group_size
     finish = np.full(B, UNFINISHED, np.int8)
-    tokens = _Zeros((B, self._max_new_tokens))
-    return Samples(tokens, None, np.zeros(B, np.int32), finish, np.int32(0))
+    return Samples(None, None, np.zeros(B, np.int32), finish, np.int32(0))
 
   def share(self, facts):
     return facts
 
   def begin(self, samples):
-    B = self._slots
-    zeros, inactive = np.zeros(B, np.int32), np.zeros(B, bool)
-    pages = SimpleNamespace(active=inactive)
-    state = SimpleNamespace(num_tokens=zeros, pages=pages, response=zeros)
-    self._prefixes = np.zeros(B, int)
-    written = {n: getattr(samples, n).copy() for n in ("lengths", "finish")}
-    return state, dataclasses.replace(samples, **written)
+    return None, samples
 
   def prefill(self, params, state, tokens, *others):
     self._prefilled += tokens.size
@@ -119,37 +101,27 @@ class CountingSampler:
   def decode(
     self, params, state, samples, plan, compute_slots, min_active, key, drafts
   ):
-    plan = jax.tree.map(np.asarray, plan)
-    # Without the response's own tokens.
-    new = plan.num_cached - plan.num_tokens
-    self._prefixes = np.where(plan.new, new, self._prefixes)
-    num_tokens = np.where(plan.new, plan.num_tokens, state.num_tokens)
-    response = np.where(plan.new, plan.response, state.response)
-    active = plan.active
-    left = np.where(active, self._lengths[response] - num_tokens, 0)
+    start = lambda new, old: np.where(plan.new, new, old)
+    self._before = start(plan.num_cached - plan.num_tokens, self._before)
+    num_tokens = start(plan.num_tokens, self._num_tokens)
+    self._response = start(plan.response, self._response)
+    left = self._lengths[self._response] - num_tokens
+    left = np.where(plan.active, left, 0)
     pace = self._tokens_a_step if drafts else 1.0
     # After s steps, slots with more than s * pace tokens left are active.
     until = np.sort(left)[::-1][int(min_active)] / pace
     steps = min(self._steps, math.ceil(until))
     sampled = np.minimum(left, int(steps * pace))
-    before = self._prefixes + num_tokens
-    rows = slice(None) if compute_slots is None else np.asarray(compute_slots)
-    self._read(before[rows], left[rows], steps, pace)
+    rows = slice(None) if compute_slots is None else compute_slots
+    self._read((self._before + num_tokens)[rows], left[rows], steps, pace)
     self._segments.append((steps, len(left[rows]), int(sampled.sum())))
-    num_tokens, active = num_tokens + sampled.astype(np.int32), left > sampled
-    done = response[plan.active]
-    samples.lengths[done] = num_tokens[plan.active]
-    samples.finish[samples.lengths >= self._lengths] = STOPPED
-    pages = SimpleNamespace(active=active)
-    state = SimpleNamespace(
-      num_tokens=num_tokens, pages=pages, response=response
-    )
+    self._num_tokens = num_tokens + sampled.astype(np.int32)
     results = SegmentResults(
-      num_tokens=num_tokens,
-      active=active,
-      response=response,
-      stop_at=np.full_like(response, self._max_new_tokens),
-      num_cached=(self._prefixes + num_tokens).astype(int),
+      num_tokens=self._num_tokens,
+      active=left > sampled,
+      response=self._response,
+      stop_at=np.full_like(self._response, self._max_new_tokens),
+      num_cached=self._before + self._num_tokens,
       num_sampled=sampled.sum(),
       drafts=None,
     )
@@ -184,12 +156,10 @@ class CountingSampler:
       moved[place[stored]] = x[slot[stored]]
       return moved
 
-    self._prefixes = move(self._prefixes)
-    return SimpleNamespace(
-      num_tokens=move(state.num_tokens),
-      pages=SimpleNamespace(active=move(state.pages.active)),
-      response=move(state.response),
-    )
+    self._before = move(self._before)
+    self._num_tokens = move(self._num_tokens)
+    self._response = move(self._response)
+    return state
 
   def move_rows(self, samples, moves):
     return samples

@@ -8,7 +8,7 @@ that keeps no tokens starts the next segment before it reads the results of the
 last one, so the devices need not wait.
 
 A host plans only the shards of its own devices. All hosts must run the same
-programs, which follow from a few numbers of every shard (`_Facts`). Before each
+programs, which follow from a few numbers of every shard (`_FACTS`). Before each
 segment the devices send these numbers to all hosts. A host takes new requests
 right before that, and never while the results of a segment are unread.
 
@@ -22,6 +22,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -59,6 +60,13 @@ _SECONDS, _SECONDS_TOGETHER = 1.0, 0.02
 _SENT = (
   *("prompt", "max_new_tokens", "params", "streams", "row", "response"),
   *("num_tokens", "num_recorded", "goes_on", "by_token"),
+)
+# What all hosts know of each shard after it has planned; attributes of its
+# Scheduler, then active slots whose responses are read as they grow, those of
+# them that are read after each step, and 1 if its host expects more requests.
+_FACTS = (
+  *("num_waiting", "num_queued", "num_active", "can_look_ahead", "may_go_on"),
+  *("num_spare_pages", "num_visitors", "streams", "by_token", "open"),
 )
 # Values of `Generation.finish`, as in OpenAI's API.
 STOP, LENGTH, ABORT = "stop", "length", "abort"
@@ -104,25 +112,6 @@ class Generation:
     self.tokens += tokens
     self.progress = len(self.tokens), finish
     self.notify()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Facts:
-  """What all hosts know of each shard after it has planned; [shards] ints."""
-
-  waiting: np.ndarray  # responses
-  queued: np.ndarray  # responses that wait and have not begun
-  active: np.ndarray  # slots
-  streams: np.ndarray  # active slots whose responses are read as they grow
-  by_token: np.ndarray  # those of them that are read after each step
-  looks_ahead: np.ndarray  # 1: `Scheduler.can_look_ahead`
-  goes_on: np.ndarray  # 1: `Scheduler.may_go_on`
-  room: np.ndarray  # `Scheduler.num_spare_pages`
-  visitors: np.ndarray  # `Scheduler.num_visitors`
-  open: np.ndarray  # 1: its host expects more requests
-  # By bucket and stage: prefixes to prefill, and those without a cached token.
-  prefixes: dict[tuple[int, int], np.ndarray]
-  uncached: dict[tuple[int, int], np.ndarray]
 
 
 class Engine:
@@ -347,10 +336,10 @@ class Engine:
     moves = False
     if self._results:
       facts = self._facts()
-      look_ahead = facts.looks_ahead.all() and facts.goes_on.any()
+      look_ahead = facts.can_look_ahead.all() and facts.may_go_on.any()
       moves = self._may_migrate and self._placement.is_uneven()
-      moves |= self._placement.can_lend(facts.waiting)
-      if moves or not look_ahead:
+      moves |= self._placement.can_lend(facts)
+      if moves or self._keeps or not look_ahead:
         self._read_results()
     is_open = True
     if not self._results:
@@ -366,11 +355,11 @@ class Engine:
     any_waiting = by_token = False
     if not self._results:  # else nothing waited, so nothing starts
       facts = self._facts()
-      self._active, self._streams = facts.active, facts.streams
+      self._active, self._streams = facts.num_active, facts.streams
       is_open = bool(facts.open.any())
-      if not facts.active.any() or (self._keeps and not is_open):
+      if not self._active.any() or (self._keeps and not is_open):
         return self._pause(is_open)
-      any_waiting = bool(facts.waiting.any())
+      any_waiting = bool(facts.num_waiting.any())
       by_token = bool(facts.by_token.any())
       for arrays in self._prefill_batches(queues, facts):
         self._prefill(*arrays)
@@ -522,18 +511,14 @@ class Engine:
     return True
 
   def _share(self, queues, is_open: bool) -> None:
-    """Sends this host's part of the `_Facts` to all: [shards, ...] int32."""
+    """Sends this host's part of the facts to all: [shards, ...] int32."""
     rows = []
     for scheduler, queue in zip(self.schedulers, queues, strict=True):
-      running = [request for request in scheduler.slots if request]
-      row = [scheduler.num_waiting, scheduler.num_queued]
-      row += [scheduler.num_active]
-      owners = [r.owner for r in running if r.owner]
-      row += [sum(owner.streams for owner in owners)]
-      row += [sum(owner.by_token for owner in owners)]
-      row += [scheduler.can_look_ahead and not self._keeps]
-      row += [scheduler.may_go_on]
-      row += [scheduler.num_spare_pages, scheduler.num_visitors, is_open]
+      row = [getattr(scheduler, name) for name in _FACTS[:-3]]
+      owners = [r.owner for r in scheduler.slots if r and r.owner]
+      for name in ("streams", "by_token"):
+        row.append(sum(getattr(owner, name) for owner in owners))
+      row.append(is_open)
       for place in self._prefill_places():
         prefills = [prefill for prefill, *_ in queue.get(place, ())]
         row += [len(prefills), sum(not p.num_cached for p in prefills)]
@@ -541,14 +526,18 @@ class Engine:
     facts = self._programs.to_devices(np.array(rows, np.int32))
     self._shared = self._programs.jitted.share(facts)
 
-  def _facts(self) -> _Facts:
-    """The facts of all shards; waits for them."""
-    columns = np.asarray(self._shared).T
+  def _facts(self) -> SimpleNamespace:
+    """The `_FACTS` of all shards, [shards] ints each; waits for them.
+
+    And by stage and bucket `prefixes` to prefill, and those that are
+    `uncached`, without a cached token.
+    """
+    columns, n = np.asarray(self._shared).T, len(_FACTS)
     places = self._prefill_places()
-    return _Facts(  # type: ignore[misc]  # mypy does not count them
-      *columns[:10],
-      prefixes=dict(zip(places, columns[10::2], strict=True)),
-      uncached=dict(zip(places, columns[11::2], strict=True)),
+    return SimpleNamespace(
+      prefixes=dict(zip(places, columns[n::2], strict=True)),
+      uncached=dict(zip(places, columns[n + 1 :: 2], strict=True)),
+      **dict(zip(_FACTS, columns, strict=False)),
     )
 
   def _prefill_places(self) -> list[tuple[int, int]]:
@@ -581,7 +570,7 @@ class Engine:
     return queue
 
   def _prefill_batches(
-    self, queues: list[dict[tuple, list]], facts: _Facts
+    self, queues: list[dict[tuple, list]], facts: SimpleNamespace
   ) -> Iterator[tuple]:
     """The prefills of all shards' admissions, in few different shapes.
 
@@ -701,18 +690,14 @@ class Engine:
 
   def _move(self) -> None:
     """Moves responses from the fullest shards to the emptiest."""
-    programs, jitted = self._programs, self._programs.jitted
+    programs, placement = self._programs, self._placement
+    jitted = programs.jitted
     self._share([{}] * len(self.schedulers), True)
     facts, migration = self._facts(), None
-    if self._may_migrate and self._placement.is_uneven():
-      migration = self._placement.migrate(
-        self.schedulers, facts.room, facts.visitors, facts.waiting
-      )
-    elif self._placement.can_lend(facts.waiting):
-      names = "waiting", "queued", "active", "room"
-      for rows in self._placement.lend(
-        self.schedulers, {name: getattr(facts, name) for name in names}
-      ):
+    if self._may_migrate and placement.is_uneven():
+      migration = placement.migrate(self.schedulers, facts)
+    elif placement.can_lend(facts):
+      for rows in placement.lend(self.schedulers, facts):
         self.samples = jitted.move_rows(self.samples, programs.to_devices(rows))
     if not migration:
       return
@@ -772,11 +757,18 @@ class Engine:
       )
       self._reads.append((entries, *arrays))
 
+  def _stopped(self, row: np.ndarray, length: int, first: int = 0) -> bool:
+    """Whether a row's last token stops it; its response begins at `first`."""
+    config = self._programs.config
+    ended = row[length - 1] in config.stop_ids
+    if isinstance(config.stop, StopStrings) and length >= config.min_new_tokens:
+      ended |= config.stop.ended(row[first:length])
+    return ended
+
   def _report(self) -> None:
     """Hands out the rows that were read."""
     reads, self._reads = self._reads, []
-    responses, config = {}, self._programs.config
-    stop = config.stop
+    responses, most = {}, self._programs.config.max_new_tokens
     rows_of = (
       multihost.addressable_rows if self._keeps else multihost.local_rows
     )
@@ -790,10 +782,8 @@ class Engine:
         if request.owner:
           self._extend(request, tokens[i], logps.get(i, ()), length, left)
           continue
-        stopped = bool(tokens[i][length - 1] in config.stop_ids)
-        if isinstance(stop, StopStrings) and length >= config.min_new_tokens:
-          stopped |= stop.ended(tokens[i][:length])
-        if stopped or length == config.max_new_tokens:
+        stopped = self._stopped(tokens[i], length)
+        if stopped or length == most:
           responses[request.response] = FinishedResponse(
             tokens[i], length, stopped
           )
@@ -802,27 +792,22 @@ class Engine:
 
   def _extend(self, request: Request, tokens, logps, length, left) -> None:
     """Gives a Generation its new tokens."""
-    generation, config = request.owner, self._programs.config
+    generation = request.owner
     if generation.finish:  # it was cancelled
       return
     first = generation.num_tokens
     new = tokens[first:length].tolist()
-    finish = ""
-    if left:
-      stopped, stop = new[-1] in config.stop_ids, config.stop
-      if isinstance(stop, StopStrings):
-        stopped = stopped or stop.ended(new)
-      finish = STOP if stopped else LENGTH
-      if kept := request.kept:
-        kept.tokens = np.append(request.tokens, np.int32(new))
     begin = len(generation.tokens)
     new_logps = []
     if generation.logprobs:
       new_logps = logps[first + begin : length].tolist()
-    if left:
-      self._end(request, new[begin:], new_logps, finish)
-    else:
+    if not left:
       generation.add(new[begin:], new_logps, "")
+      return
+    if kept := request.kept:
+      kept.tokens = np.append(request.tokens, np.int32(new))
+    finish = STOP if self._stopped(tokens, length, first) else LENGTH
+    self._end(request, new[begin:], new_logps, finish)
 
   def _end(self, request: Request, tokens, logps, finish: str) -> None:
     del self._open[request]

@@ -5,6 +5,7 @@ Dimension letters as in `continuous/__init__`.
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,7 +14,6 @@ import jax.numpy as jnp
 from gspo_jax import model
 from gspo_jax.model import paged_cache, rounding
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.sharding import MeshJit
 from gspo_jax.sampler.continuous import paged_decode
 from gspo_jax.sampler.continuous.config import (
   ContinuousBatchingConfig,
@@ -31,29 +31,6 @@ from gspo_jax.sampler.samples import (
   empty_samples,
   samples_sharding,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class JittedSampler:
-  """The jitted functions of a `ContinuousSampler`; see `jit_sampler`.
-
-  All arguments are positional; `begin`, `prefill`, `write_prefix_routing`,
-  `decode`, the moves and `finish_episodes` donate states and samples.
-  """
-
-  decode_params: MeshJit
-  empty_samples: MeshJit
-  share: MeshJit
-  begin: MeshJit
-  prefill: MeshJit
-  write_prefix_routing: MeshJit
-  decode: MeshJit
-  move_pages: MeshJit
-  move_slots: MeshJit
-  move_rows: MeshJit
-  read_rows: MeshJit
-  finalize: MeshJit
-  finish_episodes: MeshJit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,20 +179,24 @@ def jit_sampler(
   params_sharding: model.Params,
   mesh: jax.sharding.Mesh,
   sampler_mesh: jax.sharding.Mesh,
-) -> JittedSampler:
+) -> SimpleNamespace:
+  """The jitted functions of a `ContinuousSampler`, each a MeshJit.
+
+  All arguments are positional; `begin`, `prefill`, `write_prefix_routing`,
+  `decode`, the moves and `finish_episodes` donate states and samples.
+  """
   cfg, sampler = of.cfg, of.config
   # Any: it stands where a DecodeState has arrays.
   batch: Any = sharding.batch_sharding(sampler_mesh)
   pages = paged_cache.shardings(cfg, sampler_mesh)
-  params = batch if of.by_row else None
-  state = DecodeState(
-    pages, batch, batch, batch, batch, batch, batch, pages.states, params
-  )
+  slots = dict.fromkeys(paged_decode.OF_SLOTS, batch)
+  slots["params"] = batch if of.by_row else None
+  state = DecodeState(pages=pages, prompt_states=pages.states, **slots)
   decode_samples = samples_sharding(sampler, sampler_mesh)
   train_samples = samples_sharding(sampler, mesh)
   episodes = samples_sharding(sampler, mesh, turns=True)
   jit = functools.partial(sharding.mesh_jit, mesh=sampler_mesh)
-  return JittedSampler(
+  return SimpleNamespace(
     decode_params=jit(
       of._unstacked_decode_params,
       in_shardings=(params_sharding,),

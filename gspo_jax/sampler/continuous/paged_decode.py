@@ -34,31 +34,40 @@ _BATCH: Any = jax.sharding.PartitionSpec(sharding.BATCH_AXES)
 _STATES: Any = jax.sharding.PartitionSpec(sharding.BATCH_AXES, "tensor")
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecodeState:
-  """State of the decode slots; the arrays after `pages` are [M] int32."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Slots:
+  """The responses in the slots: [M] int32 each, but for `params`."""
 
-  pages: paged_cache.Pages  # of the tokens already fed
   response: jax.Array  # its number: random keys are made from it
   row: jax.Array  # of the samples, where its tokens are written
   last_token: jax.Array  # the newest one, not fed yet
-  num_tokens: jax.Array  # of the response so far
+  num_tokens: jax.Array  # that the row has
   stop_at: jax.Array  # tokens at which the response leaves the slot
   stop_state: jax.Array  # of `StopStrings` after the newest token
-  # The layers' states after prefixes from which slots are to start later,
-  # PROMPT_ROWS rows a shard.
-  prompt_states: kv.Arrays
   # [M, 4] float32, each row a `SamplingParams`; None: all as the sampler's.
   params: jax.Array | None = None
 
 
+OF_SLOTS = tuple(field.name for field in dataclasses.fields(_Slots))
+
+
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SegmentPlan:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeState(_Slots):
+  """State of the decode slots."""
+
+  pages: paged_cache.Pages  # of the tokens already fed
+  # The layers' states after prefixes from which slots are to start later,
+  # PROMPT_ROWS rows a shard.
+  prompt_states: kv.Arrays
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SegmentPlan(_Slots):
   """The host's plan for each slot in the next segment.
 
-  The arrays after `new` are [M] int32, valid only for new slots.
+  What is not `table`, `active` or `new` is valid only for new slots.
   """
 
   table: jax.Array  # [M, W] int32, as in `Pages`
@@ -66,19 +75,14 @@ class SegmentPlan:
   # of an inactive slot is dropped.
   active: jax.Array
   new: jax.Array  # [M] bool, active slots that start a response
-  response: jax.Array  # its number, for random keys
-  row: jax.Array  # of the samples, where its tokens are written
-  num_tokens: jax.Array  # that the row already has
-  stop_at: jax.Array  # tokens at which it leaves the slot
-  stop_state: jax.Array  # of `StopStrings` after the tokens that it has
-  num_cached: jax.Array  # tokens of its prefix that are in the pages
-  last_token: jax.Array  # of its prefix, to be fed first
-  copy_source: jax.Array  # the page to copy
-  copy_target: jax.Array  # where to copy it; beyond the pool: nothing is copied
-  # The shard's row of `prompt_states` to start from; beyond them: the slot has
-  # its state. () for a model without states.
+  num_cached: jax.Array  # [M] int32, tokens of its prefix that are in the pages
+  # [M] int32, the page to copy, and where to; beyond the pool: nothing is
+  # copied.
+  copy_source: jax.Array
+  copy_target: jax.Array
+  # [M] int32, the shard's row of `prompt_states` to start from; beyond them:
+  # the slot has its state. () for a model without states.
   prompt_row: jax.Array | tuple[()]
-  params: jax.Array | None = None  # as in `DecodeState`
 
 
 class SegmentResults(NamedTuple):
@@ -104,9 +108,8 @@ def empty(
   zeros = jnp.zeros_like(pages.lengths)
   prompt_states = kv.empty_states(cfg, PROMPT_ROWS * shards)
   params = jnp.zeros((len(zeros), 4)) if by_row else None
-  return DecodeState(
-    pages, zeros, zeros, zeros, zeros, zeros, zeros, prompt_states, params
-  )
+  slots = dict.fromkeys(OF_SLOTS, zeros) | {"params": params}
+  return DecodeState(pages=pages, prompt_states=prompt_states, **slots)
 
 
 def prefill(
@@ -235,7 +238,11 @@ def apply_plan(
       pages.states, state.prompt_states, plan.prompt_row
     )
     pages = dataclasses.replace(pages, states=states)
-  select = lambda new, old: jnp.where(plan.new, new, old)
+
+  def select(new, old):
+    is_new = plan.new[:, None] if old.ndim > 1 else plan.new
+    return jnp.where(is_new, new, old)
+
   pages = dataclasses.replace(
     pages,
     table=plan.table,
@@ -243,20 +250,9 @@ def apply_plan(
     # The host may have planned before it knew which responses had finished.
     active=plan.active & (plan.new | pages.active),
   )
-  params = state.params
-  if params is not None and plan.params is not None:
-    params = jnp.where(plan.new[:, None], plan.params, params)
-  return DecodeState(
-    pages=pages,
-    response=select(plan.response, state.response),
-    row=select(plan.row, state.row),
-    last_token=select(plan.last_token, state.last_token),
-    num_tokens=select(plan.num_tokens, state.num_tokens),
-    stop_at=select(plan.stop_at, state.stop_at),
-    stop_state=select(plan.stop_state, state.stop_state),
-    prompt_states=state.prompt_states,
-    params=params,
-  )
+  slots = lambda x: {name: getattr(x, name) for name in OF_SLOTS}
+  selected = jax.tree.map(select, slots(plan), slots(state))
+  return dataclasses.replace(state, pages=pages, **selected)
 
 
 def decode(
@@ -465,8 +461,9 @@ def move_rows(samples: Samples, moves: Moves) -> Samples:
 
 # Specs of the arrays of slots, without what slots share.
 _OF_SLOTS = DecodeState(
-  paged_cache.Pages((), _STATES, _BATCH, _BATCH, _BATCH),
-  *(_BATCH, _BATCH, _BATCH, _BATCH, _BATCH, _BATCH, (), _BATCH),
+  pages=paged_cache.Pages((), _STATES, _BATCH, _BATCH, _BATCH),
+  prompt_states=(),
+  **dict.fromkeys(OF_SLOTS, _BATCH),
 )
 
 

@@ -16,7 +16,8 @@ Dimension letters as in `continuous/__init__`; D shards, n moves of a shard.
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -107,26 +108,28 @@ class Placement:
     """
     self._queues, self._request_of = list(map(deque, queues)), request_of
 
-  def can_lend(self, waiting_D: np.ndarray) -> bool:
+  def can_lend(self, facts: SimpleNamespace) -> bool:
     """Whether responses wait on one shard, and on another none."""
+    waiting_D = facts.num_waiting
     return bool(self._request_of and waiting_D.any() and not waiting_D.all())
 
   def lend(
-    self, schedulers: Sequence[Scheduler], facts_D: Mapping[str, np.ndarray]
+    self, schedulers: Sequence[Scheduler], facts: SimpleNamespace
   ) -> list[Moves]:
     """Lets the last responses in full queues start on shards without a queue.
 
-    After all results were applied. Of all shards, `facts_D` has `waiting`,
-    `queued`, `active` and `room`. Returns the exchanges of rows, in order.
+    After all results were applied. `schedulers` are of own shards; `facts` has
+    attributes of the schedulers of all shards. Returns the exchanges of rows,
+    in order.
     """
     assert self._request_of
     own = dict(zip(self._own, schedulers, strict=True))
     # The first ones of a queue have begun, on their shard.
-    for queue, count in zip(self._queues, facts_D["queued"], strict=True):
+    for queue, count in zip(self._queues, facts.num_queued, strict=True):
       while len(queue) > count:
         queue.popleft()
     swaps = []
-    for giver, taker in self._loans(**facts_D):
+    for giver, taker in self._loans(facts):
       response = self._queues[giver].pop()
       self._queues[taker].append(response)
       row = new_row = 0  # on another host
@@ -141,17 +144,17 @@ class Placement:
     self.swaps += calls
     return calls
 
-  def _loans(self, waiting, queued, active, room) -> list[tuple[int, int]]:
+  def _loans(self, facts) -> list[tuple[int, int]]:
     """(from shard, to shard) of each response."""
-    sizes, loans = self._sizes, []
+    sizes, loans, waiting = self._sizes, [], facts.num_waiting
     # Of the longest prompt, and of a response in its first segment.
     tokens = sizes.max_prompt_length + sizes.segment_tokens(1)
     starts = np.minimum(
-      np.minimum(sizes.slots, self._rows) - active,
-      room // (-(-tokens // sizes.page_size) + 1),
+      np.minimum(sizes.slots, self._rows) - facts.num_active,
+      facts.num_spare_pages // (-(-tokens // sizes.page_size) + 1),
     )
     takes = np.where(waiting == 0, starts, 0)
-    gives = np.where(waiting == 0, 0, queued - np.maximum(starts, 0))
+    gives = np.where(waiting == 0, 0, facts.num_queued - np.maximum(starts, 0))
     while gives.max() > 0 and takes.max() > 0:
       loans.append((int(gives.argmax()), int(takes.argmax())))
       gives[loans[-1][0]] -= 1
@@ -159,17 +162,11 @@ class Placement:
     return loans
 
   def migrate(
-    self,
-    schedulers: Sequence[Scheduler],
-    room_D: np.ndarray,
-    visitors_D: np.ndarray,
-    waiting_D: np.ndarray,
+    self, schedulers: Sequence[Scheduler], facts: SimpleNamespace
   ) -> Migration | None:
-    """Moves responses between shards after all results were applied.
+    """Moves responses between shards; arguments as of `lend`.
 
-    `schedulers` are of own shards; `room_D` is `num_spare_pages`, `visitors_D`
-    is `num_visitors` and `waiting_D` is `num_waiting` of all shards. None:
-    nothing moves.
+    None: nothing moves.
     """
     self._segments = 0
     sizes, D, page_size = self._sizes, self._shards, self._sizes.page_size
@@ -177,7 +174,7 @@ class Placement:
     b, n = self._rows, self._few
     slots, rows = _MoveList(D, n, sizes.slots), _MoveList(D, n, b)
     slot_rows, pages = np.zeros((D, n), np.int32), []
-    for giver, slot, taker in self._choices(room_D, visitors_D, waiting_D, n):
+    for giver, slot, taker in self._choices(facts, n):
       cached = int(self._cached_DM[giver, slot])
       num_pages, at = -(-cached // page_size), giver * sizes.slots + slot
       of_slot = ("response", "num_tokens", "stop_at")
@@ -215,20 +212,18 @@ class Placement:
       self.swaps[-1],
     )
 
-  def _choices(
-    self, room_D, visitors_D, waiting_D, n
-  ) -> list[tuple[int, int, int]]:
+  def _choices(self, facts, n) -> list[tuple[int, int, int]]:
     """(from shard, slot, to shard), at most n of each; a shard does not give
     and take."""
     sizes, cached_DM = self._sizes, self._cached_DM.copy()
     load_D, running_D = cached_DM.sum(1), (cached_DM > 0).sum(1)
     # A response needs a slot, and the row of one that does not run.
     idle_D = min(sizes.slots, self._rows) - running_D
-    idle_D = np.where(waiting_D > 0, 0, idle_D)
+    idle_D = np.where(facts.num_waiting > 0, 0, idle_D)
     # All visitors, and one more response, fit if they grow to their longest.
     most = (sizes.num_pages - 1) // sizes.pages_per_slot - 1
-    takes_D = np.minimum(np.minimum(idle_D, n), most - visitors_D)
-    room_D, gives_D = room_D.copy(), np.full(len(load_D), n)
+    takes_D = np.minimum(np.minimum(idle_D, n), most - facts.num_visitors)
+    room_D, gives_D = facts.num_spare_pages.copy(), np.full(len(load_D), n)
     choices: list[tuple[int, int, int]] = []
     gave_D, took_D = np.zeros((2, len(load_D)), bool)
     while True:

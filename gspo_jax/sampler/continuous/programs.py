@@ -6,6 +6,7 @@ no two shards share rows. "Own" shards are those of this host.
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from gspo_jax.model.cache import has_states
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.sharding import MeshJit, Tree
 from gspo_jax.sampler.continuous.config import PROMPT_ROWS
-from gspo_jax.sampler.continuous.jit import Functions, JittedSampler
+from gspo_jax.sampler.continuous.jit import Functions
 from gspo_jax.sampler.continuous.paged_decode import SegmentPlan
 from gspo_jax.sampler.decode_params import decode_params_sharding
 from gspo_jax.sampler.samples import Prompts
@@ -28,7 +29,7 @@ _MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
 @dataclasses.dataclass(frozen=True)
 class Programs(Functions):
   batch_sharding: jax.sharding.NamedSharding
-  jitted: JittedSampler
+  jitted: SimpleNamespace  # of `jit_sampler`
 
   @functools.cached_property
   def own(self) -> list[int]:
