@@ -1,6 +1,7 @@
 """The sizes and switches of a decoder."""
 
 import dataclasses
+from collections.abc import Iterator
 
 from gspo_jax.model.rotary import RopeScaling
 from gspo_jax.runtime.errors import UserError, nearest
@@ -184,67 +185,10 @@ class ModelConfig:
   lora: LoraConfig | None = None
 
   def __post_init__(self):
-    heads, kv_heads = self.num_heads, self.num_kv_heads
-    k, E = self.experts_per_token, self.num_experts
-    if heads % kv_heads:
-      raise UserError(
-        f"model.num_heads={heads}: expected a multiple of"
-        f" model.num_kv_heads={kv_heads}"
-      )
-    if self.head_dim % 2:
-      raise UserError(
-        f"model.head_dim={self.head_dim}: expected an even number, because"
-        " rotary embeddings split it in halves"
-      )
-    if not 0 < self.rotary_width <= self.head_dim or self.rotary_width % 2:
-      raise UserError(
-        f"model.rotary_dim={self.rotary_dim}: expected an even number up to"
-        f" model.head_dim={self.head_dim}"
-      )
-    scaling = self.rope_scaling
-    if scaling is not None and not isinstance(scaling, RopeScaling):
-      raise UserError(
-        f"model.rope_scaling={scaling}: expected None, a"
-        " gspo_jax.model.Llama3Scaling or a gspo_jax.model.YarnScaling"
-      )
-    if self.qk_norm_over_heads and not self.qk_norm:
-      raise UserError(
-        "model.qk_norm_over_heads=True: expected model.qk_norm=True as well"
-      )
-    if E and not 1 <= k <= E:
-      raise UserError(
-        f"model.experts_per_token={k}: expected 1 to model.num_experts={E}"
-      )
-    self._check_layers()
-    self._check_router()
-    Choice(DTYPES).check("model.dtype", self.dtype)
-    if self.lora is not None and not self.lora.rank:
-      raise UserError("model.lora.rank=0: expected lora=None")
-    for name in self.kept or ():
-      if name not in KEPT:
-        hint = nearest(name, ("none", "full", *KEPT))
-        raise UserError(f"model.remat={name!r}: {hint}")
-
-  def _check_layers(self):
-    if self.num_layers > _MAX_LAYERS:
-      raise UserError(
-        f"model.num_layers={self.num_layers}: expected at most {_MAX_LAYERS}"
-      )
-    pattern, first = len(self.pattern) or 1, len(self.first)
-    if first > self.num_layers or (self.num_layers - first) % pattern:
-      raise UserError(
-        f"model.num_layers={self.num_layers}: expected {first} +"
-        f" a multiple of {pattern}, for the layers are model.first and then"
-        " model.pattern repeated"
-      )
-    has_experts = any(layer.experts for layer in self.layers)
-    if has_experts != bool(self.num_experts):
-      raise UserError(
-        f"model.num_experts={self.num_experts}: expected"
-        f" {'a number above 0' if has_experts else '0'}, for"
-        f" {'some' if has_experts else 'none'} of the {self.num_layers} layers"
-        " have experts"
-      )
+    for field, is_right, expected in self._rules():
+      if not is_right:
+        value = getattr(self, field)
+        raise UserError(f"model.{field}={value}: expected {expected}")
     for layer in self.layers:
       if layer.window is not None and layer.window < 1:
         raise UserError(
@@ -253,55 +197,82 @@ class ModelConfig:
       if layer.mixer not in MIXERS:
         hint = nearest(layer.mixer, MIXERS)
         raise UserError(f"mixer={layer.mixer!r} of a layer: {hint}")
-    self._check_mixers({layer.mixer for layer in self.layers})
-
-  def _check_mixers(self, mixers):
-    if "mla" in mixers:
-      if self.kv_lora_rank < 1:
-        raise UserError(
-          f"model.kv_lora_rank={self.kv_lora_rank}: expected at least 1 with"
-          " layers of mixer='mla'"
-        )
-      if self.num_kv_heads != self.num_heads:
-        raise UserError(
-          f"model.num_kv_heads={self.num_kv_heads}: expected"
-          f" model.num_heads={self.num_heads} with layers of mixer='mla'"
-        )
-    if "delta_net" not in mixers:
-      return
-    for name in ("num_key_heads", "key_head_dim", "value_head_dim"):
-      if (value := getattr(self, f"linear_{name}")) < 1:
-        raise UserError(
-          f"model.linear_{name}={value}: expected at least 1 with layers of"
-          " mixer='delta_net'"
-        )
-    heads, key_heads = self.linear_num_value_heads, self.linear_num_key_heads
-    if heads < 1 or heads % key_heads:
-      raise UserError(
-        f"model.linear_num_value_heads={heads}: expected a multiple of"
-        f" model.linear_num_key_heads={key_heads}"
-      )
-    if self.linear_conv_kernel_dim < 2:
-      raise UserError(
-        f"model.linear_conv_kernel_dim={self.linear_conv_kernel_dim}: expected"
-        " at least 2"
-      )
-
-  def _check_router(self):
-    E, n = self.num_experts, self.n_group
     Choice(SCORES).check("model.scoring_func", self.scoring_func)
-    if n < 1 or E % n or (n > 1 and E // n < 2):
-      raise UserError(
-        f"model.n_group={n}: expected a divisor of model.num_experts={E}, with"
-        " at least 2 experts a group"
-      )
-    if not 1 <= self.topk_group <= n or (
-      E and self.experts_per_token > self.topk_group * (E // n)
-    ):
-      raise UserError(
-        f"model.topk_group={self.topk_group}: expected 1 to model.n_group={n},"
-        f" and room for model.experts_per_token={self.experts_per_token}"
-      )
+    Choice(DTYPES).check("model.dtype", self.dtype)
+    if self.lora is not None and not self.lora.rank:
+      raise UserError("model.lora.rank=0: expected lora=None")
+    for name in self.kept or ():
+      Choice(("none", "full", *KEPT)).check("model.remat", name)
+
+  def _rules(self) -> Iterator[tuple[str, bool, str]]:
+    """Fields, whether the value is right, and what is expected.
+
+    Those of layers assume that the ones before are right.
+    """
+    N, K, H = self.num_heads, self.num_kv_heads, self.head_dim
+    yield "num_heads", N % K == 0, f"a multiple of model.num_kv_heads={K}"
+    halves = "an even number, because rotary embeddings split it in halves"
+    yield "head_dim", H % 2 == 0, halves
+    width, even = self.rotary_width, f"an even number up to model.head_dim={H}"
+    yield "rotary_dim", 0 < width <= H and width % 2 == 0, even
+    yield (
+      "rope_scaling",
+      isinstance(self.rope_scaling, RopeScaling | None),
+      "None, a gspo_jax.model.Llama3Scaling or a gspo_jax.model.YarnScaling",
+    )
+    is_whole = self.qk_norm or not self.qk_norm_over_heads
+    yield "qk_norm_over_heads", is_whole, "model.qk_norm=True as well"
+    yield from self._rules_of_experts()
+    most, first = _MAX_LAYERS, len(self.first)
+    yield "num_layers", self.num_layers <= most, f"at most {most}"
+    pattern, rest = len(self.period), self.num_layers - first
+    yield (
+      "num_layers",
+      rest >= 0 and rest % pattern == 0,
+      f"{first} + a multiple of {pattern}, for the layers are model.first and"
+      " then model.pattern repeated",
+    )
+    some = any(layer.experts for layer in self.layers)
+    yield (
+      "num_experts",
+      some == bool(self.num_experts),
+      f"{'a number above 0' if some else '0'}, for {'some' if some else 'none'}"
+      f" of the {self.num_layers} layers have experts",
+    )
+    yield from self._rules_of_mixers({layer.mixer for layer in self.layers})
+
+  def _rules_of_mixers(self, mixers) -> Iterator[tuple[str, bool, str]]:
+    if "mla" in mixers:
+      end = "with layers of mixer='mla'"
+      N = self.num_heads
+      yield "kv_lora_rank", self.kv_lora_rank >= 1, f"at least 1 {end}"
+      same = self.num_kv_heads == N
+      yield "num_kv_heads", same, f"model.num_heads={N} {end}"
+    if "delta_net" in mixers:
+      least = "at least 1 with layers of mixer='delta_net'"
+      for end in ("num_key_heads", "key_head_dim", "value_head_dim"):
+        yield f"linear_{end}", getattr(self, f"linear_{end}") >= 1, least
+      M, G = self.linear_num_value_heads, self.linear_num_key_heads
+      multiple = f"a multiple of model.linear_num_key_heads={G}"
+      yield "linear_num_value_heads", M >= 1 and M % G == 0, multiple
+      width = self.linear_conv_kernel_dim
+      yield "linear_conv_kernel_dim", width >= 2, "at least 2"
+
+  def _rules_of_experts(self) -> Iterator[tuple[str, bool, str]]:
+    k, E, n = self.experts_per_token, self.num_experts, self.n_group
+    is_share = not E or 1 <= k <= E
+    yield "experts_per_token", is_share, f"1 to model.num_experts={E}"
+    yield (
+      "n_group",
+      n >= 1 and E % n == 0 and (n == 1 or E // n >= 2),
+      f"a divisor of model.num_experts={E}, with at least 2 experts a group",
+    )
+    groups = self.topk_group
+    yield (
+      "topk_group",
+      1 <= groups <= n and (not E or k <= groups * (E // n)),
+      f"1 to model.n_group={n}, and room for model.experts_per_token={k}",
+    )
 
   @property
   def layers(self) -> tuple[Layer, ...]:

@@ -922,8 +922,7 @@ ODD_ROTARY = {"partial_rotary_factor": 0.4}
     ("minimax_m2", "rope_parameters", ODD_ROTARY, "rotary_dim=3: expected an"),
     ("gpt_oss", "hidden_act", "gelu", "hidden_act=gelu: expected 'silu'"),
     ("gpt_oss", "layer_types", [SLIDING, "chunked"] * 2, "layer_types: exp"),
-    ("gpt_oss", "layer_types", [FULL, SLIDING] * 2, "layer_types: expected"),
-    ("gpt_oss", "num_hidden_layers", 3, "in turns, 3 of them"),
+    ("gpt_oss", "num_hidden_layers", 3, "for each of the 3 layers"),
     ("gpt_oss", "sliding_window", None, "sliding_window is missing"),
     ("gpt_oss", "rope_parameters", None, "rope_scaling is missing"),
     ("gpt_oss", "swiglu_limit", -7.0, "swiglu_limit=-7.0: expected float"),
@@ -963,6 +962,16 @@ def test_an_odd_config_of_a_family_is_refused(
 ):
   read = lambda: config_with(tmp_path, base, **{key: value})
   assert words in error_message(read)
+
+
+def test_windows_of_gpt_oss_in_any_order_are_read_and_written(tmp_path):
+  kinds = [FULL, FULL, SLIDING]
+  changes = {"num_hidden_layers": 3, "layer_types": kinds}
+  cfg = config_with(tmp_path, "gpt_oss", **changes)
+  assert [layer.window is None for layer in cfg.layers] == [True, True, False]
+  assert (
+    hf_checkpoint.config_to_hf(cfg, "float32", None)["layer_types"] == kinds
+  )
 
 
 OLD_ROPE = {"rope_parameters": None, "rope_theta": 1000}

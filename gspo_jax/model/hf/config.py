@@ -30,6 +30,14 @@ _RUNTIME_FIELDS = (
   *("dtype", "float32_head", "float32_router", "remat", "unroll", "lora"),
 )
 _DTYPES = ("torch_dtype", "dtype")
+# As `Family.numbers`, of all families.
+_NUMBERS = {
+  "vocab_size": ("vocab_size", int, None),
+  "num_hidden_layers": ("num_layers", int, None),
+  "hidden_size": ("embed_dim", int, None),
+  "num_attention_heads": ("num_heads", int, None),
+  "rms_norm_eps": ("norm_eps", float, None),
+}
 
 
 def config_from_hf(folder: epath.PathLike, **changes) -> ModelConfig:
@@ -123,41 +131,21 @@ def model_config(path, raw) -> ModelConfig:
   head_dim = get("head_dim", default=head_dim)
   theta, scaling = rope(path, raw, family)
   dtype = next((raw[key] for key in _DTYPES if raw.get(key)), None)
-  numbers = {
-    field: get(key, default=default, kind=kind)
-    for key, (field, kind, default) in family.numbers.items()
-  }
-  fields = family.fields | family.read(path, raw) | numbers
-  if family.experts:
-    expert_count, expert_width = family.experts
-    normed = raw.get("norm_topk_prob")
-    fields = {
-      "mlp_dim": get(expert_width),
-      "num_experts": get(expert_count, "num_experts", "num_local_experts"),
-      "experts_per_token": get("num_experts_per_tok"),
-      "norm_topk_prob": bool(
-        family.norm_topk_prob if normed is None else normed
-      ),
-    } | fields
-  else:
-    fields["mlp_dim"] = get("intermediate_size")
   fields = {
+    "num_kv_heads": get("num_key_value_heads", default=heads),
     "head_dim": head_dim,
     "rotary_dim": rotary_dim(path, raw, family, head_dim),
-  } | fields
-  return ModelConfig(
-    vocab_size=get("vocab_size"),
-    num_layers=get("num_hidden_layers"),
-    embed_dim=width,
-    num_heads=heads,
-    num_kv_heads=get("num_key_value_heads", default=heads),
-    rope_theta=theta,
-    rope_scaling=scaling,
-    norm_eps=get("rms_norm_eps", kind=float),
-    tie_embeddings=bool(raw.get("tie_word_embeddings")),
-    dtype="float32" if dtype == "float32" else "bfloat16",
-    **fields,
-  )
+    "rope_theta": theta,
+    "rope_scaling": scaling,
+    "tie_embeddings": bool(raw.get("tie_word_embeddings")),
+    "dtype": "float32" if dtype == "float32" else "bfloat16",
+  }
+  numbers = _NUMBERS | family.numbers
+  for key, (field, kind, default, *others) in numbers.items():
+    fields[field] = get(key, *others, default=default, kind=kind)
+  for key, (field, default) in family.flags.items():
+    fields[field] = bool(default if raw.get(key) is None else raw[key])
+  return ModelConfig(**fields | family.fields | family.read(path, raw))
 
 
 def read(path: epath.Path) -> dict:
@@ -259,18 +247,13 @@ def _written(cfg, name) -> dict:
   raw = {
     "architectures": [_architecture(name, cfg)],
     "model_type": name,
-    "vocab_size": cfg.vocab_size,
-    "num_hidden_layers": cfg.num_layers,
-    "hidden_size": cfg.embed_dim,
-    "num_attention_heads": cfg.num_heads,
     "num_key_value_heads": cfg.num_kv_heads,
     "head_dim": cfg.head_dim,
-    "intermediate_size": cfg.mlp_dim,
+    "intermediate_size": cfg.dense_dim,
     "hidden_act": "silu",
     "max_position_embeddings": 32768,  # Qwen3's default; we have no limit
     "rope_theta": cfg.rope_theta,
     "rope_scaling": None,
-    "rms_norm_eps": cfg.norm_eps,
     "tie_word_embeddings": cfg.tie_embeddings,
     # Some families have default ids, which may be any tokens here.
     "bos_token_id": None,
@@ -285,15 +268,6 @@ def _written(cfg, name) -> dict:
     raw["max_position_embeddings"] = int(scaling.factor * scaling.length)
   if family.partial_rotary_factor:
     raw["partial_rotary_factor"] = cfg.rotary_width / cfg.head_dim
-  if family.experts:
-    expert_count, width = family.experts
-    raw |= {
-      expert_count: cfg.num_experts,
-      width: cfg.mlp_dim,
-      "num_experts_per_tok": cfg.experts_per_token,
-    }
-    if "norm_topk_prob" not in family.fields:
-      raw["norm_topk_prob"] = cfg.norm_topk_prob
-  keys = family.numbers.items()
-  numbers = {key: getattr(cfg, field) for key, (field, *_) in keys}
-  return raw | family.constants | numbers | family.write(cfg)
+  rows = _NUMBERS | family.numbers | family.flags
+  fields = {key: getattr(cfg, field) for key, (field, *_) in rows.items()}
+  return raw | family.constants | fields | family.write(cfg)

@@ -15,16 +15,20 @@ from gspo_jax.model.hf.rope import scaling_to_hf
 from gspo_jax.model.hf.values import number, unsupported
 from gspo_jax.runtime.errors import UserError, either
 
+_DENSE = {"intermediate_size": ("mlp_dim", int, None)}
+
 
 class Family(NamedTuple):
   """An architecture of transformers."""
 
   loads_with: str  # its class for language models
   fields: dict  # the fields of ModelConfig that it implies
-  # The keys of its number of experts and of their hidden width.
-  experts: tuple[str, str] | None = None
+  # By key of a number above 0: its field of ModelConfig, its type, the default,
+  # and other names of the key that are read, too.
+  numbers: Mapping = MappingProxyType(_DENSE)
+  # By key of a flag: its field, and the default, also of null.
+  flags: Mapping = MappingProxyType({})
   rope_theta: float = 1e4  # where config.json has none
-  norm_topk_prob: bool = False  # where config.json has none or null
   supported: Mapping = MappingProxyType({})  # as `_SUPPORTED`
   # The only supported values of keys that an export has, because servers read
   # them that run the model's own code.
@@ -36,36 +40,23 @@ class Family(NamedTuple):
   # Keys that must be there: without them transformers takes a number of the
   # published model.
   required: tuple[str, ...] = ()
-  # By key of a number above 0: its field of ModelConfig, its type, the default.
-  numbers: Mapping = MappingProxyType({})
   # (path, config.json) -> more fields of ModelConfig, and the inverse.
   read: Callable[[epath.Path, dict], dict] = lambda path, raw: {}
   write: Callable[[ModelConfig], dict] = lambda cfg: {}
 
 
-def _read_glm(path, raw):
-  return {
-    "first": (Layer(experts=False),) * _dense_layers(path, raw),
-    "pattern": (Layer(),),
-    "attention_bias": bool(raw.get("attention_bias")),
-    "qk_norm": bool(raw.get("use_qk_norm")),
-  } | _read_deepseek_experts(path, raw)
-
-
-def _dense_layers(path, raw):
+def _read_deepseek_experts(path, raw, mixer="attention"):
+  """DeepSeek-V3's layers and shared expert (arXiv 2412.19437, sec. 2.1.2)."""
   first = raw.get("first_k_dense_replace", 1)
   if not isinstance(first, int) or first < 0:
     raise UserError(
       f"{path}: first_k_dense_replace={first!r}: expected int, at least 0"
     )
-  return first
-
-
-def _read_deepseek_experts(path, raw):
-  """DeepSeek-V3's router and shared expert (arXiv 2412.19437, sec. 2.1.2)."""
   width = number(path, raw, ["moe_intermediate_size"])
   shared = number(path, raw, ["n_shared_experts"])
   return {
+    "first": (Layer(experts=False, mixer=mixer),) * first,
+    "pattern": (Layer(mixer=mixer),),
     "dense_mlp_dim": number(path, raw, ["intermediate_size"]),
     "shared_dim": width * shared,
   }
@@ -73,21 +64,15 @@ def _read_deepseek_experts(path, raw):
 
 def _write_deepseek_experts(cfg):
   return {
-    "intermediate_size": cfg.dense_dim,
     "n_shared_experts": cfg.shared_dim // cfg.mlp_dim,
     "first_k_dense_replace": len(cfg.first),
     "num_nextn_predict_layers": 0,
   }
 
 
-def _write_glm(cfg):
-  return _write_deepseek_experts(cfg) | {
-    "use_qk_norm": cfg.qk_norm,
-    "attention_bias": cfg.attention_bias,
-  }
-
-
 def _read_mla(path, raw):
+  if raw.get("first_k_dense_replace") is None:
+    raise UserError(f"{path}: first_k_dense_replace is missing")
   width = lambda key: number(path, raw, [key])
   rope = width("qk_rope_head_dim")
   # Without these keys transformers takes numbers of DeepSeek-V3.
@@ -98,9 +83,8 @@ def _read_mla(path, raw):
     "q_lora_rank": 0 if is_plain else width("q_lora_rank"),
     "head_dim": width("qk_nope_head_dim") + rope,
     "rotary_dim": rope,
-    "v_head_dim": width("v_head_dim"),
     "rope_interleave": bool(raw.get("rope_interleave", True)),
-  } | _read_deepseek_experts(path, raw)
+  } | _read_deepseek_experts(path, raw, "mla")
 
 
 def _write_mla(cfg):
@@ -109,35 +93,24 @@ def _write_mla(cfg):
     "qk_nope_head_dim": cfg.head_dim - cfg.rotary_width,
     "qk_rope_head_dim": cfg.rotary_width,
     "head_dim": cfg.rotary_width,  # what transformers writes
-    "v_head_dim": cfg.value_dim,
     "rope_interleave": cfg.rope_interleave,
-  }
-
-
-def _read_deepseek(path, raw):
-  if raw.get("first_k_dense_replace") is None:
-    raise UserError(f"{path}: first_k_dense_replace is missing")
-  return _read_mla(path, raw) | {
-    "first": (Layer(experts=False, mixer="mla"),) * _dense_layers(path, raw),
-    "pattern": (Layer(mixer="mla"),),
   }
 
 
 def _read_glm_lite(path, raw):
   count = number(path, raw, ["num_hidden_layers"])
-  sparse = Layer(mixer="mla")
-  kinds = {"dense": Layer(experts=False, mixer="mla"), "sparse": sparse}
+  kinds = {"dense": False, "sparse": True}
   default = ["dense"] + ["sparse"] * (count - 1)
-  layers = _layers(path, raw, "mlp_layer_types", default, kinds)
-  first = next((i for i, x in enumerate(layers) if x.experts), count)
+  sparse = _layers(path, raw, "mlp_layer_types", default, kinds)
+  first = sparse.index(True) if any(sparse) else count
   dense = raw.get("first_k_dense_replace")  # what servers read
   dense = first if dense is None else dense
-  if (dense, set(layers[first:])) != (first, {sparse}):
+  if dense != first or not all(sparse[first:]):
     raise UserError(
       f"{path}: mlp_layer_types: expected 'dense' for the first layers,"
       f" as many as first_k_dense_replace={dense!r}, then 'sparse'"
     )
-  return _read_mla(path, raw) | {"first": layers[:first], "pattern": (sparse,)}
+  return _read_mla(path, raw | {"first_k_dense_replace": first})
 
 
 def _write_glm_lite(cfg):
@@ -145,8 +118,8 @@ def _write_glm_lite(cfg):
   return _write_mla(cfg) | {"mlp_layer_types": kinds}
 
 
-def _layers(path, raw, key, default, kinds) -> tuple[Layer, ...]:
-  """The layers that a list names."""
+def _layers(path, raw, key, default, kinds: dict) -> tuple:
+  """What a list of names says of each layer."""
   count, names = number(path, raw, ["num_hidden_layers"]), raw.get(key)
   names = default if names is None else names
   if len(names) != count or not set(names) <= set(kinds):
@@ -161,7 +134,7 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 
 def _read_hybrid(path, raw):
   """Layers of gated DeltaNets and of attention."""
-  experts = bool(FAMILIES[raw["model_type"]].experts)
+  experts = "num_experts_per_tok" in FAMILIES[raw["model_type"]].numbers
   count = number(path, raw, ["num_hidden_layers"])
   interval = number(path, raw, ["full_attention_interval"], default=4)
   turns = [_LINEAR] * (interval - 1) + [_FULL]
@@ -208,29 +181,28 @@ def _read_minimax(path, raw):
   return {}
 
 
+_SLIDING = "sliding_attention"
+
+
 def _read_gpt_oss(path, raw):
-  window = number(path, raw, ["sliding_window"])
-  layers = number(path, raw, ["num_hidden_layers"])
-  alternating = ["sliding_attention", "full_attention"] * (layers // 2)
-  if (raw.get("layer_types") or alternating) != alternating:
-    raise UserError(
-      f"{path}: layer_types: expected 'sliding_attention' and 'full_attention' "
-      f"in turns, {layers} of them"
-    )
+  count = number(path, raw, ["num_hidden_layers"])
+  kinds = {
+    _SLIDING: Layer(window=number(path, raw, ["sliding_window"])),
+    _FULL: Layer(),
+  }
+  default = [list(kinds)[i % 2] for i in range(count)]
+  layers = _layers(path, raw, "layer_types", default, kinds)
   # Without these keys transformers takes the YaRN of the published model.
   if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
     raise UserError(f"{path}: rope_scaling is missing")
-  return {"pattern": (Layer(window=window), Layer())}
+  return {"pattern": _period(layers)}
 
 
 def _write_gpt_oss(cfg):
-  windowed, full = cfg.pattern
-  if cfg.first:
-    raise UserError("gpt-oss has no first layers that differ from the others")
-  names = {windowed: "sliding_attention", full: "full_attention"}
+  windows = [layer.window for layer in cfg.layers]
   return {
-    "sliding_window": windowed.window,
-    "layer_types": [names[layer] for layer in cfg.layers],
+    "sliding_window": max(filter(None, windows), default=128),
+    "layer_types": [_SLIDING if window else _FULL for window in windows],
     # With None transformers takes the YaRN of the published model.
     "rope_scaling": scaling_to_hf(cfg.rope_scaling)
     if cfg.rope_scaling
@@ -241,6 +213,18 @@ def _write_gpt_oss(cfg):
 # Every layer has experts.
 _ALL_LAYERS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 _SHARED = {"shared_expert_intermediate_size": ("shared_dim", int, None)}
+_NORMED = {"norm_topk_prob": ("norm_topk_prob", True)}
+_NOT_NORMED = {"norm_topk_prob": ("norm_topk_prob", False)}
+
+
+def _experts(count, width="moe_intermediate_size"):
+  """Rows of `Family.numbers`, for experts in every layer."""
+  others = "num_experts", "num_local_experts"
+  return {
+    count: ("num_experts", int, None, *others),
+    width: ("mlp_dim", int, None),
+    "num_experts_per_tok": ("experts_per_token", int, None),
+  }
 
 
 def _numbers(*names, kind=int, default=None):
@@ -266,22 +250,19 @@ _HYBRID = {"attn_output_gate": True}
 _QWEN3_NEXT = Family(
   "Qwen3NextForCausalLM",
   _HYBRID_FIELDS | {"shared_gate": True},
-  experts=("num_experts", "moe_intermediate_size"),
-  norm_topk_prob=True,
-  supported={"layer_types": None, "shared_expert_intermediate_size": None},
+  supported={"layer_types": None},
   constants=_HYBRID | _ALL_LAYERS,
   names=("qwen3_next", "qwen2_moe"),
   partial_rotary_factor=0.25,
   required=("head_dim", "num_key_value_heads"),
-  numbers=_LINEAR_NUMBERS | _SHARED,
+  numbers=_experts("num_experts") | _LINEAR_NUMBERS | _SHARED,
+  flags=_NORMED,
   read=_read_hybrid,
   write=_write_hybrid,
 )
 _DEEPSEEK = Family(
   "DeepseekV3ForCausalLM",
   {"scoring_func": "sigmoid", "choice_bias": True, "qk_norm": False},
-  experts=("n_routed_experts", "moe_intermediate_size"),
-  norm_topk_prob=True,
   supported={"n_shared_experts": None},
   constants={
     "scoring_func": "sigmoid",
@@ -289,8 +270,11 @@ _DEEPSEEK = Family(
     "moe_layer_freq": 1,
   },
   required=("num_key_value_heads",),
-  numbers=_router(None) | _numbers("kv_lora_rank"),
-  read=_read_deepseek,
+  numbers=_experts("n_routed_experts")
+  | _router(None)
+  | _numbers("kv_lora_rank", "v_head_dim"),
+  flags=_NORMED,
+  read=_read_mla,
   write=_write_mla,
 )
 # By model_type.
@@ -299,8 +283,9 @@ FAMILIES = {
   "qwen3_moe": Family(
     "Qwen3MoeForCausalLM",
     {},
-    experts=("num_experts", "moe_intermediate_size"),
     constants=_ALL_LAYERS,
+    numbers=_experts("num_experts"),
+    flags=_NOT_NORMED,
   ),
   "qwen2": Family(
     "Qwen2ForCausalLM",
@@ -310,28 +295,25 @@ FAMILIES = {
   "qwen2_moe": Family(
     "Qwen2MoeForCausalLM",
     {"attention_bias": True, "qk_norm": False, "shared_gate": True},
-    experts=("num_experts", "moe_intermediate_size"),
-    supported={
-      "attention_bias": (False, True),
-      "qkv_bias": (True,),
-      "shared_expert_intermediate_size": None,
-    },
+    supported={"attention_bias": (False, True), "qkv_bias": (True,)},
     constants=_ALL_LAYERS,
     names=("qwen2_moe",),
-    numbers=_SHARED,
+    numbers=_experts("num_experts") | _SHARED,
+    flags=_NOT_NORMED,
   ),
   "llama": Family("LlamaForCausalLM", {"qk_norm": False}),
   "olmoe": Family(
     "OlmoeForCausalLM",
     {"qk_norm_over_heads": True},
-    experts=("num_experts", "intermediate_size"),
+    numbers=_experts("num_experts", "intermediate_size"),
+    flags=_NOT_NORMED,
     supported={"clip_qkv": (), "sliding_window": ()},
     read=_read_olmoe,
   ),
   "mixtral": Family(
     "MixtralForCausalLM",
     {"qk_norm": False, "norm_topk_prob": True},
-    experts=("num_local_experts", "intermediate_size"),
+    numbers=_experts("num_local_experts", "intermediate_size"),
     rope_theta=1e6,
     supported={"router_jitter_noise": (0,), "sliding_window": ()},
     names=("mixtral",),
@@ -339,17 +321,17 @@ FAMILIES = {
   "glm4_moe": Family(
     "Glm4MoeForCausalLM",
     {"scoring_func": "sigmoid", "choice_bias": True},
-    experts=("n_routed_experts", "moe_intermediate_size"),
-    norm_topk_prob=True,
-    supported={
-      "attention_bias": (False, True),  # never on the output
-      "n_shared_experts": None,
-    },
+    supported={"n_shared_experts": None},
     partial_rotary_factor=0.5,
     required=("head_dim", "num_key_value_heads"),
-    numbers=_router(1),
-    read=_read_glm,
-    write=_write_glm,
+    numbers=_experts("n_routed_experts") | _router(1),
+    flags={
+      **_NORMED,
+      "attention_bias": ("attention_bias", False),  # never on the output
+      "use_qk_norm": ("qk_norm", False),
+    },
+    read=_read_deepseek_experts,
+    write=_write_deepseek_experts,
   ),
   "minimax_m2": Family(
     "MiniMaxM2ForCausalLM",
@@ -359,7 +341,7 @@ FAMILIES = {
       "qk_norm_over_heads": True,
       "norm_topk_prob": True,
     },
-    experts=("num_local_experts", "intermediate_size"),
+    numbers=_experts("num_local_experts", "intermediate_size"),
     rope_theta=5e6,
     supported={
       "router_jitter_noise": (0,),
@@ -390,33 +372,31 @@ FAMILIES = {
       "expert_bias": True,
       "norm_rounds_last": True,
     },
-    experts=("num_local_experts", "intermediate_size"),
     rope_theta=1.5e5,
     supported={"swiglu_alpha": (1.702,), "layer_types": None},
     constants={"attention_bias": True},
     names=("gpt_oss",),
     required=("head_dim", "num_key_value_heads"),
-    numbers=_numbers("swiglu_limit", kind=float, default=7.0),
+    numbers=_experts("num_local_experts", "intermediate_size")
+    | _numbers("swiglu_limit", kind=float, default=7.0),
     read=_read_gpt_oss,
     write=_write_gpt_oss,
   ),
   "qwen3_5_moe_text": _QWEN3_NEXT._replace(
     loads_with="Qwen3_5MoeForCausalLM",
     fields=_QWEN3_NEXT.fields | {"norm_topk_prob": True},
+    flags={},
     supported=_QWEN3_NEXT.supported | {"norm_topk_prob": (True,)},
     names=("qwen2_moe",),
   ),
   "qwen3_next": _QWEN3_NEXT,
-  "qwen3_5_text": Family(
-    "Qwen3_5ForCausalLM",
-    _HYBRID_FIELDS,
-    supported={"layer_types": None},
+  "qwen3_5_text": _QWEN3_NEXT._replace(
+    loads_with="Qwen3_5ForCausalLM",
+    fields=_HYBRID_FIELDS,
+    numbers=_DENSE | _LINEAR_NUMBERS,
+    flags={},
     constants=_HYBRID,
-    partial_rotary_factor=0.25,
-    required=("head_dim", "num_key_value_heads"),
-    numbers=_LINEAR_NUMBERS,
-    read=_read_hybrid,
-    write=_write_hybrid,
+    names=(),
   ),
   "deepseek_v3": _DEEPSEEK,
   "kimi_k2": _DEEPSEEK,
@@ -433,7 +413,7 @@ WITH_IMAGES = {
   "qwen3_5_moe": "qwen3_5_moe_text",
 }
 # By key of any family: the supported values, or None where `read` checks them.
-# A key may also be missing.
+# A key may also be missing, or be a number or a flag of a family.
 _SUPPORTED = {
   "attention_bias": (False,),  # on the output projection, too
   "hidden_act": ("silu",),
@@ -457,7 +437,8 @@ def require_supported(path, raw, family: Family) -> None:
   """UserError if a value means what `ModelConfig` lacks."""
   quantised.require_supported(path, raw.get("quantization_config"))
   constants = {key: (value,) for key, value in family.constants.items()}
-  supported = _SUPPORTED | family.supported | constants
+  rows = dict.fromkeys(family.numbers | family.flags)
+  supported = _SUPPORTED | rows | family.supported | constants
   for key, values in supported.items():
     if values is None or raw.get(key) is None or raw[key] in values:
       continue
