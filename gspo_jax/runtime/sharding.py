@@ -165,22 +165,19 @@ def _mesh(grid: np.ndarray) -> Mesh:
 def _arrange(devices, shape) -> np.ndarray:
   if devices[0].platform != "tpu":
     return np.asarray(devices).reshape(shape)
-  slices = len({getattr(d, "slice_index", 0) for d in devices})
+  devices = _without_gaps(devices)
+  slices = len({d.slice_index for d in devices})
   if shape[0] % slices:
     raise UserError(
       f"mesh.data={shape[0]} is not a multiple of the {slices} slices; only "
       "`data` may cross slices, the other axes need the links inside one"
     )
-  slice_shape = (shape[0] // slices, *shape[1:])
-  devices = _without_gaps(devices)
-  if slices == 1:
-    grid = mesh_utils.create_device_mesh(
-      slice_shape, devices, allow_split_physical_axes=True
-    )
-  else:
-    grid = mesh_utils.create_hybrid_device_mesh(
-      slice_shape, (slices, 1, 1, 1, 1), devices, allow_split_physical_axes=True
-    )
+  grid = mesh_utils.create_hybrid_device_mesh(
+    (shape[0] // slices, *shape[1:]),
+    (slices, 1, 1, 1, 1),
+    devices,
+    allow_split_physical_axes=True,
+  )
   return np.vectorize(lambda placed: placed.device, otypes=[object])(grid)
 
 
@@ -189,6 +186,7 @@ class _Placed:
 
   def __init__(self, device, coords):
     self.device, self.coords = device, coords
+    self.slice_index = getattr(device, "slice_index", 0)
 
   def __getattr__(self, name):
     return getattr(self.device, name)

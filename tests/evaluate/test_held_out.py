@@ -90,16 +90,13 @@ class ScriptedSampler:
     texts = [BYTES.decode(row).lstrip("\ufffd") for row in tokens]
     answers = [f"#{self.references[text]}" for text in texts]
     right = [text in self.solved for text in texts]
+    pairs = list(zip(answers, right, strict=True))
     if group_size == 1:
       assert sampling == SamplingParams(temperature=0.0)
-      pairs = zip(answers, right, strict=True)
       return samples_of(["#wrong" if x else answer for answer, x in pairs])
     assert (group_size, sampling) == (2, SamplingParams(0.5, 7))
-    pairs = [
-      [answer if x else "#wrong", "#wrong"]
-      for answer, x in zip(answers, right, strict=True)
-    ]
-    return samples_of(list(itertools.chain(*pairs)))
+    both = [(answer if x else "#wrong", "#wrong") for answer, x in pairs]
+    return samples_of(list(itertools.chain(*both)))
 
 
 @pytest.mark.parametrize("shards", [1, 4, 25])

@@ -24,7 +24,11 @@ from gspo_jax.sampler.samples import (
 
 BYTES = tokenizers.load("bytes")
 PROBLEMS = [Problem("6+1=?", "7", ""), Problem("3+5=?", "8", "")]
-# Responses to them, three each, and whether they are correct.
+LEVELS = [
+  problem._replace(columns={"level": level})
+  for level, problem in enumerate(PROBLEMS, 1)
+]
+# Responses to the problems, three each, and whether they are correct.
 RESPONSES = ["#7", "", "x", "#8", "#7", "#8"]
 CORRECT = [[1, 0, 0], [1, 0, 1]]
 
@@ -122,11 +126,7 @@ class GroupPool:
 
 
 def test_a_group_is_scored_when_its_last_response_finished():
-  problems = [
-    problem._replace(columns={"level": level})
-    for level, problem in enumerate(PROBLEMS, 1)
-  ]
-  samples, batch, pool = samples_of(RESPONSES), batch_of(problems), GroupPool()
+  samples, batch, pool = samples_of(RESPONSES), batch_of(LEVELS), GroupPool()
   scorer = Scorer(pool, ResponseDecoder(batch, BYTES, 3))
   first, second = RESPONSES[:3], RESPONSES[3:]
   finished = scoring.finished_responses(samples)
@@ -144,11 +144,7 @@ def test_a_group_is_scored_when_its_last_response_finished():
 
 def test_a_group_of_two_hosts_is_scored_by_the_host_of_its_rows(monkeypatch):
   """Response 5 decoded on the other host, which also sent 0 to 2."""
-  problems = [
-    problem._replace(columns={"level": level})
-    for level, problem in enumerate(PROBLEMS, 1)
-  ]
-  samples, batch, pool = samples_of(RESPONSES), batch_of(problems), GroupPool()
+  samples, batch, pool = samples_of(RESPONSES), batch_of(LEVELS), GroupPool()
   scorer = Scorer(pool, ResponseDecoder(batch, BYTES, 3))
   whole = scoring.finished_responses(samples)
   scorer.add({row: whole[row] for row in (0, 3, 2, 4, 1)})
