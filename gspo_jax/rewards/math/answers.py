@@ -47,7 +47,8 @@ def _bare(tokens):
   if skipped:
     return _bare(tokens[skipped:])
   _, *rules = splits.at(tokens, (",", "for", "where"))
-  if rules and _is_of_integers(rules[-1]):
+  is_integer = lambda rule: any("integer" in token for token in rule)
+  if rules and (rules[-1][1:] == ["\\in", "\\Z"] or is_integer(rules[-1])):
     return _bare(tokens[: -len(rules[-1]) - 1])
   first, rest = "".join(words[:1]), tokens[1:]
   if first.lower() in kinds.NUMBERS and units.read(rest):
@@ -65,12 +66,6 @@ def _introduction(words) -> int:
     if not word.isalpha():
       break
   return int(words[:1] != [] and words[0].lower() in _ABOUT)
-
-
-def _is_of_integers(tokens) -> bool:
-  return tokens[1:] == ["\\in", "\\Z"] or any(
-    "integer" in token for token in tokens
-  )
 
 
 def _by_choice(expected, result):
@@ -252,8 +247,6 @@ def _table(tokens):
   if begin is None or tokens[-1][:4] != "\\end":
     return None
   factor = tokens[:begin]
-  if begin and quantities.tree(factor) is None:
-    return None
   rows = splits.rows(tokens[begin + 1 : -1])
   return [[[*factor, "{", *cell, "}"] for cell in row] for row in rows]
 
