@@ -5,6 +5,7 @@ two results of the reader.
 """
 
 import itertools
+import operator
 import re
 
 from gspo_jax.rewards.math import quantities, splits, values
@@ -183,15 +184,13 @@ def _same_ratio(expected, result) -> bool:
   return all(values.equal(*products(i)) for i in range(1, len(expected)))
 
 
-_equal = lambda expected, result: expected == result
-
 # In the order in which they are tried.
 KINDS = (
   (based, _same_base),
-  (phrase, _equal),
-  (infinite, _equal),
-  (words, _equal),
-  (date, _equal),
+  (phrase, operator.eq),
+  (infinite, operator.eq),
+  (words, operator.eq),
+  (date, operator.eq),
   (clock, _same_time),
   (ratio, _same_ratio),
   (share, _same_ratio),
