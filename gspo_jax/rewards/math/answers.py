@@ -72,7 +72,9 @@ def _by_choice(expected, result):
   """`(B) 12` is B, and it is 12."""
   sides = kinds.choice(expected), kinds.choice(result)
   if all(sides):
-    return kinds.same_choice(*sides)
+    (letter, rest), (other, more) = sides
+    differ = rest and more and kinds.plain(rest) != kinds.plain(more)
+    return letter == other and not differ
   if sides[0] and sides[0][1]:
     return same(sides[0][1], result)
   if sides[1] and sides[1][1]:

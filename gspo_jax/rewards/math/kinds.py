@@ -157,11 +157,6 @@ def infinite(tokens) -> str | None:
   return sign if rest in (["\\infty"], ["infinity"], ["infty"]) else None
 
 
-def same_choice(expected, result) -> bool:
-  (letter, rest), (other, more) = expected, result
-  return letter == other and not (rest and more and plain(rest) != plain(more))
-
-
 def _same_base(expected, result) -> bool:
   (digits, base), (others, other) = expected, result
   return digits == others and (base == other or not other)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gspo_jax.rewards.math import expression, splits, values
+from gspo_jax.rewards.math import expression, kinds, splits, values
 
 _RELATIONS = ("<", ">", "\\le", "\\ge", "\\ne", "=")
 _REVERSED = (">", "<", "\\ge", "\\le", "\\ne", "=")
@@ -152,9 +152,8 @@ def _joined(regions, join) -> Region:
 
 
 def _end(tokens) -> float:
-  sign = -1 if tokens[:1] == ["-"] else 1
-  if tokens[tokens[:1] in (["-"], ["+"]) :] == ["\\infty"]:
-    return sign * math.inf
+  if tokens and (sign := kinds.infinite(tokens)):
+    return float(f"{sign}inf")
   value = values.constant(expression.read(tokens))
   if value is None:
     raise expression.Unreadable("no number")
