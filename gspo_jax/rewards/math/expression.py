@@ -178,8 +178,9 @@ class _Reader:
     if token == "\\binom":
       return ("binomial", self.atom(), self.atom())
     if name in ("sqrt", "surd"):
-      power = ("divide", _ONE, self.index())
-      return ("power", self.atom(), power)
+      two = ("number", Fraction(2), 0)
+      index = self.atom() if self.next == "[" else two
+      return ("power", self.atom(), ("divide", _ONE, index))
     if token in ("\\lfloor", "\\lceil"):
       tree = self.sum()
       self.take(token.replace("\\l", "\\r"))
@@ -193,9 +194,6 @@ class _Reader:
     if token.isascii() and token.isalpha():  # xy is x times y
       return self.letters(token)
     raise Unreadable(f"not known: {token}")
-
-  def index(self) -> tuple:
-    return self.atom() if self.next == "[" else ("number", Fraction(2), 0)
 
   def base(self) -> tuple:
     if self.next != "_":
@@ -233,7 +231,11 @@ class _Reader:
       ):
         tree = ("product", tree, self.power())
     if exponent == ("negative", _ONE) and not parameters:
-      return _inverse(name, tree)
+      if name in RECIPROCALS:
+        return ("arc" + RECIPROCALS[name], ("divide", _ONE, tree))
+      if name not in _INVERTED:
+        raise Unreadable(f"no inverse of {name}")
+      return ("arc" + name, tree)
     tree = (name, *parameters, tree)
     return ("power", tree, exponent) if exponent else tree
 
@@ -244,14 +246,6 @@ class _Reader:
     self._at -= 1
     self._tokens[self._at : self._at + 1] = token
     return self.atom()
-
-
-def _inverse(name, tree) -> tuple:
-  if name in RECIPROCALS:
-    return ("arc" + RECIPROCALS[name], ("divide", _ONE, tree))
-  if name not in _INVERTED:
-    raise Unreadable(f"no inverse of {name}")
-  return ("arc" + name, tree)
 
 
 def _is_whole(tree) -> bool:
