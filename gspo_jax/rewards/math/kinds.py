@@ -172,11 +172,10 @@ def _same_time(expected, result) -> bool:
 def _same_ratio(expected, result) -> bool:
   if len(expected) != len(result):
     return False
-  products = lambda i: (
-    ("times", expected[0], result[i]),
-    ("times", result[0], expected[i]),
+  return all(
+    values.equal(("times", expected[0], b), ("times", result[0], a))
+    for a, b in zip(expected, result, strict=True)
   )
-  return all(values.equal(*products(i)) for i in range(1, len(expected)))
 
 
 # In the order in which they are tried.
