@@ -306,17 +306,13 @@ def _of_text(dataset):
 
 
 def _shorten(narrow: Mapping[str, str], columns: dict) -> dict:
-  return columns | {
-    name: [_short(value, dtype) for value in columns[name]]
-    for name, dtype in narrow.items()
-    if name in columns
-  }
+  def short(value, dtype):
+    if isinstance(value, list):
+      return [short(item, dtype) for item in value]
+    return None if value is None else plain(np.array(value, dtype), "")
 
-
-def _short(value, dtype: str):
-  if isinstance(value, list):
-    return [_short(item, dtype) for item in value]
-  return None if value is None else plain(np.array(value, dtype), "")
+  names = narrow.keys() & columns.keys()
+  return columns | {name: short(columns[name], narrow[name]) for name in names}
 
 
 def tfds(spec: str) -> Sequence:
