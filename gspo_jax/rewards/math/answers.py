@@ -28,11 +28,8 @@ def same(expected: list[str], result: list[str]) -> bool:
     return False
   if kinds.folded(expected) == kinds.folded(result):
     return True
-  for rule in _RULES:
-    verdict = rule(expected, result)
-    if verdict is not None:
-      return verdict
-  return False
+  verdicts = (rule(expected, result) for rule in _RULES)
+  return next((v for v in verdicts if v is not None), False)
 
 
 def _bare(tokens):
@@ -255,8 +252,7 @@ def _table(tokens):
 
 def _column(tokens):
   bracket, parts = splits.bracketed(tokens) or ("", [])
-  is_vector = bracket in ("()", "\\langle\\rangle")
-  return [[part] for part in parts if is_vector]
+  return [[part] for part in parts if bracket == "()"]
 
 
 def _by_brackets(expected, result):
@@ -267,12 +263,8 @@ def _by_brackets(expected, result):
   if not all(sides):
     return False
   (bracket, parts), (other, more) = sides
-  return (
-    bracket.replace("\\langle\\rangle", "()")
-    == other.replace("\\langle\\rangle", "()")
-    and len(parts) == len(more)
-    and all(map(same, parts, more))
-  )
+  is_alike = bracket == other and len(parts) == len(more)
+  return is_alike and all(map(same, parts, more))
 
 
 _RULES = (
