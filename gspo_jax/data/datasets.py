@@ -32,7 +32,8 @@ class Datasets(NamedTuple):
 
 def load(data: DataConfig, seed: int) -> Datasets:
   """The data sets of a config; `data.source` is the first stage."""
-  if data.source.partition(":")[0] in BUILT_IN:
+  name, colon, text = data.source.partition(":")
+  if name in BUILT_IN:
     if data.eval_source or data.weights or data.curriculum:
       raise UserError(
         f"data.eval_source={data.eval_source!r}, data.weights={data.weights}, "
@@ -40,7 +41,11 @@ def load(data: DataConfig, seed: int) -> Datasets:
         f"data.source={data.source!r} makes its own held-out problems and "
         "mixes with no other source"
       )
-    return _built_in(data.source, seed)
+    # `chain`, or `chain:steps=1|2,noise=0.1`.
+    make = spec.imported(name, BUILT_IN)
+    numbers = spec.arguments(name, make, text, "data.source") if colon else {}
+    train, held_out, demonstrated = make(seed, **numbers)
+    return Datasets([Stage(1, train)], held_out, demonstrated)
   fields = sources.Fields.of(data)
   load_once = functools.cache(functools.partial(sources.load, fields=fields))
   read = lambda specs: [load_once(name.strip()) for name in specs.split(",")]
@@ -55,15 +60,6 @@ def load(data: DataConfig, seed: int) -> Datasets:
   stages = [*map(Stage, begins, (train, *map(sources.mix, parts[1:])))]
   held_out = sources.mix(evaluated or split(whole[0], True))
   return Datasets(stages, held_out, train, _notes(whole, evaluated))
-
-
-def _built_in(source: str, seed: int) -> Datasets:
-  """The embedded task: `chain`, or `chain:steps=1|2,noise=0.1`."""
-  name, colon, text = source.partition(":")
-  make = spec.imported(name, BUILT_IN)
-  numbers = spec.arguments(name, make, text, "data.source") if colon else {}
-  train, held_out, demonstrated = make(seed, **numbers)
-  return Datasets([Stage(1, train)], held_out, demonstrated)
 
 
 def _notes(stages, evaluated) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import numpy as np
 from etils import epath
 
 from gspo_jax.data import messages
-from gspo_jax.record import json_lines as json_lines_file
+from gspo_jax.record import json_lines
 from gspo_jax.record.run_files import in_bucket
 from gspo_jax.runtime import spec as specs
 from gspo_jax.runtime.errors import UserError, nearest, needs_extra
@@ -45,7 +45,13 @@ def read(spec: str) -> Records:
   """The records of one of `SPECS`, but not `chain`."""
   kind, _, rest = spec.partition(":")
   if kind == "jsonl":
-    lines = list(json_lines(rest))
+    lines = list(json_lines.read(rest))
+    for line in lines:
+      if not messages.is_text(line.record):
+        raise UserError(
+          f"{line.where}: expected text in UTF-8, got half a surrogate pair in "
+          f"{str(line.record)[:60]!a}"
+        )
     names = [line.where for line in lines]
     return Records([line.record for line in lines], names.__getitem__)
   sets = {"parquet": parquet, "hf": hugging_face, "tfds": tfds}
@@ -81,11 +87,11 @@ def path_of(spec: str) -> str:
   return rest if kind in ("jsonl", "parquet") else ""
 
 
-def lines(file: str | Path) -> Iterator[json_lines_file.Line]:
+def lines(file: str | Path) -> Iterator[json_lines.Line]:
   """The records of a file, or of a spec; see `spec_of`."""
   rows, place = read(spec_of(file))
   for i in range(len(rows)):
-    yield json_lines_file.Line(place(i), rows[i])
+    yield json_lines.Line(place(i), rows[i])
 
 
 def content(spec: str) -> str:
@@ -98,17 +104,6 @@ def content(spec: str) -> str:
   elif kind == "parquet":
     files = map(epath.Path, sorted(glob.glob(str(Path(path).expanduser()))))
   return " ".join(map(sha256, files))
-
-
-def json_lines(path: str) -> Iterator[json_lines_file.Line]:
-  """The lines of a file of problems, each (`file:line`, record)."""
-  for line in json_lines_file.read(path):
-    if not messages.is_text(line.record):
-      raise UserError(
-        f"{line.where}: expected text in UTF-8, got half a surrogate pair in "
-        f"{str(line.record)[:60]!a}"
-      )
-    yield line
 
 
 def sha256(path: epath.PathLike) -> str:
@@ -311,17 +306,13 @@ def _of_text(dataset):
 
 
 def _shorten(narrow: Mapping[str, str], columns: dict) -> dict:
-  return columns | {
-    name: [_short(value, dtype) for value in columns[name]]
-    for name, dtype in narrow.items()
-    if name in columns
-  }
+  def short(value, dtype):
+    if isinstance(value, list):
+      return [short(item, dtype) for item in value]
+    return None if value is None else plain(np.array(value, dtype), "")
 
-
-def _short(value, dtype: str):
-  if isinstance(value, list):
-    return [_short(item, dtype) for item in value]
-  return None if value is None else plain(np.array(value, dtype), "")
+  names = narrow.keys() & columns.keys()
+  return columns | {name: short(columns[name], narrow[name]) for name in names}
 
 
 def tfds(spec: str) -> Sequence:

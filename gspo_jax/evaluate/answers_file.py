@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from etils import epath
@@ -19,7 +20,7 @@ from gspo_jax.record.run_files import RunFile
 from gspo_jax.runtime.errors import UserError, with_reason
 
 
-class AnswersFile:
+class AnswersFile(AbstractContextManager):
   """The files of one benchmark in a folder; a context manager.
 
   Opening it removes an incomplete batch, which is then sampled again.
@@ -50,9 +51,6 @@ class AnswersFile:
       path.mkdir(parents=True, exist_ok=True)
       _require_same(path / "settings.json", settings)
       self._file = RunFile(self._path, self._whole_batches())
-
-  def __enter__(self) -> "AnswersFile":
-    return self
 
   def __exit__(self, *_) -> None:
     self._file.close()

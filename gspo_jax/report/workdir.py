@@ -163,10 +163,8 @@ def _config(path: epath.Path) -> dict:
 
 def _is_a(kind, value) -> bool:
   """Whether a value has this type; numbers are finite and at least -1."""
-  is_number = isinstance(value, int | float)
-  return isinstance(value, kind) and not (
-    is_number and not -1 <= value < math.inf
-  )
+  fits = not isinstance(value, int | float) or -1 <= value < math.inf
+  return isinstance(value, kind) and fits
 
 
 def _number(value, name: str, place: str) -> float:

@@ -7,17 +7,14 @@ learn this.
 """
 
 import dataclasses
+import operator
 import random
 import string
 
 from gspo_jax.data.problem import Problem, held_out
 from gspo_jax.runtime.errors import UserError
 
-OPERATIONS = {
-  "+": lambda a, b: a + b,
-  "-": lambda a, b: a - b,
-  "*": lambda a, b: a * b,
-}
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gspo_jax.data import tool_calls
 from gspo_jax.runtime.errors import UserError, needs_extra
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # the text of an id without any
@@ -89,9 +90,8 @@ class Tokenizer:
     The last two messages are the user's and the assistant's. Without a chat
     template they are one text, and the stop token follows.
     """
-    *history, user, response = messages
-    text = user["content"] + response["content"]
-    return [*self.chat([*history, {**user, "content": text}]), self.stop_ids[0]]
+    ids = self.chat(messages)
+    return ids if self.chat_template else [*ids, self.stop_ids[0]]
 
   def turn(self, messages: Sequence[Turn], *, stopped: bool) -> list[int]:
     """The ids between a response and the first token of the next response.
@@ -113,7 +113,8 @@ class Tokenizer:
 
     "call" without a chat template; "" if it is unknown.
     """
-    return "call"
+    template = self.chat_template
+    return tool_calls.format_of(template) if template else "call"
 
   def check_turns(
     self,

@@ -138,7 +138,8 @@ class HFTokenizer(Tokenizer):
     self.fingerprint = digest(parts)
     # If the class does not fit the files, rare letters raise an error.
     self.encode("1 \u9f98 \U0001fae0")
-    self._require_an_end()
+    if self.chat_template:
+      self._require_an_end()
 
   def encode(self, text: str) -> list[int]:
     ids = self._plain.encode(text, add_special_tokens=False).ids
@@ -214,11 +215,6 @@ class HFTokenizer(Tokenizer):
       begin = []
     return begin + super().chat(messages, tools)
 
-  def conversation(self, messages: Sequence[Message]) -> list[int]:
-    if not self.chat_template:
-      return super().conversation(messages)
-    return self.chat(messages)
-
   def turn(self, messages: Sequence[Turn], *, stopped: bool) -> list[int]:
     if not self.chat_template:
       return super().turn(messages, stopped=stopped)
@@ -235,11 +231,6 @@ class HFTokenizer(Tokenizer):
     question, response = *as_messages([("user", "x")]), _response(sign, answers)
     ids = self._ids([question, response, *answers], behind)
     return ids[1:] if stopped and ids[0] in self.stop_ids else ids
-
-  @property
-  def tool_format(self) -> str:
-    template = self.chat_template
-    return tool_calls.format_of(template) if template else "call"
 
   def check_turns(
     self,
@@ -477,18 +468,32 @@ class HFTokenizer(Tokenizer):
     return False
 
   def _require_an_end(self) -> None:
-    if not self.chat_template:
-      return
+    """UserError if the chat template goes on for `_SECONDS`."""
+
+    def render(roles):
+      with contextlib.suppress(Exception):
+        self._render(as_messages([(role, "1") for role in roles]))
+
     for roles in _TRIED_ROLES:
-      messages = as_messages([(role, "1") for role in roles])
-      if not _ends(lambda messages=messages: self._render(messages)):
+      thread = threading.Thread(target=render, args=(roles,), daemon=True)
+      thread.start()
+      thread.join(_SECONDS)
+      if thread.is_alive():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(  # which ends the thread
+          ctypes.c_ulong(thread.ident), ctypes.py_object(TimeoutError)
+        )
         raise UserError(
           f"tokenizer {self._name!r}: its chat template has not ended after "
           f"{_SECONDS:g} s, with messages of {', '.join(roles)}"
         )
 
   def _check_template_args(self, text: str) -> None:
-    known = _template_variables(self._library.get_chat_template())
+    known = None  # with tags that jinja2 alone does not read
+    with contextlib.suppress(jinja2.TemplateSyntaxError, RecursionError):
+      syntax = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+      template = syntax.parse(self._library.get_chat_template())
+      names = jinja2.meta.find_undeclared_variables(template)
+      known = names - _OF_EVERY_TEMPLATE
     for name in self.template_args:
       unknown = known is not None and name not in known
       if unknown or name in _OF_EVERY_TEMPLATE:
@@ -592,34 +597,6 @@ def _stops_of_file(folder: epath.Path) -> tuple[str, list[int]]:
       raise UserError(f"{str(path)!r}: eos_token_id is {eos!r:.40}")
     return name, stops
   return "", []
-
-
-def _ends(function: Callable[[], object]) -> bool:
-  """Whether a call ends within `_SECONDS`, with a result or with an error."""
-
-  def call():
-    with contextlib.suppress(Exception):
-      function()
-
-  thread = threading.Thread(target=call, daemon=True)
-  thread.start()
-  thread.join(_SECONDS)
-  if not thread.is_alive():
-    return True
-  ctypes.pythonapi.PyThreadState_SetAsyncExc(  # which ends the thread
-    ctypes.c_ulong(thread.ident), ctypes.py_object(TimeoutError)
-  )
-  return False
-
-
-def _template_variables(template: str) -> set[str] | None:
-  """The arguments that a chat template reads; None if they cannot be found."""
-  try:
-    syntax = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    names = jinja2.meta.find_undeclared_variables(syntax.parse(template))
-  except (jinja2.TemplateSyntaxError, RecursionError):  # perhaps other tags
-    return None
-  return names - _OF_EVERY_TEMPLATE
 
 
 def _files(path: epath.Path) -> list[epath.Path]:

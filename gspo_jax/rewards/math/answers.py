@@ -28,11 +28,8 @@ def same(expected: list[str], result: list[str]) -> bool:
     return False
   if kinds.folded(expected) == kinds.folded(result):
     return True
-  for rule in _RULES:
-    verdict = rule(expected, result)
-    if verdict is not None:
-      return verdict
-  return False
+  verdicts = (rule(expected, result) for rule in _RULES)
+  return next((v for v in verdicts if v is not None), False)
 
 
 def _bare(tokens):
@@ -47,7 +44,8 @@ def _bare(tokens):
   if skipped:
     return _bare(tokens[skipped:])
   _, *rules = splits.at(tokens, (",", "for", "where"))
-  if rules and _is_of_integers(rules[-1]):
+  is_integer = lambda rule: any("integer" in token for token in rule)
+  if rules and (rules[-1][1:] == ["\\in", "\\Z"] or is_integer(rules[-1])):
     return _bare(tokens[: -len(rules[-1]) - 1])
   first, rest = "".join(words[:1]), tokens[1:]
   if first.lower() in kinds.NUMBERS and units.read(rest):
@@ -67,17 +65,13 @@ def _introduction(words) -> int:
   return int(words[:1] != [] and words[0].lower() in _ABOUT)
 
 
-def _is_of_integers(tokens) -> bool:
-  return tokens[1:] == ["\\in", "\\Z"] or any(
-    "integer" in token for token in tokens
-  )
-
-
 def _by_choice(expected, result):
   """`(B) 12` is B, and it is 12."""
   sides = kinds.choice(expected), kinds.choice(result)
   if all(sides):
-    return kinds.same_choice(*sides)
+    (letter, rest), (other, more) = sides
+    differ = rest and more and kinds.plain(rest) != kinds.plain(more)
+    return letter == other and not differ
   if sides[0] and sides[0][1]:
     return same(sides[0][1], result)
   if sides[1] and sides[1][1]:
@@ -252,16 +246,13 @@ def _table(tokens):
   if begin is None or tokens[-1][:4] != "\\end":
     return None
   factor = tokens[:begin]
-  if begin and quantities.tree(factor) is None:
-    return None
   rows = splits.rows(tokens[begin + 1 : -1])
   return [[[*factor, "{", *cell, "}"] for cell in row] for row in rows]
 
 
 def _column(tokens):
   bracket, parts = splits.bracketed(tokens) or ("", [])
-  is_vector = bracket in ("()", "\\langle\\rangle")
-  return [[part] for part in parts if is_vector]
+  return [[part] for part in parts if bracket == "()"]
 
 
 def _by_brackets(expected, result):
@@ -272,12 +263,8 @@ def _by_brackets(expected, result):
   if not all(sides):
     return False
   (bracket, parts), (other, more) = sides
-  return (
-    bracket.replace("\\langle\\rangle", "()")
-    == other.replace("\\langle\\rangle", "()")
-    and len(parts) == len(more)
-    and all(map(same, parts, more))
-  )
+  is_alike = bracket == other and len(parts) == len(more)
+  return is_alike and all(map(same, parts, more))
 
 
 _RULES = (

@@ -28,7 +28,9 @@ tau phi chi psi omega Gamma Delta Theta Lambda Sigma Phi Psi Omega ell hbar
 """)
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}
 _ENDS = frozenset(("", ")", "]", "}", "\\}", "|", "\\rfloor", "\\rceil"))
-_TIMES, _OVER = ("\\times", "\\cdot", "*"), ("/", "\\div")
+_PRODUCTS = dict.fromkeys(("\\times", "\\cdot", "*"), "times")
+_PRODUCTS |= dict.fromkeys(("/", "\\div"), "divide")
+_SUFFIXES = {"!": "factorial", "°": "degrees"}
 _NUMBER = re.compile(r"([0-9]*)(?:\.([0-9]*)(?:<([0-9]+)>)?)?")
 
 
@@ -99,12 +101,8 @@ class _Reader:
     tree = self.power()
     while True:
       before, token = self._tokens[self._at - 1], self.next
-      if token in _TIMES:
-        self.take()
-        tree = ("times", tree, self.signed(self.power))
-      elif token in _OVER:
-        self.take()
-        tree = ("divide", tree, self.signed(self.power))
+      if token in _PRODUCTS:
+        tree = (_PRODUCTS[self.take()], tree, self.signed(self.power))
       elif number(token):
         tree = self.mixed(tree)
       elif self.begins_atom():
@@ -137,18 +135,13 @@ class _Reader:
 
   def power(self) -> tuple:
     tree = self.atom()
-    while True:
-      if self.next == "^":
-        self.take()
+    while self.next in ("^", *_SUFFIXES):
+      sign = self.take()
+      if sign == "^":
         tree = ("power", tree, self.signed(self.atom))
-      elif self.next == "!":
-        self.take()
-        tree = ("factorial", tree)
-      elif self.next == "°":
-        self.take()
-        tree = ("degrees", tree)
       else:
-        return tree
+        tree = (_SUFFIXES[sign], tree)
+    return tree
 
   def begins_atom(self) -> bool:
     token = self.next
@@ -185,8 +178,9 @@ class _Reader:
     if token == "\\binom":
       return ("binomial", self.atom(), self.atom())
     if name in ("sqrt", "surd"):
-      power = ("divide", _ONE, self.index())
-      return ("power", self.atom(), power)
+      two = ("number", Fraction(2), 0)
+      index = self.atom() if self.next == "[" else two
+      return ("power", self.atom(), ("divide", _ONE, index))
     if token in ("\\lfloor", "\\lceil"):
       tree = self.sum()
       self.take(token.replace("\\l", "\\r"))
@@ -200,9 +194,6 @@ class _Reader:
     if token.isascii() and token.isalpha():  # xy is x times y
       return self.letters(token)
     raise Unreadable(f"not known: {token}")
-
-  def index(self) -> tuple:
-    return self.atom() if self.next == "[" else ("number", Fraction(2), 0)
 
   def base(self) -> tuple:
     if self.next != "_":
@@ -236,11 +227,15 @@ class _Reader:
       while (
         self.begins_atom()
         and self.next.lstrip("\\").strip('"') not in _APPLIED
-        and (self.next not in (*_TIMES, *_OVER, "(") and not number(self.next))
+        and (self.next not in (*_PRODUCTS, "(") and not number(self.next))
       ):
         tree = ("product", tree, self.power())
     if exponent == ("negative", _ONE) and not parameters:
-      return _inverse(name, tree)
+      if name in RECIPROCALS:
+        return ("arc" + RECIPROCALS[name], ("divide", _ONE, tree))
+      if name not in _INVERTED:
+        raise Unreadable(f"no inverse of {name}")
+      return ("arc" + name, tree)
     tree = (name, *parameters, tree)
     return ("power", tree, exponent) if exponent else tree
 
@@ -251,14 +246,6 @@ class _Reader:
     self._at -= 1
     self._tokens[self._at : self._at + 1] = token
     return self.atom()
-
-
-def _inverse(name, tree) -> tuple:
-  if name in RECIPROCALS:
-    return ("arc" + RECIPROCALS[name], ("divide", _ONE, tree))
-  if name not in _INVERTED:
-    raise Unreadable(f"no inverse of {name}")
-  return ("arc" + name, tree)
 
 
 def _is_whole(tree) -> bool:

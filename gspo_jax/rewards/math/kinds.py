@@ -5,6 +5,7 @@ two results of the reader.
 """
 
 import itertools
+import operator
 import re
 
 from gspo_jax.rewards.math import quantities, splits, values
@@ -156,11 +157,6 @@ def infinite(tokens) -> str | None:
   return sign if rest in (["\\infty"], ["infinity"], ["infty"]) else None
 
 
-def same_choice(expected, result) -> bool:
-  (letter, rest), (other, more) = expected, result
-  return letter == other and not (rest and more and plain(rest) != plain(more))
-
-
 def _same_base(expected, result) -> bool:
   (digits, base), (others, other) = expected, result
   return digits == others and (base == other or not other)
@@ -176,22 +172,19 @@ def _same_time(expected, result) -> bool:
 def _same_ratio(expected, result) -> bool:
   if len(expected) != len(result):
     return False
-  products = lambda i: (
-    ("times", expected[0], result[i]),
-    ("times", result[0], expected[i]),
+  return all(
+    values.equal(("times", expected[0], b), ("times", result[0], a))
+    for a, b in zip(expected, result, strict=True)
   )
-  return all(values.equal(*products(i)) for i in range(1, len(expected)))
 
-
-_equal = lambda expected, result: expected == result
 
 # In the order in which they are tried.
 KINDS = (
   (based, _same_base),
-  (phrase, _equal),
-  (infinite, _equal),
-  (words, _equal),
-  (date, _equal),
+  (phrase, operator.eq),
+  (infinite, operator.eq),
+  (words, operator.eq),
+  (date, operator.eq),
   (clock, _same_time),
   (ratio, _same_ratio),
   (share, _same_ratio),

@@ -7,6 +7,7 @@ from gspo_jax.rewards.math import expression, units, values
 
 _CURRENCIES = ("\\$", "€", "£", "¢", "USD", "EUR")
 _OPERATORS = frozenset(("factorial", "binomial", "floor", "ceil"))
+_OF_ANGLES = frozenset(("sin", "cos", "tan", "cis"))
 _TEN = ("number", 10, 0)
 
 
@@ -54,8 +55,10 @@ def _quantity(tokens):
     if i < len(rest) and not units.starts(rest, i):
       continue
     unit, parsed = units.read(before + rest[i:]), tree(rest[:i])
-    if unit and parsed and not (rest[i:] == ["°"] and _is_applied(parsed)):
-      return parsed, unit, rest[:i]
+    if unit and parsed:
+      names = {node[0] for node in expression.nodes(parsed)}
+      if rest[i:] != ["°"] or not names & _OF_ANGLES:
+        return parsed, unit, rest[:i]
   return None
 
 
@@ -71,12 +74,6 @@ def _is_left(expected: tuple, result: tuple) -> bool:
     for tree in (result, expected)
   )
   return not used <= allowed or (_is_number(expected) and not _is_done(result))
-
-
-def _is_applied(tree: tuple) -> bool:
-  return any(
-    node[0] in ("sin", "cos", "tan", "cis") for node in expression.nodes(tree)
-  )
 
 
 def _is_number(tree) -> bool:

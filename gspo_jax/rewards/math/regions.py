@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gspo_jax.rewards.math import expression, splits, values
+from gspo_jax.rewards.math import expression, kinds, splits, values
 
 _RELATIONS = ("<", ">", "\\le", "\\ge", "\\ne", "=")
 _REVERSED = (">", "<", "\\ge", "\\le", "\\ne", "=")
@@ -113,12 +113,10 @@ def _inequality(tokens) -> Region:
   middle = int(len(parts) == 3 or first is not None)
   is_absolute = parts[middle][:1] == ["|"] == parts[middle][-1:]
   name = _name(parts[middle][1:-1] if is_absolute else parts[middle])
-  regions = []
-  if middle:
-    regions += _side(_TURNED[signs[0]], parts[0])
-  if middle == 0 or len(parts) == 3:
-    regions += _side(signs[-1], parts[-1])
-  region = _joined(regions, all)._replace(name=name)
+  ends = [(_TURNED[signs[0]], parts[0])] if middle else []
+  ends += zip(signs[middle:], parts[middle + 1 :], strict=True)
+  sides = [region for end in ends for region in _side(*end)]
+  region = _joined(sides, all)._replace(name=name)
   if not is_absolute:
     return region
   ends = region.ends + tuple(-end for end in region.ends)
@@ -152,9 +150,8 @@ def _joined(regions, join) -> Region:
 
 
 def _end(tokens) -> float:
-  sign = -1 if tokens[:1] == ["-"] else 1
-  if tokens[tokens[:1] in (["-"], ["+"]) :] == ["\\infty"]:
-    return sign * math.inf
+  if tokens and (sign := kinds.infinite(tokens)):
+    return float(f"{sign}inf")
   value = values.constant(expression.read(tokens))
   if value is None:
     raise expression.Unreadable("no number")

@@ -35,12 +35,16 @@ def inside(tokens: list[str]) -> list[str] | None:
 
 
 def bracketed(tokens: list[str]) -> tuple[str, list[list[str]]] | None:
-  """The brackets around several items, and the items; else None."""
+  r"""The brackets around several items, and the items; else None.
+
+  A vector in `\langle` has the brackets of a tuple.
+  """
   content = inside(tokens)
   if content is None or tokens[0] == "{":
     return None
   parts = at(content, (",", ";"))
-  return (tokens[0] + tokens[-1], parts) if len(parts) > 1 else None
+  brackets = (tokens[0] + tokens[-1]).replace("\\langle\\rangle", "()")
+  return (brackets, parts) if len(parts) > 1 else None
 
 
 def listed(tokens: list[str]) -> list[list[str]]:

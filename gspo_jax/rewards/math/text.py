@@ -66,6 +66,7 @@ _DEGREES = re.compile(
   r"|(?<=[0-9])\s*\^\s*(?:\{\s*o\s*\}|o(?![a-zA-Z]))"
 )
 _INFIX = re.compile(r"\{([^{}]*)\\(over|choose)(?![a-zA-Z])([^{}]*)\}")
+_INFIXES = {"over": "frac", "choose": "binom"}
 _FRACTION = re.compile(r"\\(frac|binom)\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])")
 _EMPTY = re.compile(r"[\^_]\s*\{\s*\}")
 _COMPARISON = re.compile(r"<=|>=|!=(?!.*=)")
@@ -147,13 +148,8 @@ def _spelled(text: str) -> str:
   text = _DEGREES.sub("°", _ARRAY.sub(r"\1", text)).replace("**", "^")
   text = text.replace("{:}", ":")
   text = _ORDINAL.sub("", _US.sub("", text))
-  text = _INFIX.sub(_as_command, text)
+  text = _INFIX.sub(lambda m: f"\\{_INFIXES[m[2]]}{{{m[1]}}}{{{m[3]}}}", text)
   return _DOLLAR.sub(r"\\$" if text.count("$") == 1 else "", text)
-
-
-def _as_command(infix: re.Match) -> str:
-  name = "frac" if infix[2] == "over" else "binom"
-  return f"\\{name}{{{infix[1]}}}{{{infix[3]}}}"
 
 
 def _without_commas(number: re.Match) -> str:
