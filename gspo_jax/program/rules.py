@@ -277,11 +277,7 @@ def check_training(config: Config, shards: int, context: int = 1) -> None:
   """
   _ = config.objective.numbers  # of a user's own method
   check(config, TRAINING)
-  _check_sizes(config, shards, context)
-
-
-def _check_sizes(config, shards, context):
-  """UserError unless each split of a batch gives equal parts."""
+  # Each split of a batch gives equal parts.
   prompts, micro = config.data.prompts, config.learner.micro_batch_size
   divides(
     "data.prompts", prompts, "learner.minibatches", config.learner.minibatches

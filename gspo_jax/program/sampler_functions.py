@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from gspo_jax import model
@@ -20,7 +19,7 @@ from gspo_jax.runtime.sharding import mesh_jit
 from gspo_jax.sampler import continuous, samples, static
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.functions import SamplerFunctions, SeparateDevices
-from gspo_jax.sampler.samples import Prompts, SamplerConfig, samples_sharding
+from gspo_jax.sampler.samples import SamplerConfig, samples_sharding
 from gspo_jax.sampler.stop_strings import StopStrings
 
 # Slots of a shard to serve a policy, where continuous_batching.slots is 0.
@@ -40,7 +39,7 @@ def sampler_functions(
   batching = config.continuous_batching
   turns = bool(config.rollout.environment)
   sampler_mesh = _sampler_mesh(config, mesh, policy, devices)
-  prompts, width = config.data.prompts, config.data.max_prompt_length
+  prompts = config.data.prompts
   separate, params = None, policy
   if devices:  # of the sampler alone; else it uses the devices of `mesh`
     params = abstract.sharded(policy, sampler_mesh)
@@ -66,17 +65,6 @@ def sampler_functions(
     sampler_mesh=sampler_mesh,
   )
 
-  def empty_samples():
-    rows = prompts * config.rollout.max_sequences
-    empty = samples.empty_samples(rows, width, cfg, sampling)
-    if not turns:
-      return empty
-    B, R = empty.tokens.shape
-    none = Prompts(jnp.zeros((B, width), jnp.int32), jnp.ones(B, jnp.int32))
-    return dataclasses.replace(
-      empty, turns=jnp.zeros((B, R), jnp.int16), prompts=none
-    )
-
   take_groups = lambda: mesh_jit(
     functools.partial(samples.take_groups, cfg=cfg, sampler=sampling),
     mesh,
@@ -95,7 +83,18 @@ def sampler_functions(
     ),
     take_batch=take_groups(),
     take_pending=take_groups(),
-    empty_samples=mesh_jit(empty_samples, mesh, out_shardings=place),
+    empty_samples=mesh_jit(
+      functools.partial(
+        samples.empty_samples,
+        prompts * config.rollout.max_sequences,
+        config.data.max_prompt_length,
+        cfg,
+        sampling,
+        turns=turns,
+      ),
+      mesh,
+      out_shardings=place,
+    ),
     stop=sampling.stop if isinstance(sampling.stop, StopStrings) else None,
     mesh=mesh,
     separate=separate,

@@ -228,8 +228,13 @@ def empty_samples(
   prompt_length: int,
   cfg: model.ModelConfig,
   sampler: SamplerConfig,
+  *,
+  turns: bool = False,
 ) -> Samples:
-  """Samples of P * G UNFINISHED responses without tokens."""
+  """Samples of P * G UNFINISHED responses without tokens.
+
+  `turns`: with the fields of episodes.
+  """
   B, R = num_prompts * sampler.group_size, sampler.max_new_tokens
   experts = None
   if sampler.record_routing and cfg.num_experts:
@@ -246,6 +251,12 @@ def empty_samples(
     slot_steps=jnp.int32(0),
     experts=experts,
     kept_ids=jnp.zeros((B, K, R), jnp.int32) if K else None,
+    turns=jnp.zeros((B, R), jnp.int16) if turns else None,
+    prompts=Prompts(
+      jnp.zeros((B, prompt_length), jnp.int32), jnp.ones(B, jnp.int32)
+    )
+    if turns
+    else None,
     drafts=(jnp.int32(0),) * 2 if sampler.speculation else None,
   )
 
