@@ -133,10 +133,9 @@ class StaticSampler:
     params: model.Params,
     prompts: Prompts,
     key: jax.Array,
-    *,
-    continues: bool = False,
+    **options,
   ) -> dict[str, jax.stages.Lowered]:
-    """Lowers the functions for abstract arguments, by name."""
+    """Lowers the function; `options` are for continuous batching alone."""
     return {"generate": self.jitted.lower(params, prompts, key)}
 
   def compilations(self) -> dict[str, tuple[MeshJit, int]]:

@@ -35,7 +35,11 @@ from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous import speculation
 from gspo_jax.sampler.continuous.config import PROMPT_ROWS
-from gspo_jax.sampler.continuous.paged_decode import SegmentPlan, SegmentResults
+from gspo_jax.sampler.continuous.paged_decode import (
+  OF_SLOTS,
+  SegmentPlan,
+  SegmentResults,
+)
 from gspo_jax.sampler.continuous.placement import Placement
 from gspo_jax.sampler.continuous.programs import Programs
 from gspo_jax.sampler.continuous.scheduler import Admission, Request, Scheduler
@@ -635,37 +639,28 @@ class Engine:
     table, active = map(np.concatenate, zip(*segments, strict=True))
     join = lambda name: np.concatenate([getattr(a, name) for a in admissions])
     new = join("new") & active  # some were preempted at once
-    names = ("response", "num_tokens", "stop_at", "stop_state")
-    fields = np.zeros((len(names) + 2, len(active)), np.int32)
-    slots = [slot for s in self.schedulers for slot in s.slots]
-    started = [(i, r) for i, r in enumerate(slots) if r and new[i]]
-    for i, request in started:
-      shard = self._programs.own[i // self._programs.sizes.slots]
-      fields[:, i] = [
-        shard * self._rows + request.row,
-        request.tokens[-1],
-        *(getattr(request, name) for name in names),
-      ]
-    row, last_token, *others = fields
-    params = None
-    if self._programs.by_row:
-      params = np.zeros((len(active), 4), np.float32)
-      for i, request in started:
-        params[i] = request.params or self.params
-    from_admissions = ("num_cached", "copy_source", "copy_target", "prompt_row")
     arrays: dict[str, Any] = {  # the devices get them later
-      "table": table,
-      "active": active,
-      "new": new,
-      "row": row,
-      "last_token": last_token,
-      "params": params,
-      **{name: join(name) for name in from_admissions},
-      **dict(zip(names, others, strict=True)),
+      name: np.zeros(len(active), np.int32) for name in OF_SLOTS
     }
+    arrays["params"] = np.zeros((len(active), 4), np.float32)
+    slots = [slot for s in self.schedulers for slot in s.slots]
+    for i in np.flatnonzero(new):
+      request = slots[i]
+      first = self._programs.own[i // self._programs.sizes.slots] * self._rows
+      values = vars(request) | {
+        "row": first + request.row,
+        "last_token": request.tokens[-1],
+        "params": request.params or self.params,
+      }
+      for name in OF_SLOTS:
+        arrays[name][i] = values[name]
+    names = ["num_cached", "copy_source", "copy_target", "prompt_row"]
+    arrays |= {name: join(name) for name in names}
+    if not self._programs.by_row:
+      arrays["params"] = None
     if not has_states(self._programs.cfg):
       arrays["prompt_row"] = ()
-    return SegmentPlan(**arrays)
+    return SegmentPlan(table=table, active=active, new=new, **arrays)
 
   def _min_active(self, any_waiting) -> np.int32:
     count = self._active.sum()
