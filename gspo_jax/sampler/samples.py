@@ -318,13 +318,11 @@ def take_groups(
   sampler: SamplerConfig,
 ) -> Samples:
   """Selects groups; -1: an empty group, with any experts. Counts stay."""
-  G = sampler.group_size
-  empty, experts = empty_samples(1, 0, cfg, sampler), samples.experts
-  if experts is not None:
-    first_k = jnp.arange(experts.shape[-1], dtype=experts.dtype)
-    experts = jnp.broadcast_to(first_k, (G, *experts.shape[1:]))
-  empty = dataclasses.replace(empty, experts=experts)
-  P = len(samples.lengths) // G
+  S = 0
+  if samples.experts is not None:
+    S = samples.experts.shape[2] - sampler.max_new_tokens
+  empty = empty_samples(1, S, cfg, sampler)
+  P = len(samples.lengths) // sampler.group_size
   return _select_groups(samples, empty, jnp.where(index < 0, P, index), P)
 
 

@@ -79,7 +79,7 @@ def generate(
   B = len(logits)
   row_keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(B))
   samples = empty_samples(len(prompts.lengths), 0, cfg, sampler)
-  if prompt_experts is not None:
+  if samples.experts is not None:
     experts = constrain(samples.experts.swapaxes(0, 1), None, BATCH_AXES)
     samples = dataclasses.replace(samples, experts=experts)
   state = _State(

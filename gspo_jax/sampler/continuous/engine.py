@@ -365,8 +365,7 @@ class Engine:
         return self._pause(is_open)
       any_waiting = bool(facts.num_waiting.any())
       by_token = bool(facts.by_token.any())
-      for arrays in self._prefill_batches(queues, facts):
-        self._prefill(*arrays)
+      self._prefill(queues, facts)
     slots, drafts = None, 0
     most = self._active.max() * programs.shards
     count = min(n for n in programs.compute_sizes if n >= most)
@@ -573,15 +572,16 @@ class Engine:
       prefills.sort(key=lambda row: row[0].num_cached)
     return queue
 
-  def _prefill_batches(
+  def _prefill(
     self, queues: list[dict[tuple, list]], facts: SimpleNamespace
-  ) -> Iterator[tuple]:
+  ) -> None:
     """The prefills of all shards' admissions, in few different shapes.
 
     Each shard has equally many rows. Padding has the length 0. The arrays are
     of own shards; `num_cached` is None if no shard's row has a cached token.
     """
     programs, sizes = self._programs, self._programs.sizes
+    states, jitted = has_states(programs.cfg), programs.jitted
     for (stage, T), lengths in facts.prefixes.items():
       begin, end = 0, lengths.max()
       while begin < end:
@@ -614,24 +614,17 @@ class Engine:
         last = np.minimum(begin + count, lengths)
         cached = last > np.maximum(begin, facts.uncached[stage, T])
         sources = slots.ravel(), rows[:, :PROMPT_ROWS].ravel()
-        prefixes = tokens_QT, lengths_Q, pages_QC
         num_cached = num_cached_Q if cached.any() else None
-        yield prefixes, num_cached, sources, (rows_QG, columns_QT)
+        more = num_cached, sources if states else None
+        arrays = programs.to_devices((tokens_QT, lengths_Q, pages_QC, *more))
+        self._state, experts = jitted.prefill(
+          self._params, self._state, *arrays
+        )
+        if experts is not None:
+          self.samples = jitted.write_prefix_routing(
+            self.samples, experts, *programs.to_devices((rows_QG, columns_QT))
+          )
         begin += count
-
-  def _prefill(self, prefixes, num_cached, sources, routing) -> None:
-    programs = self._programs
-    sources = sources if has_states(programs.cfg) else None
-    (tokens, lengths, pages), num_cached, sources = programs.to_devices(
-      (prefixes, num_cached, sources)
-    )
-    self._state, experts = programs.jitted.prefill(
-      self._params, self._state, tokens, lengths, pages, num_cached, sources
-    )
-    if experts is not None:
-      self.samples = programs.jitted.write_prefix_routing(
-        self.samples, experts, *programs.to_devices(routing)
-      )
 
   def _segment_plan(self, admissions: list[Admission]) -> SegmentPlan:
     """Allocates the next segment's pages; returns its plan for own shards."""
@@ -643,7 +636,7 @@ class Engine:
       name: np.zeros(len(active), np.int32) for name in OF_SLOTS
     }
     arrays["params"] = np.zeros((len(active), 4), np.float32)
-    slots = [slot for s in self.schedulers for slot in s.slots]
+    slots: list[Any] = [slot for s in self.schedulers for slot in s.slots]
     for i in np.flatnonzero(new):
       request = slots[i]
       first = self._programs.own[i // self._programs.sizes.slots] * self._rows
@@ -654,13 +647,14 @@ class Engine:
       }
       for name in OF_SLOTS:
         arrays[name][i] = values[name]
-    names = ["num_cached", "copy_source", "copy_target", "prompt_row"]
+    names = ("num_cached", "copy_source", "copy_target", "prompt_row")
     arrays |= {name: join(name) for name in names}
+    arrays |= {"table": table, "active": active, "new": new}
     if not self._programs.by_row:
       arrays["params"] = None
     if not has_states(self._programs.cfg):
       arrays["prompt_row"] = ()
-    return SegmentPlan(table=table, active=active, new=new, **arrays)
+    return SegmentPlan(**arrays)
 
   def _min_active(self, any_waiting) -> np.int32:
     count = self._active.sum()
