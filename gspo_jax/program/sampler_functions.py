@@ -40,18 +40,16 @@ def sampler_functions(
   turns = bool(config.rollout.environment)
   sampler_mesh = _sampler_mesh(config, mesh, policy, devices)
   prompts = config.data.prompts
+  place_on = functools.partial(samples_sharding, cfg, sampling)
   separate, params = None, policy
   if devices:  # of the sampler alone; else it uses the devices of `mesh`
     params = abstract.sharded(policy, sampler_mesh)
-    places = [
-      samples_sharding(sampling, m, turns=turns) for m in (mesh, sampler_mesh)
-    ]
+    places = [place_on(m, turns=turns) for m in (mesh, sampler_mesh)]
     separate = _separate_devices(
       policy, params, cfg, mesh, sampler_mesh, places
     )
     mesh = sampler_mesh
-  place = samples_sharding(sampling, mesh, turns=turns)
-  one_turn = samples_sharding(sampling, mesh)
+  place, one_turn = place_on(mesh, turns=turns), place_on(mesh)
   replicated = sharding.replicated(mesh)
   rows = shards_of_rows(config, mesh, devices)
   most = -(-config.eval.prompts // rows) * rows * config.eval.samples

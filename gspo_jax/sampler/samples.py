@@ -5,9 +5,10 @@ length, R most new tokens, L layers, k experts a token, K kept ids a token.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -284,19 +285,17 @@ def finished_responses(samples: Samples) -> dict[int, FinishedResponse]:
 
 
 def samples_sharding(
-  sampler: SamplerConfig, mesh: jax.sharding.Mesh, *, turns: bool = False
+  cfg: model.ModelConfig,
+  sampler: SamplerConfig,
+  mesh: jax.sharding.Mesh,
+  *,
+  turns: bool = False,
 ) -> Samples:
-  """The sharding of each field; `turns`: and of those that episodes have."""
-  # Any: they stand where a Samples has arrays.
-  batch: Any = batch_sharding(mesh)
-  whole: Any = replicated(mesh)
-  return Samples(
-    *(batch, batch, batch, batch, whole),
-    experts=batch if sampler.record_routing else None,
-    kept_ids=batch if sampler.keeps_ids else None,
-    turns=batch if turns else None,
-    drafts=(whole, whole) if sampler.speculation else None,
-    prompts=Prompts(batch, batch) if turns else None,
+  """The sharding of each field that `empty_samples` has."""
+  empty = functools.partial(empty_samples, 1, 1, cfg, sampler, turns=turns)
+  batch, whole = batch_sharding(mesh), replicated(mesh)
+  return jax.tree.map(
+    lambda x: batch if x.ndim else whole, jax.eval_shape(empty)
   )
 
 

@@ -167,7 +167,7 @@ def build_static_sampler(
     generate_static,
     sampler_mesh,
     in_shardings=(params_sharding, batch, replicated),
-    out_shardings=samples_sharding(sampler, mesh),
+    out_shardings=samples_sharding(cfg, sampler, mesh),
     compiler_options=decoding_options(sampler_mesh),
   )
   return StaticSampler(sampler, jitted)
