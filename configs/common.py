@@ -95,7 +95,7 @@ def get_config() -> ConfigDict:
   # Arguments of the chat template: "enable_thinking=False,effort=high"
   c.data.template_args = ""
   c.data.instruction = "{problem}"  # the prompt, with {problem} in it
-  c.data.prompts = 32  # prompts of an RL iteration, over all hosts
+  c.data.prompts = 32  # prompts of an RL iteration, over all hosts [at least 1]
   # SRPO: leave out the problems whose responses were all correct
   c.data.drop_solved = False
   # SRPO: ((first iteration, source), ...), the sources that follow `source`
@@ -144,7 +144,7 @@ def get_config() -> ConfigDict:
   c.continuous_batching.speculation = 0
 
   c.rollout = ConfigDict()  # where the responses of an iteration come from
-  c.rollout.group_size = 8  # responses a prompt
+  c.rollout.group_size = 8  # responses a prompt [at least 1]
   # DAPO: batches to sample at most, until one is full of groups whose rewards
   # differ; 1: no dynamic sampling [at least 1]
   c.rollout.dynamic_sampling_rounds = 1

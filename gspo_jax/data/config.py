@@ -52,7 +52,9 @@ class DataConfig:
     "", 'arguments of the chat template: "enable_thinking=False,effort=high"'
   )
   instruction: str = key("{problem}", "the prompt, with {problem} in it")
-  prompts: int = key(32, "prompts of an RL iteration, over all hosts")
+  prompts: int = key(
+    32, "prompts of an RL iteration, over all hosts", AT_LEAST_1
+  )
   drop_solved: bool = key(
     False, "SRPO: leave out the problems whose responses were all correct"
   )

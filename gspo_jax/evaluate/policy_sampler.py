@@ -50,14 +50,7 @@ class PolicySampler:
     samples: int,
     problems: int,
   ):
-    limit = 1
-    for name, value in (
-      ("rollout.group_size", config.rollout.group_size),
-      ("data.prompts", config.data.prompts),
-    ):
-      if value < 1:
-        raise UserError(f"{name}={value}: expected at least 1")
-      limit *= value
+    limit = config.rollout.group_size * config.data.prompts
     if config.sampler.temperature == 0 and samples > 1:
       raise UserError(
         f"sampler.temperature=0 gives {samples} equal responses to a problem: "

@@ -8,7 +8,7 @@ from gspo_jax.runtime.key import AT_LEAST_1, ZERO_OR_MORE, Range, check, key
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
-  group_size: int = key(8, "responses a prompt")
+  group_size: int = key(8, "responses a prompt", AT_LEAST_1)
   dynamic_sampling_rounds: int = key(
     1,
     "DAPO: batches to sample at most, until one is full of groups whose "

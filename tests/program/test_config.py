@@ -67,7 +67,7 @@ def refused(keys, overrides, words):
     ("optim.decay=cosin", "optim.decay='cosin': did you mean 'cosine'"),
     ("cold_start.gate=7", "cold_start.gate=7.0: expected 0 to 1"),
     ("checkpoint.every=0", "checkpoint.every=0"),
-    ("data.prompts=0", "data.prompts = 0: expected at least 1"),
+    ("data.prompts=0", "data.prompts=0: expected at least 1"),
     ("log.samples=-1", "log.samples=-1"),
     ("optim.learning_rate=inf", "optim.learning_rate=inf"),
     ("optim.learning_rate=nan", "optim.learning_rate=nan"),
