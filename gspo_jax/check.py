@@ -30,7 +30,7 @@ def main() -> None:
   command.run(lambda: command.on_hosts(_check), start, __doc__)
 
 
-def _check() -> int:
+def _check() -> None:
   config, workdir = parse(command.CONFIG.value), command.WORKDIR.value or ""
   mesh, own = settings.make_meshes(config)
   print(train.devices(mesh, own))
@@ -46,7 +46,6 @@ def _check() -> int:
       for p, problem in enumerate(batch.problems):
         prompt, reward = _reward(experiment, problem, batch.ids(p))
         print(f"\nprompt {p + 1}:\n{prompt}\n\n{_RESPONSE.value!r}: {reward}")
-  return 0
 
 
 def _print_sizes(experiment) -> None:

@@ -45,7 +45,7 @@ def main() -> None:
   command.run(lambda: command.on_hosts(_export), _START, __doc__)
 
 
-def _export() -> int:
+def _export() -> None:
   export(
     flags.FLAGS.config,
     flags.FLAGS.workdir,
@@ -53,7 +53,6 @@ def _export() -> int:
     dtype=_DTYPE.value,
     peft=_PEFT.value,
   )
-  return 0
 
 
 def export(

@@ -42,7 +42,7 @@ def main() -> None:
   command.run(lambda: command.on_hosts(_serve), _START, __doc__)
 
 
-def _serve() -> int:
+def _serve() -> None:
   # Not at the top: these import JAX, and a package of the extra `serve`.
   import jax
 
@@ -67,7 +67,6 @@ def _serve() -> int:
     )
     params = load_params.load(config, program, folder)
     _answer(sampler, program.tokenizer, params, config.seed, keys)
-  return 0
 
 
 def _answer(sampler, tokenizer, params, seed: int, keys: list[str]) -> None:

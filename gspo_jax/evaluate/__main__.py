@@ -56,7 +56,7 @@ def main() -> None:
   command.run(lambda: command.on_hosts(_evaluate), _START, __doc__)
 
 
-def _evaluate() -> int:
+def _evaluate() -> None:
   from gspo_jax.evaluate import summary
   from gspo_jax.evaluate.evaluator import evaluate
   from gspo_jax.runtime import multihost
@@ -71,7 +71,6 @@ def _evaluate() -> int:
     reward=_REWARD.value,
   )
   multihost.print_once(summary.render(summaries))
-  return 0
 
 
 if __name__ == "__main__":

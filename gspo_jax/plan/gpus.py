@@ -24,8 +24,6 @@ _MOST = 8  # GPUs of a host
 # Seconds that a collective takes at least, over NVLink or a data centre's
 # network: assumed.
 LATENCY = 1e-5
-# What the programs are compiled for; wheels of other versions do as well.
-_CUDA, _CUDNN = (12, 9), (9, 10)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,18 +87,19 @@ _LIMITS = {
   (9, 0): (2048, 128, 233_472, 232_448),
 }
 
+# The programs are compiled for CUDA 12.9; wheels of other versions do as well.
 _TARGET = """
 gpu_device_info {{
-  cuda_compute_capability {{ major: {capability[0]} minor: {capability[1]} }}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
   core_count: {gpu.cores}
   clock_rate_ghz: {gpu.gigahertz}
   device_memory_size: {gpu.memory:.0f}
   memory_bandwidth: {gpu.hbm_bandwidth:.0f}
   l2_cache_size: {gpu.cache}
-  threads_per_core_limit: {threads}
-  fpus_per_core: {units}
-  shared_memory_per_core: {shared}
-  shared_memory_per_block_optin: {shared_of_block}
+  threads_per_core_limit: {limits[0]}
+  fpus_per_core: {limits[1]}
+  shared_memory_per_core: {limits[2]}
+  shared_memory_per_block_optin: {limits[3]}
   shared_memory_per_block: 49152
   threads_per_block_limit: 1024
   threads_per_warp: 32
@@ -112,8 +111,8 @@ gpu_device_info {{
 }}
 platform_name: "CUDA"
 device_description_str: "{gpu.name}"
-runtime_version {{ major: {cuda[0]} minor: {cuda[1]} }}
-dnn_version_info {{ major: {cudnn[0]} minor: {cudnn[1]} }}
+runtime_version {{ major: 12 minor: 9 }}
+dnn_version_info {{ major: 9 minor: 10 }}
 """
 
 
@@ -149,16 +148,9 @@ class Host:
 
   def target(self) -> str:
     """The GPU as XLA describes it, a text of GpuTargetConfigProto."""
-    threads, units, shared, shared_of_block = _LIMITS[self.chip.capability]
+    (major, minor), limits = self.chip.capability, _LIMITS[self.chip.capability]
     return _TARGET.format(
-      gpu=self.chip,
-      capability=self.chip.capability,
-      threads=threads,
-      units=units,
-      shared=shared,
-      shared_of_block=shared_of_block,
-      cuda=_CUDA,
-      cudnn=_CUDNN,
+      gpu=self.chip, major=major, minor=minor, limits=limits
     )
 
   def described(self, slices: int) -> dict:

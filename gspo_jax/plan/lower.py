@@ -36,8 +36,6 @@ def functions(
       shape((P, S), jnp.int32), shape((P,), jnp.int32)
     )
     P = config.data.prompts
-    batching = program.sampler.generate.batching
-    subsets = {"subsets": fewer_slots} if batching else {}
     separate = program.sampler.separate
     lowered = program.sampler.generate.lower(
       separate.weights if separate else program.abstract_policy,
@@ -45,7 +43,7 @@ def functions(
       sampled(prompts(2 * P if config.rollout.max_tokens_per_iteration else P)),
       jax.eval_shape(lambda: jax.random.key(0)),
       continues=config.rollout.continues,
-      **subsets,
+      subsets=fewer_slots,
     )
     samples = program.sampler.empty_samples.lower().out_info
     B = P * program.learner.group_size

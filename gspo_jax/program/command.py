@@ -49,7 +49,7 @@ _EXIT_CODES = (
 )
 
 
-def run(work: Callable[[], int], start: str, doc: str) -> None:
+def run(work: Callable[[], int | None], start: str, doc: str) -> None:
   """Parses the flags (see `parse`), calls `work`, and exits with its code."""
 
   def quietly(argv):
@@ -63,7 +63,7 @@ def run(work: Callable[[], int], start: str, doc: str) -> None:
     sys.exit(complain(error))
 
 
-def on_hosts(work: Callable[[], int]) -> int:
+def on_hosts(work: Callable[[], int | None]) -> int | None:
   """Joins the other processes, if there are any; returns the code of `work`.
 
   After a UserError the code is 2. Any other error ends a job of several

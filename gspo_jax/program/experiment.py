@@ -152,9 +152,7 @@ def prepare(
     config=config,
     workdir=epath.Path(workdir),
     program=program,
-    reward_pool=_environment_pool(config, program, problems, workdir)
-    if config.rollout.environment
-    else _reward_pool(config, program, problems, workdir),
+    reward_pool=_pool(config, program, problems, workdir),
     datasets=problems,
     held_out=pipeline.take(
       problems.held_out, program.prompt_config, config.eval.prompts
@@ -222,31 +220,36 @@ def _with_tools(program: Program, rollout: RolloutConfig) -> Program:
   return dataclasses.replace(program, prompt_config=prompts)
 
 
-def _environment_pool(
+def _pool(
   config: Config, program: Program, problems: Datasets, workdir: str
 ) -> Pool:
-  """An `EnvironmentPool`, or an `AgentPool`."""
+  """A RewardPool; with an environment an `EnvironmentPool` or `AgentPool`."""
   c, spec = config.reward, config.rollout.environment
-  tokenizer = program.tokenizer
+  typed = f"rollout.environment={spec!r}" if spec else f"reward.names={c.names}"
+  scorer = make_reward_model(c.names, typed, config, program)
   limits: dict[str, Any] = {
     "workers": c.workers,
     "seconds": c.seconds,
     "concurrency": c.concurrency,
     "workdir": workdir,
   }
-  with prefixed(f"rollout.environment={spec!r}"):
+  with prefixed(typed):
+    if not spec:
+      examples = [EXAMPLE.to(p) for p in _first_problems(problems)]
+      more = {"examples": examples, "model": scorer} | limits
+      return RewardPool(c.names, c.weights, **more)
     if not config.rollout.plays_agents:
       return EnvironmentPool(
         spec,
-        tool_format=tokenizer.tool_format,
+        tool_format=program.tokenizer.tool_format,
         schemas=program.prompt_config.tools,
         examples=_first_problems(problems),
         **limits,
       )
     with needs_extra("serve", "an agent"):  # so not at the top
       from gspo_jax.rollout.agents import AgentPool
-    sampling = settings.sampler_config(config, tokenizer)
-    return AgentPool(spec, tokenizer, sampling, **limits)
+    sampling = settings.sampler_config(config, program.tokenizer)
+    return AgentPool(spec, program.tokenizer, sampling, **limits)
 
 
 def _first_problems(problems: Datasets, count: int = 1) -> list[Problem]:
@@ -277,24 +280,6 @@ def make_reward_model(
   return scorer
 
 
-def _reward_pool(
-  config: Config, program: Program, problems: Datasets, workdir: str
-) -> RewardPool:
-  c, typed = config.reward, f"reward.names={config.reward.names}"
-  scorer = make_reward_model(c.names, typed, config, program)
-  with prefixed(typed):
-    return RewardPool(
-      c.names,
-      c.weights,
-      workers=c.workers,
-      seconds=c.seconds,
-      concurrency=c.concurrency,
-      examples=[EXAMPLE.to(p) for p in _first_problems(problems)],
-      model=scorer,
-      workdir=workdir,
-    )
-
-
 def checkpoint_identity(
   experiment: Experiment, teachers: Sequence[model.Params] = ()
 ) -> dict:
@@ -302,26 +287,23 @@ def checkpoint_identity(
   assert experiment.program.learner is not None
   config, state = experiment.config, experiment.program.learner.abstract
   identity = experiment.identity | {"checkpoint format": CHECKPOINT_FORMAT}
-  if state.reference is not None:
-    identity["a reference (objective.kl_coef)"] = True
+  if config.model.lora.rank:
+    identity |= load_params.lora_identity(experiment.program)
+  rollout, optimizer = config.rollout, config.optim.name.partition(":")[0]
+  parts = {  # those that are not false
+    "a reference (objective.kl_coef)": state.reference is not None,
+    "a critic (objective.name)": state.critic is not None,
+    "optim.name": optimizer != "adamw" and optimizer,
+    "frozen routers (optim.freeze_moe_router)": config.optim.freeze_moe_router,
+    "batches ahead (rollout.max_staleness)": rollout.max_staleness,
+    "partial responses (rollout.max_tokens_per_iteration)": (
+      rollout.max_tokens_per_iteration > 0
+    ),
+  }
   if teachers:
     sums = json.dumps(checksums(teachers), sort_keys=True).encode()
     name = "weights of objective.distillation.teachers"
-    identity[name] = hashlib.sha256(sums).hexdigest()[:16]
-  if config.model.lora.rank:
-    identity |= load_params.lora_identity(experiment.program)
-  if state.critic is not None:
-    identity["a critic (objective.name)"] = True
-  name = config.optim.name.partition(":")[0]
-  if name != "adamw":
-    identity["optim.name"] = name
-  if config.optim.freeze_moe_router:
-    identity["frozen routers (optim.freeze_moe_router)"] = True
-  rollout = config.rollout
-  if rollout.max_staleness:
-    identity["batches ahead (rollout.max_staleness)"] = rollout.max_staleness
-  if rollout.max_tokens_per_iteration:
-    identity["partial responses (rollout.max_tokens_per_iteration)"] = True
+    parts[name] = hashlib.sha256(sums).hexdigest()[:16]
   if rollout.is_off_policy:
     # These keys decide the prompts and the shape of pending responses.
     data = "prompts max_prompt_length system_prompt instruction template_args"
@@ -332,11 +314,14 @@ def checkpoint_identity(
     if config.sampler.keeps_ids:
       kept = config.sampler.num_kept(experiment.program.cfg.vocab_size)
       identity["ids of a token (sampler.kept_ids, sampler.top_k)"] = kept
-    if config.continuous_batching.speculation:
-      identity["drafts (continuous_batching.speculation)"] = True
-    if config.objective.replay == "r3":
-      identity["the sampler's experts (objective.replay)"] = True
-    if rollout.environment:
-      identity["rollout.environment"] = rollout.environment
-      identity["rollout.max_turns"] = rollout.max_turns
-  return identity
+    parts |= {
+      "drafts (continuous_batching.speculation)": (
+        config.continuous_batching.speculation > 0
+      ),
+      "the sampler's experts (objective.replay)": (
+        config.objective.replay == "r3"
+      ),
+      "rollout.environment": rollout.environment,
+      "rollout.max_turns": rollout.environment and rollout.max_turns,
+    }
+  return identity | {name: part for name, part in parts.items() if part}

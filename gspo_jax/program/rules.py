@@ -1,7 +1,8 @@
 """Tables of rules: which keys of a config go together.
 
-A rule is an error and a function, which says whether a config is wrong. In an
-error {section.key} stands for section.key=value. Only training needs the rules:
+A rule is an error and a function, which says whether a config is wrong; None:
+whether the error's first key is not false. In an error {section.key} stands for
+section.key=value. Only training needs the rules:
 a policy can be evaluated on other devices.
 """
 
@@ -14,7 +15,7 @@ from gspo_jax.program.config import Config
 from gspo_jax.rewards.pool import MODEL
 from gspo_jax.runtime.errors import UserError
 
-Rules = dict[str, Callable[[Config], Any]]
+Rules = dict[str, Callable[[Config], Any] | None]
 
 _has_critic = lambda c: c.objective.method.critic
 _has_one_advantage = lambda c: c.objective.method.one_advantage
@@ -33,8 +34,13 @@ def _where(
   holds: Callable[[Config], Any], rules: Rules, because: str = ""
 ) -> Rules:
   """The rules of a config where `holds`; their errors end with `because`."""
-  both = lambda wrong: lambda c: holds(c) and wrong(c)
-  return {error + because: both(wrong) for error, wrong in rules.items()}
+  both = lambda *rule: lambda c: holds(c) and _broken(c, *rule)
+  return {error + because: both(error, rules[error]) for error in rules}
+
+
+def _broken(config: Config, error: str, wrong: Callable | None) -> bool:
+  key = error[1 : error.index("}")]
+  return (wrong or operator.attrgetter(key))(config)
 
 
 _ESTIMATOR = "{objective.advantage_estimator}: expected 'grpo' with "
@@ -88,7 +94,7 @@ _LORA = _where(
       lambda c: not c.optim.name.startswith("adamw")
     ),
     "{optim.freeze_moe_router}: expected False, for only adapters are "
-    "trained": lambda c: c.optim.freeze_moe_router,
+    "trained": None,
     "{model.lora.checkpoint}: expected '' with a cold start, which changes the "
     "weights below the adapters": lambda c: (
       c.model.lora.checkpoint and c.cold_start.steps
@@ -102,17 +108,13 @@ _ENVIRONMENT = _where(
   {
     "{continuous_batching.slots}: expected 1 or more, for only continuous "
     "batching continues a conversation": _has_no_slots,
-    "{reward.names}: expected (), for the environment gives the reward": (
-      lambda c: c.reward.names
-    ),
+    "{reward.names}: expected (), for the environment gives the reward": None,
     "{reward.weights}: expected (1.0,), for the environment gives the "
     "reward": lambda c: c.reward.weights not in ((), (1.0,)),
     "{objective.advantage_estimator}: expected another one, for the "
     "environment gives one reward": lambda c: _estimator(c).rewards == "each",
     "{rollout.max_tokens_per_iteration}: expected 0, for a conversation ends "
-    "in the iteration in which it begins": lambda c: (
-      c.rollout.max_tokens_per_iteration
-    ),
+    "in the iteration in which it begins": None,
   },
   " ({rollout.environment})",
 )
@@ -199,12 +201,8 @@ TRAINING: Rules = {
   **_where(
     _has_rounds,
     {
-      "{rollout.max_staleness}" + _FULL_GROUPS: lambda c: (
-        c.rollout.max_staleness
-      ),
-      "{rollout.max_tokens_per_iteration}" + _FULL_GROUPS: lambda c: (
-        c.rollout.max_tokens_per_iteration
-      ),
+      "{rollout.max_staleness}" + _FULL_GROUPS: None,
+      "{rollout.max_tokens_per_iteration}" + _FULL_GROUPS: None,
     },
   ),
   **_LORA,
@@ -238,21 +236,13 @@ TRAINING: Rules = {
 
 _NO_ROUTER = ", for the model is dense and has no router"
 DENSE: Rules = {  # of a model without experts
-  "{model.float32_router}: expected False" + _NO_ROUTER: lambda c: (
-    c.model.float32_router
-  ),
-  "{optim.freeze_moe_router}: expected False" + _NO_ROUTER: lambda c: (
-    c.optim.freeze_moe_router
-  ),
+  "{model.float32_router}: expected False" + _NO_ROUTER: None,
+  "{optim.freeze_moe_router}: expected False" + _NO_ROUTER: None,
   "{objective.replay}: expected 'none'" + _NO_ROUTER: lambda c: (
     c.objective.replay != "none"
   ),
-  "{objective.router_aux_loss_coef}: expected 0" + _NO_ROUTER: lambda c: (
-    c.objective.router_aux_loss_coef
-  ),
-  "{objective.router_z_loss_coef}: expected 0" + _NO_ROUTER: lambda c: (
-    c.objective.router_z_loss_coef
-  ),
+  "{objective.router_aux_loss_coef}: expected 0" + _NO_ROUTER: None,
+  "{objective.router_z_loss_coef}: expected 0" + _NO_ROUTER: None,
   "{objective.name} weighs tokens by how far the router moved, and the model "
   "is dense; of the methods here, 'gmpo' is 'rspo' without "
   "it": _takes_router_shift,
@@ -266,7 +256,7 @@ def check(config: Config, rules: Rules) -> None:
   """UserError for the first rule that the config breaks."""
   typed = lambda key: f"{key[1]}={operator.attrgetter(key[1])(config)!r}"
   for error, wrong in rules.items():
-    if wrong(config):
+    if _broken(config, error, wrong):
       raise UserError(re.sub(r"{(.*?)}", typed, error))
 
 
@@ -277,11 +267,7 @@ def check_training(config: Config, shards: int, context: int = 1) -> None:
   """
   _ = config.objective.numbers  # of a user's own method
   check(config, TRAINING)
-  _check_sizes(config, shards, context)
-
-
-def _check_sizes(config, shards, context):
-  """UserError unless each split of a batch gives equal parts."""
+  # Each split of a batch gives equal parts.
   prompts, micro = config.data.prompts, config.learner.micro_batch_size
   divides(
     "data.prompts", prompts, "learner.minibatches", config.learner.minibatches

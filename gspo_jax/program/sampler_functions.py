@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from gspo_jax import model
@@ -20,7 +19,7 @@ from gspo_jax.runtime.sharding import mesh_jit
 from gspo_jax.sampler import continuous, samples, static
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.functions import SamplerFunctions, SeparateDevices
-from gspo_jax.sampler.samples import Prompts, SamplerConfig, samples_sharding
+from gspo_jax.sampler.samples import SamplerConfig, samples_sharding
 from gspo_jax.sampler.stop_strings import StopStrings
 
 # Slots of a shard to serve a policy, where continuous_batching.slots is 0.
@@ -40,19 +39,17 @@ def sampler_functions(
   batching = config.continuous_batching
   turns = bool(config.rollout.environment)
   sampler_mesh = _sampler_mesh(config, mesh, policy, devices)
-  prompts, width = config.data.prompts, config.data.max_prompt_length
+  prompts = config.data.prompts
+  place_on = functools.partial(samples_sharding, cfg, sampling)
   separate, params = None, policy
   if devices:  # of the sampler alone; else it uses the devices of `mesh`
     params = abstract.sharded(policy, sampler_mesh)
-    places = [
-      samples_sharding(sampling, m, turns=turns) for m in (mesh, sampler_mesh)
-    ]
+    places = [place_on(m, turns=turns) for m in (mesh, sampler_mesh)]
     separate = _separate_devices(
       policy, params, cfg, mesh, sampler_mesh, places
     )
     mesh = sampler_mesh
-  place = samples_sharding(sampling, mesh, turns=turns)
-  one_turn = samples_sharding(sampling, mesh)
+  place, one_turn = place_on(mesh, turns=turns), place_on(mesh)
   replicated = sharding.replicated(mesh)
   rows = shards_of_rows(config, mesh, devices)
   most = -(-config.eval.prompts // rows) * rows * config.eval.samples
@@ -65,17 +62,6 @@ def sampler_functions(
     mesh=mesh,
     sampler_mesh=sampler_mesh,
   )
-
-  def empty_samples():
-    rows = prompts * config.rollout.max_sequences
-    empty = samples.empty_samples(rows, width, cfg, sampling)
-    if not turns:
-      return empty
-    B, R = empty.tokens.shape
-    none = Prompts(jnp.zeros((B, width), jnp.int32), jnp.ones(B, jnp.int32))
-    return dataclasses.replace(
-      empty, turns=jnp.zeros((B, R), jnp.int16), prompts=none
-    )
 
   take_groups = lambda: mesh_jit(
     functools.partial(samples.take_groups, cfg=cfg, sampler=sampling),
@@ -95,7 +81,18 @@ def sampler_functions(
     ),
     take_batch=take_groups(),
     take_pending=take_groups(),
-    empty_samples=mesh_jit(empty_samples, mesh, out_shardings=place),
+    empty_samples=mesh_jit(
+      functools.partial(
+        samples.empty_samples,
+        prompts * config.rollout.max_sequences,
+        config.data.max_prompt_length,
+        cfg,
+        sampling,
+        turns=turns,
+      ),
+      mesh,
+      out_shardings=place,
+    ),
     stop=sampling.stop if isinstance(sampling.stop, StopStrings) else None,
     mesh=mesh,
     separate=separate,

@@ -5,9 +5,10 @@ length, R most new tokens, L layers, k experts a token, K kept ids a token.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -228,8 +229,13 @@ def empty_samples(
   prompt_length: int,
   cfg: model.ModelConfig,
   sampler: SamplerConfig,
+  *,
+  turns: bool = False,
 ) -> Samples:
-  """Samples of P * G UNFINISHED responses without tokens."""
+  """Samples of P * G UNFINISHED responses without tokens.
+
+  `turns`: with the fields of episodes.
+  """
   B, R = num_prompts * sampler.group_size, sampler.max_new_tokens
   experts = None
   if sampler.record_routing and cfg.num_experts:
@@ -246,6 +252,12 @@ def empty_samples(
     slot_steps=jnp.int32(0),
     experts=experts,
     kept_ids=jnp.zeros((B, K, R), jnp.int32) if K else None,
+    turns=jnp.zeros((B, R), jnp.int16) if turns else None,
+    prompts=Prompts(
+      jnp.zeros((B, prompt_length), jnp.int32), jnp.ones(B, jnp.int32)
+    )
+    if turns
+    else None,
     drafts=(jnp.int32(0),) * 2 if sampler.speculation else None,
   )
 
@@ -273,19 +285,17 @@ def finished_responses(samples: Samples) -> dict[int, FinishedResponse]:
 
 
 def samples_sharding(
-  sampler: SamplerConfig, mesh: jax.sharding.Mesh, *, turns: bool = False
+  cfg: model.ModelConfig,
+  sampler: SamplerConfig,
+  mesh: jax.sharding.Mesh,
+  *,
+  turns: bool = False,
 ) -> Samples:
-  """The sharding of each field; `turns`: and of those that episodes have."""
-  # Any: they stand where a Samples has arrays.
-  batch: Any = batch_sharding(mesh)
-  whole: Any = replicated(mesh)
-  return Samples(
-    *(batch, batch, batch, batch, whole),
-    experts=batch if sampler.record_routing else None,
-    kept_ids=batch if sampler.keeps_ids else None,
-    turns=batch if turns else None,
-    drafts=(whole, whole) if sampler.speculation else None,
-    prompts=Prompts(batch, batch) if turns else None,
+  """The sharding of each field that `empty_samples` has."""
+  empty = functools.partial(empty_samples, 1, 1, cfg, sampler, turns=turns)
+  batch, whole = batch_sharding(mesh), replicated(mesh)
+  return jax.tree.map(
+    lambda x: batch if x.ndim else whole, jax.eval_shape(empty)
   )
 
 
@@ -307,13 +317,11 @@ def take_groups(
   sampler: SamplerConfig,
 ) -> Samples:
   """Selects groups; -1: an empty group, with any experts. Counts stay."""
-  G = sampler.group_size
-  empty, experts = empty_samples(1, 0, cfg, sampler), samples.experts
-  if experts is not None:
-    first_k = jnp.arange(experts.shape[-1], dtype=experts.dtype)
-    experts = jnp.broadcast_to(first_k, (G, *experts.shape[1:]))
-  empty = dataclasses.replace(empty, experts=experts)
-  P = len(samples.lengths) // G
+  S = 0
+  if samples.experts is not None:
+    S = samples.experts.shape[2] - sampler.max_new_tokens
+  empty = empty_samples(1, S, cfg, sampler)
+  P = len(samples.lengths) // sampler.group_size
   return _select_groups(samples, empty, jnp.where(index < 0, P, index), P)
 
 

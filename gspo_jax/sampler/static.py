@@ -79,7 +79,7 @@ def generate(
   B = len(logits)
   row_keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(B))
   samples = empty_samples(len(prompts.lengths), 0, cfg, sampler)
-  if prompt_experts is not None:
+  if samples.experts is not None:
     experts = constrain(samples.experts.swapaxes(0, 1), None, BATCH_AXES)
     samples = dataclasses.replace(samples, experts=experts)
   state = _State(
@@ -133,10 +133,9 @@ class StaticSampler:
     params: model.Params,
     prompts: Prompts,
     key: jax.Array,
-    *,
-    continues: bool = False,
+    **options,
   ) -> dict[str, jax.stages.Lowered]:
-    """Lowers the functions for abstract arguments, by name."""
+    """Lowers the function; `options` are for continuous batching alone."""
     return {"generate": self.jitted.lower(params, prompts, key)}
 
   def compilations(self) -> dict[str, tuple[MeshJit, int]]:
@@ -168,7 +167,7 @@ def build_static_sampler(
     generate_static,
     sampler_mesh,
     in_shardings=(params_sharding, batch, replicated),
-    out_shardings=samples_sharding(sampler, mesh),
+    out_shardings=samples_sharding(cfg, sampler, mesh),
     compiler_options=decoding_options(sampler_mesh),
   )
   return StaticSampler(sampler, jitted)

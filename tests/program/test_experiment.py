@@ -227,7 +227,7 @@ def test_every_source_has_the_columns_of_a_reward(
 
 def reward_pool(config, *columns):
   problems = datasets_of(*columns)
-  return experiment._reward_pool(parse(config), None, problems, "")
+  return experiment._pool(parse(config), None, problems, "")
 
 
 def datasets_of(*columns):

@@ -202,7 +202,7 @@ def refused(folder, words, config):
   config.reward.names = (f"model:{folder}",)
   program = SimpleNamespace(mesh=one_device(), prompt_config=PROMPTS)
   with pytest.raises(UserError, match=rf"^reward.names=\('model:.*{words}"):
-    experiment._reward_pool(parse(config), program, None, "")
+    experiment._pool(parse(config), program, None, "")
 
 
 def test_a_plan_counts_its_weights(folder, scorer, debug_config):

@@ -151,7 +151,7 @@ def test_a_response_moves_with_its_pages():
     assert [(request.row, n) for request, n in ended] == [(1, 2)]
   free = two.num_free_pages
   row, pages = one.remove(0, 3)
-  assert (row, len(pages), one.num_free_pages, one.done) == (0, 3, 7, True)
+  assert (row, len(pages), one.num_free_pages, one.num_active) == (0, 3, 7, 0)
   slot, row, new = two.insert(
     3, response=5, num_cached=5, num_tokens=2, stop_at=8
   )

@@ -1,5 +1,6 @@
 """Sampling parameters, and groups selected on one device and on eight."""
 
+import dataclasses
 import functools
 
 import jax
@@ -20,7 +21,9 @@ from gspo_jax.sampler.samples import (
 )
 
 P, G = 8, 3
-DENSE = model.variant("qwen3-0.6b")
+ROUTED = model.variant(
+  "qwen3-0.6b", num_layers=4, num_experts=8, experts_per_token=2
+)
 
 
 @pytest.mark.parametrize(
@@ -120,9 +123,10 @@ def test_no_device_holds_the_routing_of_all_responses():
   row = like((64,), jnp.int32)
   tokens, count = like((64, 9), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
   samples = Samples(tokens, tokens, row, row, count, experts=routing)
-  sampler = SamplerConfig(4, 9, stop_ids=(1,))
+  sampler = SamplerConfig(4, 9, stop_ids=(1,), record_routing=True)
+  cfg = dataclasses.replace(ROUTED, num_layers=32, experts_per_token=4)
   take = jax.jit(
-    functools.partial(take_groups, cfg=DENSE, sampler=sampler),
+    functools.partial(take_groups, cfg=cfg, sampler=sampler),
     out_shardings=Samples(*[batch] * 4, replicated, batch),
   )
   compiled = take.lower(samples, index).compile()
@@ -137,15 +141,15 @@ def test_take_groups_selects_groups_and_adds_empty_ones(devices):
   sampler = SamplerConfig(
     G, 5, stop_ids=(1,), pad_id=9, record_routing=True, top_k=4
   )
-  shardings = samples_sharding(sampler, mesh)
+  shardings = samples_sharding(ROUTED, sampler, mesh)
   fields = random_samples(rng)
   fields["kept_ids"] = rng.integers(1, 250, (P * G, 4, 5)).astype(np.int32)
   samples = Samples(**{k: x for k, x in fields.items() if k != "absent"})
   take = jax.jit(
-    functools.partial(take_groups, cfg=DENSE, sampler=sampler),
+    functools.partial(take_groups, cfg=ROUTED, sampler=sampler),
     out_shardings=shardings,
   )
-  empty = jax.device_get(empty_samples(1, 0, DENSE, sampler))
+  empty = jax.device_get(empty_samples(1, 0, ROUTED, sampler))
   with jax.set_mesh(mesh):
     for count in (P, 2 * P):
       index = rng.integers(-1, P, count).astype(np.int32)

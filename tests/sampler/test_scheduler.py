@@ -109,10 +109,10 @@ class SimulatedDevices:
 
   def run(self):
     for _ in range(self.lengths.sum() + 1):  # a segment gives at least a token
-      if self.scheduler.done:
+      if not (self.scheduler.num_waiting or self.scheduler.num_active):
         break
       self.round()
-    assert self.scheduler.done
+    assert self.scheduler.num_waiting == self.scheduler.num_active == 0
     assert self.scheduler.num_free_pages == self.sizes.num_pages
     assert sorted(self.finished) == np.flatnonzero(self.lengths).tolist()
     return self
@@ -395,7 +395,7 @@ def test_no_slot_reads_a_row_that_is_written_in_the_same_round():
     sizes, [5, 1, 5], np.repeat(range(3), 3), [3] * 9, has_states=True
   )
   none, rounds = PROMPT_ROWS, []
-  while not scheduler.done:
+  while scheduler.num_waiting or scheduler.num_active:
     prefills, rows = admitted(scheduler)
     rounds.append(([(p, *rest) for p, _, *rest in prefills], rows))
     _, active = scheduler.allocate_pages()
@@ -616,14 +616,16 @@ class Turns:
 
   def run(self):
     todo = self.rng.permutation(len(self.texts)).tolist()
-    while todo or not self.scheduler.done:
+    while todo or self.scheduler.num_waiting or self.scheduler.num_active:
       for _ in range(self.rng.integers(0, 4)):
         if todo:
           self.submit(todo.pop())
       for a in self.round():
         if self.left[a]:
           todo.append(a)
-    held = {page for kept in self.scheduler.kept for page in kept.pages}
+    held = {
+      page for kept in self.scheduler.kept.values() for page in kept.pages
+    }
     free = self.scheduler.num_free_pages
     assert self.sizes.num_pages - free == len(held)
     return self
@@ -665,7 +667,7 @@ class Turns:
       new = self.sampled(request.owner, count - request.num_tokens)
       self.texts[request.owner] += new
       request.kept.tokens = np.append(request.tokens, np.int32(new))
-    for kept in self.scheduler.kept:
+    for kept in self.scheduler.kept.values():
       found = self.read(kept.pages, kept.num_stored)
       np.testing.assert_array_equal(found, kept.tokens[: kept.num_stored])
     return [request.owner for request, _ in ended]

@@ -8,7 +8,7 @@ import re
 _HEADER = re.compile(r"(?P<entry>ENTRY )?%(?P<name>[\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(
   r"  (?P<root>ROOT )?%(?P<name>[\w.\-]+) = (?P<type>.*?) "
-  r"(?P<op>[a-z][a-z0-9\-]*)\((?P<inside>[^)]*)\)(?P<attributes>.*)$",
+  r"(?P<op>[a-z][a-z0-9\-]*)\((?P<literal>[^)]*)\)(?P<attributes>.*)$",
   re.DOTALL,
 )
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
@@ -185,14 +185,10 @@ def _instruction(line: str) -> Instruction:
   match = _INSTRUCTION.match(line)
   if not match:
     raise ValueError(f"not an HLO instruction: {line[:200]}")
+  fields = match.groupdict() | {"root": bool(match["root"])}
+  operands = tuple(_NAME.findall(match["literal"]))
   return Instruction(
-    name=match["name"],
-    op=match["op"],
-    arrays=arrays(match["type"]),
-    operands=tuple(_NAME.findall(match["inside"])),
-    literal=match["inside"],
-    attributes=match["attributes"],
-    root=bool(match["root"]),
+    arrays=arrays(fields.pop("type")), operands=operands, **fields
   )
 
 

@@ -33,7 +33,7 @@ class _Work(NamedTuple):
   sampled: int  # tokens
   rows: Mapping[str, RowTokens]  # of each function that reads packed rows
   needed: float  # see `_needed_share`
-  flops: "_Flops"
+  flops: Mapping[str, float]  # see `_model_flops`
 
 
 def cost(
@@ -110,12 +110,13 @@ def _work(planned, lengths: Lengths, tokens_a_step: float) -> _Work:
     shards = sharding.batch_shards(generate.mesh)
     decoding = decode_together(lengths, config, shards)
   packed = learner.pack(*lengths, jax.random.key(config.seed))
+  rows = learner.row_tokens(*lengths, packed)
   return _Work(
     decoding,
     int(lengths.responses.sum()),
-    learner.row_tokens(*lengths, packed),
+    rows,
     _needed_share(program, lengths, packed),
-    _flops(program, lengths),
+    _model_flops(program, lengths, rows),
   )
 
 
@@ -145,13 +146,12 @@ def _by_compiler(functions) -> dict:
 
 
 def _parts(functions, planned: Planned, work: _Work) -> dict:
-  flops, continuous = work.flops, planned.program.sampler.generate.batching
+  continuous, flops = planned.program.sampler.generate.batching, work.flops
   score = dict(work.rows)
   update = {"update": score.pop("update")}
   seconds = lambda part: functions["update"]["parts"][part]["seconds"][
     "scheduled"
   ]
-  passes = lower_bounds.update_passes(planned.program.cfg)
   minibatches = planned.config.learner.minibatches
   return {
     "generate": _generate(functions, planned, work),
@@ -161,10 +161,10 @@ def _parts(functions, planned: Planned, work: _Work) -> dict:
       else 0.0
     },
     "score": _rows(functions, score, work.needed)
-    | {"model_flops": _score_flops(work, planned.program)},
+    | {"model_flops": flops["score"]},
     "update": _rows(functions, update, work.needed)
     | {
-      "model_flops": passes * (flops.whole + flops.critic),
+      "model_flops": flops["update"],
       "micro_batch_seconds": seconds("micro_batch"),
       "optimizer_step_seconds": seconds("rest") / minibatches,
     },
@@ -185,32 +185,30 @@ def _summary(lengths) -> dict:
   }
 
 
-class _Flops(NamedTuple):
-  """Model FLOPs of one forward pass of all sequences."""
-
-  sampling: float  # of a prompt the logits of one token
-  whole: float  # prompts with their responses
-  critic: float  # like `whole` without the output head; 0 without a critic
-  teachers: float  # like `whole`, the mean over the teachers; 0 without any
-
-
-def _flops(program, lengths: Lengths) -> _Flops:
-  cfg, forward = program.cfg, lower_bounds.forward_flops
+def _model_flops(program, lengths: Lengths, rows) -> dict[str, float]:
+  """Of the parts of an iteration; `rows` as of `_Work`."""
+  cfg, state = program.cfg, program.learner.abstract
+  flops = lambda cfg, *args, **past: float(
+    lower_bounds.forward_flops(cfg, 1, *args, **past).sum()
+  )
   responses = lengths.responses
   prompts = np.repeat(lengths.prompts, len(responses) // len(lengths.prompts))
-  whole = prompts + responses
-  critic = program.learner.abstract.critic is not None
-  return _Flops(
-    sampling=float(forward(cfg, 1, lengths.prompts, 1).sum())
-    + float(forward(cfg, 1, responses, responses, past=prompts).sum()),
-    whole=float(forward(cfg, 1, whole, responses).sum()),
-    critic=float(forward(cfg, 1, whole, 0).sum()) if critic else 0.0,
-    teachers=sum(
-      float(forward(teacher.cfg, 1, whole, responses).sum())
-      for teacher in program.teachers
-    )
-    / max(len(program.teachers), 1),
-  )
+  sequences, score = prompts + responses, 0.0
+  whole = flops(cfg, sequences, responses)
+  # Without the output head.
+  critic = flops(cfg, sequences, 0) if state.critic is not None else 0.0
+  if scored := rows.get("old_logps"):
+    score += whole * _ratio(scored.real, rows["update"].real)
+  if "reference_and_values" in rows:
+    teachers = [flops(t.cfg, sequences, responses) for t in program.teachers]
+    mean = sum(teachers) / max(len(teachers), 1)
+    score += whole * (state.reference is not None) + critic + mean
+  decode = flops(cfg, responses, responses, past=prompts)
+  return {
+    "generate": flops(cfg, lengths.prompts, 1) + decode,
+    "score": score,
+    "update": lower_bounds.update_passes(cfg) * (whole + critic),
+  }
 
 
 def _generate(functions, planned: Planned, work: _Work) -> dict:
@@ -222,7 +220,7 @@ def _generate(functions, planned: Planned, work: _Work) -> dict:
     "real_tokens": sampled,
     "computed_tokens": decoding.slot_steps,
     "useful_fraction": sampled / decoding.slot_steps,
-    "model_flops": work.flops.sampling,
+    "model_flops": work.flops["generate"],
     **decoding._asdict(),
   }
 
@@ -262,17 +260,6 @@ def _rows(functions, tokens: dict[str, RowTokens], needed) -> dict:
     "useful_fraction": _ratio(total("real"), total("computed")),
     "needed_blocks": needed,
   }
-
-
-def _score_flops(work: _Work, program) -> float:
-  """Model FLOPs of all passes over the rows before the update."""
-  total, tokens, flops = 0.0, work.rows, work.flops
-  if scored := tokens.get("old_logps"):
-    total += flops.whole * _ratio(scored.real, tokens["update"].real)
-  if "reference_and_values" in tokens:
-    has_reference = program.learner.abstract.reference is not None
-    total += flops.whole * has_reference + flops.critic + flops.teachers
-  return total
 
 
 def _sampling_seconds(functions, planned: Planned, decoding: Decoding) -> dict:

@@ -35,7 +35,11 @@ from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous import speculation
 from gspo_jax.sampler.continuous.config import PROMPT_ROWS
-from gspo_jax.sampler.continuous.paged_decode import SegmentPlan, SegmentResults
+from gspo_jax.sampler.continuous.paged_decode import (
+  OF_SLOTS,
+  SegmentPlan,
+  SegmentResults,
+)
 from gspo_jax.sampler.continuous.placement import Placement
 from gspo_jax.sampler.continuous.programs import Programs
 from gspo_jax.sampler.continuous.scheduler import Admission, Request, Scheduler
@@ -361,8 +365,7 @@ class Engine:
         return self._pause(is_open)
       any_waiting = bool(facts.num_waiting.any())
       by_token = bool(facts.by_token.any())
-      for arrays in self._prefill_batches(queues, facts):
-        self._prefill(*arrays)
+      self._prefill(queues, facts)
     slots, drafts = None, 0
     most = self._active.max() * programs.shards
     count = min(n for n in programs.compute_sizes if n >= most)
@@ -569,15 +572,16 @@ class Engine:
       prefills.sort(key=lambda row: row[0].num_cached)
     return queue
 
-  def _prefill_batches(
+  def _prefill(
     self, queues: list[dict[tuple, list]], facts: SimpleNamespace
-  ) -> Iterator[tuple]:
+  ) -> None:
     """The prefills of all shards' admissions, in few different shapes.
 
     Each shard has equally many rows. Padding has the length 0. The arrays are
     of own shards; `num_cached` is None if no shard's row has a cached token.
     """
     programs, sizes = self._programs, self._programs.sizes
+    states, jitted = has_states(programs.cfg), programs.jitted
     for (stage, T), lengths in facts.prefixes.items():
       begin, end = 0, lengths.max()
       while begin < end:
@@ -610,24 +614,17 @@ class Engine:
         last = np.minimum(begin + count, lengths)
         cached = last > np.maximum(begin, facts.uncached[stage, T])
         sources = slots.ravel(), rows[:, :PROMPT_ROWS].ravel()
-        prefixes = tokens_QT, lengths_Q, pages_QC
         num_cached = num_cached_Q if cached.any() else None
-        yield prefixes, num_cached, sources, (rows_QG, columns_QT)
+        more = num_cached, sources if states else None
+        arrays = programs.to_devices((tokens_QT, lengths_Q, pages_QC, *more))
+        self._state, experts = jitted.prefill(
+          self._params, self._state, *arrays
+        )
+        if experts is not None:
+          self.samples = jitted.write_prefix_routing(
+            self.samples, experts, *programs.to_devices((rows_QG, columns_QT))
+          )
         begin += count
-
-  def _prefill(self, prefixes, num_cached, sources, routing) -> None:
-    programs = self._programs
-    sources = sources if has_states(programs.cfg) else None
-    (tokens, lengths, pages), num_cached, sources = programs.to_devices(
-      (prefixes, num_cached, sources)
-    )
-    self._state, experts = programs.jitted.prefill(
-      self._params, self._state, tokens, lengths, pages, num_cached, sources
-    )
-    if experts is not None:
-      self.samples = programs.jitted.write_prefix_routing(
-        self.samples, experts, *programs.to_devices(routing)
-      )
 
   def _segment_plan(self, admissions: list[Admission]) -> SegmentPlan:
     """Allocates the next segment's pages; returns its plan for own shards."""
@@ -635,34 +632,26 @@ class Engine:
     table, active = map(np.concatenate, zip(*segments, strict=True))
     join = lambda name: np.concatenate([getattr(a, name) for a in admissions])
     new = join("new") & active  # some were preempted at once
-    names = ("response", "num_tokens", "stop_at", "stop_state")
-    fields = np.zeros((len(names) + 2, len(active)), np.int32)
-    slots = [slot for s in self.schedulers for slot in s.slots]
-    started = [(i, r) for i, r in enumerate(slots) if r and new[i]]
-    for i, request in started:
-      shard = self._programs.own[i // self._programs.sizes.slots]
-      fields[:, i] = [
-        shard * self._rows + request.row,
-        request.tokens[-1],
-        *(getattr(request, name) for name in names),
-      ]
-    row, last_token, *others = fields
-    params = None
-    if self._programs.by_row:
-      params = np.zeros((len(active), 4), np.float32)
-      for i, request in started:
-        params[i] = request.params or self.params
-    from_admissions = ("num_cached", "copy_source", "copy_target", "prompt_row")
     arrays: dict[str, Any] = {  # the devices get them later
-      "table": table,
-      "active": active,
-      "new": new,
-      "row": row,
-      "last_token": last_token,
-      "params": params,
-      **{name: join(name) for name in from_admissions},
-      **dict(zip(names, others, strict=True)),
+      name: np.zeros(len(active), np.int32) for name in OF_SLOTS
     }
+    arrays["params"] = np.zeros((len(active), 4), np.float32)
+    slots: list[Any] = [slot for s in self.schedulers for slot in s.slots]
+    for i in np.flatnonzero(new):
+      request = slots[i]
+      first = self._programs.own[i // self._programs.sizes.slots] * self._rows
+      values = vars(request) | {
+        "row": first + request.row,
+        "last_token": request.tokens[-1],
+        "params": request.params or self.params,
+      }
+      for name in OF_SLOTS:
+        arrays[name][i] = values[name]
+    names = ("num_cached", "copy_source", "copy_target", "prompt_row")
+    arrays |= {name: join(name) for name in names}
+    arrays |= {"table": table, "active": active, "new": new}
+    if not self._programs.by_row:
+      arrays["params"] = None
     if not has_states(self._programs.cfg):
       arrays["prompt_row"] = ()
     return SegmentPlan(**arrays)

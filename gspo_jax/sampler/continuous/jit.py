@@ -192,9 +192,9 @@ def jit_sampler(
   slots = dict.fromkeys(paged_decode.OF_SLOTS, batch)
   slots["params"] = batch if of.by_row else None
   state = DecodeState(pages=pages, prompt_states=pages.states, **slots)
-  decode_samples = samples_sharding(sampler, sampler_mesh)
-  train_samples = samples_sharding(sampler, mesh)
-  episodes = samples_sharding(sampler, mesh, turns=True)
+  decode_samples = samples_sharding(cfg, sampler, sampler_mesh)
+  train_samples = samples_sharding(cfg, sampler, mesh)
+  episodes = samples_sharding(cfg, sampler, mesh, turns=True)
   jit = functools.partial(sharding.mesh_jit, mesh=sampler_mesh)
   return SimpleNamespace(
     decode_params=jit(

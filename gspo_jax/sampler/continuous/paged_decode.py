@@ -107,8 +107,8 @@ def empty(
   pages = paged_cache.empty(cfg, **sizes)
   zeros = jnp.zeros_like(pages.lengths)
   prompt_states = kv.empty_states(cfg, PROMPT_ROWS * shards)
-  params = jnp.zeros((len(zeros), 4)) if by_row else None
-  slots = dict.fromkeys(OF_SLOTS, zeros) | {"params": params}
+  slots: dict[str, Any] = dict.fromkeys(OF_SLOTS, zeros)
+  slots["params"] = jnp.zeros((len(zeros), 4)) if by_row else None
   return DecodeState(pages=pages, prompt_states=prompt_states, **slots)
 
 
@@ -250,8 +250,8 @@ def apply_plan(
     # The host may have planned before it knew which responses had finished.
     active=plan.active & (plan.new | pages.active),
   )
-  slots = lambda x: {name: getattr(x, name) for name in OF_SLOTS}
-  selected = jax.tree.map(select, slots(plan), slots(state))
+  of_slots = lambda x: {name: getattr(x, name) for name in OF_SLOTS}
+  selected = jax.tree.map(select, of_slots(plan), of_slots(state))
   return dataclasses.replace(state, pages=pages, **selected)
 
 

@@ -30,10 +30,8 @@ class ContinuousSampler(Programs):
   def open(self, params: model.Params, key: jax.Array, rows: int) -> Engine:
     """An engine with so many empty rows, a multiple of G."""
     key = sharding.key_beside(self.batch_sharding, key)
-    return Engine(self, params, key, self._empty(rows))
-
-  def _empty(self, rows: int) -> Samples:
-    return self.jitted.empty_samples(rows // self.config.group_size)
+    samples = self.jitted.empty_samples(rows // self.config.group_size)
+    return Engine(self, params, key, samples)
 
   def __call__(
     self,
@@ -77,9 +75,8 @@ class ContinuousSampler(Programs):
       )
     samples = resume_from
     if samples is None:
-      samples = self._empty(
-        len(tokens) * (group_size or self.config.group_size)
-      )
+      G = self.config.group_size
+      samples = self.jitted.empty_samples(len(tokens) * (group_size or G) // G)
     so_far, finish = multihost.to_host((samples.lengths, samples.finish))
     R = self.sizes.max_new_tokens
     stop_at = np.full(len(so_far), R) if stop_at is None else stop_at

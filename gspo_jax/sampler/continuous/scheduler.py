@@ -135,7 +135,7 @@ class Scheduler:
     self._age = 0  # of the newest request or prefix
     self._prefixes: dict[int, Prefix] = {}  # by age, with requests
     self._same: dict[tuple, Prefix] = {}  # the last one of these tokens
-    self._kept: dict[int, Prefix] = {}  # by age
+    self.kept: dict[int, Prefix] = {}  # of finished responses, by age
     self._kept_of_row: dict[int, int] = {}  # the age of each row's last one
     # Of the newest admission: the stage of each prefill, and the prefixes that
     # slots start from. Their pages are written and copied after it.
@@ -146,7 +146,7 @@ class Scheduler:
     self._unknown_segments = 0  # planned, without results so far
     self._readers = np.zeros(sizes.num_pages, np.int64)
     self._free_pages = list(range(sizes.num_pages))
-    self._slots: list[Request | None] = [None] * M
+    self.slots: list[Request | None] = [None] * M
     self._active_M = np.zeros(M, bool)  # with a request
     # Of the response in each slot: its tokens, at how many it leaves, and how
     # many more the pages hold.
@@ -174,20 +174,6 @@ class Scheduler:
     return len(self._free_pages)
 
   @property
-  def done(self) -> bool:
-    return not self.num_waiting and not self.num_active
-
-  @property
-  def slots(self) -> list[Request | None]:
-    """[M] the request in each slot."""
-    return [*self._slots]
-
-  @property
-  def kept(self) -> list[Prefix]:
-    """Tokens of finished responses, the oldest first."""
-    return [*self._kept.values()]
-
-  @property
   def num_spare_pages(self) -> int:
     """Pages that are free after the next segment, if nothing is admitted."""
     return self.num_free_pages - int(self._missing_pages().sum())
@@ -195,7 +181,7 @@ class Scheduler:
   @property
   def num_visitors(self) -> int:
     """Running responses of other shards, which are never preempted."""
-    return sum(r is not None and not r.prefix for r in self._slots)
+    return sum(r is not None and not r.prefix for r in self.slots)
 
   @property
   def can_look_ahead(self) -> bool:
@@ -242,8 +228,8 @@ class Scheduler:
 
   def cancel(self, request: Request) -> None:
     """Ends a request; the results of all segments have been applied."""
-    if request in self._slots:
-      self._release_slot(self._slots.index(request))
+    if request in self.slots:
+      self._release_slot(self.slots.index(request))
     else:
       (self._first if request in self._first else self._queue).remove(request)
     self._finish(request)
@@ -256,7 +242,7 @@ class Scheduler:
 
   def free_row(self) -> int:
     """The row of a finished response."""
-    taken = {r.row for r in (*self._slots, *self._first, *self._queue) if r}
+    taken = {r.row for r in (*self.slots, *self._first, *self._queue) if r}
     return next(row for row in range(self._num_rows) if row not in taken)
 
   def admit(self) -> Admission:
@@ -287,7 +273,7 @@ class Scheduler:
     return admission
 
   def _stored(self) -> list[Prefix]:
-    stored = (*self._kept.values(), *self._prefixes.values())
+    stored = (*self.kept.values(), *self._prefixes.values())
     return [prefix for prefix in stored if prefix.pages]
 
   def num_known(self, tokens: np.ndarray) -> int:
@@ -309,7 +295,7 @@ class Scheduler:
     page_size, most = self._sizes.page_size, 0
     best: Prefix | None = None
     # A request that goes on mostly does so with all that its row has.
-    last = self._kept.get(self._kept_of_row.get(request.row, -1))
+    last = self.kept.get(self._kept_of_row.get(request.row, -1))
     if last and last.num_stored <= limit:
       count = _common(last.tokens[: last.num_stored], prefix.tokens)
       best, most = (last, count) if count == last.num_stored else (None, 0)
@@ -328,7 +314,7 @@ class Scheduler:
     if not best:
       return
     if not best.requests and most == best.num_stored:
-      del self._kept[best.age]
+      del self.kept[best.age]
       prefix.pages, prefix.num_stored = best.pages, most
       return
     prefix.pages = best.pages[: most // page_size]
@@ -349,9 +335,9 @@ class Scheduler:
     and [M] bool, the slots that decode.
     """
     while (missing_M := self._missing_pages()).sum() > self.num_free_pages:
-      ages = [r.age if r and r.prefix else -1 for r in self._slots]
+      ages = [r.age if r and r.prefix else -1 for r in self.slots]
       slot = int(np.argmax(ages))
-      request = self._slots[slot] if ages[slot] >= 0 else None
+      request = self.slots[slot] if ages[slot] >= 0 else None
       if not self._evict(request.prefix if request else None):
         assert request  # `Placement` leaves room for all visitors
         self._first.appendleft(request)
@@ -377,7 +363,7 @@ class Scheduler:
     self._num_tokens_M[:] = num_tokens
     ended = []
     for slot in np.flatnonzero(self._active_M & ~np.asarray(active)).tolist():
-      request = self._slots[slot]
+      request = self.slots[slot]
       assert request
       ended.append((request, int(num_tokens[slot])))
       if self._keeps:
@@ -405,7 +391,7 @@ class Scheduler:
     self._readers[pages] += 1
     self._age += 1
     request.kept = Prefix(np.zeros(0), self._age, [], pages, count)
-    self._kept[self._age] = request.kept
+    self.kept[self._age] = request.kept
     self._kept_of_row[request.row] = self._age
 
   def remove(self, slot: int, num_pages: int) -> tuple[int, list[int]]:
@@ -413,7 +399,7 @@ class Scheduler:
 
     The results of all segments have been applied.
     """
-    request, pages = self._slots[slot], self._table[slot, :num_pages].tolist()
+    request, pages = self.slots[slot], self._table[slot, :num_pages].tolist()
     assert request
     self._release_slot(slot)
     self._finish(request)
@@ -481,7 +467,7 @@ class Scheduler:
     self._set_slot(slot, request, pages, cached)
 
   def _set_slot(self, slot, request, pages, num_cached):
-    self._slots[slot], self._active_M[slot] = request, True
+    self.slots[slot], self._active_M[slot] = request, True
     self._num_tokens_M[slot] = request.num_tokens
     self._stop_at_M[slot] = request.stop_at
     self._before_M[slot] = num_cached - request.num_tokens
@@ -539,10 +525,10 @@ class Scheduler:
     The oldest kept ones first; then the newest prefixes, of those that begin
     after the one that `stays`, or that no slot continues.
     """
-    running = {request.prefix for request in self._slots if request}
+    running = {request.prefix for request in self.slots if request}
     age = stays.age if stays else -1
     return [
-      *self._kept.values(),
+      *self.kept.values(),
       *(
         prefix
         for prefix in reversed(self._prefixes.values())
@@ -556,7 +542,7 @@ class Scheduler:
   def _evict(self, stays: Prefix | None) -> bool:
     """Evicts the first evictable tokens; False if there are none."""
     for evicted in self._evictable(stays)[:1]:
-      self._kept.pop(evicted.age, None)
+      self.kept.pop(evicted.age, None)
       self._release_pages(evicted.pages)
       evicted.pages, evicted.num_stored = [], 0
       return True
@@ -566,7 +552,7 @@ class Scheduler:
     self._release_pages(self._table[slot, : self._num_pages_M[slot]].tolist())
     self._table[slot] = 0
     self._num_pages_M[slot] = 0
-    self._slots[slot], self._active_M[slot] = None, False
+    self.slots[slot], self._active_M[slot] = None, False
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
