@@ -177,21 +177,16 @@ def _blocks(T, window):
 
 def _biases(segments_BT, window):
   """For each block [B, Q, S] float32, 0 at the keys that a query attends to."""
-  return [
-    jnp.where(_visible(segments_BT, block, window), 0.0, MASKED)
-    for block in _blocks(segments_BT.shape[1], window)
-  ]
-
-
-def _visible(segments_BT, block, window):
-  """Whether the queries of a block attend to its keys, [B, Q, S]."""
-  first, start, end = block
-  q_BQ, k_BS = segments_BT[:, start:end], segments_BT[:, first:end]
-  query_Q1, key_S = jnp.arange(start, end)[:, None], jnp.arange(first, end)
-  visible_QS = query_Q1 >= key_S
-  if window is not None:
-    visible_QS &= query_Q1 - key_S < window
-  return (q_BQ[:, :, None] == k_BS[:, None]) & visible_QS
+  biases = []
+  for first, start, end in _blocks(segments_BT.shape[1], window):
+    q_BQ, k_BS = segments_BT[:, start:end], segments_BT[:, first:end]
+    query_Q1, key_S = jnp.arange(start, end)[:, None], jnp.arange(first, end)
+    visible_QS = query_Q1 >= key_S
+    if window is not None:
+      visible_QS &= query_Q1 - key_S < window
+    visible_BQS = (q_BQ[:, :, None] == k_BS[:, None]) & visible_QS
+    biases.append(jnp.where(visible_BQS, 0.0, MASKED))
+  return biases
 
 
 def _by_kv_head(x_BTN, K):
