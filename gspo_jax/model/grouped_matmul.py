@@ -191,7 +191,7 @@ def swiglu_in_blocks(
   number of (token, expert) pairs.
   """
   operands = x_MD, weights_Mk, experts_Mk, gate_up, down, biases
-  return _experts(*operands, limit)[:2]
+  return _experts(*operands, limit)[0]
 
 
 def _gate(h_bF, weights_b, limit, dtype):
@@ -226,17 +226,12 @@ def _experts(x_MD, weights_Mk, experts_Mk, gate_up, down, biases, limit):
   y_nbD, h_nbF = jax.lax.fori_loop(0, places.count, body, state)
   y_MkD = _take(y_nbD.reshape(n * b, -1), places.slot_Mk)
   y_MD = rounded(y_MkD.sum(1, dtype=jnp.float32), dtype)
-  return y_MD, places.num_pairs, (places, h_nbF)
-
-
-def _experts_forward(*operands):
-  y_MD, num_pairs, residuals = _experts(*operands)
-  return (y_MD, num_pairs), (operands[:-1], residuals)
+  operands = x_MD, weights_Mk, gate_up, down, biases
+  return (y_MD, places.num_pairs), (operands, places, h_nbF)
 
 
 def _experts_backward(limit, residuals, cotangents):
-  (x_MD, weights_Mk, _, gate_up, down, biases), (places, h_nbF) = residuals
-  gate_up, down = jnp.asarray(gate_up), jnp.asarray(down)
+  (x_MD, weights_Mk, gate_up, down, biases), places, h_nbF = residuals
   dy_MD, dtype = cotangents[0], x_MD.dtype
   k, (n, b) = weights_Mk.shape[1], places.pair_nb.shape
   weights_nb = _weights(weights_Mk, places, dtype)
@@ -292,7 +287,7 @@ def _experts_backward(limit, residuals, cotangents):
   )
 
 
-swiglu_in_blocks.defvjp(_experts_forward, _experts_backward)
+swiglu_in_blocks.defvjp(_experts, _experts_backward)
 
 
 class _Places(NamedTuple):
