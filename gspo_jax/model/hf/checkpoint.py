@@ -7,6 +7,7 @@ reads only what its devices need: parts of tensors, or whole rows from a bucket.
 import functools
 import json
 import math
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -323,11 +324,14 @@ def _create(folder, config: dict, like, beside) -> epath.Path:
   """The folder to write into, with all files but the tensors."""
   partial = folders.begin(folder)
   (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-  if beside:
-    folders.write_files(beside, partial)
-  for name in _COPIED_FILES if like and not beside else ():
-    if (source := epath.Path(like) / name).is_file():
-      (partial / name).write_bytes(source.read_bytes())
+  with tempfile.TemporaryDirectory() as scratch:
+    sources = [epath.Path(like) / name for name in _COPIED_FILES if like]
+    if beside:
+      beside(Path(scratch))
+      sources = epath.Path(scratch).iterdir()
+    for source in sources:
+      if source.is_file():
+        (partial / source.name).write_bytes(source.read_bytes())
   return partial
 
 
