@@ -57,38 +57,16 @@ def attend(
   one another; padding, segment 0, attends to padding. The products of queries
   and keys are multiplied by `scale`, H^-0.5 by default. The output [B, T, N, V]
   has the dtype of the queries. By splash attention on a TPU if H is a multiple
-  of 64; by `flash` on a GPU from compute capability 8.0 on, for 16-bit numbers
-  without sinks; else `in_blocks`. No scores [B, N, T, T] are stored.
+  of 64; by `gpu.attend` on a GPU from compute capability 8.0 on, for 16-bit
+  numbers without sinks; else `in_blocks`. No scores [B, N, T, T] are stored.
   """
   H, operands = q_BTNH.shape[-1], (q_BTNH, k_BTKH, v_BTKV, segments_BT)
   if sharding.platform() == "tpu" and H % _SPLASH_WIDTH == 0:
     return splash(*operands, window=window, sinks_N=sinks_N, scale=scale)
   if sinks_N is None and gpu.has_attention(q_BTNH.dtype, H, v_BTKV.shape[-1]):
-    return flash(*operands, window=window, scale=scale)
+    out_BTNV = gpu.attend(*operands, window, _scale(scale, H))
+    return checkpoint_name(out_BTNV, "attention")
   return in_blocks(*operands, window, sinks_N, scale)
-
-
-def flash(
-  q_BTNH,
-  k_BTKH,
-  v_BTKV,
-  segments_BT,
-  *,
-  window: int | None = None,
-  scale: float | None = None,
-):
-  """tokamax's GPU kernel. It skips the blocks of keys that no query sees.
-
-  A segment is a run of tokens: equal numbers apart are two segments.
-  """
-  token_T = jnp.arange(segments_BT.shape[1])
-  is_first_BT = jnp.diff(segments_BT, prepend=segments_BT[:, :1]) != 0
-  first_BT = jax.lax.cummax(jnp.where(is_first_BT, token_T, 0), axis=1)
-  if window is not None:
-    first_BT = jnp.maximum(first_BT, token_T - window + 1)
-  scale = _scale(scale, q_BTNH.shape[-1])
-  out_BTNV = gpu.attend(q_BTNH, k_BTKH, v_BTKV, first_BT, scale)
-  return checkpoint_name(out_BTNV, "attention")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 6))
@@ -130,8 +108,8 @@ def _backward(window, scale, residuals, dout_BTNV):
   q_BTNH, k_BTKH, v_BTKV, segments_BT, sinks_N, out_BTNV, lse_BTN = residuals
   # sum_s w_s dw_s = sum_s w_s (v_s . dout) = out . dout
   delta_BTN = (wide(out_BTNV) * wide(dout_BTNV)).sum(-1)
-  operands = q_BTNH, k_BTKH, v_BTKV, lse_BTN, delta_BTN, dout_BTNV
-  operands = *operands, _biases(segments_BT, window)
+  queries = q_BTNH, lse_BTN, delta_BTN, dout_BTNV
+  operands = queries, k_BTKH, v_BTKV, _biases(segments_BT, window)
   rows = functools.partial(_backward_rows, window=window, scale=scale)
   dsinks_N = None
   if sinks_N is not None:
@@ -145,7 +123,7 @@ in_blocks.defvjp(_forward, _backward)
 
 def _map_rows(function, operands):
   """`function(*operands)`, the last the biases; on a CPU few rows at a time."""
-  B, _, N, _ = operands[0].shape
+  B, _, N, _ = jax.tree.leaves(operands)[0].shape
   if sharding.platform() != "cpu":
     return function(*operands)
   scores = max(math.prod(bias_BQS.shape[1:]) for bias_BQS in operands[-1])
@@ -177,21 +155,16 @@ def _blocks(T, window):
 
 def _biases(segments_BT, window):
   """For each block [B, Q, S] float32, 0 at the keys that a query attends to."""
-  return [
-    jnp.where(_visible(segments_BT, block, window), 0.0, MASKED)
-    for block in _blocks(segments_BT.shape[1], window)
-  ]
-
-
-def _visible(segments_BT, block, window):
-  """Whether the queries of a block attend to its keys, [B, Q, S]."""
-  first, start, end = block
-  q_BQ, k_BS = segments_BT[:, start:end], segments_BT[:, first:end]
-  query_Q1, key_S = jnp.arange(start, end)[:, None], jnp.arange(first, end)
-  visible_QS = query_Q1 >= key_S
-  if window is not None:
-    visible_QS &= query_Q1 - key_S < window
-  return (q_BQ[:, :, None] == k_BS[:, None]) & visible_QS
+  biases = []
+  for first, start, end in _blocks(segments_BT.shape[1], window):
+    q_BQ, k_BS = segments_BT[:, start:end], segments_BT[:, first:end]
+    query_Q1, key_S = jnp.arange(start, end)[:, None], jnp.arange(first, end)
+    visible_QS = query_Q1 >= key_S
+    if window is not None:
+      visible_QS &= query_Q1 - key_S < window
+    visible_BQS = (q_BQ[:, :, None] == k_BS[:, None]) & visible_QS
+    biases.append(jnp.where(visible_BQS, 0.0, MASKED))
+  return biases
 
 
 def _by_kv_head(x_BTN, K):
@@ -253,22 +226,14 @@ def _merge(x_BKQUX):
   return x_BKQUX.reshape(B, K, Q * U, X)
 
 
-def _backward_rows(
-  q_BTNH,
-  k_BTKH,
-  v_BTKV,
-  lse_BTN,
-  delta_BTN,
-  dout_BTNV,
-  biases,
-  *,
-  window,
-  scale,
-):
-  """The gradients of queries, keys and values, in their dtypes."""
-  (B, T, _, H), K = q_BTNH.shape, k_BTKH.shape[2]
+def _backward_rows(queries, k_BTKH, v_BTKV, biases, *, window, scale):
+  """The gradients of queries, keys and values, in their dtypes.
+
+  `queries` are they, and by query log-sum-exp, delta and the output's gradient.
+  """
+  q_BTNH, K = queries[0], k_BTKH.shape[2]
+  B, T, _, H = q_BTNH.shape
   scale = _scale(scale, H)
-  queries = q_BTNH, lse_BTN, delta_BTN, dout_BTNV
   queries = [_by_kv_head(x, K) for x in queries]
   k_BKTH, v_BKTV = k_BTKH.swapaxes(1, 2), v_BTKV.swapaxes(1, 2)
   dq_blocks = []

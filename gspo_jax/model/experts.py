@@ -25,16 +25,11 @@ SLACK = 1.25  # rows of a chunk / mean load
 _TILE = 128  # a chunk's rows: a multiple of this, or all rows
 
 
-def multiply(x_AD, weights_A, gate_up, down, sizes_e, limit=None):
-  """`w * down(gated(gate x, up x))` of rows sorted by expert: [A, D].
+def project_down(h_AF, weights_A, down, sizes_e, limit):
+  """`w * down(gated(gate x, up x))` of the gates and ups of rows: [A, D].
 
-  Rows beyond the sum of `sizes_e` are undefined.
+  Rows are sorted by expert; those beyond the sum of `sizes_e` are undefined.
   """
-  h_AF = lora.grouped_product(x_AD, gate_up, sizes_e)
-  return _project_down(h_AF, weights_A, down, sizes_e, limit)
-
-
-def _project_down(h_AF, weights_A, down, sizes_e, limit):
   gate, up = jnp.split(h_AF, 2, axis=-1)
   # Weighted here, on F columns, rather than after `down`, on D.
   h = gated(gate, up, limit) * wide(weights_A)[:, None]
@@ -134,7 +129,7 @@ def _steps(operands: _Operands, k, A, limit):
   def body(state, h_AF):
     start, y_MD, num_rows = state
     rows, sizes_e = _chunk(operands, start, A)
-    y = _project_down(h_AF, _take(weights, rows), down, sizes_e, limit)
+    y = project_down(h_AF, _take(weights, rows), down, sizes_e, limit)
     y_MD = _add_to_tokens(y_MD, rows, y, k)
     return start + A, y_MD, num_rows + sizes_e.sum()
 
@@ -168,13 +163,11 @@ def _backward(k, A, limit, residuals, cotangents):
   def body(state, h_AF):
     start, dx_MD, dweights, dgate_up, ddown = state
     rows, sizes_e = _chunk(operands, start, A)
-    project_down = functools.partial(
-      _project_down, sizes_e=sizes_e, limit=limit
-    )
-    _, pull = jax.vjp(project_down, h_AF, _take(weights, rows), down)
+    second = functools.partial(project_down, sizes_e=sizes_e, limit=limit)
+    _, pull = jax.vjp(second, h_AF, _take(weights, rows), down)
     dh_AF, dweights_A, ddown_chunk = pull(_take(dy_MD, rows // k))
-    project_up = functools.partial(lora.grouped_product, sizes_e=sizes_e)
-    _, pull = jax.vjp(project_up, _take(x_MD, rows // k), gate_up)
+    first = functools.partial(lora.grouped_product, sizes_e=sizes_e)
+    _, pull = jax.vjp(first, _take(x_MD, rows // k), gate_up)
     dx_AD, dgate_up_chunk = pull(dh_AF)
     return (
       start + A,

@@ -68,12 +68,20 @@ def has_attention(dtype, head_dim: int, v_head_dim: int) -> bool:
   return columns <= 384 or _capability() in _MUCH_SHARED_MEMORY
 
 
-def attend(q_BTNH, k_BTKH, v_BTKV, first_BT, scale: float):
-  """Attention [B, T, N, V] of each token to the tokens `first_BT` to itself."""
+def attend(q_BTNH, k_BTKH, v_BTKV, segments_BT, window, scale: float):
+  """`attention.attend`, without the blocks of keys that no query sees.
+
+  A segment is a run of tokens: equal numbers apart are two segments.
+  """
   _prepare()
   from tokamax._src.ops.attention import api, base
 
   T = q_BTNH.shape[1]
+  token_T = jnp.arange(T)
+  is_first_BT = jnp.diff(segments_BT, prepend=segments_BT[:, :1]) != 0
+  first_BT = jax.lax.cummax(jnp.where(is_first_BT, token_T, 0), axis=1)
+  if window is not None:
+    first_BT = jnp.maximum(first_BT, token_T - window + 1)
   pad = lambda x: jnp.pad(x, [(0, 0), (0, -T % _KEY_BLOCK)] + [(0, 0)] * 2)
   q_BTNH, k_BTKH, v_BTKV = map(pad, (q_BTNH, k_BTKH, v_BTKV))
   first_BT = jnp.pad(first_BT, ((0, 0), (0, -T % _KEY_BLOCK)), mode="edge")

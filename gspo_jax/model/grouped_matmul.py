@@ -191,7 +191,7 @@ def swiglu_in_blocks(
   number of (token, expert) pairs.
   """
   operands = x_MD, weights_Mk, experts_Mk, gate_up, down, biases
-  return _experts(*operands, limit)[:2]
+  return _experts(*operands, limit)[0]
 
 
 def _gate(h_bF, weights_b, limit, dtype):
@@ -199,9 +199,7 @@ def _gate(h_bF, weights_b, limit, dtype):
   return rounded(gated(gate, up, limit) * weights_b[:, None], dtype)
 
 
-def _experts(
-  x_MD, weights_Mk, experts_Mk, gate_up, down, biases, limit, *, store=False
-):
+def _experts(x_MD, weights_Mk, experts_Mk, gate_up, down, biases, limit):
   gate_up, down = jnp.asarray(gate_up), jnp.asarray(down)
   k, dtype = experts_Mk.shape[1], x_MD.dtype
   places = _places(experts_Mk, len(gate_up))
@@ -211,7 +209,7 @@ def _experts(
     gate_up_bias, down_bias = (jnp.asarray(x).astype(dtype) for x in biases)
 
   def body(i, state):
-    y_nbD, *h_nbF = state
+    y_nbD, h_nbF = state
     group = places.group_n[i]
     x_bD = jnp.take(x_MD, places.pair_nb[i] // k, axis=0, mode="clip")
     h_bF = x_bD @ gate_up[group].astype(dtype)
@@ -221,25 +219,19 @@ def _experts(
     if biases:
       bias_bD = weights_nb[i][:, None] * wide(down_bias[group])
       y_bD = rounded(wide(y_bD) + bias_bD, dtype)
-    return y_nbD.at[i].set(y_bD), *(h.at[i].set(h_bF) for h in h_nbF)
+    return y_nbD.at[i].set(y_bD), h_nbF.at[i].set(h_bF)
 
-  state = [jnp.zeros((n, b, down.shape[2]), dtype)]
-  if store:
-    state.append(jnp.zeros((n, b, gate_up.shape[2]), dtype))
-  y_nbD, *h_nbF = jax.lax.fori_loop(0, places.count, body, tuple(state))
+  # Without a gradient XLA removes the hidden rows from the loop.
+  state = tuple(jnp.zeros((n, b, x.shape[2]), dtype) for x in (down, gate_up))
+  y_nbD, h_nbF = jax.lax.fori_loop(0, places.count, body, state)
   y_MkD = _take(y_nbD.reshape(n * b, -1), places.slot_Mk)
   y_MD = rounded(y_MkD.sum(1, dtype=jnp.float32), dtype)
-  return y_MD, places.num_pairs, (places, *h_nbF)
-
-
-def _experts_forward(*operands):
-  y_MD, num_pairs, residuals = _experts(*operands, store=True)
-  return (y_MD, num_pairs), (operands[:-1], residuals)
+  operands = x_MD, weights_Mk, gate_up, down, biases
+  return (y_MD, places.num_pairs), (operands, places, h_nbF)
 
 
 def _experts_backward(limit, residuals, cotangents):
-  (x_MD, weights_Mk, _, gate_up, down, biases), (places, h_nbF) = residuals
-  gate_up, down = jnp.asarray(gate_up), jnp.asarray(down)
+  (x_MD, weights_Mk, gate_up, down, biases), places, h_nbF = residuals
   dy_MD, dtype = cotangents[0], x_MD.dtype
   k, (n, b) = weights_Mk.shape[1], places.pair_nb.shape
   weights_nb = _weights(weights_Mk, places, dtype)
@@ -295,7 +287,7 @@ def _experts_backward(limit, residuals, cotangents):
   )
 
 
-swiglu_in_blocks.defvjp(_experts_forward, _experts_backward)
+swiglu_in_blocks.defvjp(_experts, _experts_backward)
 
 
 class _Places(NamedTuple):

@@ -4,6 +4,7 @@ Dimension key: B rows, T tokens, D model width, N query heads, K key-value
 heads, H head width, k experts a token.
 """
 
+import functools
 import math
 
 import jax
@@ -113,16 +114,40 @@ def by_tokens(local, x_BTD, weights, module: str, *others, kept=None, **specs):
 def self_attention(
   x_BTD, weights, cfg: ModelConfig, layer: Layer, angles, segments_BT, cache, i
 ):
-  """Returns the output [B, T, D] and the new (k, v) of layer `i`."""
-  window = layer.window
-  if cache is None:
-    operands = x_BTD, weights, angles, segments_BT
-    y_BTD, updated = _attend_without_cache(*operands, cfg, window)
-  else:
+  """Returns the output [B, T, D] and the new (k, v) of layer `i`.
+
+  Without a cache, attention among the T tokens, in a shard_map over rows,
+  tokens and heads.
+  """
+
+  def run(x_BTD, weights, angles, attend):
     qkv, gate_BTNH = _project(x_BTD, weights, angles, cfg)
-    sinks_N = _sinks(weights, x_BTD.dtype)
-    out_BTNH, updated = cache.attend(i, *qkv, window=window, sinks_N=sinks_N)
+    sinks_N = weights.get("sinks")
+    if sinks_N is not None:  # float32, but rounded as activations
+      sinks_N = wide(sinks_N.astype(x_BTD.dtype))
+    out_BTNH, updated = attend(*qkv, window=layer.window, sinks_N=sinks_N)
     y_BTD = project(gate(out_BTNH, gate_BTNH), weights, "o", axes=2)
+    return y_BTD, updated
+
+  def local(x_BTD, weights, angles, segments_BT):
+    attend = lambda *qkv, **options: (
+      attend_to_all_tokens(*qkv, segments_BT, **options),
+      qkv[1:],
+    )
+    y_BTD, kv = run(x_BTD, weights, angles, attend)
+    return sharding.psum(y_BTD, "tensor"), tuple(map(to_cache, kv))
+
+  if cache is None:
+    # A norm over all heads is whole in memory, and split where the heads are.
+    split = ("q_norm", "k_norm") if cfg.qk_norm_over_heads else ()
+    y_BTD, updated = by_tokens(
+      *(local, x_BTD, weights, "attention", angles, segments_BT),
+      kept=PartitionSpec(sharding.ROW_AXES, "tensor", "context"),
+      **dict.fromkeys(split, PartitionSpec("tensor")),
+    )
+  else:
+    attend = functools.partial(cache.attend, i)
+    y_BTD, updated = run(x_BTD, weights, angles, attend)
   if cfg.output_bias:
     y_BTD = add(y_BTD, weights["o_bias"].astype(y_BTD.dtype))
   return y_BTD, updated
@@ -136,11 +161,6 @@ def gate(x, logits):
 @recomputed
 def _gated_by_sigmoid(x, logits):
   return rounded(wide(x) * jax.nn.sigmoid(wide(logits)), x.dtype)
-
-
-def _sinks(weights, dtype):
-  """Float32 logits [N] of values that are rounded as activations, or None."""
-  return wide(weights["sinks"].astype(dtype)) if "sinks" in weights else None
 
 
 def _project(x_BTD, weights, angles, cfg):
@@ -168,32 +188,6 @@ def _project(x_BTD, weights, angles, cfg):
   return (q_BTNH, k_BTKH, heads("v")), gate_BTNH
 
 
-def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg, window):
-  """Attention among the T tokens, in a shard_map over rows, tokens and heads.
-
-  A device exchanges all heads of its tokens for all tokens of its heads, and
-  back after attention. So all devices along `context` compute equally many
-  scores (arXiv 2309.14509, sec. 3).
-  """
-  heads_first = PartitionSpec(sharding.ROW_AXES, "tensor", "context")
-  # A norm over all heads is whole in memory, and split where the heads are.
-  split = ("q_norm", "k_norm") if cfg.qk_norm_over_heads else ()
-
-  def local(x_BTD, weights, angles, segments_BT):
-    qkv, gate_BTNH = _project(x_BTD, weights, angles, cfg)
-    sinks_N = _sinks(weights, x_BTD.dtype)
-    out_BTNH = attend_to_all_tokens(
-      *qkv, segments_BT, window=window, sinks_N=sinks_N
-    )
-    y_BTD = project(gate(out_BTNH, gate_BTNH), weights, "o", axes=2)
-    y_BTD = sharding.psum(y_BTD, "tensor")
-    return y_BTD, (to_cache(qkv[1]), to_cache(qkv[2]))
-
-  operands = x_BTD, weights, "attention", angles, segments_BT
-  specs = dict.fromkeys(split, PartitionSpec("tensor"))
-  return by_tokens(local, *operands, kept=heads_first, **specs)
-
-
 def to_cache(x_BTKH):
   """[B, K, T, H] in the dtype of caches."""
   return x_BTKH.swapaxes(1, 2).astype(stored(x_BTKH.dtype))
@@ -202,7 +196,12 @@ def to_cache(x_BTKH):
 def attend_to_all_tokens(
   q_BTNH, k_BTKH, v_BTKV, segments_BT, *, window=None, sinks_N=None, scale=None
 ):
-  """`attention.attend`, with the tokens split over `context`."""
+  """`attention.attend`, with the tokens split over `context`.
+
+  A device exchanges all heads of its tokens for all tokens of its heads, and
+  back after attention. So all devices along `context` compute equally many
+  scores (arXiv 2309.14509, sec. 3).
+  """
   C, K = sharding.size("context"), k_BTKH.shape[2]
   split_heads = lambda x: sharding.all_to_all(x, "context", split=2, join=1)
   # With fewer key heads than devices, several devices get the same head.

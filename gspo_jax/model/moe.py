@@ -230,26 +230,23 @@ def route(
   """
   score = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
   scores_ME = score[cfg.scoring_func](logits_ME)
-  if routes_Mk is not None:
-    experts_Mk = routes_Mk.astype(jnp.int32)
-  elif cfg.choice_bias or cfg.n_group > 1:
-    experts_Mk = _best_experts(scores_ME, choice_bias_E, cfg)
-  else:
+  if routes_Mk is None and not (cfg.choice_bias or cfg.n_group > 1):
     weights_Mk, experts_Mk = jax.lax.top_k(scores_ME, cfg.experts_per_token)
     if cfg.norm_topk_prob:
       weights_Mk /= weights_Mk.sum(-1, keepdims=True)
-    return _scaled(weights_Mk, cfg), experts_Mk
-  if cfg.norm_topk_prob:  # unlikely experts would divide 0 by 0
-    log_scores_Mk = _at(_log_scores(logits_ME, cfg), experts_Mk)
-    weights_Mk = jax.nn.softmax(log_scores_Mk)
   else:
-    weights_Mk = _at(scores_ME, experts_Mk)
-  return _scaled(weights_Mk, cfg), experts_Mk
-
-
-def _scaled(weights_Mk, cfg):
-  scale = cfg.routed_scaling_factor
-  return weights_Mk if scale == 1 else scale * weights_Mk
+    experts_Mk = routes_Mk
+    if routes_Mk is None:
+      experts_Mk = _best_experts(scores_ME, choice_bias_E, cfg)
+    experts_Mk = experts_Mk.astype(jnp.int32)
+    if cfg.norm_topk_prob:  # unlikely experts would divide 0 by 0
+      log_scores_Mk = _at(_log_scores(logits_ME, cfg), experts_Mk)
+      weights_Mk = jax.nn.softmax(log_scores_Mk)
+    else:
+      weights_Mk = _at(scores_ME, experts_Mk)
+  if cfg.routed_scaling_factor != 1:
+    weights_Mk *= cfg.routed_scaling_factor
+  return weights_Mk, experts_Mk
 
 
 def _best_experts(scores_ME, choice_bias_E, cfg):
@@ -306,7 +303,8 @@ def dispatch(x_MD, weights_Mk, experts_Mk, gate_up, down, limit=None):
   order = jnp.argsort(experts_Mk.reshape(-1), stable=True)
   sizes_E = jnp.bincount(experts_Mk.reshape(-1), length=len(gate_up.weight))
   weights = weights_Mk.reshape(-1)[order].astype(x_MD.dtype)
-  y = ep.multiply(x_MD[order // k], weights, gate_up, down, sizes_E, limit)
+  h = lora.grouped_product(x_MD[order // k], gate_up, sizes_E)
+  y = ep.project_down(h, weights, down, sizes_E, limit)
   num_rows = sizes_E.sum(dtype=jnp.int32)
   y = jnp.where(jnp.arange(M * k)[:, None] < num_rows, y, 0)
   # A gather by the inverse permutation, whose gradient is a permutation, too.

@@ -82,7 +82,7 @@ def read(
     plain = low and window is None and sinks_N is None
     fits = gpu.fills_tiles(width, t) and t <= _GPU_KERNEL_TOKENS
     if plain and fits and gpu.has_kernels():
-      out_BTKUV = _as_rows(by_gpu_kernel, *inputs)
+      out_BTKUV = by_gpu_kernel(*inputs)
     else:
       q_BKTUH = q_BTKUH.swapaxes(1, 2)
       q_BKUH = q_BKTUH.reshape(B, K, -1, width)
@@ -95,31 +95,26 @@ def read(
   return out_BTKjUV.reshape(B, T, N, -1)
 
 
-def _as_rows(attend, q_BTKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
-  """`attend` of rows with one query each."""
-  (B, T), t = q_BTKUH.shape[:2], k_KntH.shape[2]
-  q_RKUH = q_BTKUH.reshape(B * T, *q_BTKUH.shape[2:])
-  if T > 1:
-    lengths_BT = lengths_B[:, None] + jnp.arange(T)
-    lengths_BT = jnp.minimum(lengths_BT, table_BW.shape[1] * t)
-    lengths_B = jnp.where(lengths_B[:, None] > 0, lengths_BT, 0).reshape(-1)
-    table_BW = jnp.repeat(table_BW, T, axis=0)
-  out_RKUV = attend(q_RKUH, k_KntH, v_KntH, table_BW, lengths_B, scale)
-  return out_RKUV.reshape(B, T, *out_RKUV.shape[1:])
+def by_gpu_kernel(q_BTKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
+  """JAX's GPU kernel, for which each query is a row.
 
-
-def by_gpu_kernel(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
-  """JAX's GPU kernel. The tokens of a row are split if there are few rows."""
+  The tokens of a row are split if there are few rows.
+  """
   from jax.experimental.pallas.ops.gpu import paged_attention as pa
 
-  B, K, U, H = q_BKUH.shape
-  t, W = k_KntH.shape[2], table_BW.shape[1]
+  B, T, K, U, H = q_BTKUH.shape
+  R, t, W = B * T, k_KntH.shape[2], table_BW.shape[1]
+  if T > 1:
+    lengths_BT = lengths_B[:, None] + jnp.arange(T)
+    lengths_BT = jnp.minimum(lengths_BT, W * t)
+    lengths_B = jnp.where(lengths_B[:, None] > 0, lengths_BT, 0).reshape(-1)
+    table_BW = jnp.repeat(table_BW, T, axis=0)
   block = max(1, _GPU_KERNEL_TOKENS // t)
-  splits = min(-(-_GPU_PROGRAMS // (B * K)), -(-W // block))
+  splits = min(-(-_GPU_PROGRAMS // (R * K)), -(-W // block))
   table_BW = jnp.pad(table_BW, ((0, 0), (0, -W % (block * splits))))
-  q_BNH = rounded(wide(q_BKUH) * scale, q_BKUH.dtype).reshape(B, K * U, H)
-  out_BNH = pa.paged_attention(
-    q_BNH,
+  q_RNH = rounded(wide(q_BTKUH) * scale, q_BTKUH.dtype).reshape(R, K * U, H)
+  out_RNH = pa.paged_attention(
+    q_RNH,
     k_KntH,
     v_KntH,
     table_BW,
@@ -127,7 +122,7 @@ def by_gpu_kernel(q_BKUH, k_KntH, v_KntH, table_BW, lengths_B, scale):
     pages_per_compute_block=block,
     k_splits=splits,
   )
-  return out_BNH.reshape(q_BKUH.shape)
+  return out_RNH.reshape(q_BTKUH.shape)
 
 
 def by_blocks(

@@ -92,7 +92,7 @@ def test_attention_by_compute_capability(
 ):
   monkeypatch.setattr(attention.sharding, "platform", lambda: "gpu")
   monkeypatch.setattr(gpu, "_capability", lambda: capability)
-  monkeypatch.setattr(gpu, "attend", lambda q, k, v, first, scale: "kernel")
+  monkeypatch.setattr(gpu, "attend", lambda *operands: "kernel")
   monkeypatch.setattr(attention, "checkpoint_name", lambda x, name: x)
   q, segments = normal(0, 1, 8, 4, H, dtype=dtype), jnp.zeros((1, 8), int)
   out = attention.attend(q, q, q, segments, **options)

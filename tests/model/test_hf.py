@@ -103,6 +103,13 @@ def require_transformers_logits(name, folder, **changes):
 # Parity.
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral"])
+def test_names_of_a_family_do_not_depend_on_how_it_runs(name):
+  options = {"float32_head": True, "float32_router": True}
+  cfg = dataclasses.replace(config(name), **options)
+  require_equal(hf.load_hf(GOLDENS / name, cfg), loaded(name))
+
+
 def inputs(name, padding):
   """The golden tokens, positions and mask."""
   mask = golden(name)[f"mask_{padding}"].astype(np.int32)

@@ -7,6 +7,7 @@ reads only what its devices need: parts of tensors, or whole rows from a bucket.
 import functools
 import json
 import math
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,33 +79,33 @@ def load_hf(
     tensor: by_path.get(tensor.path, one_device)
     for tensor in tensor_maps(cfg, source.layout)
   }
-  for tensor, sharding in shardings.items():
-    if tensor.stacked:
-      shape = (len(tensor.layers), *tensor.shape)
-      zeros = jax.jit(jnp.zeros, static_argnums=0, out_shardings=sharding)
-      params[tensor.path] = zeros(shape)
-      continue
-    (array,) = _read(source, 0, {tensor: sharding}).values()
-    x, finite = _from_hf(array, **_kind(tensor), sharding=sharding)
-    params[tensor.path] = x
-    _require_finite(source, 0, {tensor: (array, finite)})
-    if tensor.path == "embed" and source.has_second_head(cfg):
-      _require_equal_head(source, array, tensor, sharding)
   stacked = {t: s for t, s in shardings.items() if t.stacked}
+  for tensor, sharding in stacked.items():
+    shape = (len(tensor.layers), *tensor.shape)
+    zeros = jax.jit(jnp.zeros, static_argnums=0, out_shardings=sharding)
+    params[tensor.path] = zeros(shape)
+  # The host holds one of these parts at a time.
+  parts = [(0, {t: s}) for t, s in shardings.items() if not t.stacked]
+  for i in range(cfg.num_layers):
+    parts.append((i, {t: s for t, s in stacked.items() if i in t.layers}))
   with Progress(f"loading {folder}", cfg.num_layers, "layers") as progress:
-    for i in range(cfg.num_layers):
+    for i, part in parts:
       checked = {}
-      here = {t: s for t, s in stacked.items() if i in t.layers}
-      for tensor, array in _read(source, i, here).items():
-        place = functools.partial(
-          _from_hf, **_kind(tensor), sharding=stacked[tensor]
+      for tensor, array in _read(source, i, part).items():
+        params[tensor.path], finite = _from_hf(
+          array,
+          params.get(tensor.path),
+          tensor.layers.index(i),
+          **_kind(tensor),
+          sharding=part[tensor],
         )
-        at = tensor.layers.index(i)
-        params[tensor.path], finite = place(array, params[tensor.path], at)
         checked[tensor] = array, finite
-      # It waits: otherwise the host would read all layers ahead of the copies.
+      # It waits: otherwise the host would read all parts ahead of the copies.
       _require_finite(source, i, checked)
-      progress.advance()
+      for tensor, (array, _) in checked.items():
+        if tensor.path == "embed" and source.has_second_head(cfg):
+          _require_equal_head(source, array, tensor, part[tensor])
+      progress.advance(part.keys() <= stacked.keys())
   return tree_of_paths(params)
 
 
@@ -323,11 +324,14 @@ def _create(folder, config: dict, like, beside) -> epath.Path:
   """The folder to write into, with all files but the tensors."""
   partial = folders.begin(folder)
   (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-  if beside:
-    folders.write_files(beside, partial)
-  for name in _COPIED_FILES if like and not beside else ():
-    if (source := epath.Path(like) / name).is_file():
-      (partial / name).write_bytes(source.read_bytes())
+  with tempfile.TemporaryDirectory() as scratch:
+    sources = [epath.Path(like) / name for name in _COPIED_FILES if like]
+    if beside:
+      beside(Path(scratch))
+      sources = epath.Path(scratch).iterdir()
+    for source in sources:
+      if source.is_file():
+        (partial / source.name).write_bytes(source.read_bytes())
   return partial
 
 

@@ -224,12 +224,9 @@ def family_name(cfg: ModelConfig) -> str | None:
 
 def _plain(cfg: ModelConfig) -> ModelConfig:
   """`cfg` without what tensors and outputs do not depend on."""
-  changes = {
-    "dtype": "float32",
-    "remat": "none",
-    "unroll": None,
-    "lora": None,
-    "classifier": False,
+  default = {field.name: field.default for field in dataclasses.fields(cfg)}
+  changes = {name: default[name] for name in (*_RUNTIME_FIELDS, "classifier")}
+  changes |= {
     "first": (),
     "pattern": cfg.layers,
     "dense_mlp_dim": cfg.dense_dim,

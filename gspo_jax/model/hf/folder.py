@@ -5,11 +5,6 @@ bucket cannot rename a folder: there the file that readers open first, such as
 the index of the weights, is written last.
 """
 
-import shutil
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
-
 from etils import epath
 
 from gspo_jax.model.config import DTYPES
@@ -17,8 +12,6 @@ from gspo_jax.model.hf.tensors import INDEX, SINGLE, import_safetensors
 from gspo_jax.record.run_files import in_bucket
 from gspo_jax.runtime.errors import UserError, with_reason
 from gspo_jax.runtime.key import Choice
-
-_CHUNK = 64 << 20  # bytes of a file in memory while it is copied
 
 
 def require_new(folder: epath.PathLike, dtype: str) -> None:
@@ -54,15 +47,6 @@ def begin(folder: epath.PathLike) -> epath.Path:
 def finish(partial: epath.Path, folder: epath.PathLike) -> None:
   if not in_bucket(partial):
     partial.replace(folder)
-
-
-def write_files(write: Callable[[Path], None], folder: epath.Path) -> None:
-  """Copies to `folder` the files that `write` puts into a local folder."""
-  with tempfile.TemporaryDirectory() as scratch:
-    write(Path(scratch))
-    for path in sorted(Path(scratch).iterdir()):
-      with path.open("rb") as source, (folder / path.name).open("wb") as copy:
-        shutil.copyfileobj(source, copy, _CHUNK)
 
 
 def writing(folder: epath.PathLike):
