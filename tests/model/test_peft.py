@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 
 from gspo_jax import model
 from gspo_jax.model import hf, lora
-from gspo_jax.model.hf.peft import CONFIG
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 
@@ -40,7 +38,7 @@ OTHERS = {
 # transformers has this limit in its code.
 OTHERS["gpt-oss"] = dataclasses.replace(OTHERS["gpt-oss"], swiglu_limit=7.0)
 # Its projections are Qwen3-Next's.
-NEXT = dataclasses.replace(OTHERS["qwen3.5"], norm_topk_prob=False)
+NEXT = dataclasses.replace(OTHERS["qwen3.5"], linear_fused=True)
 each_model = pytest.mark.parametrize(
   "cfg", [DENSE, MOE, *OTHERS.values()], ids=["dense", "moe", *OTHERS]
 )
@@ -170,48 +168,22 @@ def test_peft_gives_our_logits(cfg, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, again, adapters)
 
 
-START = "base_model.model.model.layers.0.linear_attn.in_proj_"
-
-
-def test_weights_of_one_linear_layer_may_have_one_adapter(tmp_path):
-  """Each has the whole A, and its rows of B."""
-  folder, lora = tmp_path / "peft", model.LoraConfig(3, 5.0, "attention")
-  rows, rng = np.arange(24), np.random.default_rng(0)
-  for cfg, module, groups in (
-    (OTHERS["qwen3.5"], "qkv", [range(32), range(32, 64), range(64, 88)]),
-    # q, k, v and z of a key head, of 16 + 16 + 12 + 12 rows, then of the other.
-    (NEXT, "qkvz", [rows[:16], rows[:16] + 16, rows[:12] + 32, rows[:12] + 44]),
-  ):
-    cfg = dataclasses.replace(cfg, lora=lora)
-    hf.save_peft(base_and_adapters(cfg)[1], cfg, folder, base="")
-    file, path = folder / "adapter_model.safetensors", folder / CONFIG
-    tensors, config = load_file(file), json.loads(path.read_text())
-    names = [name for name in tensors if f"_{module}." in name]
-    n, rank = len(groups), config["rank_pattern"]
-    assert rank[f"in_proj_{module}"] == 3 * n
-    assert config["alpha_pattern"][f"in_proj_{module}"] == 5 * n
-    wrong = {name: x + 1 for name, x in tensors.items() if name in names}
-    save_file(tensors | wrong, file)
-    with pytest.raises(UserError, match=r"not 0 outside .* \(2\): "):
-      hf.load_peft(folder, cfg)
-    for name, x in tensors.items():
-      for key in rank:
-        if f".{key}." in name:
-          shape = (3, x.shape[1]) if "lora_A" in name else (len(x), 3)
-          tensors[name] = rng.normal(size=shape).astype("f4")
-    save_file(tensors, file)
-    with pytest.raises(UserError, match="misshapen"):
-      hf.load_peft(folder, cfg)
-    change(folder, rank_pattern={}, alpha_pattern={})
-    read = hf.load_peft(folder, cfg)["layers"]["delta_net"]
-    a, b = (tensors[f"{START}{module}.lora_{end}.weight"] for end in "AB")
-    b = b.reshape(2 if module == "qkvz" else 1, -1, 3)
-    for key, own in zip("qkvz", groups, strict=False):
-      np.testing.assert_array_equal(read[f"{key}_lora_a"][0], a.T)
-      expected = np.concatenate([x[list(own)] for x in b])
-      found = read[f"{key}_lora_b"][0].reshape(3, -1).T
-      np.testing.assert_array_equal(found, expected)
-    shutil.rmtree(folder)
+@pytest.mark.parametrize("cfg", [OTHERS["qwen3.5"], NEXT])
+def test_rows_of_b_are_those_of_the_projection(cfg, tmp_path):
+  """In the file of Qwen3.5, all queries, all keys, and then all values."""
+  _, adapters = base_and_adapters(cfg)
+  hf.save_peft(adapters, cfg, tmp_path / "peft", base="")
+  tensors = load_file(tmp_path / "peft/adapter_model.safetensors")
+  of = adapters["layers"]["delta_net"]
+  name = "qkvz" if cfg.linear_fused else "qkv"
+  start = f"base_model.model.model.layers.0.linear_attn.in_proj_{name}.lora_"
+  a, b = (tensors[f"{start}{end}.weight"] for end in "AB")
+  np.testing.assert_array_equal(a.T, of[f"{name}_lora_a"][0])
+  grouped = np.asarray(of[f"{name}_lora_b"][0])  # rank, key head, column
+  widths = [16, 32] if name == "qkv" else []
+  parts = np.split(grouped, widths, -1)
+  rows = np.concatenate([x.reshape(3, -1) for x in parts], -1)
+  np.testing.assert_array_equal(b.T, rows)
 
 
 def test_adapters_to_a_model_of_images_are_read(tmp_path):
