@@ -7,7 +7,6 @@ and down_proj. PEFT adapts them by `target_parameters`: one `lora_A`
 """
 
 import json
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -25,7 +24,6 @@ from gspo_jax.model.hf.tensors import (
   TensorFile,
   TensorMap,
   layout_in,
-  layout_of,
   listed,
   require_tensors,
   save_tensors,
@@ -60,29 +58,23 @@ _SUPPORTED = {
 }
 
 
-class _Matrix(NamedTuple):
-  name: str  # what the config calls its weight: a module, or a parameter
-  is_parameter: bool  # whether PEFT adapts a parameter, not a linear layer
-  map: TensorMap
-
-
-def _matrices(cfg: ModelConfig, layout: Layout) -> list[_Matrix]:
-  matrices = []
-  layout = layout._replace(fused_experts=False)
+def _maps(cfg: ModelConfig, layout: Layout) -> tuple[list[TensorMap], dict]:
+  """The tensors of all adapters, and what the config says of their weights."""
+  maps, modules, arrays = [], {}, {}
   tensors = {tensor.path: tensor for tensor in tensor_maps(cfg, layout)}
   for row in parameters.adapted(cfg):
     tensor = tensors[row.path]
     module = tensor.names[0].removesuffix(".weight")
     start, layer, rest = module.partition("layers.{i}.")
-    is_parameter = bool(cfg.num_experts) and row.target == "mlp"
     if row.end in _EXPERT_PARAMETERS:
       name, end = _EXPERT_PARAMETERS[row.end]
       module = start + layer + end
-    elif is_parameter:
+      arrays[name] = None
+    elif cfg.num_experts and row.target == "mlp":
       # Beside experts, PEFT takes a module gate_proj for a part of an expert.
-      name = f"{rest}.weight"
+      arrays[f"{rest}.weight"] = None
     else:
-      name = module.rpartition(".")[2]
+      modules[module.rpartition(".")[2]] = None
     for kind, x in zip("AB", row.adapters, strict=True):
       experts, inputs, outputs = x.groups
       # (expert, rank) by input, and output by (rank, expert).
@@ -92,11 +84,14 @@ def _matrices(cfg: ModelConfig, layout: Layout) -> list[_Matrix]:
         shape=x.shape(cfg),
         names=(f"base_model.model.{module}.lora_{kind}.weight",),
         axes=axes[kind == "B"],
-        interleaved=kind == "B" and tensor.interleaved,
-        rows=tensor.rows if kind == "B" else (),
       )
-      matrices.append(_Matrix(name, is_parameter, adapter))
-  return matrices
+      if kind == "A":  # its rows are ranks
+        adapter = adapter._replace(interleaved=False, rows=())
+      maps.append(adapter)
+  return maps, {
+    "target_modules": [*modules],
+    "target_parameters": [*arrays] or None,
+  }
 
 
 def save_peft(
@@ -111,24 +106,15 @@ def save_peft(
     lambda: multihost.is_primary() and write()
   )
   on_primary(lambda: folders.require_new(folder, "float32"))
-  layout = multihost.run_on_all(lambda: layout_of(base) if base else PLAIN)
   # Without images, as `AutoModelForCausalLM` reads the folder.
-  matrices = _matrices(cfg, layout._replace(with_images=False))
-  leaves = sharding.leaves_by_path(adapters)
-  tensors = {}
-  for _, _, x in matrices:
+  maps, targets = _maps(cfg, PLAIN)
+  leaves, tensors = sharding.leaves_by_path(adapters), {}
+  for x in maps:
     stack = multihost.to_host(leaves[x.path])
     for i, layer in zip(x.layers, stack, strict=True):
       tensors[x.names[0].format(i=i)] = x.to_hf(layer).reshape(x.tensor_shape)
-  config = _config(matrices, cfg, base)
-  on_primary(lambda: _write(folder, config, tensors))
-
-
-def _config(matrices, cfg, base) -> dict:
-  modules = dict.fromkeys(x.name for x in matrices if not x.is_parameter)
-  arrays = dict.fromkeys(x.name for x in matrices if x.is_parameter)
   alpha = cfg.lora.alpha
-  return {
+  config = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
     "base_model_name_or_path": base or None,
@@ -136,10 +122,9 @@ def _config(matrices, cfg, base) -> dict:
     "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
     "lora_dropout": 0.0,
     "bias": "none",
-    "target_modules": list(modules),
-    "target_parameters": list(arrays) or None,
     "inference_mode": True,
   }
+  on_primary(lambda: _write(folder, config | targets, tensors))
 
 
 def _write(folder, config, arrays):
@@ -174,14 +159,15 @@ def _read(folder: epath.Path, cfg) -> dict[str, np.ndarray]:
     raise UserError(f"{path}: no such file")
   with with_reason(str(path)), content_of(f"{path}: damaged"):
     stored = TensorFile(path).tensors
-  maps = [matrix.map for matrix in _matrices(cfg, layout_in(stored))]
+  maps, _ = _maps(cfg, layout_in(stored))
   shapes = {
     x.names[0].format(i=i): x.tensor_shape for x in maps for i in x.layers
   }
   kinds = {name: (x.shape, x.dtype) for name, x in stored.items()}
   dtypes = *FLOATS, "F64"
   require_tensors(folder, kinds, shapes, dtypes, "among model.lora.targets")
-  tensors = {name: x[:,].astype(np.float32) for name, x in stored.items()}
+  whole = (slice(None),)
+  tensors = {name: x[whole].astype(np.float32) for name, x in stored.items()}
   infinite = [name for name, x in tensors.items() if not np.isfinite(x).all()]
   if infinite:
     raise UserError(f"{folder}: {listed('NaN or infinite weights', infinite)}")
