@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import FAMILIES
+from hf_folders import tensors_of
 from random_model import base_and_adapters
 from safetensors.numpy import load_file, save_file
 
@@ -94,24 +95,44 @@ def test_adapters_of_other_numbers_are_refused(saved):
       hf.load_peft(saved, DENSE)
 
 
-def test_the_tensors_are_those_of_linear_layers(saved):
-  """y + alpha / r * (x lora_A.T) lora_B.T, heads side by side."""
-  config = json.loads((saved / "adapter_config.json").read_text())
+QKVO = {f"{name}_proj" for name in "qkvo"}
+MODULES = {
+  "dense": (DENSE, {*QKVO, "gate_proj", "up_proj", "down_proj"}),
+  "qwen3.5": (
+    OTHERS["qwen3.5"],
+    {*QKVO, *(f"in_proj_{end}" for end in ("qkv", "z", "b", "a")), "out_proj"},
+  ),
+  "next": (NEXT, {*QKVO, "in_proj_qkvz", "in_proj_ba", "out_proj"}),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_tensors_are_those_of_linear_layers(name, tmp_path):
+  """An export of the sum has alpha / r lora_B lora_A more in each of them."""
+  cfg, modules = MODULES[name]
+  base, adapters = base_and_adapters(cfg)
+  merged = lora.merge(lora.join(base, adapters), cfg.lora)
+  hf.save_peft(adapters, cfg, tmp_path / "peft", base="")
+  config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
   assert (config["peft_type"], config["r"]) == ("LORA", 3)
   assert config["lora_alpha"] == 5
-  assert set(config["target_modules"]) == {
-    *("q_proj", "k_proj", "v_proj", "o_proj"),
-    *("gate_proj", "up_proj", "down_proj"),
-  }
-  tensors = load_file(saved / "adapter_model.safetensors")
-  base, adapters = base_and_adapters(DENSE)
-  merged = lora.merge(lora.join(base, adapters), DENSE.lora)["layers"]
-  start = "base_model.model.model.layers.1.self_attn.{}_proj.lora_{}.weight"
-  for name, shape in (("q", (16, 32)), ("o", (32, 16))):
-    delta = merged["attention"][name] - base["layers"]["attention"][name]
-    a, b = (tensors[start.format(name, end)] for end in "AB")
-    expected = np.asarray(delta[1]).reshape(shape)
-    np.testing.assert_allclose(5 / 3 * (b @ a).T, expected, atol=1e-5)
+  assert set(config["target_modules"]) == modules
+  exports = []
+  for number, params in enumerate((base, merged)):
+    folder = tmp_path / str(number)
+    hf.save_hf(params, dataclasses.replace(cfg, lora=None), folder)
+    exports.append(tensors_of(folder))
+  before, after = exports
+  tensors = load_file(tmp_path / "peft/adapter_model.safetensors")
+  found = set()
+  for key, a in tensors.items():
+    module = key.removeprefix("base_model.model.").partition(".lora_A")[0]
+    if (weight := f"{module}.weight") in after:
+      b = tensors[key.replace("lora_A", "lora_B")]
+      added = after[weight] - before[weight]
+      np.testing.assert_allclose(5 / 3 * (b @ a), added, atol=1e-5)
+      found.add(module.rpartition(".")[2])
+  assert found >= modules
 
 
 def test_experts_are_numbered_as_in_peft(tmp_path):
@@ -166,24 +187,6 @@ def test_peft_gives_our_logits(cfg, tmp_path):
   theirs.save_pretrained(tmp_path / "again")
   again = hf.load_peft(tmp_path / "again", cfg)
   jax.tree.map(np.testing.assert_array_equal, again, adapters)
-
-
-@pytest.mark.parametrize("cfg", [OTHERS["qwen3.5"], NEXT])
-def test_rows_of_b_are_those_of_the_projection(cfg, tmp_path):
-  """In the file of Qwen3.5, all queries, all keys, and then all values."""
-  _, adapters = base_and_adapters(cfg)
-  hf.save_peft(adapters, cfg, tmp_path / "peft", base="")
-  tensors = load_file(tmp_path / "peft/adapter_model.safetensors")
-  of = adapters["layers"]["delta_net"]
-  name = "qkvz" if cfg.linear_fused else "qkv"
-  start = f"base_model.model.model.layers.0.linear_attn.in_proj_{name}.lora_"
-  a, b = (tensors[f"{start}{end}.weight"] for end in "AB")
-  np.testing.assert_array_equal(a.T, of[f"{name}_lora_a"][0])
-  grouped = np.asarray(of[f"{name}_lora_b"][0])  # rank, key head, column
-  widths = [16, 32] if name == "qkv" else []
-  parts = np.split(grouped, widths, -1)
-  rows = np.concatenate([x.reshape(3, -1) for x in parts], -1)
-  np.testing.assert_array_equal(b.T, rows)
 
 
 def test_adapters_to_a_model_of_images_are_read(tmp_path):
