@@ -158,6 +158,9 @@ class ModelConfig:
   linear_key_head_dim: int = 0
   linear_value_head_dim: int = 0
   linear_conv_kernel_dim: int = 4
+  # Queries, keys, values and gates are one projection, the two numbers of a
+  # head another, as in Qwen3-Next. In Qwen3.5 gates and numbers are apart.
+  linear_fused: bool = False
   qk_norm: bool = True  # queries and keys have an RMSNorm
   # This norm is over all heads together, not per head.
   qk_norm_over_heads: bool = False

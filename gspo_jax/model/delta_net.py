@@ -30,7 +30,7 @@ from gspo_jax.runtime import sharding
 _CHUNK = {"tpu": 128, "cpu": 32}  # tokens; elsewhere 64
 _BLOCK = 8  # rows that `_inverse` solves one by one
 _NORM_EPS = 1e-6  # of the norm of queries and keys
-_BY_HEAD = "q_conv", "k_conv", "v_conv", "A_log", "dt_bias"
+_BY_HEAD = "conv", "A_log", "dt_bias"
 _HEADS = PartitionSpec(sharding.BATCH_AXES, None, "tensor")  # [B, T, heads]
 _STATES = PartitionSpec(sharding.BATCH_AXES, "tensor")  # [B, heads, ...]
 _einsum = functools.partial(jnp.einsum, precision="highest")
@@ -67,12 +67,18 @@ def gated_delta_net(
 
 
 def _project(x_BTD, weights):
-  """(queries, keys, values, b, a), and the gate of the output.
+  """The inputs of `mix`, and the gate z of the output [B, T, M, V].
 
   b is the logit of b_t, a is g_t before `softplus`, the bias and the rate.
   """
   heads = lambda name: checkpoint_name(project(x_BTD, weights, name), "heads")
-  return tuple(map(heads, ("q", "k", "v", "b", "a"))), heads("z")
+  if "qkvz" in weights:
+    x_BTGX, z = jnp.split(heads("qkvz"), [weights["conv"].shape[1]], -1)
+    b, a = jnp.split(heads("ba"), 2, -1)
+  else:
+    x_BTGX, z, b, a = map(heads, ("qkv", "z", "b", "a"))
+  by_head = lambda x, *width: x.reshape(*x.shape[:2], -1, *width)
+  return (x_BTGX, by_head(b), by_head(a)), by_head(z, len(weights["norm"]))
 
 
 def _output(out_BTMV, z_BTMV, weights, cfg):
@@ -99,7 +105,7 @@ def _mix_without_cache(x_BTD, weights, segments_BT, cfg):
 
   def local(x_BTD, weights, segments_BT):
     inputs, z_BTMV = _project(x_BTD, weights)
-    out_BTMV, states = _mix_all_tokens(inputs, weights, segments_BT)
+    out_BTMV, states = _mix_all_tokens(inputs, weights, segments_BT, cfg)
     y_BTD = _output(out_BTMV, z_BTMV, weights, cfg)
     return sharding.psum(y_BTD, "tensor"), states
 
@@ -108,41 +114,42 @@ def _mix_without_cache(x_BTD, weights, segments_BT, cfg):
   return by_tokens(local, *operands, kept=heads)
 
 
-def _mix_all_tokens(inputs, weights, segments_BT):
+def _mix_all_tokens(inputs, weights, segments_BT, cfg):
   """`mix`, with the tokens split over `context`."""
-  q_BTGK, k_BTGK, v_BTMV, b_BTM, a_BTM = inputs
-  C, G = sharding.size("context"), q_BTGK.shape[2]
-  # With fewer key heads than devices, several devices get the same head.
+  C, G = sharding.size("context"), len(weights["conv"])
+  K, V = cfg.linear_key_head_dim, cfg.linear_value_head_dim
+  # With fewer key heads than devices, several devices get the same head: all of
+  # its query and key, and a part of its values.
   copies = math.lcm(G, C) // G
-  repeat = lambda x: jnp.repeat(x, copies, axis=2)
-  exchange = lambda x: sharding.all_to_all(x, "context", split=2, join=1)
+
+  def divided(x, axis):
+    if copies == 1:
+      return x
+    keys, values = jnp.split(x, [2 * K], axis + 1)
+    keys = jnp.repeat(keys, copies, axis)
+    values = values.reshape(*keys.shape[: axis + 1], -1, *x.shape[axis + 2 :])
+    return jnp.concatenate([keys, values], axis + 1)
 
   def heads_here(name):
     x = weights[name]
-    if name in ("q_conv", "k_conv"):
-      x = jnp.repeat(x, copies, axis=0)
+    if name == "conv":
+      x = divided(x, axis=0)
     n = len(x) // C
     start = sharding.index("context") * n
     return jax.lax.dynamic_slice_in_dim(x, start, n)
 
-  segments_BT = sharding.gather(segments_BT, "context", dim=1)
-  real_BT = segments_BT != 0
-  inputs = repeat(q_BTGK), repeat(k_BTGK), v_BTMV, b_BTM, a_BTM
-  inputs = tuple(map(exchange, inputs))
+  exchange = lambda x: sharding.all_to_all(x, "context", split=2, join=1)
+  x_BTGX, *others = inputs
+  inputs = tuple(map(exchange, (divided(x_BTGX, axis=2), *others)))
   by_head = {name: heads_here(name) for name in _BY_HEAD}
-  states = _no_states(inputs, by_head["q_conv"].shape[-1])
-  out_BTMV, states = mix(
-    inputs, by_head, _without_padding(segments_BT), real_BT, states
-  )
+  segments_BT = sharding.gather(segments_BT, "context", dim=1)
+  # Before the first token; as `cache.state_shapes`, of a device's heads.
+  (G, X, W), B = by_head["conv"].shape, len(segments_BT)
+  state = jnp.zeros((B, len(by_head["A_log"]), K, V))
+  tail = jnp.zeros((B, G, W - 1, X), stored(x_BTGX.dtype))
+  real_BT, segments_BT = segments_BT != 0, _without_padding(segments_BT)
+  out_BTMV, states = mix(inputs, by_head, segments_BT, real_BT, (state, tail))
   return sharding.all_to_all(out_BTMV, "context", split=1, join=2), states
-
-
-def _no_states(inputs, W):
-  """Before the first token; as `cache.state_shapes`, of a device's heads."""
-  q_BTGK, _, v_BTMV, *_ = inputs
-  (B, _, G, K), (M, V) = q_BTGK.shape, v_BTMV.shape[2:]
-  tail = B, G, W - 1, 2 * K + M // G * V
-  return jnp.zeros((B, M, K, V)), jnp.zeros(tail, stored(v_BTMV.dtype))
 
 
 def _without_padding(segments_BT):
@@ -156,7 +163,7 @@ def mix(inputs, weights, segments_BT, real_BT, states):
   """The convolution and the rule, of all tokens of a device's heads.
 
   Args:
-    inputs: queries and keys [B, T, G, K], values [B, T, M, V], b and a
+    inputs: by key head a query, a key and its values [B, T, G, X], and b and a
       [B, T, M], as they are projected.
     weights: those of `_BY_HEAD`.
     segments_BT: a state begins at 0 where it changes.
@@ -167,33 +174,28 @@ def mix(inputs, weights, segments_BT, real_BT, states):
   Returns:
     The output [B, T, M, V], rounded once, and the states.
   """
-  q_BTGK, k_BTGK, v_BTMV, b_BTM, a_BTM = inputs
-  (B, T, G, K), dtype = q_BTGK.shape, v_BTMV.dtype
-  state_BMKV, tail = states
-  x_BTGX = jnp.concatenate([q_BTGK, k_BTGK, v_BTMV.reshape(B, T, G, -1)], -1)
-  names = "q_conv", "k_conv", "v_conv"
-  convs = [
-    weights[name].reshape(G, -1, weights[name].shape[-1]) for name in names
-  ]
-  conv_GXW = wide(jnp.concatenate(convs, 1).astype(dtype))
+  (x_BTGX, b_BTM, a_BTM), (state_BMKV, tail) = inputs, states
+  (B, T, G, _), dtype = x_BTGX.shape, x_BTGX.dtype
+  _, M, K, V = state_BMKV.shape
+  conv_GXW = wide(weights["conv"].astype(dtype))
   x_BTGX, tail = _convolve(x_BTGX, conv_GXW, segments_BT, real_BT, tail)
   x_BTGX = rounded(jax.nn.silu(x_BTGX), dtype)
   q_BTGK, k_BTGK, v_BTGX = jnp.split(x_BTGX, [K, 2 * K], -1)
-  v_BTGRV = v_BTGX.reshape(B, T, G, -1, v_BTMV.shape[-1])
+  v_BTGRV = v_BTGX.reshape(B, T, G, -1, V)
   by_head = lambda x_BTM: jnp.where(real_BT[..., None], x_BTM, 0).reshape(
     B, T, G, -1
   )
   b_BTGR = by_head(jax.nn.sigmoid(wide(b_BTM)))
   rate_M = -jnp.exp(weights["A_log"])
   g_BTGR = by_head(rate_M * jax.nn.softplus(wide(a_BTM) + weights["dt_bias"]))
-  state = state_BMKV.reshape(B, G, -1, *state_BMKV.shape[2:])
+  state = state_BMKV.reshape(B, G, -1, K, V)
   operands = q_BTGK, k_BTGK, v_BTGRV, g_BTGR, b_BTGR
   if T == 1:
     state, out = _step(state, *(x[:, 0] for x in operands))
     out = out[:, None]
   else:
     state, out = _by_chunk(state, *operands, segments_BT)
-  out_BTMV = checkpoint_name(out.reshape(v_BTMV.shape), "attention")
+  out_BTMV = checkpoint_name(out.reshape(B, T, M, V), "attention")
   return out_BTMV, (state.reshape(state_BMKV.shape), tail)
 
 

@@ -13,7 +13,8 @@ adapter, q and k widths of the norms of queries and keys.
 Of MLA: Cq and C widths of the latents of queries and of keys and values, Cr C
 and the rotary columns of a key, Hkv the rest of a key and a value, Ho a value.
 Of a gated DeltaNet: G key heads, Hk their width, M value heads, Hv their width,
-W tokens of the convolution.
+R value heads of a key head, X columns of a key head: its query, its key and its
+values, Xz its gates, too, W tokens of the convolution.
 """
 
 import dataclasses
@@ -45,6 +46,10 @@ def _sizes(cfg: ModelConfig) -> dict[str, int]:
   sizes |= {"G": cfg.linear_num_key_heads, "Hk": cfg.linear_key_head_dim}
   sizes |= {"M": cfg.linear_num_value_heads, "Hv": cfg.linear_value_head_dim}
   sizes |= {"W": cfg.linear_conv_kernel_dim}
+  R = sizes["M"] // max(1, sizes["G"])
+  sizes |= {"2R": 2 * R, "RHv": R * sizes["Hv"]}
+  sizes["X"] = 2 * sizes["Hk"] + sizes["RHv"]
+  sizes["Xz"] = sizes["X"] + sizes["RHv"]
   return sizes | {"r": cfg.lora.rank if cfg.lora else 0}
 
 
@@ -71,6 +76,9 @@ class Parameter:
   init: str = "inputs"
   # The tensors are [outputs, inputs], as in linear layers.
   transposed: bool = True
+  # Of an array in groups of columns, the dimensions of a group. The rows of its
+  # tensor are those of all groups for the first one, then for the second one.
+  parts: tuple[str, ...] = ()
   # Names of the tensors in a family that has others, by its `Family.names`.
   other_names: dict[str, tuple[str, ...]] = dataclasses.field(
     default_factory=dict
@@ -143,6 +151,10 @@ class Parameter:
     """The numbers of the layers that have it; 0 for what is in no layer."""
     return cfg.layers_with(self.module) if self.stacked else (0,)
 
+  def widths(self, cfg: ModelConfig) -> tuple[int, ...]:
+    """The sizes of `parts`."""
+    return tuple(_sizes(cfg)[name] for name in self.parts)
+
   def initial(self, key: jax.Array, cfg: ModelConfig) -> jax.Array:
     experts, inputs, outputs = self.groups
     initializer = {
@@ -167,7 +179,9 @@ _BIAS = {"init": "zeros", "needs": ("attention_bias",)}
 _QK_NORM = _NORM | {"needs": ("qk_norm",)}
 _ATTENTION = {"target": "attention"}
 _Q_LORA = {"needs": ("q_lora_rank",)}
-_CONVOLUTION = {"init": "convolution"}
+_GROUPED = {"parts": ("Hk", "Hk", "RHv")}
+_FUSED = {"needs": ("linear_fused",)}
+_SEPARATE = {"exists": lambda cfg: not cfg.linear_fused}
 _MLP = {"target": "mlp"}
 _ROUTER = {"unrounded": lambda cfg: cfg.float32_router}
 _EXPERT_BIAS = {"init": "zeros", "needs": ("expert_bias",)}
@@ -177,15 +191,6 @@ def _shared_names(end: str) -> dict:
   return {
     "tensors": (f"mlp.shared_experts.{end}.weight",),
     "other_names": {"qwen2_moe": (f"mlp.shared_expert.{end}.weight",)},
-  }
-
-
-def _delta_names(end: str) -> dict:
-  """Qwen3-Next has two tensors, whose rows are in groups by key head."""
-  fused = "qkvz" if end in ("qkv", "z") else "ba"
-  return {
-    "tensors": (f"linear_attn.in_proj_{end}.weight",),
-    "other_names": {"qwen3_next": (f"linear_attn.in_proj_{fused}.weight",)},
   }
 
 
@@ -238,25 +243,21 @@ TABLE = (
             ("self_attn.kv_b_proj.weight",), **_ATTENTION),
   Parameter("layers/mla/o", "N Ho -> D", "heads head_dim whole",
             ("self_attn.o_proj.weight",), **_ATTENTION),
-  # Parameters of one tensor are its rows one after the other, in this order.
-  Parameter("layers/delta_net/q", "D -> G Hk", "embed heads whole",
-            **_delta_names("qkv"), **_ATTENTION),
-  Parameter("layers/delta_net/k", "D -> G Hk", "embed heads whole",
-            **_delta_names("qkv"), **_ATTENTION),
-  Parameter("layers/delta_net/v", "D -> M Hv", "embed heads whole",
-            **_delta_names("qkv"), **_ATTENTION),
+  Parameter("layers/delta_net/qkvz", "D -> G Xz", "embed heads whole",
+            ("linear_attn.in_proj_qkvz.weight",), **_FUSED, **_ATTENTION),
+  Parameter("layers/delta_net/ba", "D -> G 2R", "embed heads whole",
+            ("linear_attn.in_proj_ba.weight",), **_FUSED, **_ATTENTION),
+  Parameter("layers/delta_net/qkv", "D -> G X", "embed heads whole",
+            ("linear_attn.in_proj_qkv.weight",),
+            **_GROUPED, **_SEPARATE, **_ATTENTION),
   Parameter("layers/delta_net/z", "D -> M Hv", "embed heads whole",
-            **_delta_names("z"), **_ATTENTION),
+            ("linear_attn.in_proj_z.weight",), **_SEPARATE, **_ATTENTION),
   Parameter("layers/delta_net/b", "D -> M", "embed heads",
-            **_delta_names("b"), **_ATTENTION),
+            ("linear_attn.in_proj_b.weight",), **_SEPARATE, **_ATTENTION),
   Parameter("layers/delta_net/a", "D -> M", "embed heads",
-            **_delta_names("a"), **_ATTENTION),
-  Parameter("layers/delta_net/q_conv", "G Hk W", "heads whole whole",
-            ("linear_attn.conv1d.weight",), **_CONVOLUTION),
-  Parameter("layers/delta_net/k_conv", "G Hk W", "heads whole whole",
-            ("linear_attn.conv1d.weight",), **_CONVOLUTION),
-  Parameter("layers/delta_net/v_conv", "M Hv W", "heads whole whole",
-            ("linear_attn.conv1d.weight",), **_CONVOLUTION),
+            ("linear_attn.in_proj_a.weight",), **_SEPARATE, **_ATTENTION),
+  Parameter("layers/delta_net/conv", "G X W", "heads whole whole",
+            ("linear_attn.conv1d.weight",), init="convolution", **_GROUPED),
   Parameter("layers/delta_net/A_log", "M", "heads", ("linear_attn.A_log",),
             init="decay", float32=True),
   Parameter("layers/delta_net/dt_bias", "M", "heads", ("linear_attn.dt_bias",),

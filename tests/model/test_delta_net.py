@@ -24,14 +24,11 @@ def normal(rng, *shape):
 
 
 def operands(T, rate=1.0, seed=0):
-  """(queries, keys, values, b, a), and the weights of a device's heads."""
+  """(queries, keys and values; b; a), and the weights of a device's heads."""
   rng = np.random.default_rng(seed)
-  heads = [(G, K), (G, K), (M, V), (M,), (M,)]
-  inputs = tuple(normal(rng, B, T, *shape) for shape in heads)
+  inputs = tuple(normal(rng, B, T, *shape) for shape in [(G, X), (M,), (M,)])
   weights = {
-    "q_conv": normal(rng, G, K, W),
-    "k_conv": normal(rng, G, K, W),
-    "v_conv": normal(rng, M, V, W),
+    "conv": normal(rng, G, X, W),
     "A_log": np.log(rate) + 0.3 * normal(rng, M),
     "dt_bias": normal(rng, M),
   }
@@ -57,22 +54,17 @@ def silu(x):
 
 def by_token(inputs, weights, segments):
   """The recurrence of one row in float64: outputs [T, M, V] and the state."""
-  q, k, v, b, a = (np.float64(x) for x in inputs)
+  x, b, a = (np.float64(x) for x in inputs)
   weights = {name: np.float64(x) for name, x in weights.items()}
   unit = lambda x: x / np.sqrt((x * x).sum(-1, keepdims=True) + EPS)
   state, outs = np.zeros((M, K, V)), []
-  for t in range(len(q)):
+  for t in range(len(x)):
     first = max(0, t - W + 1)
     own = [s for s in range(first, t + 1) if segments[s] == segments[t]]
-
-    def convolved(x, conv, t=t, own=own):
-      return silu(sum(x[s] * conv[..., W - 1 - (t - s)] for s in own))
-
-    q_t, k_t = (
-      unit(convolved(x, weights[f"{name}_conv"])).repeat(R, 0)
-      for x, name in ((q, "q"), (k, "k"))
-    )
-    v_t = convolved(v, weights["v_conv"])
+    x_t = silu(sum(x[s] * weights["conv"][..., W - 1 - (t - s)] for s in own))
+    q_t, k_t, v_t = np.split(x_t, [K, 2 * K], -1)
+    q_t, k_t = unit(q_t).repeat(R, 0), unit(k_t).repeat(R, 0)
+    v_t = v_t.reshape(M, V)
     if t and segments[t] != segments[t - 1]:
       state = np.zeros_like(state)
     step = np.log1p(np.exp(a[t] + weights["dt_bias"]))
@@ -247,10 +239,10 @@ def test_equal_keys_without_decay_stay_finite():
   """The inverse of I + A by powers of A would overflow."""
   T = 512
   inputs, weights = operands(T, rate=1e-6)
-  q, k, v, b, a = inputs
-  same = functools.partial(np.broadcast_to, shape=k.shape)
-  inputs = q, same(k[:, :1]), v, np.full_like(b, 8.0), a
-  weights = weights | {"k_conv": np.ones_like(weights["k_conv"])}
+  x, b, a = inputs
+  x[..., K : 2 * K] = x[:, :1, :, K : 2 * K]
+  weights["conv"][:, K : 2 * K] = 1
+  inputs = x, np.full_like(b, 8.0), a
   segments = np.zeros((B, T), int)
   out, _ = mix(inputs, weights, segments, np.ones((B, T), bool))
   expected, _ = by_token([x[0] for x in inputs], weights, segments[0])
@@ -268,21 +260,14 @@ def test_a_layer_of_qwen3_6_compiles_for_a_tpu(topology):
   shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(
     dims, dtype, sharding=sharding.replicated(mesh)
   )
-  T, key, value, of_head = 4096, (16, 128), (32, 128), (32,)
-  heads = key, key, value, of_head, of_head
-  inputs = tuple(shape(1, T, *dims) for dims in heads)
-  weights = {
-    name: shape(*dims, 4)
-    for name, dims in {"q_conv": key, "k_conv": key, "v_conv": value}.items()
-  }
-  weights |= {
-    name: shape(32, dtype=jnp.float32) for name in ("A_log", "dt_bias")
-  }
+  T, of_head = 4096, shape(32, dtype=jnp.float32)
+  inputs = tuple(shape(1, T, *dims) for dims in [(16, 512), (32,), (32,)])
+  weights = {"conv": shape(16, 512, 4), "A_log": of_head, "dt_bias": of_head}
 
   @functools.partial(jax.grad, argnums=(0, 1))
   def gradient(inputs, weights, segments):
     real = jnp.ones(segments.shape, bool)
-    states = jnp.zeros((1, *value, 128)), jnp.zeros((1, 16, 3, 512))
+    states = jnp.zeros((1, 32, 128, 128)), jnp.zeros((1, 16, 3, 512))
     return delta_net.mix(inputs, weights, segments, real, states)[0].sum()
 
   with jax.set_mesh(mesh):

@@ -368,9 +368,8 @@ def on_a_mesh(name):
     changes = QWEN2 if name == "qwen2" else MOE
     return model.variant("tiny", dtype="float32", **changes)
   changes = {"v_head_dim": 6}
-  if name == "qwen3_next":  # with normed weights the names are Qwen3.5's
-    changes = {"num_experts": 8, "norm_topk_prob": False}
-    changes |= {"linear_value_head_dim": 10}
+  if name == "qwen3_next":
+    changes = {"num_experts": 8, "linear_value_head_dim": 10}
   return dataclasses.replace(config(name), vocab_size=48, **changes)
 
 

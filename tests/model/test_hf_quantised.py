@@ -173,7 +173,7 @@ DELTA_NET = dataclasses.replace(
   shared_gate=True,
   norm_plus_one=True,
   norm_rounds_last=True,
-  norm_topk_prob=False,  # else the names are Qwen3.5's
+  linear_fused=True,
 )
 MLA = dataclasses.replace(
   CFG,

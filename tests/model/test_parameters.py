@@ -110,7 +110,7 @@ def test_muon_has_a_moment_for_each_matrix_and_adamw_two_for_the_rest(name):
       moments[match[1]].append(match[2])
   paths = sharding.leaves_by_path(params).keys()
   assert sorted(moments["mu"]) == sorted(paths)
-  mla = "mla/(q|q_a|q_b|kv_a|kv_b|o)|delta_net/[qkvzbao]"
+  mla = "mla/(q|q_a|q_b|kv_a|kv_b|o)|delta_net/[qkvzbao]+"
   matrix = (
     f"attention/[qkvo]|{mla}|(mlp|shared)/(gate|up|down)|moe/(gate_up|down)"
   )

@@ -2,19 +2,18 @@
 
 import dataclasses
 import json
-import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import FAMILIES
+from hf_folders import tensors_of
 from random_model import base_and_adapters
 from safetensors.numpy import load_file, save_file
 
 from gspo_jax import model
 from gspo_jax.model import hf, lora
-from gspo_jax.model.hf.peft import CONFIG
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 
@@ -40,7 +39,7 @@ OTHERS = {
 # transformers has this limit in its code.
 OTHERS["gpt-oss"] = dataclasses.replace(OTHERS["gpt-oss"], swiglu_limit=7.0)
 # Its projections are Qwen3-Next's.
-NEXT = dataclasses.replace(OTHERS["qwen3.5"], norm_topk_prob=False)
+NEXT = dataclasses.replace(OTHERS["qwen3.5"], linear_fused=True)
 each_model = pytest.mark.parametrize(
   "cfg", [DENSE, MOE, *OTHERS.values()], ids=["dense", "moe", *OTHERS]
 )
@@ -96,24 +95,44 @@ def test_adapters_of_other_numbers_are_refused(saved):
       hf.load_peft(saved, DENSE)
 
 
-def test_the_tensors_are_those_of_linear_layers(saved):
-  """y + alpha / r * (x lora_A.T) lora_B.T, heads side by side."""
-  config = json.loads((saved / "adapter_config.json").read_text())
+QKVO = {f"{name}_proj" for name in "qkvo"}
+MODULES = {
+  "dense": (DENSE, {*QKVO, "gate_proj", "up_proj", "down_proj"}),
+  "qwen3.5": (
+    OTHERS["qwen3.5"],
+    {*QKVO, *(f"in_proj_{end}" for end in ("qkv", "z", "b", "a")), "out_proj"},
+  ),
+  "next": (NEXT, {*QKVO, "in_proj_qkvz", "in_proj_ba", "out_proj"}),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_tensors_are_those_of_linear_layers(name, tmp_path):
+  """An export of the sum has alpha / r lora_B lora_A more in each of them."""
+  cfg, modules = MODULES[name]
+  base, adapters = base_and_adapters(cfg)
+  merged = lora.merge(lora.join(base, adapters), cfg.lora)
+  hf.save_peft(adapters, cfg, tmp_path / "peft", base="")
+  config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
   assert (config["peft_type"], config["r"]) == ("LORA", 3)
   assert config["lora_alpha"] == 5
-  assert set(config["target_modules"]) == {
-    *("q_proj", "k_proj", "v_proj", "o_proj"),
-    *("gate_proj", "up_proj", "down_proj"),
-  }
-  tensors = load_file(saved / "adapter_model.safetensors")
-  base, adapters = base_and_adapters(DENSE)
-  merged = lora.merge(lora.join(base, adapters), DENSE.lora)["layers"]
-  start = "base_model.model.model.layers.1.self_attn.{}_proj.lora_{}.weight"
-  for name, shape in (("q", (16, 32)), ("o", (32, 16))):
-    delta = merged["attention"][name] - base["layers"]["attention"][name]
-    a, b = (tensors[start.format(name, end)] for end in "AB")
-    expected = np.asarray(delta[1]).reshape(shape)
-    np.testing.assert_allclose(5 / 3 * (b @ a).T, expected, atol=1e-5)
+  assert set(config["target_modules"]) == modules
+  exports = []
+  for number, params in enumerate((base, merged)):
+    folder = tmp_path / str(number)
+    hf.save_hf(params, dataclasses.replace(cfg, lora=None), folder)
+    exports.append(tensors_of(folder))
+  before, after = exports
+  tensors = load_file(tmp_path / "peft/adapter_model.safetensors")
+  found = set()
+  for key, a in tensors.items():
+    module = key.removeprefix("base_model.model.").partition(".lora_A")[0]
+    if (weight := f"{module}.weight") in after:
+      b = tensors[key.replace("lora_A", "lora_B")]
+      added = after[weight] - before[weight]
+      np.testing.assert_allclose(5 / 3 * (b @ a), added, atol=1e-5)
+      found.add(module.rpartition(".")[2])
+  assert found >= modules
 
 
 def test_experts_are_numbered_as_in_peft(tmp_path):
@@ -168,50 +187,6 @@ def test_peft_gives_our_logits(cfg, tmp_path):
   theirs.save_pretrained(tmp_path / "again")
   again = hf.load_peft(tmp_path / "again", cfg)
   jax.tree.map(np.testing.assert_array_equal, again, adapters)
-
-
-START = "base_model.model.model.layers.0.linear_attn.in_proj_"
-
-
-def test_weights_of_one_linear_layer_may_have_one_adapter(tmp_path):
-  """Each has the whole A, and its rows of B."""
-  folder, lora = tmp_path / "peft", model.LoraConfig(3, 5.0, "attention")
-  rows, rng = np.arange(24), np.random.default_rng(0)
-  for cfg, module, groups in (
-    (OTHERS["qwen3.5"], "qkv", [range(32), range(32, 64), range(64, 88)]),
-    # q, k, v and z of a key head, of 16 + 16 + 12 + 12 rows, then of the other.
-    (NEXT, "qkvz", [rows[:16], rows[:16] + 16, rows[:12] + 32, rows[:12] + 44]),
-  ):
-    cfg = dataclasses.replace(cfg, lora=lora)
-    hf.save_peft(base_and_adapters(cfg)[1], cfg, folder, base="")
-    file, path = folder / "adapter_model.safetensors", folder / CONFIG
-    tensors, config = load_file(file), json.loads(path.read_text())
-    names = [name for name in tensors if f"_{module}." in name]
-    n, rank = len(groups), config["rank_pattern"]
-    assert rank[f"in_proj_{module}"] == 3 * n
-    assert config["alpha_pattern"][f"in_proj_{module}"] == 5 * n
-    wrong = {name: x + 1 for name, x in tensors.items() if name in names}
-    save_file(tensors | wrong, file)
-    with pytest.raises(UserError, match=r"not 0 outside .* \(2\): "):
-      hf.load_peft(folder, cfg)
-    for name, x in tensors.items():
-      for key in rank:
-        if f".{key}." in name:
-          shape = (3, x.shape[1]) if "lora_A" in name else (len(x), 3)
-          tensors[name] = rng.normal(size=shape).astype("f4")
-    save_file(tensors, file)
-    with pytest.raises(UserError, match="misshapen"):
-      hf.load_peft(folder, cfg)
-    change(folder, rank_pattern={}, alpha_pattern={})
-    read = hf.load_peft(folder, cfg)["layers"]["delta_net"]
-    a, b = (tensors[f"{START}{module}.lora_{end}.weight"] for end in "AB")
-    b = b.reshape(2 if module == "qkvz" else 1, -1, 3)
-    for key, own in zip("qkvz", groups, strict=False):
-      np.testing.assert_array_equal(read[f"{key}_lora_a"][0], a.T)
-      expected = np.concatenate([x[list(own)] for x in b])
-      found = read[f"{key}_lora_b"][0].reshape(3, -1).T
-      np.testing.assert_array_equal(found, expected)
-    shutil.rmtree(folder)
 
 
 def test_adapters_to_a_model_of_images_are_read(tmp_path):

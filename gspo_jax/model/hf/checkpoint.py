@@ -35,7 +35,6 @@ from gspo_jax.model.hf.tensors import (
   layout_of,
   listed,
   save_tensors,
-  swap_last,
   tensor_maps,
 )
 from gspo_jax.model.transformer import Params
@@ -96,7 +95,7 @@ def load_hf(
           array,
           params.get(tensor.path),
           tensor.layers.index(i),
-          **_kind(tensor),
+          form=tensor.form,
           sharding=part[tensor],
         )
         checked[tensor] = array, finite
@@ -171,21 +170,12 @@ def _spans(index, shape) -> Spans:
   return tuple(part.indices(size)[:2] for part, size in axes)
 
 
-def _kind(tensor: TensorMap) -> dict:
-  """What `_from_hf` and `_to_hf` are compiled for, besides the shape."""
-  return {"order": tensor.order, "interleaved": tensor.interleaved}
-
-
 @functools.partial(
-  jax.jit,
-  static_argnames=("order", "interleaved", "sharding"),
-  donate_argnames="stack",
+  jax.jit, static_argnames=("form", "sharding"), donate_argnames="stack"
 )
-def _from_hf(array, stack=None, i=0, *, order, interleaved, sharding):
+def _from_hf(array, stack=None, i=0, *, form, sharding):
   """A float32 parameter, or `stack` with its layer i; whether it is finite."""
-  x = array.astype(jnp.float32).transpose(np.argsort(order))
-  if interleaved:
-    x = swap_last(x, (-1, 2))
+  x = form.from_hf(array.astype(jnp.float32))
   if stack is not None:
     x = jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
   x = jax.lax.with_sharding_constraint(x, sharding)
@@ -245,8 +235,8 @@ def save_hf(
           at = tensor.layers.index(i) if tensor.stacked else None
           kept = parameters.find(tensor.path).float32
           own = "float32" if kept else dtype
-          x = _to_hf(leaves[tensor.path], at, **_kind(tensor), dtype=own)
-          _add(arrays, tensor, multihost.to_host(x), i or 0)
+          x = _to_hf(leaves[tensor.path], at, form=tensor.form, dtype=own)
+          arrays |= _split(tensor, multihost.to_host(x), i or 0)
       index |= dict.fromkeys(arrays, file)
       total += sum(x.nbytes for x in arrays.values())
       on_primary(lambda file=file, x=arrays: save_tensors(x, partial / file))
@@ -259,31 +249,15 @@ def save_hf(
   on_primary(lambda: _finish(folder, partial, index, total))
 
 
-@functools.partial(jax.jit, static_argnames=("order", "interleaved", "dtype"))
-def _to_hf(x, i, *, order, interleaved, dtype: str):
+@functools.partial(jax.jit, static_argnames=("form", "dtype"))
+def _to_hf(x, i, *, form, dtype: str):
   layer = x if i is None else x[i]
-  if interleaved:
-    layer = swap_last(layer, (2, -1))
-  return layer.astype(dtype).transpose(order)
-
-
-def _add(arrays: dict, tensor: TensorMap, array: np.ndarray, layer: int):
-  """Adds one layer's HF tensors, by name, or their rows to those tensors."""
-  for name, x in _split(tensor, array, layer).items():
-    if tensor.part is None:
-      arrays[name] = x
-      continue
-    if name not in arrays:
-      arrays[name] = np.empty(tensor.tensor_shape, x.dtype)
-    rows = tensor.part.of(arrays[name])
-    rows[...] = x.reshape(rows.shape)
+  return form.to_hf(layer.astype(dtype))
 
 
 def _split(tensor: TensorMap, array: np.ndarray, layer: int) -> dict:
   """Views of what one layer has of HF tensors, by name."""
   array = np.ascontiguousarray(array)
-  if tensor.part:
-    return {name: array for name, _ in tensor.tensors(layer)}
   shape = (tensor.experts or 1, len(tensor.names), *tensor.tensor_shape)
   grid = array.reshape(shape)
   return {name: grid[index] for name, index in tensor.tensors(layer)}

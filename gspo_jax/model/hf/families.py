@@ -249,10 +249,10 @@ _HYBRID_FIELDS = {
 _HYBRID = {"attn_output_gate": True}
 _QWEN3_NEXT = Family(
   "Qwen3NextForCausalLM",
-  _HYBRID_FIELDS | {"shared_gate": True},
+  _HYBRID_FIELDS | {"shared_gate": True, "linear_fused": True},
   supported={"layer_types": None},
   constants=_HYBRID | _ALL_LAYERS,
-  names=("qwen3_next", "qwen2_moe"),
+  names=("qwen2_moe",),
   partial_rotary_factor=0.25,
   required=("head_dim", "num_key_value_heads"),
   numbers=_experts("num_experts") | _LINEAR_NUMBERS | _SHARED,
@@ -384,10 +384,9 @@ FAMILIES = {
   ),
   "qwen3_5_moe_text": _QWEN3_NEXT._replace(
     loads_with="Qwen3_5MoeForCausalLM",
-    fields=_QWEN3_NEXT.fields | {"norm_topk_prob": True},
+    fields=_HYBRID_FIELDS | {"shared_gate": True, "norm_topk_prob": True},
     flags={},
     supported=_QWEN3_NEXT.supported | {"norm_topk_prob": (True,)},
-    names=("qwen2_moe",),
   ),
   "qwen3_next": _QWEN3_NEXT,
   "qwen3_5_text": _QWEN3_NEXT._replace(

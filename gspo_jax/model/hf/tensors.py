@@ -11,8 +11,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -38,8 +39,8 @@ from gspo_jax.runtime.errors import (
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32}
-# Quantised tensors are read as their codes.
-_DTYPES = FLOATS | {"F8_E4M3": np.uint8, "U8": np.uint8}
+# Quantised tensors are read as their codes; adapters may have 64 bits.
+_DTYPES = FLOATS | {"F8_E4M3": np.uint8, "U8": np.uint8, "F64": np.float64}
 # Simultaneous requests to a bucket, the maximum bytes of one request, and
 # threads that read and dequantise files on this machine.
 _REQUESTS, _BLOCK_BYTES = 32, 8 << 20
@@ -53,7 +54,6 @@ _MAX_NAMES = 16  # in one error; a wrong folder has thousands
 # Tensors that predict further tokens (multi-token prediction), or that see
 # images.
 _CARRIED = re.compile(r"mtp\..+|model\.visual\..+|(model\.layers\.(\d+))\..+")
-_GROUPED = re.compile(r"\.in_proj_(qkvz|ba)\.")
 HEAD = "lm_head.weight"
 
 
@@ -64,8 +64,6 @@ class Layout(NamedTuple):
   with_images: bool = False
   # All experts are one tensor, and not one each.
   fused_experts: bool = False
-  # The projections of a gated DeltaNet are Qwen3-Next's.
-  grouped: bool = False
 
 
 PLAIN = Layout()
@@ -78,7 +76,6 @@ def layout_in(names: Collection[str]) -> Layout:
   return Layout(
     has(r"(^|\.)model\.language_model\.layers\."),
     has(layer + r"\.mlp\.experts\.gate_up_proj$"),
-    has(layer + r"\.linear_attn\.in_proj_qkvz\."),
   )
 
 
@@ -87,22 +84,7 @@ def layout_of(folder: epath.PathLike) -> Layout:
   if names := _names(epath.Path(folder)):
     return layout_in(names)
   path = epath.Path(folder) / "config.json"
-  raw = json_file.read(path) if is_file(path) else {}
-  return Layout(has_images(raw), grouped=raw.get("model_type") == "qwen3_next")
-
-
-class Part(NamedTuple):
-  """The rows of a tensor that are those of a parameter."""
-
-  groups: int  # that the tensor's rows are in
-  size: int  # rows of a group
-  first: int  # of the parameter's rows in each group
-  count: int  # of the parameter's rows in each group
-
-  def of(self, tensor: np.ndarray) -> np.ndarray:
-    """A view of these rows, [groups, count, ...]."""
-    grid = tensor.reshape(self.groups, self.size, *tensor.shape[1:])
-    return grid[:, self.first : self.first + self.count]
+  return Layout(has_images(json_file.read(path) if is_file(path) else {}))
 
 
 class TensorMap(NamedTuple):
@@ -118,7 +100,8 @@ class TensorMap(NamedTuple):
   layers: tuple[int, ...]  # the numbers of the layers that have it
   # The columns of gates and ups take turns in the file.
   interleaved: bool = False
-  part: Part | None = None  # the rows of the parameter; None: all
+  # The parameter's rows by their numbers in the file; (): in the same order.
+  rows: tuple[int, ...] = ()
 
   @property
   def stacked(self) -> bool:
@@ -145,9 +128,23 @@ class TensorMap(NamedTuple):
     rows, *columns = (
       math.prod(self.shape[a] for a in group) for group in self.axes
     )
-    if self.part:
-      rows = self.part.groups * self.part.size
     return rows // len(self.names), *columns
+
+  @property
+  def form(self) -> "TensorMap":
+    """What `from_hf` and `to_hf` depend on."""
+    name = "{e}" if self.experts else ""
+    return self._replace(path="", names=(name,), layers=())
+
+  def from_hf(self, x):
+    """The parameter from an array in HF order."""
+    x = _in_order(x, self.rows).transpose(np.argsort(self.order))
+    return _swap_last(x, (-1, 2)) if self.interleaved else x
+
+  def to_hf(self, x):
+    """The inverse of `from_hf`."""
+    x = _swap_last(x, (2, -1)) if self.interleaved else x
+    return _in_order(x.transpose(self.order), np.argsort(self.rows))
 
   def tensors(self, layer: int) -> Iterator[tuple[str, tuple[int, int]]]:
     """Each tensor's name, and its (expert, position in `names`)."""
@@ -159,7 +156,7 @@ class TensorMap(NamedTuple):
 def tensor_maps(cfg: ModelConfig, layout: Layout = PLAIN) -> list[TensorMap]:
   """All parameters of a model, in the order of its tree."""
   family = FAMILIES.get(family_name(cfg))
-  styles = ("qwen3_next",) * layout.grouped + (family.names if family else ())
+  styles = family.names if family else ()
   maps = []
   for row in parameters.rows(cfg):
     names = next(
@@ -189,35 +186,27 @@ def tensor_maps(cfg: ModelConfig, layout: Layout = PLAIN) -> list[TensorMap]:
         axes,
         row.layers(cfg),
         gpt_oss and "2F" in row.dims,
+        _rows(cfg.linear_num_key_heads, row.widths(cfg)),
       )
     )
-  maps = _with_parts(maps, cfg.linear_num_key_heads)
   return sorted(maps, key=lambda tensor: tensor.path.split("/"))
 
 
-def _with_parts(maps: list[TensorMap], key_heads: int) -> list[TensorMap]:
-  """Parameters of one tensor are its rows one after the other.
-
-  In Qwen3-Next's projections they are so for each of the `key_heads`.
-  """
-  found, by_names = [], {}
-  for tensor in maps:
-    by_names.setdefault(tensor.names, []).append(tensor)
-  for (name, *_), tensors in by_names.items():
-    if len(tensors) == 1:
-      found += tensors
-      continue
-    groups = key_heads if _GROUPED.search(name) else 1
-    counts = [math.prod(x.hf_shape[: len(x.axes[0])]) for x in tensors]
-    counts = [count // groups for count in counts]
-    firsts = [sum(counts[:i]) for i in range(len(counts))]
-    for tensor, first, count in zip(tensors, firsts, counts, strict=True):
-      part = Part(groups, sum(counts), first, count)
-      found.append(tensor._replace(part=part))
-  return found
+def _rows(groups: int, widths: Sequence[int]) -> tuple[int, ...]:
+  """The rows of a tensor by group; it has all groups width after width."""
+  ends = groups * np.cumsum((0, *widths))
+  parts = [np.arange(a, b).reshape(groups, -1) for a, b in pairwise(ends)]
+  return tuple(np.concatenate(parts, 1).ravel().tolist()) if parts else ()
 
 
-def swap_last(x, shape):
+def _in_order(x, rows: Sequence[int]):
+  """The rows of these numbers, which are all of them; (): as they are."""
+  if not len(rows):
+    return x
+  return x.reshape(len(rows), -1)[np.array(rows)].reshape(x.shape)
+
+
+def _swap_last(x, shape):
   """The last axis as a matrix of this shape, transposed."""
   grid = x.reshape(*x.shape[:-1], *shape)
   return grid.swapaxes(-1, -2).reshape(x.shape)
@@ -345,27 +334,20 @@ class HFCheckpoint:
     by_rows = {}
     for spans, array in parts.items():
       by_rows.setdefault(spans[: axis + 1], {})[spans] = array
-    # Where the rows of the file begin that are one after the other.
-    begins = [(name, e, 0) for name, (e, _) in tensor.tensors(layer)]
-    if part := tensor.part:
-      ((name, e, _),) = begins
-      starts = range(part.first, part.groups * part.size, part.size)
-      begins = [(name, e, start) for start in starts]
-    runs = len(begins) // (tensor.experts or 1)
-    length = tensor.hf_shape[axis] // runs
+    length = tensor.hf_shape[axis] // len(tensor.names)
     stride = math.prod(tensor.shape[a] for a in tensor.axes[0][1:])
     columns = math.prod(tensor.tensor_shape[1:])
     step = max(1, _BLOCK_BYTES // (stride * columns * 4))  # bytes, at most
     for rows, same_rows in by_rows.items():
       *experts, (first, end) = rows
-      for n, (name, e, begin) in enumerate(begins):
+      for name, (e, number) in tensor.tensors(layer):
         if experts and e not in range(*experts[0]):
           continue
-        offset = n % runs * length
+        offset = number * length
         end_here = min(end, offset + length)
         for start in range(max(first, offset), end_here, step):
           span = start, min(start + step, end_here)
-          row = begin + (start - offset) * stride
+          row = (start - offset) * stride
           yield tensor, name, e, row, span, same_rows
 
   def _fill(self, tensor, name, e, row, span, parts):
