@@ -6,6 +6,7 @@ test_hf.py compares it with transformers, test_moe.py replay with a loop.
 import dataclasses
 import functools
 
+import families
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,27 +19,9 @@ from gspo_jax.runtime import sharding
 
 B, T = 3, 9
 STARTS = np.array([0, 2, 5])  # left padding of each row
-# A large epsilon and a small theta, so that a misplaced one has an effect.
-DENSE = model.variant(
-  "tiny",
-  vocab_size=23,
-  num_layers=2,
-  embed_dim=16,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=6,
-  mlp_dim=12,
-  num_experts=0,
-  experts_per_token=0,
-  tie_embeddings=True,
-  rope_theta=50.0,
-  norm_eps=0.05,
-  unroll=1,
-  dtype="float32",
-)
-MOE = dataclasses.replace(
-  DENSE, num_experts=5, experts_per_token=2, tie_embeddings=False
-)
+# A large epsilon, so that a misplaced one has an effect.
+DENSE = dataclasses.replace(families.DENSE, tie_embeddings=True, norm_eps=0.05)
+MOE = dataclasses.replace(families.MOE, norm_eps=0.05)
 RAW = dataclasses.replace(MOE, norm_topk_prob=False, unroll=2)
 # test_hf.py has biases, norms over heads and stretched rotary embeddings.
 CONFIGS = {"dense, tied": DENSE, "moe": MOE, "moe, raw weights": RAW}
