@@ -62,3 +62,17 @@ def debug_config():
   from gspo_jax.configs import tiny_cpu
 
   return tiny_cpu.get_config("debug")
+
+
+@pytest.fixture(scope="module")
+def user_module(request, tmp_path_factory):
+  """The folder, on the path, of a user's module: a test's `MODULE`.
+
+  `MODULE_NAME` is its name.
+  """
+  folder = tmp_path_factory.mktemp("user")
+  name, text = request.module.MODULE_NAME, request.module.MODULE
+  (folder / f"{name}.py").write_text(text)
+  sys.path.insert(0, str(folder))
+  yield folder
+  sys.path.remove(str(folder))

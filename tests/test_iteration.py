@@ -186,20 +186,6 @@ def pool():
 STATE = TrainState(0, None, None)
 
 
-def test_rewards_that_always_fail_stop_the_run(config):
-  """All sampled responses count, also those that are discarded."""
-  config.rollout.dynamic_sampling_rounds = 3
-  config.reward.max_failed = 1.0
-  functions = Recorder()
-  run = make_run(
-    config, FailingPool(), functions.generate, functions.learner, 2
-  )
-  with pytest.raises(
-    multihost.AgreedError, match=r"iteration 7: 12 of 12 .* why$"
-  ):
-    train.iterate(run, STATE, 7)
-
-
 def test_as_many_rewards_may_fail_as_the_config_allows(config):
   config.reward.max_failed = 0.5
   functions = Recorder()

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import families
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,24 +17,10 @@ from gspo_jax.sampler.decode_params import decode_params
 
 V, B, S, R = 37, 2, 5, 13
 T = S + R
-DENSE = model.variant(
-  "tiny",
-  vocab_size=V,
-  num_layers=1,
-  embed_dim=8,
-  num_heads=2,
-  num_kv_heads=1,
-  head_dim=4,
-  mlp_dim=6,
-  num_experts=0,
-  experts_per_token=0,
-  tie_embeddings=True,
-  unroll=1,
-  dtype="float32",
+DENSE = dataclasses.replace(
+  families.DENSE, vocab_size=V, num_layers=1, embed_dim=8, tie_embeddings=True
 )
-MOE = dataclasses.replace(
-  DENSE, num_layers=2, num_experts=4, experts_per_token=2, tie_embeddings=False
-)
+MOE = dataclasses.replace(families.MOE, vocab_size=V)
 
 
 def inputs():
@@ -373,9 +360,8 @@ def test_a_dense_tied_model_on_a_mesh_equals_one_device(
     DENSE,
     vocab_size=74,
     embed_dim=16,
+    head_dim=4,
     mlp_dim=8,
-    num_heads=4,
-    num_kv_heads=2,
     remat="attention,stream",
   )
   rng = np.random.default_rng(0)

@@ -1,5 +1,6 @@
 """The numbers of the studies, by tables, textbooks, simulation, definition."""
 
+import dataclasses
 import functools
 import math
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import DENSE
 from scipy import stats
 
 from gspo_jax import losses, model
@@ -212,16 +214,7 @@ def test_noise_of_random_dropping_is_1():
   assert found["added"]["gspo"]["mean"] == 0
 
 
-CFG = model.ModelConfig(
-  vocab_size=11,
-  num_layers=1,
-  embed_dim=8,
-  num_heads=2,
-  num_kv_heads=2,
-  head_dim=4,
-  mlp_dim=8,
-  dtype="float32",
-)
+CFG = dataclasses.replace(DENSE, vocab_size=11, num_layers=1)
 N, G, S, R = 2, 4, 3, 6  # pairs of groups, responses, prompt and response
 
 

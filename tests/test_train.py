@@ -572,29 +572,6 @@ def test_a_sampler_that_runs_ahead_is_the_same_run(
   assert_same_run(tmp_path / "parts", tmp_path / "turns", **SPLIT)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "flags",
-  [
-    {"mesh__fsdp": 4},
-    {
-      **CONTINUOUS,
-      "continuous_batching__slots": 8,
-      "rollout__max_tokens_per_iteration": 6,
-      "rollout__max_staleness": 1,
-    },
-  ],
-)
-def test_four_devices_sample_and_four_train(
-  start, tmp_path, assert_same_run, flags
-):
-  """As the same four would in turns; also ahead and in flight."""
-  finish(start(tmp_path / "turns", devices=4, **flags))
-  split = {"sampler_mesh__devices": 4, **flags}
-  finish(start(tmp_path / "split", devices=8, **split))
-  assert_same_run(tmp_path / "split", tmp_path / "turns", **flags)
-
-
 HOSTILE = """
 import os, time, zlib
 def final(prompt, response, reference):
@@ -679,30 +656,6 @@ def test_conversations_resume(run, tmp_path, assert_same_run):
     tokens += row["conversation/environment_tokens"]
     np.testing.assert_allclose(row["response/length"], tokens, rtol=1e-6)
   assert undocumented(whole) == []
-
-
-@pytest.mark.slow
-def test_conversations_of_earlier_policies(run, tmp_path, assert_same_run):
-  """Sampled ahead, on devices of their own or not, interrupted or not."""
-  flags = {
-    **GUESSING,
-    "rollout__max_staleness": 2,
-    "objective__credit": "turn",
-    "objective__entropy_coef": 0.01,  # it moves, even if no guess is right
-    "cold_start": str(tmp_path / "cold_start"),
-  }
-  run(tmp_path / "turns", **flags)
-  rows = metrics_of(tmp_path / "turns")[1:]
-  assert [row["rollout/staleness"] for row in rows] == [0, 1, 2, 2]
-  assert any(row["grad/norm"] > 0 for row in rows)
-  resume(run, tmp_path / "turns", tmp_path / "parts", **flags)
-  assert_same_run(tmp_path / "parts", tmp_path / "turns", **flags)
-  run(tmp_path / "split", **SPLIT, **flags)
-  assert_same_run(tmp_path / "split", tmp_path / "turns", **SPLIT, **flags)
-  resume(run, tmp_path / "split", tmp_path / "split parts", **SPLIT, **flags)
-  assert_same_run(
-    tmp_path / "split parts", tmp_path / "turns", **SPLIT, **flags
-  )
 
 
 def test_a_changed_setting_is_printed_and_taken(run, workdir):

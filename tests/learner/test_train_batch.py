@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import unpacked
+from families import DENSE
+from random_model import weights
 
 from benchmarks import pod
 from gspo_jax import model
-from gspo_jax.learner import packing, reference_pass, train_batch
+from gspo_jax.learner import critic, packing, reference_pass, train_batch
 from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.packing import PackingConfig
 from gspo_jax.learner.train_batch import TrainBatch
@@ -245,6 +248,28 @@ def test_unpacked_responses_have_a_row_each():
     assert rows.response_mask[b].tolist() == [True] * m + [False] * (R - m)
     assert set(rows.response_index[b].tolist()) == {b}
   assert rows.old_logps.shape == rows.advantages.shape == (B, R)
+
+
+def test_packed_rows_have_the_log_probs_and_values_of_single_rows():
+  cfg = dataclasses.replace(DENSE, vocab_size=2048)
+  head = np.random.default_rng(3).normal(size=cfg.embed_dim)
+  params = weights(cfg) | {"value_head": head.astype(np.float32)}
+  both = jax.jit(
+    lambda rows: (
+      train_batch.response_logps(params, cfg, rows).logps,
+      critic.values(params, cfg, rows),
+    )
+  )
+  _, packed = pack(2 * W, experts=None)
+  rows = dataclasses.replace(each_row(packed), kept_ids=None)
+  shape = packed.rows.old_logps.shape
+  logps, values = (x.reshape(shape) for x in both(rows))
+  rows = dataclasses.replace(packed.rows, old_logps=logps, values=values)
+  found = unpacked.by_response(packed._replace(rows=rows), LENGTHS, R)
+  alone = both(train_batch.unpacked(PROMPTS, TOKENS, LENGTHS))
+  mask = np.arange(R) < LENGTHS[:, None]
+  for name, expected in zip(("old_logps", "values"), alone, strict=True):
+    np.testing.assert_allclose(found[name][mask], expected[mask], atol=2e-5)
 
 
 def test_a_train_batch_has_the_fields_that_the_update_reads():

@@ -312,10 +312,3 @@ def test_turn_advantages_equal_the_formula(normalize_std):
   np.testing.assert_allclose(advantages, expected, atol=1e-5)
   assert not np.asarray(advantages)[0].any()
   assert len({*np.round(np.asarray(advantages)[1].ravel(), 4)}) > 3
-
-
-def test_one_turn_has_the_advantages_of_whole_responses():
-  rewards = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
-  by_turn = turn_advantages(rewards[..., None])[..., 0]
-  whole = group_relative_advantages(rewards)
-  np.testing.assert_allclose(by_turn, whole, atol=1e-5)

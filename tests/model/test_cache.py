@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import FAMILIES, family
+from families import DENSE, FAMILIES, MOE, family
 from paged_oracle import attention
 from random_model import weights
 
@@ -19,22 +19,6 @@ from gspo_jax.model.rounding import stored
 P, G, S, R = 3, 2, 6, 5
 B = P * G
 PROMPT_LENGTHS = np.array([6, 4, 1])  # padded on the left
-DENSE = model.variant(
-  "tiny",
-  vocab_size=23,
-  num_layers=2,
-  embed_dim=16,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=6,
-  mlp_dim=12,
-  num_experts=0,
-  experts_per_token=0,
-  rope_theta=50.0,
-  unroll=1,
-  dtype="float32",
-)
-MOE = dataclasses.replace(DENSE, num_experts=5, experts_per_token=2)
 LOW = dataclasses.replace(DENSE, dtype="bfloat16")
 forward = jax.jit(model.forward, static_argnums=1)
 unstack = jax.jit(model.unstack_layers, static_argnums=1)

@@ -192,21 +192,6 @@ def test_padding_on_the_right_leaves_the_states(T):
     np.testing.assert_allclose(a[1], b[1], atol=2e-6)
 
 
-def test_a_copied_state_resumes_with_the_same_bits():
-  """Rows that hold copies of one state decode as it does."""
-  inputs, weights = operands(8)
-  real, none = np.ones((B, 8), bool), np.zeros((B, 8), int)
-  _, states = mix(inputs, weights, none, real)
-  copies = tuple(x[[1, 1]] for x in states)
-  token = tuple(x[:, :1] for x in operands(1, seed=4)[0])
-  token = tuple(np.stack([x[1], x[1]]) for x in token)
-  out, after = mix(token, weights, none[:, :1], real[:, :1], copies)
-  plain, states = mix(token, weights, none[:, :1], real[:, :1], states)
-  for a, b in zip((out, *after), (plain, *states), strict=True):
-    np.testing.assert_array_equal(a[0], b[1])
-    np.testing.assert_array_equal(a[1], b[1])
-
-
 def test_a_state_after_a_prompt_padded_on_the_left():
   """The convolution's inputs of padding are not those of the next token."""
   inputs, weights = operands(6)

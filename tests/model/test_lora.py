@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import SIZES
 from jax.sharding import PartitionSpec
 from random_model import base_and_adapters, weights
 
@@ -20,24 +21,11 @@ from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 
 LORA = model.LoraConfig(rank=3, alpha=5.0)  # a scale that rounds
-BIASED = model.variant(
-  "tiny",
-  vocab_size=32,
-  num_heads=4,
-  num_kv_heads=2,
-  embed_dim=16,
-  head_dim=8,
-  mlp_dim=8,
-  dtype="float32",
-  attention_bias=True,
-  expert_bias=True,
-  swiglu_limit=0.5,
-  lora=LORA,
-)
-MOE = dataclasses.replace(BIASED, expert_bias=False, swiglu_limit=None)
+MOE = model.variant("tiny", attention_bias=True, lora=LORA, **SIZES)
+BIASED = dataclasses.replace(MOE, expert_bias=True, swiglu_limit=0.5)
 DENSE = dataclasses.replace(MOE, num_experts=0, experts_per_token=0)
 each_model = pytest.mark.parametrize("cfg", [DENSE, MOE], ids=["dense", "moe"])
-TOKENS = np.random.default_rng(0).integers(0, 32, (8, 6))
+TOKENS = np.random.default_rng(0).integers(0, 24, (8, 6))
 POSITIONS = np.broadcast_to(np.arange(6), TOKENS.shape)
 
 
@@ -75,7 +63,7 @@ def test_the_gradient_of_adapters_equals_that_through_merged_weights():
   """On one device and on eight. Of experts: test_experts.py."""
   cfg = DENSE
   base, adapters = base_and_adapters(cfg)
-  cotangent = np.random.default_rng(1).normal(size=(*TOKENS.shape, 32))
+  cotangent = np.random.default_rng(1).normal(size=(*TOKENS.shape, 24))
 
   def loss(adapters, base, merge):
     params = lora.join(base, adapters)

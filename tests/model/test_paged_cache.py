@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compilers import absent_devices, needs_libtpu
+from families import DENSE
 from jax.sharding import NamedSharding, PartitionSpec
 from paged_oracle import (
   HUGE,
@@ -18,20 +19,12 @@ from paged_oracle import (
   side_by_side,
 )
 
-from gspo_jax import model
 from gspo_jax.model import paged_attention
 from gspo_jax.model import paged_cache as paged
 from gspo_jax.runtime import sharding
 
 K, N, H, S, W, L = 2, 6, 6, 4, 5, 2
-CFG = model.variant(
-  "tiny",
-  num_layers=L,
-  num_heads=N,
-  num_kv_heads=K,
-  head_dim=H,
-  dtype="float32",
-)
+CFG = dataclasses.replace(DENSE, num_heads=N)
 # The options of each layer's `attend`; the window starts within a page.
 SINKS = np.float32([-1.0, 0.5, 2.0, 3.0, 0.0, 5.0])
 OPTIONS = {}, {"window": 6, "sinks_N": SINKS}

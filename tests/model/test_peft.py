@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import FAMILIES
+from families import FAMILIES, SIZES
 from hf_folders import tensors_of
 from random_model import base_and_adapters
 from safetensors.numpy import load_file, save_file
@@ -17,16 +17,7 @@ from gspo_jax.model import hf, lora
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 
-MOE = model.variant(
-  "tiny",
-  vocab_size=32,
-  num_kv_heads=2,
-  embed_dim=16,
-  head_dim=8,
-  mlp_dim=8,
-  dtype="float32",
-  lora=model.LoraConfig(rank=3, alpha=5.0),
-)
+MOE = model.variant("tiny", lora=model.LoraConfig(rank=3, alpha=5.0), **SIZES)
 DENSE = dataclasses.replace(
   MOE, num_experts=0, experts_per_token=0, attention_bias=True, qk_norm=False
 )

@@ -1,12 +1,12 @@
-"""The decoder against one in NumPy, in float64.
+"""The decoder: padding, packed rows, a mesh, and what it computes again.
 
-The NumPy decoder has no padding, packing, scans or batches: it gets the real
-tokens of one row.
+test_hf.py compares it with transformers, test_moe.py replay with a loop.
 """
 
 import dataclasses
 import functools
 
+import families
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,27 +19,9 @@ from gspo_jax.runtime import sharding
 
 B, T = 3, 9
 STARTS = np.array([0, 2, 5])  # left padding of each row
-# A large epsilon and a small theta, so that a misplaced one has an effect.
-DENSE = model.variant(
-  "tiny",
-  vocab_size=23,
-  num_layers=2,
-  embed_dim=16,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=6,
-  mlp_dim=12,
-  num_experts=0,
-  experts_per_token=0,
-  tie_embeddings=True,
-  rope_theta=50.0,
-  norm_eps=0.05,
-  unroll=1,
-  dtype="float32",
-)
-MOE = dataclasses.replace(
-  DENSE, num_experts=5, experts_per_token=2, tie_embeddings=False
-)
+# A large epsilon, so that a misplaced one has an effect.
+DENSE = dataclasses.replace(families.DENSE, tie_embeddings=True, norm_eps=0.05)
+MOE = dataclasses.replace(families.MOE, norm_eps=0.05)
 RAW = dataclasses.replace(MOE, norm_topk_prob=False, unroll=2)
 # test_hf.py has biases, norms over heads and stretched rotary embeddings.
 CONFIGS = {"dense, tied": DENSE, "moe": MOE, "moe, raw weights": RAW}
@@ -63,99 +45,6 @@ def forward(cfg, tokens, positions, mask):
   return jax.device_get(out)
 
 
-def softmax(x):
-  e = np.exp(x - x.max(-1, keepdims=True))
-  return e / e.sum(-1, keepdims=True)
-
-
-def silu(x):
-  return x / (1 + np.exp(-x))
-
-
-def norm(x, scale, eps):
-  return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale["scale"]
-
-
-def turn(x_TH, cfg):
-  """Feature i and i + H/2 are the two parts of a number that is rotated."""
-  half = x_TH.shape[1] // 2
-  frequencies = cfg.rope_theta ** (-np.arange(half) / half)
-  turns = np.outer(np.arange(len(x_TH)), frequencies)
-  z = (x_TH[:, :half] + 1j * x_TH[:, half:]) * np.exp(1j * turns)
-  return np.concatenate([z.real, z.imag], 1)
-
-
-def attention(p, cfg, x_TD):
-  out = np.zeros_like(x_TD)
-  for h in range(cfg.num_heads):
-    g = h // (cfg.num_heads // cfg.num_kv_heads)
-    q, k, v = x_TD @ p["q"][:, h], x_TD @ p["k"][:, g], x_TD @ p["v"][:, g]
-    q = norm(q, p["q_norm"], cfg.norm_eps)
-    k = norm(k, p["k_norm"], cfg.norm_eps)
-    scores = turn(q, cfg) @ turn(k, cfg).T / np.sqrt(cfg.head_dim)
-    scores[np.triu_indices(len(x_TD), 1)] = -np.inf
-    out += softmax(scores) @ v @ p["o"][h]
-  return out
-
-
-def experts_of_token(p, cfg, x_D, routes_k=None):
-  probs = softmax(x_D @ p["router"])
-  experts = np.argsort(-probs)[: cfg.experts_per_token]
-  if routes_k is not None:
-    experts = routes_k
-  total = probs[experts].sum() if cfg.norm_topk_prob else 1.0
-  out = 0.0
-  for e in experts:
-    gate, up = np.split(x_D @ p["gate_up"][e], 2)
-    out += probs[e] / total * (silu(gate) * up) @ p["down"][e]
-  return out, experts
-
-
-def feed_forward(p, cfg, x_TD, routes_Tk=None):
-  if cfg.num_experts:
-    routes_Tk = [None] * len(x_TD) if routes_Tk is None else routes_Tk
-    each = functools.partial(experts_of_token, p["moe"], cfg)
-    out, experts = zip(*map(each, x_TD, routes_Tk), strict=True)
-    return np.stack(out), np.stack(experts)
-  p = p["mlp"]
-  return (silu(x_TD @ p["gate"]) * (x_TD @ p["up"])) @ p["down"], None
-
-
-def reference(params, cfg, tokens_T, routes_LTk=None):
-  """Logits [T, V] and experts [L, T, k] (or Nones) of one sequence."""
-  routes_LTk = routes_LTk if routes_LTk is not None else [None] * 9
-  params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-  x_TD, experts = params["embed"][tokens_T], []
-  for i in range(cfg.num_layers):
-    p = jax.tree.map(lambda x, i=i: x[i], params["layers"])
-    h = norm(x_TD, p["attention_norm"], cfg.norm_eps)
-    x_TD = x_TD + attention(p["attention"], cfg, h)
-    h = norm(x_TD, p["mlp_norm"], cfg.norm_eps)
-    out, layer_experts = feed_forward(p, cfg, h, routes_LTk[i])
-    x_TD = x_TD + out
-    experts.append(layer_experts)
-  x_TD = norm(x_TD, params["final_norm"], cfg.norm_eps)
-  head = params["embed"].T if cfg.tie_embeddings else params["head"]
-  return x_TD @ head, experts
-
-
-@every_model
-def test_logits_equal_the_reference(name):
-  cfg = CONFIGS[name]
-  tokens, positions, mask = batch()
-  out = forward(cfg, tokens, positions, mask)
-  assert out.logits.dtype == jnp.float32
-  assert out.logits.shape == (B, T, cfg.vocab_size)
-  assert np.isfinite(out.logits).all()  # padding included
-  for b, start in enumerate(STARTS):
-    logits, experts = reference(weights(cfg), cfg, tokens[b, start:])
-    np.testing.assert_allclose(out.logits[b, start:], logits, atol=2e-5)
-    if cfg.num_experts:
-      np.testing.assert_array_equal(out.experts[:, b, start:], experts)
-    else:
-      assert out.experts is None
-
-
 @every_model
 def test_padding_tokens_have_no_effect(name):
   cfg = CONFIGS[name]
@@ -164,6 +53,7 @@ def test_padding_tokens_have_no_effect(name):
   moved = np.where(mask, positions, 77)
   a = forward(cfg, tokens, positions, mask).logits
   b = forward(cfg, other, moved, mask).logits
+  assert np.isfinite(a).all()  # padding included
   np.testing.assert_allclose(a[mask], b[mask], atol=1e-6)
   assert np.abs(a[~mask] - b[~mask]).max() > 0.1
 
@@ -178,10 +68,15 @@ def test_packed_sequences_equal_separate_rows(name):
   positions = np.array([[0, 1, 2, 0, 1, 2, 3, 0, 0]] * B, np.int32)
   positions[1] = [0, 1, 0, 0, 1, 2, 3, 4, 5]
   packed = forward(cfg, tokens, positions, mask).logits
-  for b, segment in ((0, 5), (0, 2), (1, 3), (1, 1)):
+  pieces = ((0, 5), (0, 2), (1, 1))
+  alone, rows = np.zeros((B, T), np.int32), np.zeros((B, T), np.int32)
+  for row, (b, segment) in enumerate(pieces):
     here = mask[b] == segment
-    alone, _ = reference(weights(cfg), cfg, tokens[b, here])
-    np.testing.assert_allclose(packed[b, here], alone, atol=2e-5)
+    alone[row, : here.sum()], rows[row, : here.sum()] = tokens[b, here], 1
+  expected = forward(cfg, alone, np.tile(np.arange(T), (B, 1)), rows).logits
+  for row, (b, segment) in enumerate(pieces):
+    found = packed[b, mask[b] == segment]
+    np.testing.assert_allclose(found, expected[row, : len(found)], atol=2e-5)
 
 
 # Routing Replay.
@@ -193,69 +88,6 @@ def random_routes(cfg, rows=B, seed=7):
   shape = (cfg.num_layers, rows, T, cfg.num_experts)
   order = rng.permuted(np.broadcast_to(np.arange(shape[-1]), shape), axis=-1)
   return order[..., : cfg.experts_per_token].astype(np.uint8)
-
-
-def replayed(cfg, params, routes, replay=True):
-  """`HiddenStates` and logits."""
-  out = model.hidden_states(params, cfg, *batch(), routes=routes, replay=replay)
-  return out, model.unembed(params, cfg, out.hidden)
-
-
-jit_replayed = jax.jit(replayed, static_argnums=(0, 3))
-UNROLLED = dataclasses.replace(RAW, remat="attention,stream")
-
-
-@pytest.mark.parametrize("cfg", [MOE, UNROLLED], ids=["scan", "unroll, remat"])
-def test_replay_equals_the_reference_with_the_same_routes(cfg):
-  routes, (tokens, _, _) = random_routes(cfg), batch()
-  out, logits = jit_replayed(cfg, weights(cfg), routes)
-  np.testing.assert_array_equal(out.routing.experts, routes)
-  for b, start in enumerate(STARTS):
-    row_routes = routes[:, b, start:]
-    expected, _ = reference(weights(cfg), cfg, tokens[b, start:], row_routes)
-    np.testing.assert_allclose(logits[b, start:], expected, atol=2e-5)
-
-
-def test_the_gradient_under_replay_equals_differences_of_the_reference():
-  """Unrolled and rematerialised.
-
-  Without replay, see the parity with transformers in test_hf.py; scanned and
-  rematerialised, the next test.
-  """
-  cfg = UNROLLED
-  routes, (tokens, _, mask) = random_routes(cfg), batch()
-  rng = np.random.default_rng(5)
-  shape = (B, T, cfg.vocab_size)
-  cotangent = (rng.normal(size=shape) * mask[..., None]).astype(np.float32)
-
-  def loss(params):
-    return (replayed(cfg, params, routes)[1] * cotangent).sum()
-
-  grads = jax.device_get(jax.jit(jax.grad(loss))(weights(cfg)))
-  assert np.abs(grads["layers"]["moe"]["router"]).max((1, 2)).min() > 1e-2
-
-  def differenced(layer, name):
-    shape = weights(cfg)["layers"][layer][name].shape
-    direction = rng.normal(size=shape)
-
-    def moved(step):
-      params = jax.tree.map(np.float64, weights(cfg))
-      params["layers"][layer][name] += step * direction
-      return sum(
-        (
-          reference(params, cfg, tokens[b, s:], routes[:, b, s:])[0]
-          * cotangent[b, s:]
-        ).sum()
-        for b, s in enumerate(STARTS)
-      )
-
-    slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
-    return np.vdot(grads["layers"][layer][name], direction), slope
-
-  for layer, names in (("moe", ("router", "gate_up")), ("attention", "qkvo")):
-    for name in names:
-      slopes = differenced(layer, name)
-      np.testing.assert_allclose(*slopes, rtol=1e-3, atol=1e-3)
 
 
 def test_a_model_on_a_mesh_equals_one_device():

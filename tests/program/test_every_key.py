@@ -248,21 +248,6 @@ ROWS = (
   ),
   # objective
   Row(
-    "objective.name",
-    built.batch_fields,
-    {
-      "gspo": KEPT,
-      "gspo:router_shift_floor=0.1": ROUTED,
-      "ppo": KEPT | {"values", "returns"},
-      "rspo": ROUTED,
-    },
-  ),
-  Row(
-    "objective.kl_coef",
-    built.batch_fields,
-    {0.0: KEPT, 0.3: KEPT | {"reference_logps"}},
-  ),
-  Row(
     "objective.reference_every",
     built.reference_after,
     {1: "new", 2: "old"},
@@ -361,7 +346,7 @@ ELSEWHERE = {
   "tests/program/test_wiring.py": (
     *("objective.entropy_coef", "objective.kl_estimator", "objective.mismatch"),
     *("objective.truncated", "objective.off_policy_mask_threshold"),
-    "objective.old_logps",
+    *("objective.old_logps", "objective.kl_coef"),
     "objective.distillation.coef",
     "objective.distillation.reward_weight",
   ),

@@ -1,7 +1,5 @@
 """Rewards of responses and groups, from worker processes to their total."""
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -9,6 +7,8 @@ from gspo_jax.rewards.pool import RewardPool, Rewards, too_many
 from gspo_jax.rewards.reward import EXAMPLE, Response
 from gspo_jax.runtime.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("user_module")
+MODULE_NAME = "user_rewards"
 MODULE = """
 import json, os, sys, time
 
@@ -82,22 +82,13 @@ NAMES = ("column", "ranks", "act", "count")
 GROUP = 4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def module(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("user")
-  (folder / "user_rewards.py").write_text(MODULE)
-  sys.path.insert(0, str(folder))
-  yield
-  sys.path.remove(str(folder))
-
-
 def make_pool(*names, weights=None, **options):
   names = [x if ":" in x else f"user_rewards.{x}" for x in names]
   return RewardPool(names, weights or [1.0] * len(names), workers=1, **options)
 
 
 @pytest.fixture(scope="module")
-def pool():
+def pool(user_module):
   example = EXAMPLE._replace(columns={"level": 1})
   with make_pool(*NAMES, seconds=1.0, examples=[example]) as pool:
     yield pool

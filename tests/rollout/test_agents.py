@@ -1,7 +1,6 @@
 """Agents: which sequences their calls make, and what they cannot do."""
 
 import functools
-import sys
 import types
 
 import continuous_sampler
@@ -23,6 +22,7 @@ from gspo_jax.sampler.samples import SamplerConfig
 
 agents = pytest.importorskip("gspo_jax.rollout.agents")
 
+MODULE_NAME = "an_agent"
 MODULE = """
 import contextlib, json, os, threading, time, urllib.error, urllib.request
 from concurrent import futures
@@ -163,14 +163,10 @@ def policy():
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("user")
-  (folder / "an_agent.py").write_text(MODULE)
-  sys.path.insert(0, str(folder))
+def pool(user_module):
   spec = "openai:an_agent.play"
   with agents.AgentPool(spec, BYTES, CONFIG, workers=1, seconds=60) as pool:
     yield pool
-  sys.path.remove(str(folder))
 
 
 def play(pool, *names, key=0):

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import json
 import re
-import sys
 import time
 from types import SimpleNamespace
 
@@ -27,6 +26,7 @@ from gspo_jax.sampler.samples import (
   Samples,
 )
 
+MODULE_NAME = "scripted_game"
 MODULE = """
 class Script:
   def reset(self, problem, seed):
@@ -56,13 +56,9 @@ def one_device():
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("user")
-  (folder / "scripted_game.py").write_text(MODULE)
-  sys.path.insert(0, str(folder))
+def pool(user_module):
   with EnvironmentPool("scripted_game.Script", workers=1, seconds=5) as pool:
     yield pool
-  sys.path.remove(str(folder))
 
 
 class Strict(type(BYTES)):

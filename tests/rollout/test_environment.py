@@ -3,7 +3,6 @@
 import base64
 import pickle
 import re
-import sys
 import time
 
 import pytest
@@ -15,8 +14,10 @@ from gspo_jax.rollout.environment import Question, Step
 from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.runtime.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("user_module")
+MODULE_NAME = "user_games"
 MODULE = """
-import asyncio, os, sys, threading, time
+import asyncio, sys, threading, time
 
 class Counts:
   roles = ("user", "tool")
@@ -37,11 +38,8 @@ class Counts:
       return act()
     return [("tool", f"{self.steps}: {response}")], self.steps == self.most, 0.5
   def do_raise(self): raise KeyError("mine")
-  def do_exit(self): raise SystemExit
-  def do_dies(self): os._exit(1)
   def do_hang(self): time.sleep(60)
   def do_memory(self): return bytearray(1 << 30)
-  def do_recursion(self): return self.do_recursion()
   def do_number(self): return 3
   def do_role(self): return [("assistant", "I am the policy")], False, 0.0
   def do_huge(self): return [("tool", "x" * (2 << 20))], False, 0.0
@@ -84,17 +82,8 @@ class Needs:
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("user")
-  (folder / "user_games.py").write_text(MODULE)
-  sys.path.insert(0, str(folder))
-  yield
-  sys.path.remove(str(folder))
-
-
 @pytest.fixture(scope="module")
-def pool():
+def pool(user_module):
   with EnvironmentPool(
     "user_games.Counts:most=2",
     workers=1,
@@ -143,11 +132,8 @@ def test_reset_sees_the_problem_and_the_seed(pool):
 
 HOSTILE = {
   "raise": "KeyError",
-  "exit": "SystemExit",
-  "dies": "its process ended",
   "hang": "took over 1 s",
   "memory": "MemoryError",
-  "recursion": "RecursionError",
   "number": "expected a Step, got int",
   "role": "with roles .*user.*tool",
   "huge": "more than 1048576 characters",
@@ -206,7 +192,7 @@ def test_the_example_of_the_docs_answers_any_response():
   assert [step.reward for step in steps] == [0, 0, 0, 1]
 
 
-def test_a_reset_is_tried_at_the_start(folder):
+def test_a_reset_is_tried_at_the_start():
   limits = {"workers": 1, "seconds": 2.0, "memory": 0.2}
   good, bad = Problem("good", "", ""), Problem("bad reset", "", "")
   EnvironmentPool("user_games.Counts", examples=[good], **limits).close()

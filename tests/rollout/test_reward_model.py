@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from byte_samples import samples_of
+from families import DENSE
 from safetensors.numpy import load_file, save_file
 
 from gspo_jax import model
@@ -30,20 +31,7 @@ BYTES = tokenizers.load("bytes")
 PROMPTS = prompt_batch.PromptConfig(BYTES, 64, "Add.", "{problem} Go: ")
 PROBLEMS = [Problem("6+1=?", "7", ""), Problem("3+5=?", "8", "")]
 TEXTS = ["#7", "", "x" * 140, "#8", "#7", "8"]
-CFG = model.ModelConfig(
-  vocab_size=258,
-  num_layers=2,
-  embed_dim=32,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=8,
-  mlp_dim=48,
-  num_experts=0,
-  experts_per_token=0,
-  classifier=True,
-  dtype="float32",
-  remat="none",
-)
+CFG = dataclasses.replace(DENSE, vocab_size=258, head_dim=8, classifier=True)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Conversations that do not wait, of one or of several sequences."""
 
 import functools
-import sys
 
 import continuous_sampler
 import jax
@@ -19,6 +18,7 @@ from gspo_jax.runtime import sharding
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, SamplerConfig
 
+MODULE_NAME = "asking_game"
 MODULE = """
 import pathlib
 import time
@@ -72,13 +72,9 @@ class Template(type(tokenizers.load("bytes"))):
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("user")
-  (folder / "asking_game.py").write_text(MODULE)
-  sys.path.insert(0, str(folder))
+def pool(user_module):
   with EnvironmentPool("asking_game.Asks", workers=4, seconds=60) as pool:
     yield pool
-  sys.path.remove(str(folder))
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import MOE
 from random_model import weights as random_weights
 
 from gspo_jax import model
@@ -19,19 +20,7 @@ from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts, SamplerConfig
 V, P, S, G, R = 11, 3, 5, 4, 12
 B = P * G
 STOPS, PAD = (4, 1), 9
-CFG = model.variant(
-  "tiny",
-  vocab_size=V,
-  num_layers=2,
-  embed_dim=16,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=6,
-  mlp_dim=12,
-  num_experts=4,
-  rope_theta=50.0,
-  dtype="float32",
-)
+CFG = dataclasses.replace(MOE, vocab_size=V, num_experts=4, unroll=None)
 SAMPLED = SamplerConfig(
   G, R, STOPS, temperature=0.7, pad_id=PAD, record_routing=True
 )

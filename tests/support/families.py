@@ -1,10 +1,27 @@
-"""The families whose layers differ or whose experts have biases, small."""
+"""Small models: two plain ones, and families whose layers or experts differ."""
+
+import dataclasses
 
 import pytest
 
 from gspo_jax import model
 
-_SIZES = {
+# Sizes that differ, and a small theta, so that a misplaced one has an effect.
+DENSE = model.variant(
+  "tiny",
+  vocab_size=23,
+  embed_dim=16,
+  num_kv_heads=2,
+  head_dim=6,
+  mlp_dim=12,
+  num_experts=0,
+  experts_per_token=0,
+  rope_theta=50.0,
+  unroll=1,
+  dtype="float32",
+)
+MOE = dataclasses.replace(DENSE, num_experts=5, experts_per_token=2)
+SIZES = {
   "vocab_size": 24,
   "embed_dim": 16,
   "num_kv_heads": 2,
@@ -20,15 +37,15 @@ FAMILIES = {
     shared_dim=8,
     rotary_dim=4,
     routed_scaling_factor=2.5,
-    **_SIZES,
+    **SIZES,
   ),
-  "minimax-m2": model.variant("tiny-minimax-m2", rotary_dim=4, **_SIZES),
+  "minimax-m2": model.variant("tiny-minimax-m2", rotary_dim=4, **SIZES),
   "gpt-oss": model.variant(
     "tiny-gpt-oss",
     num_layers=4,
     pattern=(model.Layer(window=3), model.Layer()),
     swiglu_limit=0.5,
-    **_SIZES,
+    **SIZES,
   ),
   "qwen3.5": model.variant(
     "tiny",
@@ -46,7 +63,7 @@ FAMILIES = {
     norm_rounds_last=True,
     # Else the norm of small outputs of a DeltaNet multiplies rounding errors.
     norm_eps=1e-2,
-    **_SIZES,
+    **SIZES,
   ),
   "deepseek-v3": model.variant(
     "tiny",
@@ -66,7 +83,7 @@ FAMILIES = {
     n_group=4,
     topk_group=2,
     routed_scaling_factor=2.5,
-    **_SIZES | {"num_kv_heads": 4},
+    **SIZES | {"num_kv_heads": 4},
   ),
 }
 

@@ -17,6 +17,8 @@ from gspo_jax.workers import process, worker
 from gspo_jax.workers.pool import Call, Pool, Result
 
 # Tasks of a user: `act` does what the request names, and then returns 1.
+pytestmark = pytest.mark.usefixtures("user_module")
+MODULE_NAME = "user_tasks"
 MODULE = """
 import asyncio, contextlib, ctypes, os, signal, subprocess, sys, threading, time
 import urllib.request
@@ -173,28 +175,19 @@ HARMLESS = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("user")
-  (folder / "user_tasks.py").write_text(MODULE)
-  sys.path.insert(0, str(folder))
-  yield folder
-  sys.path.remove(str(folder))
-
-
 def make_pool(module="user_tasks", workers=1, **limits):
   load = __import__(module).load
   return Pool("the tasks", load, workers=workers, **limits)
 
 
 @pytest.fixture(scope="module")
-def pool(folder):
+def pool(user_module):
   with make_pool(seconds=2.0, memory=0.1, concurrency=4) as pool:
     yield pool
 
 
 @pytest.fixture(scope="module")
-def async_pool(folder):
+def async_pool(user_module):
   with make_pool(seconds=1.0, concurrency=4) as pool:
     yield pool
 
@@ -347,8 +340,8 @@ def test_close_does_not_wait(kind):
   assert pending.done.exception(timeout=5) is not None
 
 
-def test_a_restart_that_fails_fails_its_calls_and_ends_nothing(folder):
-  path = folder / "once.py"
+def test_a_restart_that_fails_fails_its_calls_and_ends_nothing(user_module):
+  path = user_module / "once.py"
   path.write_text(
     "import os, signal, time\n"
     "from gspo_jax.runtime.errors import UserError\n"
@@ -360,7 +353,7 @@ def test_a_restart_that_fails_fails_its_calls_and_ends_nothing(folder):
     "  return [f], None\n"
   )
   with make_pool("once") as pool:
-    (folder / "once.py.broken").write_text("")
+    (user_module / "once.py.broken").write_text("")
     _, *lost = pool.start([Call(0, text) for text in ("", "x", "")]).wait()
     assert lost == [Result(None, "broken", lost=True)] * 2
 
@@ -566,9 +559,9 @@ def run(folder, rest):
   return python("-c", RUN + rest, env=env, start_new_session=True, timeout=60)
 
 
-def test_signals_to_the_run_do_not_end_its_workers(folder):
+def test_signals_to_the_run_do_not_end_its_workers(user_module):
   done = run(
-    folder,
+    user_module,
     "for s in (signal.SIGTERM, signal.SIGINT): os.killpg(0, s)\n"
     "print(act('naps', '').wait()[0].value)\n"
     "pool.close()\n",
@@ -576,10 +569,10 @@ def test_signals_to_the_run_do_not_end_its_workers(folder):
   assert done.stdout == "1.0\n", done.stderr
 
 
-def test_workers_end_with_the_run_however_it_ends(folder, tmp_path):
+def test_workers_end_with_the_run_however_it_ends(user_module, tmp_path):
   path = tmp_path / "pids"
   run(
-    folder,
+    user_module,
     f"act('remember', {str(path)!r})\n"
     f"while not os.path.exists({str(path)!r}): time.sleep(.05)\n"
     "time.sleep(.2)\n"

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 
 import pytest
 from repository import ROOT
@@ -13,6 +12,8 @@ from gspo_jax.rollout.environment import Question, Step
 from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.runtime.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("user_module")
+MODULE_NAME = "user_tools"
 MODULE = '''
 import functools, threading, time
 
@@ -90,17 +91,8 @@ TWICE = [add, add]
 SPEC = "tools:functions=user_tools.%s,reward=gsm8k,characters=80"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("user")
-  (folder / "user_tools.py").write_text(MODULE)
-  sys.path.insert(0, str(folder))
-  yield folder
-  sys.path.remove(str(folder))
-
-
 @pytest.fixture(scope="module")
-def pools():
+def pools(user_module):
   limits = {"workers": 1, "seconds": 2.0, "tool_format": "hermes"}
   schemas = lambda name: environment.tools(SPEC % name, "hermes")[0]
   with (
@@ -199,11 +191,11 @@ def test_an_object_lives_as_long_as_its_conversation(pools):
   assert "no function 'reset'" in refused.step.messages[0][1]
 
 
-def test_the_example_of_the_docs(folder):
+def test_the_example_of_the_docs(user_module):
   page = (ROOT / "docs" / "environments.md").read_text()
   section = page.partition("## Tools as functions")[2]
   module = re.search("(?s)```python\n(.*?)```", section)[1]
-  (folder / "my_tools.py").write_text(module)
+  (user_module / "my_tools.py").write_text(module)
   spec = "tools:functions=my_tools.TOOLS,reward=gsm8k"
   assert spec in section
   schemas, _ = environment.tools(spec, "hermes")

@@ -3,8 +3,6 @@
 The taskset's harness is a function: those of the package install programs.
 """
 
-import sys
-
 import pytest
 from scripted import Scripted, make_tokenizer
 
@@ -15,6 +13,7 @@ from gspo_jax.sampler.samples import SamplerConfig
 agents = pytest.importorskip("gspo_jax.rollout.agents")
 pytest.importorskip("verifiers.v1", reason="needs the extra verifiers-agent")
 
+MODULE_NAME = "sums"
 MODULE = """
 import openai
 import verifiers.v1 as v1
@@ -59,15 +58,11 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory, tokenizer):
-  folder = tmp_path_factory.mktemp("taskset")
-  (folder / "sums.py").write_text(MODULE)
-  sys.path.insert(0, str(folder))
+def pool(user_module, tokenizer):
   spec = "openai:verifiers:name=sums,harness=sums,max_turns=2"
   config = SamplerConfig(stop_ids=tokenizer.stop_ids)
   with agents.AgentPool(spec, tokenizer, config, workers=1, seconds=60) as pool:
     yield pool
-  sys.path.remove(str(folder))
 
 
 def play(pool, tokenizer, texts, row, turns=2):
