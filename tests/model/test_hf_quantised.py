@@ -161,16 +161,7 @@ DELTA_NET = dataclasses.replace(
   **SIZES | {"rotary_dim": 4, "norm_topk_prob": False},
   linear_key_head_dim=40,
   linear_value_head_dim=52,
-<<<<<<< HEAD
-  rotary_dim=4,
-  output_gate=True,
-  shared_dim=8,
-  shared_gate=True,
-  norm_plus_one=True,
-  norm_rounds_last=True,
   linear_fused=True,
-=======
->>>>>>> h_tests
 )
 MLA = dataclasses.replace(
   FAMILIES["deepseek-v3"],
