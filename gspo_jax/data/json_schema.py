@@ -37,6 +37,7 @@ def an_object(**properties: Any) -> dict[str, Any]:
 def fitted(value: Any, schema: Any, root: Any = None) -> Any:
   """A JSON value as the schema has it: 2.0 becomes 2 where it has integers.
 
+  A schema that is its own part has no value but those of its other options.
   Read are `type`, `nullable`, `enum`, `const`, `allOf`, `anyOf`, `oneOf` (as
   `anyOf`: the first that fits), `$ref` within `root` (`schema`, if not given),
   `properties`, `required`, `additionalProperties` and `items`.
@@ -75,14 +76,14 @@ def fitted(value: Any, schema: Any, root: Any = None) -> Any:
         return value, f": {error[:300]}"
     types = part.get("type") or []
     types = [types] if isinstance(types, str) else types
-    if isinstance(value, float) and "integer" in types and value.is_integer():
-      value = int(value)
     allowed = part.get("enum") or [part.get("const", value)]
     is_bool = type(value) is bool
     same = [x for x in allowed if x == value and (type(x) is bool) == is_bool]
     if not same:
       return value, _wrong(f"one of {json.dumps(allowed)[:200]}", value)
     value = same[0]
+    if isinstance(value, float) and "integer" in types and value.is_integer():
+      value = int(value)
     if types and not any(_is_of(value, name) for name in types):
       return value, _wrong(" or ".join(map(str, types)), value)
     if not isinstance(value, dict | list):

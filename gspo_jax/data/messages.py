@@ -11,14 +11,14 @@ from gspo_jax.runtime.errors import UserError
 _TEXTS = "reasoning", "reasoning_content", "name", "tool_call_id"
 _TEXT = {"type": "string"}
 _PART = {
-  "properties": {"type": {"const": "text"}},
+  "properties": {"type": {"enum": ["text", None]}},
   "allOf": [an_object(text=_TEXT)],
 }
 _CALL = an_object(function=an_object(name=_TEXT))
 
 
 class WrongField(UserError):
-  name = ""
+  name = ""  # of the field
 
 
 def wrong(name: str, value: Any, expected: str) -> WrongField:

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
-from gspo_jax.data import messages
 from gspo_jax.record import json_lines
 from gspo_jax.record.run_files import in_bucket
 from gspo_jax.runtime import spec as specs
@@ -47,11 +46,13 @@ def read(spec: str) -> Records:
   if kind == "jsonl":
     lines = list(json_lines.read(rest))
     for line in lines:
-      if not messages.is_text(line.record):
+      try:
+        json.dumps(line.record, ensure_ascii=False).encode()
+      except UnicodeEncodeError as error:
         raise UserError(
           f"{line.where}: expected text in UTF-8, got half a surrogate pair in "
           f"{str(line.record)[:60]!a}"
-        )
+        ) from error
     names = [line.where for line in lines]
     return Records([line.record for line in lines], names.__getitem__)
   sets = {"parquet": parquet, "hf": hugging_face, "tfds": tfds}

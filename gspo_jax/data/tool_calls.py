@@ -123,11 +123,7 @@ _LLAMA = re.compile(
   r'[;\s]*(?=\{(?=.*?"name")(?=.*?"(?:arguments|parameters)"|[^{}]*\Z))',
   re.DOTALL,
 )
-# A header of gpt-oss with the name of a function, up to its end.
-_RECIPIENT = re.compile(
-  r"(?:\A|<\|start\|>assistant|<\|channel\|>\w*)\s*to=functions\.([^\s<]+)"
-  r"(?:[^<]|<\|(?:channel|constrain)\|>){0,200}(?:<\|message\|>|\Z)"
-)
+_RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 _WRITTEN = re.compile(r"(\w+)\((.*)\)", re.DOTALL)
 # Of a key of Gemma, or another word.
 _GEMMA = re.compile(r"([^\s{}\[\],:\"]+)(\s*:)?")
@@ -269,14 +265,17 @@ def _llama3_json(text: str, schemas: Schemas) -> Parsed:
 
 
 def _openai(text: str, schemas: Schemas) -> Parsed:
-  content, calls, place = thinking.behind("", text), [], 0
-  while header := _RECIPIENT.search(text, place):
-    try:
-      value, place = _decoded(text, header.end())
-    except ValueError as error:
-      calls.append(ToolCall(header[1], error=str(error)))
-      break
-    calls.append(_checked(header[1], value))
+  content, calls, place = thinking.split(text)[1], [], 0
+  while place < len(text) and (header := thinking.HEADER.match(text, place)):
+    place, name = header.end(), _RECIPIENT.search(header[1])
+    if name and "<|channel|>" in header[1]:
+      try:
+        value, place = _decoded(text, place)
+      except ValueError as error:
+        calls.append(ToolCall(name[1], error=str(error)))
+        break
+      calls.append(_checked(name[1], value))
+    place = thinking.END.search(text, place).end()
   return Parsed(content, tuple(calls))
 
 

@@ -25,7 +25,6 @@ from gspo_jax.sampler.stop_strings import (
   response_text,
 )
 
-_ENDS = thinking.CLOSE, "<|channel|>final"  # what ends thinking has one of them
 _LETTERS = string.ascii_letters + string.digits
 
 
@@ -104,7 +103,11 @@ class Choice:
   _tokens: int = 0
   _letters: int = 0
   _start: int = 0  # of the last part
-  _held: str | None = ""  # the text, until it is behind its thinking
+  # The parts of the text until it is behind its thinking, whether it thinks,
+  # and whether the thinking may have ended.
+  _held: list[str] | None = dataclasses.field(default_factory=list)
+  _thinks: bool = False
+  _closed: bool = False
   _has_ended: bool = False  # whether the last part was made
 
   @property
@@ -139,7 +142,8 @@ class Choice:
       # A call that cannot be read, or be sent back in a later request, stays
       # in the text, for the agent to see.
       if any(c.error or not is_json((c.name, c.arguments)) for c in calls):
-        calls, text = (), text or self._text
+        calls, begin = (), self._text.rpartition("<|start|>assistant")[2]
+        text = text or begin  # of gpt-oss
       text = parsed.content if calls else text
       calls = calls if self.call.parallel_tool_calls else calls[:1]
     message = {"role": "assistant", "content": text}
@@ -209,14 +213,21 @@ class Choice:
     """What a part of the text adds to a message; its thinking comes whole."""
     if self._held is None:
       return {"content": text}
-    self._held += text
-    whole = self.opening + self._held
-    thinks = whole.lstrip().startswith((thinking.OPEN, "<|"))
-    if thinks and not is_last and not any(end in whole for end in _ENDS):
+    self._held += [text] if text else []
+    newest = "".join(self._held[-len(thinking.CLOSE) :])
+    self._closed |= thinking.CLOSE in newest
+    waits = not text.strip() or (self._thinks and not self._closed)
+    # The channels of gpt-oss are read when all are there.
+    waits |= self.tokenizer.tool_format == "openai"
+    waits |= "".join(self._held[:9]).lstrip().startswith("<|")
+    if waits and not is_last:
       return {"content": ""}
+    whole = self.opening + "".join(self._held)
+    self._thinks = whole.lstrip().startswith(thinking.OPEN)
     thoughts, rest = thinking.split(whole)
-    # It may begin thinking again.
     if thinking.OPEN.startswith(rest.lstrip()) and not is_last:
+      # It begins to think, or again.
+      self._closed = bool(rest) or newest.rstrip().endswith(thinking.CLOSE)
       return {"content": ""}
     self._held = None
     said = {"reasoning_content": thoughts} if thoughts else {}

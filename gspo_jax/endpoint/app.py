@@ -132,6 +132,8 @@ class Endpoint:
     """
     _require_model(call.model)
     for name, value in call.template_args.items():
+      if value is None:
+        continue
       if (own := self._tokenizer.template_args.get(name)) != value:
         expected = f"{own!r}, as in data.template_args"
         raise wrong(name, value, expected)
@@ -186,10 +188,14 @@ class Endpoint:
   def _token_bytes(self) -> list[bytes]:
     return bytes_of_ids(self._tokenizer)
 
+  @functools.cached_property
+  def _longest(self) -> int:
+    return max(map(len, self._token_bytes))
+
   def _prompt(self, client: Client, call: Call) -> tuple[list[int], str]:
     """The ids of a prompt; and of messages, the template's text."""
     try:
-      longest = max(map(len, self._token_bytes))
+      longest = self._longest
     except UserError as error:  # no token has bytes of its own
       if call.stop:
         raise ApiError(f"stop: {error}", param="stop") from error

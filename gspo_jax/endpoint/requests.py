@@ -33,10 +33,6 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ("a whole number of at least 1", lambda x: type(x) is int and x >= 1),
   ),
   **dict.fromkeys(
-    ("parallel_tool_calls", "return_token_ids", "stream"),
-    ("true or false", lambda x: isinstance(x, bool)),
-  ),
-  **dict.fromkeys(
     ("chat_template_kwargs", "stream_options"),
     ("an object", lambda x: isinstance(x, dict)),
   ),
@@ -47,8 +43,8 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
   "stop": (
     f"a text, or at most {_MOST_STOPS}, of 1 to {_LONGEST_STOP} letters",
     lambda x: (
-      isinstance(x, str | list)
-      and len(x := [x] if isinstance(x, str) else x) <= _MOST_STOPS
+      isinstance(x, list)
+      and len(x) <= _MOST_STOPS
       and all(isinstance(s, str) and 0 < len(s) <= _LONGEST_STOP for s in x)
     ),
   ),
@@ -94,7 +90,8 @@ _NEUTRAL: dict[str, tuple] = {
 _READ, _IGNORED = (
   names.split()
   for names in (
-    "model messages prompt tools reasoning_effort logprobs",
+    "model messages prompt tools parallel_tool_calls reasoning_effort logprobs "
+    "stream return_token_ids",
     "user metadata store service_tier safety_identifier prompt_cache_key "
     "prompt_cache_retention prompt_cache_options prediction moderation rid "
     "request_id session_id priority cache_salt extra_key stream_reasoning "
@@ -108,7 +105,9 @@ _TOOL = an_object(
   type={"const": "function"},
   function={
     "allOf": [an_object(name={"type": "string"})],
-    "properties": {"parameters": {"properties": {"properties": _SCHEMAS}}},
+    "properties": {
+      "parameters": {"type": "object", "properties": {"properties": _SCHEMAS}}
+    },
   },
 )
 _ROLES = "system", "developer", "user", "assistant", "tool"
@@ -157,10 +156,10 @@ class Call:
 def chat(body: Any) -> Call:
   """The call of /v1/chat/completions."""
   common, tools = _common(body), body.get("tools") or []
-  if type(logprobs := body.get("logprobs") or False) is not bool:
-    raise wrong("logprobs", logprobs, "true or false")
   try:
-    fitted(tools := _without_null(tools, 4), {"type": "array", "items": _TOOL})
+    if isinstance(tools, list):
+      tools = [_without_null(tool, 4) for tool in tools]
+    fitted(tools, {"type": "array", "items": _TOOL})
   except ValueError as error:
     expected = f"functions as in OpenAI's API ({error})"
     raise wrong("tools", tools, expected) from error
@@ -185,9 +184,9 @@ def chat(body: Any) -> Call:
     messages=messages,
     tools=tools,
     parses_tools=bool(tools) and body.get("tool_choice") != "none",
-    parallel_tool_calls=body.get("parallel_tool_calls") is not False,
+    parallel_tool_calls=_boolean(body, "parallel_tool_calls", True),
     template_args=effort | template_args,
-    logprobs=bool(logprobs),
+    logprobs=_boolean(body, "logprobs"),
     **common,
   )
 
@@ -229,21 +228,25 @@ def _common(body: Any) -> dict:
     raise ApiError("the body: expected a JSON object")
   if not is_json(body):
     raise ApiError("the body: expected JSON that UTF-8 can encode")
+  stop = body.get("stop") or None
+  given = body | {"stop": [stop] if isinstance(stop, str) else stop}
   for name, (expected, is_right) in _KINDS.items():
-    if (value := body.get(name)) is not None and not is_right(value):
+    if (value := given.get(name)) is not None and not is_right(value):
       raise wrong(name, value, expected)
   for name, values in _ONLY.items():
     value = body.get(name)
     if value is not None and not _is_one_of(value, values):
       raise wrong(name, value, _words(values))
-  stop, options = body.get("stop") or (), body.get("stream_options") or {}
+  options = body.get("stream_options") or {}
+  unknown = {f"stream_options.{k}": v for k, v in options.items()}
+  unknown.pop("stream_options.include_usage", None)
   return {
     "max_tokens": body.get("max_completion_tokens") or body.get("max_tokens"),
     "n": body.get("n") or 1,
-    "stop": (stop,) if isinstance(stop, str) else tuple(stop),
-    "stream": body.get("stream") or False,
-    "include_usage": options.get("include_usage") is True,
-    "return_token_ids": body.get("return_token_ids") or False,
+    "stop": tuple(given["stop"] or ()),
+    "stream": _boolean(body, "stream"),
+    "include_usage": _boolean(options, "include_usage"),
+    "return_token_ids": _boolean(body, "return_token_ids"),
     "model": body.get("model"),
     "sampling": {
       k: v
@@ -251,7 +254,7 @@ def _common(body: Any) -> dict:
       if (v := body.get(k)) is not None
       and not _is_one_of(v, _NEUTRAL.get(k, ()))
     },
-    "unknown": {k: v for k, v in body.items() if k not in FIELDS},
+    "unknown": unknown | {k: body[k] for k in body if k not in FIELDS},
   }
 
 
@@ -265,10 +268,15 @@ def _words(values: Sequence) -> str:
   return " or ".join(["null", *map(json.dumps, values)])
 
 
+def _boolean(body: Mapping, name: str, default: bool = False) -> bool:
+  value = body.get(name)
+  if value is not None and not isinstance(value, bool):
+    raise wrong(name, value, "true or false")
+  return default if value is None else value
+
+
 def _without_null(value: Any, depth: int) -> Any:
   """What a tool lacks is null to some clients, `parameters` above all."""
-  if isinstance(value, list):
-    return [_without_null(x, depth) for x in value]
   if not (depth and isinstance(value, dict)):
     return value
   given = {k: v for k, v in value.items() if v is not None}

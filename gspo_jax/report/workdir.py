@@ -130,7 +130,7 @@ def _read(folder: epath.Path, name: str) -> RunRecord:
     spreads=_spreads(folder / "distributions.jsonl"),
     samples=run_files.read_samples(folder / "samples"),
     config=_config(config) if config.exists() else {},
-    last_step=max((series.steps[-1] for series in scalars.values()), default=0),
+    last_step=max((int(s.steps.max()) for s in scalars.values()), default=0),
   )
 
 

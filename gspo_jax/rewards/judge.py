@@ -164,7 +164,7 @@ def _ask(url: str, body: bytes, key_variable: str, seconds: float) -> dict:
   request = urllib.request.Request(url, body, headers)
   try:
     with _OPENER.open(request, timeout=max(0.1, seconds)) as answer:
-      data = answer.read(_MOST_BYTES).decode("utf-8", "replace")
+      data = answer.read(_MOST_BYTES).decode("utf-8-sig", "replace")
   except urllib.error.HTTPError as e:
     with e:
       data = e.read(1 << 16).decode("utf-8", "replace")

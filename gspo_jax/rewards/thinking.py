@@ -4,18 +4,14 @@ import re
 
 OPEN, CLOSE = "<think>", "</think>"
 # The end of thinking that does not begin anew.
-_END = re.compile(rf"{CLOSE}(?!\s*{OPEN})")
-# Of gpt-oss (harmony): the first header, and the messages of two channels.
-_HEADER = re.compile(
-  r"\s*(?:<\|start\|>assistant)?(?: ?to=[^\s<]+)? ?<\|channel\|>"
+_CLOSED = re.compile(rf"{CLOSE}(?!\s*{OPEN})")
+# Of gpt-oss (harmony): the header of a message, which may be cut, and its end.
+HEADER = re.compile(
+  r"(?:\s*<\|start\|>)?([^<]*+(?:<\|(?:channel|constrain)\|>[^<]*+)*+)"
+  r"(?:<\|message\|>|\Z)"
 )
-_ANALYSIS, _FINAL = (
-  re.compile(
-    rf"<\|channel\|>{name}<\|message\|>"
-    r"([^<]*(?:<(?!\|(?:end|return|start)\|>)[^<]*)*)"
-  )
-  for name in ("analysis", r"final(?: ?<\|constrain\|>\w*)?")
-)
+END = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z")
+_CHANNEL = re.compile(r"<\|channel\|>(\w*)")
 
 
 def opening(prompt: str) -> str:
@@ -33,14 +29,21 @@ def split(text: str) -> tuple[str, str]:
   """
   begin = text.lstrip()
   if begin.startswith(OPEN):
-    end = _END.search(begin)
+    end = _CLOSED.search(begin)
     rest = begin[end.end() :].lstrip() if end else ""
     return begin[len(OPEN) : end.start() if end else None].strip(), rest
-  if not _HEADER.match(text):
+  header, thoughts, rest, place = HEADER.match(text), [], "", 0
+  if not (header and _CHANNEL.search(header[1])):
     return "", text
-  thoughts = "\n".join(_ANALYSIS.findall(text)).strip()
-  *_, rest = ["", *_FINAL.findall(text)]
-  return thoughts, rest
+  while place < len(text) and (header := HEADER.match(text, place)):
+    end = END.search(text, header.end())
+    said, place = text[header.end() : end.start()], end.end()
+    channel = _CHANNEL.search(header[1])
+    if channel and channel[1] == "analysis":
+      thoughts.append(said)
+    elif channel and channel[1] == "final":
+      rest = said
+  return "\n".join(thoughts).strip(), rest
 
 
 def behind(prompt: str, response: str) -> str:

@@ -100,6 +100,7 @@ def test_what_is_an_integer_of_json_is_one_of_python():
   xs = fitted({"xs": [1.0, 2]}, NUMBERS)["xs"]
   assert [type(x) for x in xs] == [int, int]
   assert type(fitted(1.0, {"enum": [1]})) is int
+  assert fitted(1, {"type": "integer", "enum": [1.0]}) == 1
   for types in ({"type": "integer"}, {"anyOf": [{"type": "integer"}]}):
     assert fitted(None, types | {"nullable": True}) is None
 

@@ -169,6 +169,19 @@ OBJECTS = [
 ]
 
 
+def test_a_header_of_gpt_oss_may_have_its_parts_in_any_order():
+  call = ToolCall("f", {"x": 1})
+  for header in (
+    "<|channel|>commentary to=functions.f <|constrain|>json",
+    "<|channel|>commentary<|constrain|>json to=functions.f",
+    " to=functions.f<|channel|>commentary json",
+  ):
+    text = f'{header}<|message|>{{"x": 1}}<|call|>'
+    assert parse(text, "openai").calls == (call,)
+    thought = f"<|channel|>analysis<|message|>I write {text}"
+    assert parse(thought, "openai").calls == ()
+
+
 def test_every_format_has_an_example():
   assert {*EXAMPLES, "call"} == {*FORMATS}
   assert BROKEN.keys() == EXAMPLES.keys()

@@ -1,6 +1,7 @@
 """OpenAI's own client talks to the endpoint; the answers are scripted."""
 
 import contextlib
+import functools
 import json
 import logging
 import random
@@ -228,6 +229,7 @@ def test_a_stream_decodes_each_token_a_few_times(tokenizer):
   made, decoded = Generation([5], 6400), 0
 
   class Counting:
+    tool_format = ""
     stop_ids = tokenizer.stop_ids
 
     def decode(self, ids):
@@ -306,6 +308,19 @@ def test_an_answer_that_was_cut_goes_on_with_its_own_ids(ask, tokenizer):
     ({"extra_body": {"best_of": True}}, "best_of"),
     ({"extra_body": {"stream": 1}}, "stream"),
     ({"extra_body": {"tools": [{"type": "function", "function": 1}]}}, "tools"),
+    (
+      {
+        "extra_body": {
+          "tools": [CALC | {"function": {"name": "f", "parameters": []}}]
+        }
+      },
+      "tools",
+    ),
+    (
+      {"extra_body": {"tools": functools.reduce(lambda x, _: [x], range(900))}},
+      "tools",
+    ),
+    ({"extra_body": {"stream_options": {"include_usage": 1}}}, "include_usage"),
     ({"extra_body": {"parallel_tool_calls": "no"}}, "parallel_tool_calls"),
     ({"extra_body": {"chat_template_kwargs": [1]}}, "chat_template_kwargs"),
     (

@@ -91,6 +91,7 @@ HARMONY = (  # gpt-oss; a field `thinking`, until a final message follows
   "<|start|>developer<|message|>{{ tools | tojson if tools }}<|end|>"
   "{% for m in messages %}{% if m.role == 'tool' %}<|start|>functions.f "
   "to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
+  "{% elif '<|channel|>' in m.content %}{{ raise_exception('channels') }}"
   "{% elif m.tool_calls %}{% if m.thinking %}<|start|>assistant<|channel|>"
   "analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
   "{% set f = m.tool_calls[0].function %}<|start|>assistant "
@@ -109,9 +110,9 @@ ROLES = ("<|system|>", "<|assistant|>")
 # Template, stop tokens, other control tokens, how thinking begins and ends in
 # an answer, and how a call is written.
 FAMILIES = {
-  # As Magistral's: a kind of part of a message, which is no thinking of it.
-  "chatml": (TEMPLATE + "{# part.type == 'thinking' #}", ["<|im_end|>"], (),
-             "<think>", "</think>", HERMES),
+  # As Magistral's: the thinking of a part is not that of a message.
+  "chatml": (TEMPLATE + "{# '[THINK]' + part['thinking'] #}", ["<|im_end|>"],
+             (), "<think>", "</think>", HERMES),
   "qwen3": (QWEN3, ["<|im_end|>"], (), "<think>\n", "\n</think>\n\n", HERMES),
   "qwen3.5": (QWEN35, ["<|im_end|>"], (), "", "\n</think>\n\n", HERMES),
   "glm": (GLM, ["<|observation|>", "<|user|>"], ROLES, "\n<think>",
@@ -417,6 +418,8 @@ STREAMED = (
   *("<think></think>5", "<think>never", "<", "a<think>b</think>c", "</think>d"),
   "<|channel|>analysis<|message|>a<|end|><|start|>assistant" + FINAL + "b <|x",
   "<|channel|>analysis<|message|>a<|end|><|start|>assistant to=functions.f",
+  f"{FINAL}5<|end|><|start|>assistant{FINAL}6",
+  "<think>a</think> <think>b</think>c",
 )
 
 

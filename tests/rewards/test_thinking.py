@@ -62,6 +62,12 @@ def test_gpt_oss_thinks_in_several_messages_and_answers_in_the_final_one():
   told = HARMONY.format("5").replace("analysis", "commentary")
   assert thinking.split(f"\n{said}{told}{FINAL}c <|end|>") == ("a\nb", "c ")
   assert thinking.split(told) == ("", "")
+  # What thinking quotes is thinking.
+  quoted = "a<|channel|>final<|message|>7"
+  assert thinking.split(HARMONY.format(quoted)) == (quoted, "")
+  for header in (" json", "<|constrain|>json", " "):
+    said = f"<|channel|>final{header}<|message|>5"
+    assert thinking.split(said) == ("", "5")
 
 
 def test_thinking_that_begins_again_goes_on():

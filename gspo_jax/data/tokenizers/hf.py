@@ -47,8 +47,7 @@ _PRIVATE = range(0xF0000, 0xFFFFE)  # private-use characters
 # Responses with which a chat template is tried: some strip the thinking. A
 # prompt that ends with one of its tags allows one of them.
 _RESPONSES = "a response", "<think>\na thought\n</think>\n\na response"
-# A template that reads the thinking of a message, by one of three names.
-_READS_THINKING = re.compile(r"(?<!= )[.'\"](reasoning(_content)?|thinking)\b")
+_THINKING = "reasoning_content", "reasoning", "thinking"  # its names
 # What transformers gives every chat template.
 _OF_EVERY_TEMPLATE = {
   *("add_generation_prompt", "bos_token", "eos_token", "messages"),
@@ -448,10 +447,25 @@ class HFTokenizer(Tokenizer):
     """A message; its `reasoning_content` is where the template reads it."""
     if not (thoughts := message.get("reasoning_content")):
       return message
-    if _READS_THINKING.search(self.chat_template):
-      return {**message, "reasoning": thoughts, "thinking": thoughts}
+    if self._writes_thinking:
+      return {**message, **dict.fromkeys(_THINKING, thoughts)}
     tags = f"{thinking.OPEN}\n{thoughts}\n{thinking.CLOSE}\n\n"
     return {**message, "content": tags + (message["content"] or "")}
+
+  @functools.cached_property
+  def _writes_thinking(self) -> bool:
+    """Whether the template writes the thinking of an answer or of a call."""
+    (user,), sign = as_messages([("user", "x")]), chr(_PRIVATE[0])
+    for follows in [], as_messages([("tool", "x", "f")]):
+      told = _response("x", follows) | dict.fromkeys(_THINKING, sign)
+      if self._takes_json:
+        told = _change_arguments(told, json.dumps)
+      with contextlib.suppress(Exception):  # of the template
+        if sign in self._library.apply_chat_template(
+          [user, told, *follows], tokenize=False, **self.template_args
+        ):
+          return True
+    return False
 
   @functools.cached_property
   def _takes_json(self) -> bool:

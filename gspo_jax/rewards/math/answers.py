@@ -111,7 +111,7 @@ def _by_list(expected, result):
   if not any(sides):
     return None
   items, other = (sides[0], result) if sides[0] else (sides[1], expected)
-  if len(items) == 1 and not kinds.phrase(items[0]):
+  if len(items) == 1 and kinds.phrase(items[0]) is not kinds.NOTHING:
     return same(items[0], other) if sides[0] else same(other, items[0])
   return _is_solution(items, other)
 

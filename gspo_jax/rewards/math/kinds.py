@@ -10,10 +10,10 @@ import re
 
 from gspo_jax.rewards.math import quantities, splits, values
 
-_PHRASES = (
-  re.compile(r"\\emptyset|\\\{\\\}|(thereare)?no(real)?solutions?|emptyset"),
-  re.compile(r"doesnotexist|dne"),
+NOTHING = re.compile(
+  r"\\emptyset|\\\{\\\}|(thereare)?no(real)?solutions?|emptyset"
 )
+_PHRASES = NOTHING, re.compile(r"doesnotexist|dne")
 _ARTICLES = frozenset(("the", "a", "an"))
 _PUNCTUATION = frozenset(".'-")
 _BASE = re.compile(
