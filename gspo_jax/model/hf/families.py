@@ -3,7 +3,7 @@
 A family is an architecture of transformers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -135,26 +135,22 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 def _read_hybrid(path, raw):
   """Layers of gated DeltaNets and of attention."""
   experts = "num_experts_per_tok" in FAMILIES[raw["model_type"]].numbers
-  count = number(path, raw, ["num_hidden_layers"])
   interval = number(path, raw, ["full_attention_interval"], default=4)
-  turns = [_LINEAR] * (interval - 1) + [_FULL]
   kinds = {
     _LINEAR: Layer(experts=experts, mixer="delta_net"),
     _FULL: Layer(experts=experts),
   }
-  default = [turns[i % interval] for i in range(count)]
+  return _pattern(path, raw, [_LINEAR] * (interval - 1) + [_FULL], kinds)
+
+
+def _pattern(path, raw, turns: list[str], kinds: dict[str, Layer]):
+  """The shortest pattern of `layer_types`, by default `turns`."""
+  count = number(path, raw, ["num_hidden_layers"])
+  default = [turns[i % len(turns)] for i in range(count)]
   layers = _layers(path, raw, "layer_types", default, kinds)
-  return {"pattern": _period(layers)}
-
-
-def _period(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-  """The shortest pattern that `layers` repeat."""
-  n = len(layers)
-  return next(
-    layers[:k]
-    for k in range(1, n + 1)
-    if n % k == 0 and layers[:k] * (n // k) == layers
-  )
+  patterns = (layers[:k] for k in range(1, count + 1) if count % k == 0)
+  pattern = next(x for x in patterns if x * (count // len(x)) == layers)
+  return {"pattern": pattern}
 
 
 def _write_hybrid(cfg):
@@ -185,17 +181,12 @@ _SLIDING = "sliding_attention"
 
 
 def _read_gpt_oss(path, raw):
-  count = number(path, raw, ["num_hidden_layers"])
-  kinds = {
-    _SLIDING: Layer(window=number(path, raw, ["sliding_window"])),
-    _FULL: Layer(),
-  }
-  default = [list(kinds)[i % 2] for i in range(count)]
-  layers = _layers(path, raw, "layer_types", default, kinds)
+  window = number(path, raw, ["sliding_window"])
   # Without these keys transformers takes the YaRN of the published model.
   if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
     raise UserError(f"{path}: rope_scaling is missing")
-  return {"pattern": _period(layers)}
+  kinds = {_SLIDING: Layer(window=window), _FULL: Layer()}
+  return _pattern(path, raw, [_SLIDING, _FULL], kinds)
 
 
 def _write_gpt_oss(cfg):
