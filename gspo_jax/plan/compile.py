@@ -48,12 +48,28 @@ _PACKAGES = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Memory:
+  """Bytes of HBM that a program needs on each device."""
+
+  arguments: int
+  outputs: int
+  aliased: int  # outputs that reuse the memory of donated arguments
+  temporaries: int
+  code: int
+  peak: int  # the compiler's estimate
+
+  @property
+  def needed(self) -> int:
+    parts = self.arguments + self.outputs - self.aliased + self.temporaries
+    return max(self.peak, parts + self.code)
+
+
+@dataclasses.dataclass(frozen=True)
 class Compiled:
   """A compiled program, or the reason why it does not fit into HBM."""
 
   seconds: float  # to compile
-  # Bytes of HBM on each device; None if the program does not fit.
-  memory: dict[str, int] | None
+  memory: Memory | None  # None if the program does not fit
   text: str | None  # the compiler's dump; None if it does not fit
   buffers: list[tuple[float, str]]  # in HBM: bytes and shapes, largest first
   reason: str = ""  # the compiler's message if it does not fit
@@ -115,14 +131,14 @@ def compile_one(lowered: jax.stages.Lowered, platform: str = "tpu") -> Compiled:
       return Compiled(seconds, None, None, buffers, reason, total)
     seconds = time.monotonic() - start
     m = compiled.memory_analysis()
-    memory = {
-      "arguments": m.argument_size_in_bytes,
-      "outputs": m.output_size_in_bytes,
-      "aliased": m.alias_size_in_bytes,  # outputs in donated arguments
-      "temporaries": m.temp_size_in_bytes,
-      "code": m.generated_code_size_in_bytes,
-      "peak": m.peak_memory_in_bytes,  # the compiler's estimate
-    }
+    memory = Memory(
+      arguments=m.argument_size_in_bytes,
+      outputs=m.output_size_in_bytes,
+      aliased=m.alias_size_in_bytes,
+      temporaries=m.temp_size_in_bytes,
+      code=m.generated_code_size_in_bytes,
+      peak=m.peak_memory_in_bytes,
+    )
     text = _text(folder, platform)
     kernels = _kernels(text) if platform == "tpu" else {}
     buffers, _ = _buffers(folder)

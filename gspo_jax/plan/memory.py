@@ -1,5 +1,6 @@
 """Whether a function fits into HBM, and how many pages the rest can hold."""
 
+import dataclasses
 import math
 
 import jax
@@ -9,6 +10,7 @@ from gspo_jax.model import ModelConfig, paged_cache
 from gspo_jax.model import cache as kv_cache
 from gspo_jax.plan import lower_bounds
 from gspo_jax.plan.chips import Topology
+from gspo_jax.plan.compile import Memory
 from gspo_jax.plan.lower import LEARNING, has_pages
 from gspo_jax.program import abstract
 from gspo_jax.program.config import Config
@@ -49,18 +51,12 @@ def resident(
 
 
 def memory(
-  name: str, compiled: dict[str, int], resident: int, topology: Topology
+  name: str, compiled: Memory, resident: int, topology: Topology
 ) -> dict:
-  """Report of a compiled function beside `resident` bytes of other state.
-
-  `compiled`: of `compile.Compiled`.
-  """
-  added = "arguments", "outputs", "temporaries", "code"
-  parts = sum(compiled[part] for part in added) - compiled["aliased"]
-  needed = max(compiled["peak"], parts) + resident
-  hbm = topology.chip.hbm
+  """Report of a compiled function beside `resident` bytes of other state."""
+  needed, hbm = compiled.needed + resident, topology.chip.hbm
   sizes = {"resident": resident, "needed": needed, "free": hbm - needed}
-  report = {"memory": compiled | sizes}
+  report = {"memory": dataclasses.asdict(compiled) | sizes}
   if needed > hbm:
     report["fits"] = False
     report["reason"] = (

@@ -33,13 +33,11 @@ def work(name: str, done: Compiled, planned: Planned) -> dict:
   share = total.roofline_seconds and (
     total.estimated_seconds / total.roofline_seconds
   )
-  compiler = {"share": share, "clock": clock}
-  compiler |= {k: estimate[k] for k in ("seconds", "mfu")}
-  if "parts" in estimate:
-    compiler["parts"] = estimate["parts"]
+  keys = [k for k in ("seconds", "mfu", "parts") if k in estimate]
+  compiler = {"share": share, "clock": clock} | {k: estimate[k] for k in keys}
   if "decode" in estimate:
-    keys = "seconds", "without_cache"
-    compiler["decode"] = {k: estimate["decode"][k] for k in keys}
+    decode = estimate["decode"]
+    compiler["decode"] = {k: decode[k] for k in ("seconds", "without_cache")}
   return report | {"compiler": compiler}
 
 
@@ -148,11 +146,6 @@ def _links(mesh, topology):
   )
 
 
-def block_tokens(sampler) -> int:
-  """Tokens of a row's cache that a decode step reads at a time."""
-  return sampler.sizes.page_size if sampler.batching else 1
-
-
 def decode_step(done: Compiled, planned: Planned) -> dict:
   """Seconds of a decode step without reading the cache, and of reading it."""
   report = work("generate", done, planned)
@@ -184,7 +177,8 @@ def _decode(step, steps, planned) -> dict:
     reading, counted = {"row": kernel.row, "block": kernel.block}, kernel.full
   else:
     shards = sharding.batch_shards(mesh)
-    block = full / (tokens / shards) * block_tokens(generate)
+    block = full / (tokens / shards)  # without pages: of one token
+    block *= generate.sizes.page_size if generate.batching else 1
     reading = {"row": 0.0, "block": block}
     counted = full if has_kernel or not generate.batching else 0.0
   report = {}

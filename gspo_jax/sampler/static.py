@@ -133,7 +133,7 @@ class StaticSampler:
     params: model.Params,
     prompts: Prompts,
     key: jax.Array,
-    **options,
+    **options: bool,
   ) -> dict[str, jax.stages.Lowered]:
     """Lowers the function; `options` are for continuous batching alone."""
     return {"generate": self.jitted.lower(params, prompts, key)}

@@ -37,6 +37,11 @@ def test_without_the_compiler_it_names_the_extra(platform, extra, monkeypatch):
     plan_compile.prepare(platform)
 
 
+@pytest.mark.parametrize(("peak", "needed"), [(5, 33), (50, 50)])
+def test_needed_memory_is_the_larger_estimate(peak, needed):
+  assert plan_compile.Memory(10, 6, 4, 20, 1, peak).needed == needed
+
+
 @needs_libtpu
 def test_memory_of_a_donated_argument():
   done = compiled("v5e:2x2", lambda x: x + 1, (1024, 1024))

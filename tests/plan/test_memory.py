@@ -9,6 +9,7 @@ import pytest
 from gspo_jax import model
 from gspo_jax.configs import tiny_cpu
 from gspo_jax.plan import chips, planner
+from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan import memory as plan_memory
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
@@ -57,19 +58,8 @@ def program(state, generate=STATIC, separate=None, teachers=()):
   )
 
 
-def compiled(arguments=0, outputs=0, aliased=0, temporaries=0, code=0, peak=0):
-  return locals()
-
-
-@pytest.mark.parametrize(("peak", "needed"), [(5, 33), (50, 50)])
-def test_needed_memory_is_the_larger_estimate(peak, needed):
-  sizes = compiled(10, 6, 4, 20, 1, peak)
-  found = plan_memory.memory("update", sizes, 100, WHERE)["memory"]
-  assert found["needed"] == needed + 100
-
-
 def memory(name, made, temporaries):
-  sizes = compiled(arguments=GIB, temporaries=temporaries)
+  sizes = plan_compile.Memory(GIB, 0, 0, temporaries, 0, 0)
   resident = plan_memory.resident(name, made)
   return plan_memory.memory(name, sizes, resident, WHERE)
 

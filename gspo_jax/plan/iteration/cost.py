@@ -17,7 +17,7 @@ import numpy as np
 from gspo_jax.learner import packing
 from gspo_jax.learner.packing import RowTokens
 from gspo_jax.model import attention
-from gspo_jax.plan import lower_bounds, roofline
+from gspo_jax.plan import lower_bounds
 from gspo_jax.plan.iteration.decoding import Decoding, decode_together, replay
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.plan.lower import Planned
@@ -104,8 +104,8 @@ def _work(planned, lengths: Lengths, tokens_a_step: float) -> _Work:
   config, program, _ = planned
   generate, learner = program.sampler.generate, program.learner
   if generate.batching:
-    block = roofline.block_tokens(generate)
-    decoding = replay(generate, lengths, block, tokens_a_step)
+    page_size = generate.sizes.page_size
+    decoding = replay(generate, lengths, page_size, tokens_a_step)
   else:
     shards = sharding.batch_shards(generate.mesh)
     decoding = decode_together(lengths, config, shards)
