@@ -243,6 +243,7 @@ TABLE = (
             ("self_attn.kv_b_proj.weight",), **_ATTENTION),
   Parameter("layers/mla/o", "N Ho -> D", "heads head_dim whole",
             ("self_attn.o_proj.weight",), **_ATTENTION),
+  # As in the files, for PEFT's adapter of a linear layer has one A.
   Parameter("layers/delta_net/qkvz", "D -> G Xz", "embed heads whole",
             ("linear_attn.in_proj_qkvz.weight",), **_FUSED, **_ATTENTION),
   Parameter("layers/delta_net/ba", "D -> G 2R", "embed heads whole",
