@@ -225,7 +225,9 @@ class ModelConfig:
     )
     is_whole = self.qk_norm or not self.qk_norm_over_heads
     yield "qk_norm_over_heads", is_whole, "model.qk_norm=True as well"
-    yield from self._rules_of_experts()
+    k, E = self.experts_per_token, self.num_experts
+    is_share = not E or 1 <= k <= E
+    yield "experts_per_token", is_share, f"1 to model.num_experts={E}"
     most, first = _MAX_LAYERS, len(self.first)
     yield "num_layers", self.num_layers <= most, f"at most {most}"
     pattern, rest = len(self.period), self.num_layers - first
@@ -242,6 +244,7 @@ class ModelConfig:
       f"{'a number above 0' if some else '0'}, for {'some' if some else 'none'}"
       f" of the {self.num_layers} layers have experts",
     )
+    yield from self._rules_of_groups()
     yield from self._rules_of_mixers({layer.mixer for layer in self.layers})
 
   def _rules_of_mixers(self, mixers) -> Iterator[tuple[str, bool, str]]:
@@ -261,10 +264,8 @@ class ModelConfig:
       width = self.linear_conv_kernel_dim
       yield "linear_conv_kernel_dim", width >= 2, "at least 2"
 
-  def _rules_of_experts(self) -> Iterator[tuple[str, bool, str]]:
+  def _rules_of_groups(self) -> Iterator[tuple[str, bool, str]]:
     k, E, n = self.experts_per_token, self.num_experts, self.n_group
-    is_share = not E or 1 <= k <= E
-    yield "experts_per_token", is_share, f"1 to model.num_experts={E}"
     yield (
       "n_group",
       n >= 1 and E % n == 0 and (n == 1 or E // n >= 2),

@@ -39,6 +39,8 @@ class RolloutCost(NamedTuple):
 
 
 class RolloutBatch(NamedTuple):
+  """What a source gives; a checkpoint has the numbers, by their names."""
+
   samples: ScoredSamples  # P groups of finished responses
   # One for each batch that was sampled; with partial rollouts, one for all
   # prompts in flight.

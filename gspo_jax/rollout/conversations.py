@@ -97,11 +97,11 @@ class Conversations(Player):
       begun = self.pool.begin(
         [(batch.problems[p], steps[p], seeds[p]) for p in groups]
       )
-    said: dict[int, set] = {}  # in a group
-    for p, reply in zip(groups, begun, strict=True):
-      if not reply.failure:
-        said.setdefault(p, set()).add(reply.step.messages)
-    prompts = {p: self._prompt(batch.ids(p), x) for p, x in said.items()}
+      said: dict[int, set] = {}  # in a group
+      for p, reply in zip(groups, begun, strict=True):
+        if not reply.failure:
+          said.setdefault(p, set()).add(reply.step.messages)
+      prompts = {p: self._prompt(batch.ids(p), x) for p, x in said.items()}
     for p, chat, reply in zip(groups, chats.values(), begun, strict=True):
       chat.state, chat.failure = reply.state, reply.failure
       if not chat.failure:

@@ -182,9 +182,9 @@ class OffPolicy:
       cost = RolloutCost(
         prompts, scored.rewards, saved["tokens"], saved["slot_steps"]
       )
-      _, _, *names = RolloutBatch._fields
-      numbers = (saved[name] for name in names)
-      self._batches.append(_done(RolloutBatch(scored, [cost], *numbers)))
+      names = saved.keys() & RolloutBatch._fields
+      numbers = {name: saved[name] for name in names}
+      self._batches.append(_done(RolloutBatch(scored, [cost], **numbers)))
 
 
 def _done(batch: RolloutBatch) -> Future[RolloutBatch]:

@@ -35,6 +35,7 @@ TIMEOUT_SECONDS = 30
 _BEAT_SECONDS, _SILENT_SECONDS = 2.0, 8.0  # of `_beat`
 _LAST_SECONDS = 3.0  # of process 0, after an error
 _FAULT = "\x01"  # begins the text of an exception that is no UserError
+_LONGEST = 1000  # letters of an error that another process gets
 # Set where libtpu is installed but there is no TPU. Without them libtpu queries
 # a metadata server that does not answer, and prints five lines of errors.
 NO_TPU = {
@@ -118,7 +119,7 @@ def _beat() -> None:
 def _silent(heard: dict, counts: Mapping[str, str], now: float) -> list[str]:
   """The processes that have become silent; each is listed once.
 
-  `heard` gets the count of each, and since when it is that.
+  `heard` gets the count of each, and the time of its last change.
   """
   silent = []
   for name, count in counts.items():
@@ -244,7 +245,7 @@ def run_on_all(work: Callable[[], T]) -> T:
     message = str(error) or "UserError"
   except Exception as error:
     fault, message = error, f"{_FAULT}{type(error).__name__}: {error}"
-  texts = allgather_json(message)
+  texts = allgather_json(message[:_LONGEST])
   if fault:
     raise fault
   for process, text in enumerate(texts):
@@ -253,7 +254,7 @@ def run_on_all(work: Callable[[], T]) -> T:
   for process, text in enumerate(texts):
     if text:
       raise AgreedError(
-        text if text == message else f"process {process}: {text}"
+        message if text == message[:_LONGEST] else f"process {process}: {text}"
       )
   return result
 

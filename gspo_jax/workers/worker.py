@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def _receive(source: BinaryIO):
-  """The next pickle; None at the end."""
+  """The next pickle; None at the end, or if the sender died within one."""
   try:
     return pickle.load(source)
   except (EOFError, pickle.UnpicklingError):

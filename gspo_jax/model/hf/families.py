@@ -120,8 +120,8 @@ def _write_glm_lite(cfg):
 
 def _layers(path, raw, key, default, kinds: dict) -> tuple:
   """What a list of names says of each layer."""
-  count, names = number(path, raw, ["num_hidden_layers"]), raw.get(key)
-  names = default if names is None else names
+  count = number(path, raw, ["num_hidden_layers"])
+  names = raw.get(key) or default
   if len(names) != count or not set(names) <= set(kinds):
     raise UserError(
       f"{path}: {key}: expected {either(kinds)} for each of the {count} layers"
@@ -427,7 +427,8 @@ def require_supported(path, raw, family: Family) -> None:
   """UserError if a value means what `ModelConfig` lacks."""
   quantised.require_supported(path, raw.get("quantization_config"))
   constants = {key: (value,) for key, value in family.constants.items()}
-  rows = dict.fromkeys(family.numbers | family.flags)
+  rows = dict.fromkeys(family.flags, (False, True))
+  rows |= dict.fromkeys(family.numbers)
   supported = _SUPPORTED | rows | family.supported | constants
   for key, values in supported.items():
     if values is None or raw.get(key) is None or raw[key] in values:

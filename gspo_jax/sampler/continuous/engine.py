@@ -65,9 +65,10 @@ _SENT = (
   *("prompt", "max_new_tokens", "params", "streams", "row", "response"),
   *("num_tokens", "num_recorded", "goes_on", "by_token"),
 )
-# What all hosts know of each shard after it has planned; attributes of its
-# Scheduler, then active slots whose responses are read as they grow, those of
-# them that are read after each step, and 1 if its host expects more requests.
+# What all hosts know of each shard after it has planned: attributes of its
+# Scheduler; `streams`, active slots whose responses are read as they grow;
+# `by_token`, those that are read after each step; `open`, whether its host
+# expects more requests.
 _FACTS = (
   *("num_waiting", "num_queued", "num_active", "can_look_ahead", "may_go_on"),
   *("num_spare_pages", "num_visitors", "streams", "by_token", "open"),
