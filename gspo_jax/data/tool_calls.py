@@ -266,8 +266,10 @@ def _llama3_json(text: str, schemas: Schemas) -> Parsed:
 
 def _openai(text: str, schemas: Schemas) -> Parsed:
   content, calls, place = thinking.split(text)[1], [], 0
-  while place < len(text) and (header := thinking.HEADER.match(text, place)):
-    place, name = header.end(), _RECIPIENT.search(header[1])
+  while place < len(text):
+    header = thinking.HEADER.match(text, place)
+    name = header and _RECIPIENT.search(header[1])
+    place = header.end() if header else place + 1
     if name and "<|channel|>" in header[1]:
       try:
         value, place = _decoded(text, place)

@@ -103,8 +103,9 @@ class Choice:
   _tokens: int = 0
   _letters: int = 0
   _start: int = 0  # of the last part
-  # The parts of the text until it is behind its thinking, whether it thinks,
-  # and whether the thinking may have ended.
+  # The parts of the text until it is behind its thinking: those before its last
+  # `<think>`, and the others; whether it thinks, and may have ended that.
+  _past: list[str] = dataclasses.field(default_factory=list)
   _held: list[str] | None = dataclasses.field(default_factory=list)
   _thinks: bool = False
   _closed: bool = False
@@ -142,8 +143,12 @@ class Choice:
       # A call that cannot be read, or be sent back in a later request, stays
       # in the text, for the agent to see.
       if any(c.error or not is_json((c.name, c.arguments)) for c in calls):
-        calls, begin = (), self._text.rpartition("<|start|>assistant")[2]
-        text = text or begin  # of gpt-oss
+        calls = ()
+        if form == "openai":  # without what a template refuses in a content
+          start = max(0, self._text.rfind("to=functions."))
+          text = self._text[
+            start : thinking.END.search(self._text, start).start()
+          ]
       text = parsed.content if calls else text
       calls = calls if self.call.parallel_tool_calls else calls[:1]
     message = {"role": "assistant", "content": text}
@@ -213,7 +218,7 @@ class Choice:
     """What a part of the text adds to a message; its thinking comes whole."""
     if self._held is None:
       return {"content": text}
-    self._held += [text] if text else []
+    self._held += filter(None, [text] if self._held else [self.opening, text])
     newest = "".join(self._held[-len(thinking.CLOSE) :])
     self._closed |= thinking.CLOSE in newest
     waits = not text.strip() or (self._thinks and not self._closed)
@@ -222,13 +227,17 @@ class Choice:
     waits |= "".join(self._held[:9]).lstrip().startswith("<|")
     if waits and not is_last:
       return {"content": ""}
-    whole = self.opening + "".join(self._held)
-    self._thinks = whole.lstrip().startswith(thinking.OPEN)
-    thoughts, rest = thinking.split(whole)
+    held = "".join(self._held)
+    self._thinks = held.lstrip().startswith(thinking.OPEN)
+    _, rest = thinking.split(held)
     if thinking.OPEN.startswith(rest.lstrip()) and not is_last:
-      # It begins to think, or again.
       self._closed = bool(rest) or newest.rstrip().endswith(thinking.CLOSE)
+      if self._thinks and not self._closed:  # it begins to think, or again
+        at = held.rindex(thinking.OPEN)
+        self._past.append(held[:at])
+        self._held = [held[at:]]
       return {"content": ""}
+    thoughts, rest = thinking.split("".join([*self._past, held]))
     self._held = None
     said = {"reasoning_content": thoughts} if thoughts else {}
     return said | {"content": rest}

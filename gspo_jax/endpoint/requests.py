@@ -228,7 +228,7 @@ def _common(body: Any) -> dict:
     raise ApiError("the body: expected a JSON object")
   if not is_json(body):
     raise ApiError("the body: expected JSON that UTF-8 can encode")
-  stop = body.get("stop") or None
+  stop = body.get("stop") if body.get("stop") != "" else None
   given = body | {"stop": [stop] if isinstance(stop, str) else stop}
   for name, (expected, is_right) in _KINDS.items():
     if (value := given.get(name)) is not None and not is_right(value):
@@ -238,7 +238,7 @@ def _common(body: Any) -> dict:
     if value is not None and not _is_one_of(value, values):
       raise wrong(name, value, _words(values))
   options = body.get("stream_options") or {}
-  unknown = {f"stream_options.{k}": v for k, v in options.items()}
+  unknown = {f"stream_options.{k}": v for k, v in options.items() if v}
   unknown.pop("stream_options.include_usage", None)
   return {
     "max_tokens": body.get("max_completion_tokens") or body.get("max_tokens"),

@@ -119,7 +119,8 @@ def _muon(rate, *, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0):
     consistent_rms=0.2,
     muon_weight_dimension_numbers=_by_row(_dimension_numbers),
   )
-  # Muon takes an expert's gate and up projections, stored together, as one.
+  # Muon takes what is stored together as one: an expert's gate and up
+  # projections, those of a gated DeltaNet.
   parts = {"adamw": adamw, "muon": muon, "experts": _each_expert(muon)}
   return optax.partition(parts, _by_row(_label))
 

@@ -11,6 +11,9 @@ HEADER = re.compile(
   r"(?:<\|message\|>|\Z)"
 )
 END = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z")
+_FIRST = re.compile(
+  r"\s*(?:<\|start\|>assistant)?(?: ?to=[^\s<]+)? ?<\|channel\|>"
+)
 _CHANNEL = re.compile(r"<\|channel\|>(\w*)")
 
 
@@ -32,16 +35,18 @@ def split(text: str) -> tuple[str, str]:
     end = _CLOSED.search(begin)
     rest = begin[end.end() :].lstrip() if end else ""
     return begin[len(OPEN) : end.start() if end else None].strip(), rest
-  header, thoughts, rest, place = HEADER.match(text), [], "", 0
-  if not (header and _CHANNEL.search(header[1])):
+  if not _FIRST.match(text):
     return "", text
+  thoughts, rest, place = [], "", 0
   while place < len(text) and (header := HEADER.match(text, place)):
     end = END.search(text, header.end())
     said, place = text[header.end() : end.start()], end.end()
     channel = _CHANNEL.search(header[1])
-    if channel and channel[1] == "analysis":
+    if not channel or "to=" in header[1]:  # a call
+      continue
+    if channel[1] == "analysis":
       thoughts.append(said)
-    elif channel and channel[1] == "final":
+    elif channel[1] == "final" and header[0].endswith("<|message|>"):
       rest = said
   return "\n".join(thoughts).strip(), rest
 

@@ -178,6 +178,7 @@ def test_a_header_of_gpt_oss_may_have_its_parts_in_any_order():
   ):
     text = f'{header}<|message|>{{"x": 1}}<|call|>'
     assert parse(text, "openai").calls == (call,)
+    assert parse(f"5<|start|>assistant{text}", "openai").calls == (call,)
     thought = f"<|channel|>analysis<|message|>I write {text}"
     assert parse(thought, "openai").calls == ()
 

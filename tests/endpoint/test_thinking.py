@@ -91,7 +91,8 @@ HARMONY = (  # gpt-oss; a field `thinking`, until a final message follows
   "<|start|>developer<|message|>{{ tools | tojson if tools }}<|end|>"
   "{% for m in messages %}{% if m.role == 'tool' %}<|start|>functions.f "
   "to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
-  "{% elif '<|channel|>' in m.content %}{{ raise_exception('channels') }}"
+  "{% elif '<|channel|>analysis<|message|>' in m.content or "
+  "'<|channel|>final<|message|>' in m.content %}{{ raise_exception('no') }}"
   "{% elif m.tool_calls %}{% if m.thinking %}<|start|>assistant<|channel|>"
   "analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
   "{% set f = m.tool_calls[0].function %}<|start|>assistant "
@@ -234,6 +235,17 @@ def test_a_client_that_drops_thinking_begins_a_sequence(family, name):
     ask(user(), kept, result(first.tool_calls[0]))
   assert not goes_on(e)
   assert "I look" not in tokenizer.decode(e.made[1].prompt)
+
+
+def test_a_broken_call_of_gpt_oss_can_be_sent_back(family):
+  text = (
+    f"<|channel|>analysis<|message|>why<|end|><|start|>assistant{COMMENTARY}"
+  )
+  with served(family("harmony"), (text % "clock")[:-1], "x") as (_, ask):
+    said = ask(user()).model_dump(exclude_none=True)
+    assert said["reasoning_content"] == "why"
+    assert said["content"].startswith("to=functions.clock")
+    ask(user(), said, user("again"))
 
 
 def same(said):
@@ -419,7 +431,7 @@ STREAMED = (
   "<|channel|>analysis<|message|>a<|end|><|start|>assistant" + FINAL + "b <|x",
   "<|channel|>analysis<|message|>a<|end|><|start|>assistant to=functions.f",
   f"{FINAL}5<|end|><|start|>assistant{FINAL}6",
-  "<think>a</think> <think>b</think>c",
+  "<think>a</think> <think>b</think>\n<think>c <think></think>d",
 )
 
 

@@ -62,6 +62,10 @@ def test_gpt_oss_thinks_in_several_messages_and_answers_in_the_final_one():
   told = HARMONY.format("5").replace("analysis", "commentary")
   assert thinking.split(f"\n{said}{told}{FINAL}c <|end|>") == ("a\nb", "c ")
   assert thinking.split(told) == ("", "")
+  cut = f"{FINAL[len('<|start|>assistant') :]}4<|end|>{FINAL[:-1]}"
+  assert thinking.split(cut) == ("", "4")
+  for plain in ("4. <|channel|>", "a <|channel|>analysis<|message|> is 4"):
+    assert thinking.split(plain) == ("", plain)
   # What thinking quotes is thinking.
   quoted = "a<|channel|>final<|message|>7"
   assert thinking.split(HARMONY.format(quoted)) == (quoted, "")

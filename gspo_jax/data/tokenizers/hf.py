@@ -450,13 +450,14 @@ class HFTokenizer(Tokenizer):
     if self._writes_thinking:
       return {**message, **dict.fromkeys(_THINKING, thoughts)}
     tags = f"{thinking.OPEN}\n{thoughts}\n{thinking.CLOSE}\n\n"
-    return {**message, "content": tags + (message["content"] or "")}
+    plain = {k: v for k, v in message.items() if k not in _THINKING}
+    return plain | {"content": tags + (message["content"] or "")}
 
   @functools.cached_property
   def _writes_thinking(self) -> bool:
     """Whether the template writes the thinking of an answer or of a call."""
     (user,), sign = as_messages([("user", "x")]), chr(_PRIVATE[0])
-    for follows in [], as_messages([("tool", "x", "f")]):
+    for follows in [], as_messages([("tool", "x", "f")]), [user]:
       told = _response("x", follows) | dict.fromkeys(_THINKING, sign)
       if self._takes_json:
         told = _change_arguments(told, json.dumps)

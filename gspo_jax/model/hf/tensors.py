@@ -426,6 +426,12 @@ class TensorFile:
     header = json.loads(self.read(8, 8 + size).tobytes())
     header.pop("__metadata__", None)
     self.tensors, last = {}, 8 + size
+    spans = sorted(t["data_offsets"] for t in header.values())
+    if any(
+      a != b
+      for (a, _), (_, b) in zip(spans, [(0, 0), *spans[:-1]], strict=True)
+    ):
+      raise ValueError("tensors overlap, or leave bytes between them")
     for name, t in header.items():
       start, end = (8 + size + offset for offset in t["data_offsets"])
       tensor = StoredTensor(self, t["dtype"], tuple(t["shape"]), start)
