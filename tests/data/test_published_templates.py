@@ -118,10 +118,19 @@ def whole(tokenizer, messages, tools=(), prompts=True):
   )
 
 
+def tagged(message):
+  """A message for a template that does not know the field of thinking."""
+  thoughts = message.get("reasoning_content")
+  tags = f"<think>\n{thoughts}\n</think>\n\n" if thoughts else ""
+  plain = {k: v for k, v in message.items() if k != "reasoning_content"}
+  return plain | {"content": tags + message["content"]}
+
+
 def require_chat(tokenizer, messages, tools):
   """The ids of the whole template, or its own error; no tool left out."""
+  form = dict if tokenizer._writes_thinking else tagged
   try:
-    theirs = whole(tokenizer, messages, tools)
+    theirs = whole(tokenizer, [*map(form, messages)], tools)
   except jinja2.TemplateError as error:
     with pytest.raises(UserError, match=re.escape(str(error))):
       tokenizer.chat(messages, tools)
@@ -140,9 +149,19 @@ def require_chat(tokenizer, messages, tools):
 
 
 def require_turns(tokenizer, response, answer, tools=()):
-  """Turn by turn the ids are those of the whole template."""
+  """Turn by turn the ids are those of the whole template.
+
+  The response thinks where the prompt has begun that, and not where it has
+  ended it.
+  """
   messages = [USER]
   ids = tokenizer.chat(messages, tools)
+  prompt = tokenizer.decode(ids).rstrip()
+  if prompt.endswith("<think>"):
+    response = response | THOUGHT
+    response = response if tokenizer._writes_thinking else tagged(response)
+  elif prompt.endswith("</think>"):
+    response = response | {"reasoning_content": ""}
   for _ in range(2):
     messages += [response, answer]
     theirs = whole(tokenizer, messages, tools)
