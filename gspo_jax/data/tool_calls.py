@@ -19,12 +19,13 @@ the standard library alone.
 
 import functools
 import json
+import math
 import re
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from gspo_jax.data.json_schema import DECODER, fitted
+from gspo_jax.data.json_schema import fitted
 from gspo_jax.rewards import thinking
 
 
@@ -245,7 +246,7 @@ def _read_gemma(text, place, shape, name, schema):
   quoted = lambda word: f'"{word[1]}":' if word[2] else word[0]
   for i, part in enumerate(parts):
     parts[i] = json.dumps(part) if i % 2 else _GEMMA.sub(quoted, part)
-  return [_checked(name, DECODER.decode("".join(parts)))], found.end()
+  return [_checked(name, _JSON.decode("".join(parts)))], found.end()
 
 
 def _llama3_json(text: str, schemas: Schemas) -> Parsed:
@@ -316,10 +317,19 @@ def _checked(name: str, arguments: Any) -> ToolCall:
     return ToolCall(name, error=f"arguments: {error}")
 
 
+def _number(text: str) -> float:
+  if text in ("NaN", "Infinity", "-Infinity") or abs(float(text)) == math.inf:
+    raise ValueError(f"no number of JSON: {text}")
+  return float(text)
+
+
+_JSON = json.JSONDecoder(parse_constant=_number, parse_float=_number)
+
+
 def _decoded(text: str, place: int = 0) -> tuple[Any, int]:
   """The JSON value at a place, and the place behind it."""
   try:
-    return DECODER.raw_decode(text, _SPACE.match(text, place).end())
+    return _JSON.raw_decode(text, _SPACE.match(text, place).end())
   except (ValueError, RecursionError) as error:
     raise ValueError(f"a call is not valid JSON: {error}") from error
 
@@ -327,7 +337,7 @@ def _decoded(text: str, place: int = 0) -> tuple[Any, int]:
 def _value(text: str, schema: Any, root: Any) -> Any:
   """JSON if its schema allows it, else a text."""
   try:
-    value = _OF_PYTHON[text] if text in _OF_PYTHON else DECODER.decode(text)
+    value = _OF_PYTHON[text] if text in _OF_PYTHON else _JSON.decode(text)
   except (ValueError, RecursionError):
     return text
   choices = (text, value) if isinstance(value, str) else (value, text)

@@ -196,7 +196,7 @@ class Endpoint:
     """The ids of a prompt; and of messages, the template's text."""
     try:
       longest = self._longest
-    except UserError as error:  # no token has bytes of its own
+    except UserError as error:  # the tokenizer has no table of bytes
       if call.stop:
         raise ApiError(f"stop: {error}", param="stop") from error
       longest = _MAX_BODY

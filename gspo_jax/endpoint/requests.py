@@ -16,7 +16,8 @@ from gspo_jax.data.messages import is_json, read, wrong
 from gspo_jax.sampler.samples import SamplingParams
 
 _MOST_ANSWERS, _MOST_STOPS, _LONGEST_STOP = 64, 16, 256
-# Of fields: what is expected, in words and as a test. Null is always right.
+# What is expected of a field, in words and as a test; null is always right.
+# First the fields of sampling, which `serve` honours.
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
   "temperature": ("0, or .001 to 100", lambda x: x == 0 or 0.001 <= x <= 100),
   "top_k": (
@@ -211,7 +212,7 @@ def completion(body: Any) -> Call:
 
 
 def sampling_params(call: Call, default: SamplingParams) -> SamplingParams:
-  """What the call says of sampling, else the default; ApiError if wrong."""
+  """What the call says of sampling, else the default; WrongField."""
   said = dict(call.sampling)
   for name, value in said.items():
     if name in _NEUTRAL:
@@ -286,7 +287,7 @@ def _without_null(value: Any, depth: int) -> Any:
 def _order_results(messages: list[dict]) -> None:
   """Puts results of tool calls in the order of the calls, as templates expect.
 
-  ApiError unless each call has one. A call that was sent as text has no id.
+  WrongField unless each call has one. A call that was sent as text has no id.
   """
   ids: list[str] = []  # of the newest calls
   left, results, caller = {}, {}, ""  # calls by id, results by place
