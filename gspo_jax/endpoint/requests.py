@@ -212,7 +212,7 @@ def completion(body: Any) -> Call:
 
 
 def sampling_params(call: Call, default: SamplingParams) -> SamplingParams:
-  """What the call says of sampling, else the default; WrongField."""
+  """What the call says of sampling, else the default; or WrongField."""
   said = dict(call.sampling)
   for name, value in said.items():
     if name in _NEUTRAL:
