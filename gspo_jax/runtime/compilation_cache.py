@@ -14,6 +14,8 @@ from pathlib import Path
 
 import jax
 
+from gspo_jax.runtime import mesh_jit
+
 MAX_BYTES = 2**30
 _PROBE_BYTES = 2**20
 
@@ -47,9 +49,20 @@ def enable(folder: str | None) -> None:
   except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
     print(f"compiled programs are not kept: {error}", file=sys.stderr)
     return
+  if "://" not in folder:
+    _keep_executables(Path(folder, "executables"))
   jax.config.update("jax_compilation_cache_dir", folder)
   # All of them: the many small ones take seconds together.
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _keep_executables(folder: Path) -> None:
+  """They are code, so they are read from a folder of this user alone."""
+  try:
+    mesh_jit.keep_executables(folder)
+    _evict(folder, MAX_BYTES)
+  except OSError as error:
+    print(f"executables are not kept: {error}", file=sys.stderr)
 
 
 def _writable(path: Path) -> str:

@@ -9,11 +9,11 @@ import pytest
 from processes import python
 from repository import xla_flags
 
-from gspo_jax.runtime import compilation_cache
+from gspo_jax.runtime import compilation_cache, mesh_jit
 
 
 @pytest.fixture
-def options():
+def options(monkeypatch):
   """JAX's options of the cache, as on a machine that sets none; restored."""
   names = (
     "jax_compilation_cache_dir",
@@ -23,6 +23,7 @@ def options():
   before = {name: getattr(jax.config, name) for name in names}
   jax.config.update("jax_compilation_cache_dir", None)
   jax.config.update("jax_enable_compilation_cache", True)  # `plan` does not
+  monkeypatch.setattr(mesh_jit, "_folder", None)
   yield jax.config
   for name, value in before.items():
     jax.config.update(name, value)
@@ -110,18 +111,28 @@ def test_a_bucket_is_left_to_jax(options, monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [0, 2])
 def test_a_second_process_compiles_nothing(tmp_path, slots):
-  """Of another hash seed: a program must not depend on the order of a set."""
-  entries = []
+  """Of another hash seed: a program must not depend on the order of a set.
+
+  Nor does it lower what it finds as an executable: without JAX's entries it
+  would write another one.
+  """
+  entries, executables = [], []
+  compiled = tmp_path / "compiled"
   for seed in "12":
     python(
       *("-m", "gspo_jax.main", "--config=configs/tiny_cpu.py:debug"),
       f"--config.continuous_batching.slots={slots}",
       "--config.num_steps=1",
       f"--workdir={tmp_path / seed}",
-      f"--compilation_cache={tmp_path / 'compiled'}",
+      f"--compilation_cache={compiled}",
       env=os.environ | {"PYTHONHASHSEED": seed, "XLA_FLAGS": xla_flags(1)},
       check=True,
     )
-    entries.append({path.name for path in (tmp_path / "compiled").iterdir()})
-  assert len(entries[0]) > 15
-  assert entries[1] == entries[0]
+    entries.append({path.name for path in compiled.iterdir()})
+    kept = sorted((compiled / "executables").iterdir())
+    executables.append([(path.name, path.read_bytes()) for path in kept])
+    for path in compiled.glob("*-cache"):
+      path.unlink()
+  assert len(executables[0]) > 15
+  assert executables[1] == executables[0]
+  assert entries[1] < entries[0]
