@@ -232,7 +232,10 @@ CASES = {
   "top-k, top-p": ({"top_k": 8, "top_p": 0.8}, DENSE, {}, 1, run),
   "pauses": (ROUTING, FAMILIES["glm-4.5"], {}, 1, paused),
   "few pages": ({}, DENSE, {"num_pages": 15}, 1, run),
-  "windows, sinks": (ROUTING, FAMILIES["gpt-oss"], {}, 1, run),
+  "windows, sinks": (
+    ROUTING | {"stop_ids": (3, 5, 8)},
+    *(FAMILIES["gpt-oss"], {}, 1, run),
+  ),
   "latents": (ROUTING, FAMILIES["deepseek-v3"], {}, 1, run),
   "devices": (ROUTING, FAMILIES["glm-4.5"], {"slots": 32}, 8, run),
 }
