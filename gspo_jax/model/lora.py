@@ -7,6 +7,7 @@ base. The adapters are a second tree: `q_lora_a` and `q_lora_b` for a weight
 Dimension key: L layers, E experts, r rank, A rows.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -67,18 +68,20 @@ def merge(params: dict, lora: LoraConfig | None, dtype=None) -> dict:
   base, adapters = split(params)
   if not adapters:
     return params
-
-  def merged(layer):
-    leaves = sharding.leaves_by_path(layer)
-    weights = {path: x for path, x in leaves.items() if not is_adapter(path)}
-    for path in weights:
-      if path + A in leaves:
-        weights[path] = _merge_one(path, leaves, lora.scale, dtype)
-    return sharding.tree_of_paths(weights)
-
   # One layer at a time: the float32 sum of all layers would be large.
-  whole = base | {"layers": parameters.map_layers(merged, params["layers"])}
+  one = functools.partial(merge_layer, lora=lora, dtype=dtype)
+  whole = base | {"layers": parameters.map_layers(one, params["layers"])}
   return jax.tree.map(lambda x: x.astype(dtype), whole) if dtype else whole
+
+
+def merge_layer(layer: dict, lora, dtype=None) -> dict:
+  """`merge` of the modules of one layer."""
+  leaves = sharding.leaves_by_path(layer)
+  weights = {path: x for path, x in leaves.items() if not is_adapter(path)}
+  for path in weights:
+    if path + A in leaves:
+      weights[path] = _merge_one(path, leaves, lora.scale, dtype)
+  return sharding.tree_of_paths(weights)
 
 
 def _merge_one(path, leaves, scale, dtype):

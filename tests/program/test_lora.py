@@ -1,6 +1,8 @@
 """Updates of adapters: what moves, what is saved, one device and eight."""
 
 import dataclasses
+import math
+import re
 import shutil
 
 import jax
@@ -10,7 +12,7 @@ import pytest
 from etils import epath
 
 from gspo_jax.configs import tiny_cpu
-from gspo_jax.model import hf, lora
+from gspo_jax.model import hf, lora, parameters
 from gspo_jax.program import load_params
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
@@ -50,8 +52,8 @@ def first_state(program):
     return program.learner.init_state(lora.join(base, moved))
 
 
-def update(program, state):
-  """One update on responses and rewards of no meaning; the log-probs, too."""
+def responses(program):
+  """Of no meaning, with the batch that they make."""
   learner, rng = program.learner, np.random.default_rng(0)
   tokens = lambda *shape: rng.integers(0, 256, shape).astype(np.int32)
   prompts = Prompts(tokens(P, S), np.full(P, S, np.int32))
@@ -64,9 +66,15 @@ def update(program, state):
     np.int32(0),
   )
   packing = learner.pack(prompts.lengths, lengths, jax.random.key(0))
-  batch = learner.make_train_batch(prompts, samples, packing)
+  return samples, learner.make_train_batch(prompts, samples, packing)
+
+
+def update(program, state):
+  """One update on responses and rewards of no meaning; the log-probs, too."""
+  learner, rng = program.learner, np.random.default_rng(1)
+  samples, batch = responses(program)
   batch = learner.add_reference_and_values(state, batch)
-  rewards = rng.standard_normal(B).astype(np.float32)
+  rewards = rng.standard_normal(P * G).astype(np.float32)
   batch = learner.assign_advantages(batch, rewards, samples.finish)
   reference = np.array(batch.rows.reference_logps)
   state, _, metrics = learner.update(state, batch)
@@ -109,6 +117,41 @@ def test_only_adapters_have_moments(on_one_device):
   assert len(arrays) == 2 * len(expected)
   assert not any(map(lora.is_adapter, paths(after.base)))
   assert paths(before) == paths(program.learner.abstract)
+
+
+def products(**keys):
+  """The shapes of the matrices that a compiled update multiplies for."""
+  # No product of activations has the shape of a weight.
+  sizes = {"num_layers": 2, "embed_dim": 22, "head_dim": 14, "mlp_dim": 14}
+  sizes |= {"unroll": 1, "remat": "full"}
+  keys |= {f"model.{name}": x for name, x in sizes.items()}
+  program = program_of(config_of(**keys))
+  _, batch = responses(program)
+  learner = program.learner
+  text = learner.step.lower(learner.abstract, batch, np.bool_(True))
+  found = re.findall(r"\[(\d+),(\d+)\]\S* dot\(", text.compile().as_text())
+  weights = {
+    tuple(
+      sorted(
+        math.prod(row.shape(program.cfg)[i] for i in axes)
+        for axes in row.groups[1:]
+      )
+    )
+    for row in parameters.rows(program.cfg)
+    if row.decays and row.path != "embed"
+  }
+  return weights, {tuple(sorted(map(int, pair))) for pair in found}
+
+
+def test_an_update_has_no_gradients_of_the_weights_below():
+  """Whose products are a third of an update without rematerialisation."""
+  weights, found = products(**{"model.lora.rank": 0})
+  assert found >= weights
+  assert len(weights) == 5
+  for targets in ("attention", "all-linear"):
+    keys = {"model.lora.rank": 3, "model.lora.targets": targets}
+    weights, found = products(**keys)
+    assert not found & weights
 
 
 def test_the_reference_is_the_policy_without_adapters(on_one_device):

@@ -1,5 +1,6 @@
 """The weights for decoding: values, shardings and memory layouts."""
 
+import dataclasses
 import functools
 
 import jax
@@ -30,7 +31,7 @@ def on_one_device():
   """The weights as they are trained, and as they decode."""
   key = jax.random.key(0)
   params = jax.jit(model.init, static_argnums=1)(key, CFG)
-  adapters = model.lora.init(key, CFG)
+  adapters = jax.tree.map(lambda x: x + 0.1, model.lora.init(key, CFG))
   params = model.lora.join(params, adapters)
   return params, jax.jit(unstacked)(params)
 
@@ -53,6 +54,23 @@ def test_weights_have_these_shardings_and_the_values_of_one_device(
   assert all(jax.tree.leaves(jax.tree.map(has, moved, shardings)))
   head = moved["head"].sharding.shard_shape(moved["head"].shape)
   assert head == (CFG.embed_dim, CFG.vocab_size // (expert * tensor))
+
+
+def test_adapters_are_merged_unless_products_round_the_weights(monkeypatch):
+  params, merged = on_one_device()
+  expected = model.lora.merge(params, CFG.lora)["layers"]
+  for i, layer in enumerate(merged["layers"]):
+    close = lambda x, y: np.testing.assert_allclose(x, y[i], atol=1e-6)  # noqa: B023
+    jax.tree.map(close, layer, expected)
+
+  def has_adapters(cfg):
+    shapes = jax.eval_shape(functools.partial(decode_params, cfg=cfg), params)
+    return any(map(model.lora.is_adapter, sharding.leaves_by_path(shapes)))
+
+  assert not has_adapters(CFG)
+  assert has_adapters(dataclasses.replace(CFG, dtype="bfloat16"))
+  monkeypatch.setattr(sharding, "platform", lambda: "gpu")
+  assert has_adapters(CFG)
 
 
 def test_a_vocabulary_of_uneven_parts_is_split_over_tensor_alone():

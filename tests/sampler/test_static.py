@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import MOE
+from random_model import base_and_adapters
 from random_model import weights as random_weights
 
 from gspo_jax import model
 from gspo_jax.learner import train_batch
 from gspo_jax.model import cache as kv
 from gspo_jax.runtime import sharding
-from gspo_jax.sampler import static
+from gspo_jax.sampler import decode_params, static
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts, SamplerConfig
 
 V, P, S, G, R = 11, 3, 5, 4, 12
@@ -139,6 +140,21 @@ def test_adapters_are_not_rounded_away():
     change = (samples.logps - scored.logps)[batch.response_mask]
     gap[name] = np.abs(change).mean()
   assert gap["whole"] < 0.3 * gap["base"], gap
+
+
+def test_merged_adapters_sample_what_adapters_sample(monkeypatch):
+  lora = model.LoraConfig(2, 0.5)
+  cfg = dataclasses.replace(CFG, num_layers=1, lora=lora)
+  params = model.lora.join(*base_and_adapters(cfg))
+  run = lambda: jax.device_get(
+    jitted.__wrapped__(SAMPLED, cfg=cfg)(params, prompts(), jax.random.key(0))
+  )
+  merged = run()
+  monkeypatch.setattr(decode_params, "_merges", lambda *_: False)
+  apart = run()
+  assert not np.array_equal(merged.logps, apart.logps)  # other operations
+  np.testing.assert_allclose(merged.logps, apart.logps, atol=1e-5)
+  assert_equal(merged.tokens, apart.tokens)
 
 
 def test_responses_end_where_they_should():
