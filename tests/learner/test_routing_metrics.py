@@ -4,18 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_model import random_routes
 
 from gspo_jax.learner import policy_metrics as routing
 
 B, L, S, R, k, E = 3, 2, 4, 5, 2, 6
 T = S + R
-
-
-def random_experts(seed):
-  """[B, L, T, k]; the experts of a token differ."""
-  rng = np.random.default_rng(seed)
-  order = rng.permuted(np.broadcast_to(np.arange(E), (B, L, T, E)), axis=-1)
-  return order[..., :k].astype(np.uint8)
 
 
 def mask():
@@ -29,7 +23,7 @@ def predicting():
 
 
 def test_flips_are_old_experts_that_are_not_chosen():
-  old, new = random_experts(0), random_experts(1)
+  old, new = (random_routes(E, k, B, L, T, seed=seed) for seed in (0, 1))
   new[0, 0] = old[0, 0]
   flips = jax.jit(routing.expert_flips)(new, old, mask())
   for layer in range(L):
@@ -41,7 +35,7 @@ def test_flips_are_old_experts_that_are_not_chosen():
 
 
 def test_the_order_of_experts_does_not_matter():
-  old = random_experts(0)
+  old = random_routes(E, k, B, L, T)
   assert not routing.expert_flips(old[..., ::-1], old, mask()).value().any()
 
 
