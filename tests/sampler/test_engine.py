@@ -24,12 +24,12 @@ from gspo_jax.sampler.samples import (
   SamplingParams,
 )
 
-CFG = model.variant("tiny", vocab_size=32, dtype="float32")
+CFG = model.variant("tiny", vocab_size=32, num_layers=1, dtype="float32")
 GREEDY = SamplerConfig(1, 24, stop_ids=(3, 5), temperature=0, pad_id=7)
 SMALL = ContinuousBatchingConfig(
   slots=4, page_size=4, segment_steps=3, prefill_chunk=8
 )
-S, CONTEXT = 16, 40  # a prompt has 17 tokens
+S = 16  # a prompt has 17 tokens, and with its response 40
 PROMPTS = [[*range(6, 6 + n)] for n in (1, 4, 9, 13, 2, 17, 8, 5)]
 
 
@@ -279,7 +279,7 @@ def test_a_thread_is_told_of_each_segment_and_of_the_end():
   seen = []
   with opened() as e:
     told = lambda: seen.append(g.progress)
-    g = Generation(PROMPTS[3], 12, told, streams=True)
+    g = Generation(PROMPTS[6], 12, told, streams=True)
     thread = threading.Timer(0.1, lambda: e.submit(g))
     thread.start()
     e.run(lambda: bool(g.finish))
