@@ -33,12 +33,6 @@ RESPONSES = ["#7", "", "x", "#8", "#7", "#8"]
 CORRECT = [[1, 0, 0], [1, 0, 1]]
 
 
-@pytest.fixture(scope="module")
-def pool():
-  with RewardPool(("final_answer",), (1.0,), workers=1) as pool:
-    yield pool
-
-
 def batch_of(problems):
   cfg = prompt_batch.PromptConfig(BYTES, 16)
   return pipeline.take(problems, cfg, len(problems))
