@@ -17,7 +17,6 @@ from metrics_of import metrics_of
 from processes import mistake, start
 from pyarrow import parquet
 from repository import ROOT
-from safetensors import numpy
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gspo_jax import export, model
@@ -146,17 +145,6 @@ def test_an_export_is_a_checkpoint_of_the_trained_policy(base, exported):
   cfg = hf.config_from_hf(base)
   assert hf.config_from_hf(out, dtype=cfg.dtype) == cfg
   jax.tree.map(np.testing.assert_array_equal, hf.load_hf(out, cfg), params)
-  # Tensors as transformers lays them out, and constants of the base.
-  tensors = {}
-  for file in out.glob("*.safetensors"):
-    tensors |= numpy.load_file(file)
-  o = params["layers"]["attention"]["o"][1]
-  np.testing.assert_array_equal(
-    tensors["model.layers.1.self_attn.o_proj.weight"],
-    o.reshape(-1, o.shape[-1]).T,
-  )
-  np.testing.assert_array_equal(tensors["lm_head.weight"], params["head"].T)
-  assert (cfg.rope_theta, cfg.tie_embeddings) == (1000.0, False)
   # Its tokenizer is the base's, file by file.
   theirs = transformers.AutoTokenizer.from_pretrained(str(out))
   messages = [{"role": "user", "content": "1+2?"}]

@@ -45,7 +45,14 @@ GUESSING = {
   "objective__credit": "turn",
   "objective__entropy_coef": 0.01,  # it moves, even if no guess is right
 }
-MAIN = (*("-u", "-m", "gspo_jax.main"), "--config=configs/tiny_cpu.py:debug")
+# Half of what is compiled.
+ONE_LAYER = """
+from gspo_jax.configs import tiny_cpu
+def get_config():
+  config = tiny_cpu.get_config("debug")
+  config.model.num_layers = 1
+  return config
+"""
 
 
 class Job:
@@ -84,6 +91,8 @@ def launch(tmp_path_factory):
   `cold_start` is the folder of another run. Other keywords are overrides of
   config keys, with __ for a dot.
   """
+  one_layer = tmp_path_factory.mktemp("config") / "one_layer.py"
+  one_layer.write_text(ONE_LAYER)
   with contextlib.ExitStack() as stack:
 
     def launch(count, workdir, *, devices=1, cold_start=None, **overrides):
@@ -92,17 +101,17 @@ def launch(tmp_path_factory):
         workdir.mkdir(exist_ok=True)
         link.symlink_to(cold_start)
       port, commands = free_port(), []
-      if "model__variant" not in overrides:
-        overrides["model__num_layers"] = 1  # half of what is compiled
       shared = [
         f"--config.{k.replace('__', '.')}={v}" for k, v in overrides.items()
       ]
       for i in range(count):
-        flags = [f"--workdir={workdir}", *shared]
+        debug = "configs/tiny_cpu.py:debug"
+        config = debug if "model__variant" in overrides else one_layer
+        flags = [f"--config={config}", f"--workdir={workdir}", *shared]
         if count > 1:
           flags += [f"--coordinator=127.0.0.1:{port}", f"--process_id={i}"]
           flags += [f"--num_processes={count}"]
-        commands.append([*MAIN, *flags])
+        commands.append(["-u", "-m", "gspo_jax.main", *flags])
       logs = tmp_path_factory.mktemp("logs") / "job"
       job = Job(commands, logs, devices)
       for process in job.processes:
@@ -125,9 +134,8 @@ def final_params(workdir):
   config = tiny_cpu.get_config("debug")
   saved = json.loads((workdir / "run_config.json").read_text())
   config.model.variant = saved["model"]["variant"]
-  config.model.update(
-    {k: saved["model"][k] for k in ("num_layers",) if k in saved["model"]}
-  )
+  if "num_layers" in saved["model"]:
+    config.model.num_layers = saved["model"]["num_layers"]
   abstract = build_program(parse(config), mesh).learner.abstract
   with Checkpoints(workdir / "checkpoints", keep=9) as checkpoints:
     restored = checkpoints.restore(

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from continuous_sampler import Letters, assert_same, spied
-from families import FAMILIES
+from families import SHORT
 from random_model import weights as random_weights
 
 from benchmarks import lengths as known_lengths
@@ -40,7 +40,7 @@ SMALL = ContinuousBatchingConfig(
 )
 MESH = {"data": 2, "expert": 2, "tensor": 2}
 KEY = 1
-OTHERS = [name for name in FAMILIES if name != "gpt-oss"]
+OTHERS = [name for name in SHORT if name != "gpt-oss"]
 
 
 @functools.cache
@@ -513,9 +513,7 @@ def test_a_token_keeps_the_experts_of_the_first_call_that_fed_it(make):
 )
 def test_a_family_samples_as_one_pass_says_whole_or_in_parts(name):
   """Windows, sinks and routes, with shared prefixes and few pages."""
-  cfg = dataclasses.replace(FAMILIES[name], vocab_size=32)
-  if name == "gpt-oss":
-    cfg = dataclasses.replace(cfg, num_layers=2)  # with and without a window
+  cfg = dataclasses.replace(SHORT[name], vocab_size=32)
   params = random_weights(cfg)
   key, batching = jax.random.key(KEY), few_pages().batching
   generate = build(batching, ROUTING, cfg=cfg)

@@ -98,7 +98,9 @@ def test_more_requests_than_rows_get_the_samplers_responses(devices):
     assert g.finish == ("stop" if tokens[-1] in GREEDY.stop_ids else "length")
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+  "devices", [pytest.param(1, marks=pytest.mark.slow), 2]
+)
 def test_a_warm_engine_compiles_nothing_for_requests(devices):
   batching = dataclasses.replace(SMALL, slots=16 * devices)
   generate = continuous_sampler.build(

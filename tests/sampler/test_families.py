@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from continuous_sampler import assert_same, assert_same_routing, build
-from families import FAMILIES, each_family
+from families import SHORT, each_family
 from random_model import weights
 
 from gspo_jax.learner import train_batch
@@ -37,7 +37,7 @@ def prompts():
 @functools.cache
 def expected(name):
   """The samples of the static sampler."""
-  cfg = FAMILIES[name]
+  cfg = SHORT[name]
   generate = functools.partial(static.generate, cfg=cfg, sampler=CONFIG)
   samples = jax.jit(generate)(weights(cfg), prompts=prompts(), key=KEY)
   return jax.device_get(samples)
@@ -48,7 +48,7 @@ def expected(name):
 @each_family
 def test_pauses_on_a_mesh_change_no_response(name, routing):
   """All pause twice; a group shares the pages of its prompt."""
-  cfg, axes = FAMILIES[name], {"data": 2, "expert": 2, "tensor": 2}
+  cfg, axes = SHORT[name], {"data": 2, "expert": 2, "tensor": 2}
   config = dataclasses.replace(CONFIG, record_routing=routing)
   generate = build(cfg, config, BATCHING, S, devices=8, **axes)
   whole, samples = expected(name), None
@@ -71,7 +71,7 @@ def test_pauses_on_a_mesh_change_no_response(name, routing):
 @each_family
 def test_the_trainer_gives_the_samplers_log_probs(name):
   """With its own experts, and with the sampler's."""
-  cfg, samples = FAMILIES[name], expected(name)
+  cfg, samples = SHORT[name], expected(name)
   routes = samples.experts.swapaxes(0, 1)
   assert len(routes) == cfg.num_moe_layers
   batch = jax.device_get(

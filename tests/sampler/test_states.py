@@ -1,6 +1,5 @@
 """A model with states in the continuous sampler: where a response starts."""
 
-import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -8,7 +7,7 @@ import continuous_sampler
 import jax
 import numpy as np
 import pytest
-from families import FAMILIES
+from families import SHORT
 from random_model import weights
 
 from gspo_jax.sampler import static
@@ -16,7 +15,7 @@ from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import Prompts, SamplerConfig
 
 P, S, G, R = 2, 11, 3, 16
-CFG = dataclasses.replace(FAMILIES["qwen3.5"], num_layers=2)
+CFG = SHORT["qwen3.5"]
 CONFIG = SamplerConfig(G, R, stop_ids=(3, 5), temperature=0.9)
 KEY = jax.random.key(3)
 
