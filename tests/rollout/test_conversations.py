@@ -30,6 +30,7 @@ MODULE = """
 class Script:
   def reset(self, problem, seed):
     self.name, self.count = problem.text, 0
+    if self.name == "bad": raise ValueError("no game")
     if self.name == "prompt": return [("user", "!" * 3)]
     if self.name == "long": return [("user", "!" * 99)]
     if self.name == "seed": return [("user", chr(65 + seed % 7))]
@@ -236,16 +237,21 @@ def test_a_conversation_without_room_is_truncated(pool):
 
 def test_a_failure_ends_its_conversation_alone(pool):
   done, policy = converse(
-    pool, ["ab", "cd"], [["a", "fail"], ["b", "end"], ["fail"], ["end"]]
+    pool,
+    ["ab", "cd", "bad"],
+    [["a", "fail"], ["b", "end"], ["fail"], ["end"], ["end"], ["end"]],
   )
   rewards = done.rewards.result()
-  assert rewards.failed.tolist() == [[True, False], [True, False]]
+  failed = [[True, False], [True, False], [True, True]]
+  assert rewards.failed.tolist() == failed
   # It had a reward of 1 before; a failure must not pay.
-  assert rewards.total.tolist() == [[0.0, 3.0], [0.0, 1.0]]
+  assert rewards.total.tolist() == [[0.0, 3.0], [0.0, 1.0], [0.0, 0.0]]
   np.testing.assert_array_equal(done.conversation["rewards"][0, :2], [0, 0])
-  (reason,) = rewards.reasons
+  begin, reason = sorted(rewards.reasons, key=lambda x: "broken" in x)
+  assert "ValueError: no game" in begin
   assert "ValueError: broken tool" in reason
-  assert policy.calls == {0: 2, 1: 2, 2: 1, 3: 1}
+  assert policy.calls == {0: 2, 1: 2, 2: 1, 3: 1}  # none of the last group
+  assert not done.samples.lengths[4:].any()
 
 
 @pytest.mark.parametrize(
