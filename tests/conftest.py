@@ -65,6 +65,24 @@ def debug_config():
 
 
 @pytest.fixture(scope="module")
+def one_device():
+  """Arrays of a module's tests are on one of the devices."""
+  from gspo_jax.runtime import sharding
+
+  with jax.set_mesh(sharding.make_mesh(jax.devices()[:1])):
+    yield
+
+
+@pytest.fixture(scope="module")
+def pool():
+  """One worker for rewards: the last number is the answer."""
+  from gspo_jax.rewards.pool import RewardPool
+
+  with RewardPool(("final_answer",), (1.0,), workers=1) as pool:
+    yield pool
+
+
+@pytest.fixture(scope="module")
 def user_module(request, tmp_path_factory):
   """The folder, on the path, of a user's module: a test's `MODULE`.
 

@@ -23,7 +23,7 @@ from gspo_jax.program import settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.experiment import Experiment, Keys
 from gspo_jax.program.learner_functions import LearnerFunctions
-from gspo_jax.rewards.pool import PendingRewards, RewardPool, Rewards
+from gspo_jax.rewards.pool import PendingRewards, Rewards
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import Samples
 from gspo_jax.sampler.static import StaticSampler
@@ -177,12 +177,6 @@ def config(debug_config):
   return debug_config
 
 
-@pytest.fixture(scope="module")
-def pool():
-  with RewardPool(("final_answer",), (1.0,), workers=1) as pool:
-    yield pool
-
-
 STATE = TrainState(0, None, None)
 
 
@@ -245,19 +239,39 @@ def tabular_logprobs(params, cfg, batch, **options):
   return TokenLogprobs(logps, jnp.zeros_like(logps))
 
 
+OPTIMIZER = optax.sgd(1.0)
+COMPILED = {}  # the functions of an objective
+
+
+def compiled(config):
+  """`update`, `make_train_batch` and `assign_advantages`."""
+  objective = config.objective
+  if objective not in COMPILED:
+    learner = settings.policy_learner(config, CFG)
+    learner = learner._replace(optimizer=OPTIMIZER)
+    make_train_batch = functools.partial(
+      packing.train_batch_from_samples,
+      cfg=CFG,
+      objective=objective,
+      instruments=config.log.instruments,
+      packing_config=settings.packing(config, 1),
+    )
+    assign_advantages = functools.partial(
+      credit.assign_advantages, objective=objective, group_size=G
+    )
+    COMPILED[objective] = (
+      jax.jit(functools.partial(train_step.update, learner=learner)),
+      *map(jax.jit, (make_train_batch, assign_advantages)),
+    )
+  return COMPILED[objective]
+
+
 class TabularPolicy:
   """That policy samples six responses that can be told apart, and learns."""
 
   def __init__(self, config):
     config = parse(config)
-    learner = settings.policy_learner(config, CFG)
-    self.optimizer = optax.sgd(1.0)
-    self.jitted = jax.jit(
-      functools.partial(
-        train_step.update, learner=learner._replace(optimizer=self.optimizer)
-      )
-    )
-    self.config = config
+    self.update, make_train_batch, self.assign = compiled(config)
     self.params_used, self.batch = [], None
     self.learner = LearnerFunctions(
       recompute_first_minibatch=False,
@@ -265,13 +279,7 @@ class TabularPolicy:
       init_state=None,
       learning_rate=lambda step: 1.0,
       group_size=G,
-      make_train_batch=functools.partial(
-        packing.train_batch_from_samples,
-        cfg=CFG,
-        objective=config.objective,
-        instruments=config.log.instruments,
-        packing_config=settings.packing(config, 1),
-      ),
+      make_train_batch=make_train_batch,
       packing=settings.packing(config, 1),
       needs_old_logps=settings.needs_old_logps(config, CFG),
       add_reference_and_values=None,
@@ -287,19 +295,13 @@ class TabularPolicy:
     return Samples(tokens, logps, lengths, truncated, jnp.int32(1))
 
   def assign_advantages(self, batch, rewards, finish):
-    self.batch = credit.assign_advantages(
-      batch,
-      rewards,
-      finish,
-      objective=self.config.objective,
-      group_size=self.config.rollout.group_size,
-    )
+    self.batch = self.assign(batch, rewards, finish)
     return self.batch
 
   def step(self, state, batch, apply_updates):
     if not apply_updates:
       self.params_used.append(state.params)
-    return self.jitted(state, batch, apply_updates=apply_updates)
+    return self.update(state, batch, apply_updates=apply_updates)
 
 
 class ScriptedPool:
@@ -336,7 +338,7 @@ def tabular(config, monkeypatch):
   run = make_run(config, ScriptedPool(), policy.generate, policy.learner, P)
   logps = -np.random.default_rng(0).random((P * G, R), np.float32)
   params = {"logps": jnp.asarray(logps)}
-  return run, policy, train_step.init_state(params, optimizer=policy.optimizer)
+  return run, policy, train_step.init_state(params, optimizer=OPTIMIZER)
 
 
 def test_a_reward_reaches_the_gradient_of_its_own_response(tabular):

@@ -5,10 +5,9 @@ import functools
 
 import families
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_model import weights
+from random_model import random_routes, weights
 
 from gspo_jax import logprobs, model
 from gspo_jax.runtime import sharding
@@ -96,10 +95,9 @@ def test_equals_the_log_softmax_of_the_forward(
 @functools.cache
 def with_routes(cfg, replay, seed):
   """`token_logprobs`, `hidden_states` and their random routes, if a seed."""
-  shape = (cfg.num_layers, B, T, cfg.num_experts)
-  rng = np.random.default_rng(seed)
-  order = rng.permuted(np.broadcast_to(np.arange(shape[-1]), shape), axis=-1)
-  routes = None if seed is None else order[..., : cfg.experts_per_token]
+  routes = None
+  if seed is not None:
+    routes = random_routes(5, 2, cfg.num_layers, B, T, seed=seed)
   options = {"routes": routes, "replay": replay}
   both = lambda params: (
     score(cfg, response_length=R, **options)(params),
@@ -126,22 +124,13 @@ def test_the_routing_is_that_of_the_predicting_positions(replay, seed):
   assert (out.dropped == 0).all()
 
 
-def test_replay_changes_the_log_probs_and_routes_alone_do_not():
-  free, routed, replayed = (
-    with_routes(MOE, replay, seed)[0][0].logps
-    for replay, seed in ((False, None), (False, 3), (True, 3))
-  )
-  np.testing.assert_allclose(routed, free, atol=1e-6)
-  assert np.abs(replayed - free).mean() > 0.01
-
-
 def test_use_own_experts_replaces_the_routes():
   """With it a replay equals the free pass; without, that of the routes."""
   free, replayed = (
     with_routes(MOE, replay, seed)[0][0]
     for replay, seed in ((False, None), (True, 3))
   )
-  routes = with_routes(MOE, True, 3)[1].astype(np.uint8)
+  routes = with_routes(MOE, True, 3)[1]
 
   def run(params, use_own_experts):
     options = {"routes": routes, "replay": True}
@@ -319,23 +308,6 @@ def test_kept_ids_give_the_softmax_over_them_and_its_gradient(
   np.testing.assert_allclose(found, expected, atol=1e-5)
   for actual, oracle in zip(grads, (dx, dw), strict=True):
     np.testing.assert_allclose(actual, oracle, atol=2e-5)
-
-
-def test_all_ids_kept_are_no_truncation():
-  every = np.broadcast_to(np.arange(V)[:, None], (B, V, R))
-  options = {"response_length": R, "temperature": 0.7}
-  out = jax.jit(score(DENSE, kept_ids=every, **options))(weights(DENSE))
-  expected = gradient(256)(weights(DENSE))[0][1]
-  jax.tree.map(np.testing.assert_array_equal, out[:2], expected[:2])
-
-
-def test_bf16_logits_are_float32():
-  low = dataclasses.replace(DENSE, dtype="bfloat16")
-  run = jax.jit(score(low, response_length=R, temperature=0.7))
-  out, exact = run(weights(DENSE)), gradient(256)(weights(DENSE))[0][1]
-  assert out.logps.dtype == out.entropy.dtype == jnp.float32
-  assert (out.logps.astype(jnp.bfloat16) != out.logps).any()
-  assert 0 < np.abs(out.logps - exact.logps).mean() < 0.1
 
 
 @pytest.mark.parametrize("response_length", [-1, 0, T, T + 1])

@@ -6,10 +6,10 @@ have the tokens, the experts and the kept ids of the episode.
 """
 
 import itertools
-import json
 import math
 
 import pytest
+from metrics_of import rows_of
 
 from gspo_jax.train import train_and_evaluate
 
@@ -98,8 +98,7 @@ def test_a_run_learns_from_what_was_sampled(
   if features == TOGETHER:
     debug_config.model.num_layers = 1  # half of what is compiled
   train_and_evaluate(debug_config, tmp_path / "run")
-  lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-  rows = [row for row in map(json.loads, lines) if row["step"]]
+  rows = [row for row in rows_of(tmp_path / "run") if row["step"]]
   assert [row["step"] for row in rows] == [1, 2]
   assert all(row["grad/norm"] > 0 for row in rows)
   assert all(map(math.isfinite, rows[0].values()))

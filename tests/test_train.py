@@ -21,10 +21,10 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import processes
 import pytest
-from metrics_of import metrics_of
+from metrics_of import metrics_of, rows_of
 from metrics_page import undocumented
-from repository import ROOT, xla_flags
 
 from gspo_jax import model, train
 from gspo_jax.configs import tiny_cpu
@@ -132,36 +132,15 @@ def workdir(reference, tmp_path):
   return shutil.copytree(reference[0], tmp_path / "run")
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-  """Starts the command in the background, on one device."""
-  env = dict(os.environ)
-  env.setdefault("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("c")))
-  env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-  env["PYTHONUNBUFFERED"] = "1"
-
-  def start(
-    workdir, *, devices=1, config="debug", cold_start=None, **overrides
-  ):
-    share(workdir, cold_start)
-    mode = f":{config}" if config else ""
-    flags = [
-      f"--config.{k.replace('__', '.')}={v}" for k, v in overrides.items()
-    ]
-    return subprocess.Popen(
-      [
-        *(sys.executable, "-m", "gspo_jax.main"),
-        *(f"--config=configs/tiny_cpu.py{mode}", f"--workdir={workdir}"),
-        *flags,
-      ],
-      cwd=ROOT,
-      env=env | {"XLA_FLAGS": xla_flags(devices)},
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-    )
-
-  return start
+def start(workdir, *, devices=1, mode=":debug", **overrides):
+  """Starts the command in the background."""
+  keys = {k.replace("__", "."): v for k, v in overrides.items()}
+  return processes.start(
+    *("-m", "gspo_jax.main", f"--config=configs/tiny_cpu.py{mode}"),
+    f"--workdir={workdir}",
+    *(f"--config.{key}={value}" for key, value in keys.items()),
+    devices=devices,
+  )
 
 
 def finish(process, code=0):
@@ -212,8 +191,7 @@ def test_the_promised_metrics_are_written(reference):
     *("time/generate", "time/update", "throughput/tokens_per_second"),
     *("throughput/useful_fraction_update", "throughput/goodput"),
   }
-  lines = (workdir / "metrics.jsonl").read_text().splitlines()
-  metrics = [json.loads(line) for line in lines]
+  metrics = rows_of(workdir)
   assert [row["step"] for row in metrics] == [0, 1, 2, 3, 4]
   assert names <= metrics[-1].keys()
   # The parts of each fraction are counted where they are computed.
@@ -448,7 +426,7 @@ SPLIT = {"sampler_mesh__devices": 1}
   ids=["in_turns", "split"],
 )
 def test_killed_at_ten_random_moments(
-  start, tmp_path, assert_same_run, devices, flags
+  tmp_path, assert_same_run, devices, flags
 ):
   """The moments: uniform over what a start and four steps take."""
   seed = int.from_bytes(os.urandom(4), "big")
@@ -696,9 +674,9 @@ def test_a_cold_start_folder_that_is_a_file(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_embedded_default_learns(start, tmp_path):
+def test_the_embedded_default_learns(tmp_path):
   """Minutes: held-out pass@1 gains at least 0.2 over its cold start."""
-  finish(start(tmp_path, config=""))
+  finish(start(tmp_path, mode=""))
   before, *_, after = metrics_of(tmp_path)
   assert 0.3 <= before["eval/pass@1"] <= 0.55
   assert after["eval/pass@1"] >= before["eval/pass@1"] + 0.2

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from random_model import weights
 
 from gspo_jax import model
 from gspo_jax.learner import optimizer
@@ -133,12 +134,7 @@ def orthogonal(path, g_L):
 def test_a_step_of_muon(name, axis):
   """It makes each matrix orthogonal; all other parameters have AdamW's step."""
   cfg = model.variant(name, vocab_size=16, **SMALL)
-  shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
-  rng = np.random.default_rng(0)
-  params, grads = (
-    jax.tree.map(lambda s: rng.normal(size=s.shape).astype("f4"), shapes)
-    for _ in range(2)
-  )
+  params, grads = (weights(cfg, seed) for seed in (0, 1))
   numbers = "weight_decay=0.5"
   adamw = dataclasses.replace(PLAIN, name=f"adamw:{numbers}", clip_norm=1e9)
   muon = optimizer.optimizer(dataclasses.replace(adamw, name=f"muon:{numbers}"))
@@ -173,12 +169,7 @@ def test_a_step_of_muon(name, axis):
 def test_frozen_routers_are_left_out(name):
   """The rest is updated as if the model had no routers."""
   cfg = model.variant("tiny", vocab_size=16, router_bias=True, **SMALL)
-  shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
-  rng = np.random.default_rng(0)
-  params, grads = (
-    jax.tree.map(lambda s: rng.normal(size=s.shape).astype("f4"), shapes)
-    for _ in range(2)
-  )
+  params, grads = (weights(cfg, seed) for seed in (0, 1))
   # This eps makes a step depend on the norm that is clipped.
   plain = dataclasses.replace(PLAIN, name=f"{name}:eps=1,weight_decay=0.5")
   frozen = optimizer.optimizer(
@@ -191,8 +182,8 @@ def test_frozen_routers_are_left_out(name):
   )
   assert not any("router" in path for path in sharding.leaves_by_path(state))
   updates = jax.jit(frozen.update)(grads, state, params)[0]
-  routers = {"router", "router_bias"}
-  for name in routers:
+  params, grads = (jax.tree.map(np.copy, x) for x in (params, grads))
+  for name in ("router", "router_bias"):
     assert not updates["layers"]["moe"].pop(name).any()
     for tree in params, grads:
       del tree["layers"]["moe"][name]
@@ -205,45 +196,12 @@ def test_frozen_routers_are_left_out(name):
 
 
 @pytest.mark.parametrize(
-  ("name", "count"), [("qwen3-0.6b", 5), ("tiny-glm-4.5", 9)]
-)
-def test_matrices_decay_and_norms_and_biases_do_not(name, count):
-  cfg = model.variant(
-    name, vocab_size=11, num_layers=2, embed_dim=8, head_dim=8, mlp_dim=4
-  )
-  shapes = jax.eval_shape(lambda k: model.init(k, cfg), jax.random.key(0))
-  params = jax.tree.map(lambda s: np.ones(s.shape, s.dtype), shapes)
-  cfg = dataclasses.replace(PLAIN, name="adamw:weight_decay=0.5")
-  tx = optimizer.optimizer(cfg)
-  decay_only = lambda p: tx.update(
-    jax.tree.map(jnp.zeros_like, p), tx.init(p), p
-  )
-  updates, _ = jax.jit(decay_only)(params)
-  vectors = 0
-  for path, update in jax.tree.leaves_with_path(updates):
-    path = jax.tree_util.keystr(path)
-    vector = "norm" in path or "bias" in path
-    np.testing.assert_allclose(update, 0.0 if vector else -0.05, rtol=1e-6)
-    vectors += vector
-  assert vectors == count
-
-
-@pytest.mark.parametrize(
   ("option", "value", "words"),
   [
     ("decay", "cosinus", "did you mean 'cosine'"),
-    ("decay", "x", "constant, cosine, linear"),
     ("name", "adam", "did you mean 'adamw'"),
-    (
-      "decay",
-      "constant:min_lr_ratio=.1",
-      "'min_lr_ratio': it takes none",
-    ),
-    (
-      "decay",
-      "cosine:min_lr_ratio=2",
-      "min_lr_ratio=2: expected 0 to 1",
-    ),
+    ("decay", "constant:min_lr_ratio=.1", "'min_lr_ratio': it takes none"),
+    ("decay", "cosine:min_lr_ratio=2", "min_lr_ratio=2: expected 0 to 1"),
     ("name", "adamw:b2=1.5", "optim.name: b2=1.5: expected 0 or more, under 1"),
     ("name", "adamw:b1=x", "optim.name=adamw:b1=x: b1: expected a number"),
     ("name", "muon:weight_decay=-1", "weight_decay=-1: expected 0 or more"),

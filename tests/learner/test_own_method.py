@@ -1,11 +1,11 @@
 """A user's own loss and advantage, from outside of the package."""
 
-import json
 import re
 import sys
 
 import numpy as np
 import pytest
+from metrics_of import rows_of
 from repository import ROOT
 
 from gspo_jax import losses, train
@@ -103,8 +103,7 @@ def test_a_run_learns_by_it(debug_config, my_methods, tmp_path):
   c.data.prompts, c.model.num_layers = 8, 1
   c.learner.minibatches, c.learner.micro_batch_size = 1, 16
   train.train_and_evaluate(c, str(tmp_path / "run"))
-  lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-  rows = [row for row in map(json.loads, lines) if "grad/norm" in row]
+  rows = [row for row in rows_of(tmp_path / "run") if "grad/norm" in row]
   assert len(rows) == 2
   for row in rows:
     assert row["grad/norm"] > 0

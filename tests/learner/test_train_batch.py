@@ -144,26 +144,18 @@ def test_response_fields_are_at_the_tokens_of_responses(batch):
     assert not zeros.any()
 
 
-def test_recorded_experts_are_those_of_their_tokens(batch):
+def test_recorded_experts_and_kept_ids_are_those_of_their_tokens(batch):
   places, packed = batch
   rows = each_row(packed)
   assert rows.experts.shape == (B, L, rows.tokens.shape[1], K)
   assert rows.experts.dtype == np.uint8
-  for b, row, prompt, response in sequences(places):
-    expected = EXPERTS[b, :, S - len(prompt) : S + len(response)]
-    np.testing.assert_array_equal(
-      rows.experts[row][:, prompt + response], expected
-    )
-
-
-def test_kept_ids_are_at_the_tokens_of_responses(batch):
-  places, packed = batch
-  rows = each_row(packed)
   assert rows.kept_ids.shape == (B, 3, rows.tokens.shape[1] - 1)
-  for b, row, _, response in sequences(places):
+  same = np.testing.assert_array_equal
+  for b, row, prompt, response in sequences(places):
+    experts = EXPERTS[b, :, S - len(prompt) : S + len(response)]
+    same(rows.experts[row][:, prompt + response], experts)
     columns = np.array(response) - 1
-    expected = KEPT[b, :, : len(response)]
-    np.testing.assert_array_equal(rows.kept_ids[row][:, columns], expected)
+    same(rows.kept_ids[row][:, columns], KEPT[b, :, : len(response)])
 
 
 def test_rows_are_cut_into_minibatches_and_micro_batches(batch):

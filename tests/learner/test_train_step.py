@@ -1,6 +1,7 @@
 """An iteration's update: it learns, on many devices as on one."""
 
 import functools
+import itertools
 from types import SimpleNamespace
 
 import jax
@@ -100,12 +101,9 @@ def one():
 
 
 MESHES = {
-  "2 data": (2, {"data": 2}, {}),
   "2 tensor": (2, {"data": 1, "tensor": 2}, {}),
-  "4 data, expert": (4, {"data": 2, "expert": 2}, {}),
   "4 fsdp, decoding by experts": (4, {"data": 1, "fsdp": 4}, {"expert": 4}),
   "8 data": (8, {"data": 8}, {}),
-  "2 context": (2, {"data": 1, "context": 2}, {}),
   "8 fsdp, context, expert": (
     8,
     {"data": 1, "fsdp": 2, "context": 2, "expert": 2},
@@ -118,7 +116,6 @@ MESHES = {
     {"data": 1, "context": 2, "expert": 2, "tensor": 2},
     {"expert": 4, "tensor": 1},
   ),
-  "8 expert": (8, {"data": 1, "expert": 8}, {}),
   "8 data, context, expert, decoding otherwise": (
     8,
     {"data": 2, "context": 2, "expert": 2},
@@ -176,24 +173,6 @@ FAMILIES = (
 )
 
 
-@pytest.mark.slow  # test_ratio_one.py has a default one
-@pytest.mark.parametrize("variant", FAMILIES)
-def test_other_families_start_at_ratio_one_in_bfloat16(config, variant):
-  """With routes of the sampler replayed, and RSPO's router shift."""
-  config.model.variant, config.model.dtype = variant, "bfloat16"
-  if variant == "tiny-qwen3.5":
-    config.model.norm_eps = DELTA_EPS
-  config.objective.update({"name": "rspo", "replay": "r3"})
-  run = iterate(build(config), REWARDS)
-  layers = run.program.cfg.num_moe_layers
-  assert run.samples.experts.shape[1] == layers
-  assert run.metrics["ratio/first_minibatch_std"].value() == 0
-  assert run.metrics["ratio/moved"].value() > 0
-  assert 0.5 < run.metrics["moe/router_shift_ratio"].value() <= 1
-  assert (run.fields["old_logps"] != 0).any()
-  np.testing.assert_allclose(run.old_logps, run.samples.logps, atol=0.1)
-
-
 def test_good_responses_become_likelier_and_the_state_is_donated(one):
   samples = one.samples
   batch = train_batch.unpacked(one.prompts, samples.tokens, samples.lengths)
@@ -230,42 +209,45 @@ def test_a_second_compilation_is_an_error(one):
 
 
 @functools.cache
-def one_of_family(variant, replay="r3"):
+def one_of_family(variant, replay="r3", dtype="float32"):
   """An iteration of RSPO, which weighs tokens by the router's shift.
 
   Sampling is truncated: log-probs are over the ids that were kept.
   """
   config = shrink(tiny_cpu.get_config("debug"))
   config.sampler.update({"top_p": 0.8, "kept_ids": 32})
-  config.model.variant = variant
+  config.model.variant, config.model.dtype = variant, dtype
   if variant == "tiny-qwen3.5":
     config.model.norm_eps = DELTA_EPS
   config.objective.update({"name": "rspo", "replay": replay})
   return config, iterate(build(config), REWARDS)
 
 
+DEFAULT_FAMILY = "tiny-glm-4.5", "r3", "float32"
+OTHER_FAMILIES = {
+  *itertools.product(FAMILIES, ("r2", "r3", "none"), ("float32",)),
+  *itertools.product(FAMILIES, ("r3",), ("bfloat16",)),
+} - {DEFAULT_FAMILY}
+
+
 @pytest.mark.parametrize(
-  ("variant", "replay"),
+  ("variant", "replay", "dtype"),
   [
-    ("tiny-glm-4.5", "r3"),
-    *(
-      pytest.param(variant, replay, marks=pytest.mark.slow)
-      for variant in FAMILIES
-      for replay in ("r2", "r3", "none")
-      if (variant, replay) != ("tiny-glm-4.5", "r3")
-    ),
+    DEFAULT_FAMILY,
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in sorted(OTHER_FAMILIES)),
   ],
 )
-def test_an_iteration_of_a_family(variant, replay):
+def test_an_iteration_of_a_family(variant, replay, dtype):
   """Its layers without experts have no routes and no metrics."""
-  _, one = one_of_family(variant, replay)
+  _, one = one_of_family(variant, replay, dtype)
   cfg, metrics = one.program.cfg, one.metrics
   layers = cfg.num_moe_layers
   assert layers == 2
   value = lambda name: metrics[name].value()
   assert value("ratio/first_minibatch_std") == 0
   assert value("ratio/moved") > 0
-  assert np.abs(one.old_logps - one.samples.logps).max() < 1e-5
+  far = 1e-5 if dtype == "float32" else 0.1
+  assert np.abs(one.old_logps - one.samples.logps).max() < far
   assert 1 < value("moe/load_max") < cfg.num_experts
   for name in ("layer_load_max", "layer_router_entropy"):
     assert value(f"moe/{name}").shape == (layers,)

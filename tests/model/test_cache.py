@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import DENSE, FAMILIES, MOE, family
+from families import DENSE, MOE, SHORT, family
 from paged_oracle import attention
 from random_model import weights
 
@@ -66,7 +66,7 @@ def in_passes(cfg, ends=(S + 1, S + 2, S + R)):
   "cfg",
   [
     pytest.param(MOE, id="moe"),
-    *(family(name, cfg) for name, cfg in FAMILIES.items()),
+    *(family(name, cfg) for name, cfg in SHORT.items()),
   ],
 )
 def test_prefill_and_decode_equal_the_full_forward(cfg):
@@ -76,21 +76,6 @@ def test_prefill_and_decode_equal_the_full_forward(cfg):
   assert np.isfinite(logits).all()
   np.testing.assert_allclose(logits[mask], full.logits[mask], atol=2e-5)
   np.testing.assert_array_equal(experts[:, mask], full.experts[:, mask])
-
-
-def test_bf16_stays_close_to_float32_as_the_full_forward_does():
-  *_, mask = inputs = rows()
-  exact, full = (
-    np.asarray(forward(weights(cfg), cfg, *inputs).logits)[mask]
-    for cfg in (DENSE, LOW)
-  )
-  cached = in_passes(LOW, ends=(S + R,))[0][mask]
-  assert cached.dtype == np.float32
-  assert np.isfinite(cached).all()
-  noise = np.abs(full - exact).mean()
-  assert 0 < noise < 0.05
-  assert np.abs(cached - exact).mean() < 2 * noise
-  assert np.abs(cached - full).mean() < 2 * noise
 
 
 def test_softmax_over_prefix_and_response_with_scores_far_apart():
@@ -117,21 +102,6 @@ def test_softmax_over_prefix_and_response_with_scores_far_apart():
     )
     expected = attention(q[b, t], keys, values)
     np.testing.assert_allclose(out[b, t], expected, atol=1e-3)
-
-
-def test_a_cache_without_a_prefix_in_two_passes():
-  """With stacked parameters, which every pass unstacks."""
-  tokens, positions, mask = (x[::G] for x in rows())
-  cache = kv.empty(DENSE, P, S + R)
-  parts = []
-  for part in (slice(0, S), slice(S, None)):
-    inputs = tokens[:, part], positions[:, part], mask[:, part]
-    out = forward(weights(DENSE), DENSE, *inputs, cache)
-    cache = out.cache
-    parts.append(out.logits)
-  full = np.asarray(forward(weights(DENSE), DENSE, *rows()).logits)[::G]
-  logits = np.concatenate(parts, 1)
-  np.testing.assert_allclose(logits[mask], full[mask], atol=2e-5)
 
 
 ONE = dataclasses.replace(DENSE, num_layers=1)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import FAMILIES, each_family
-from random_model import weights
+from random_model import random_routes, weights
 
 from gspo_jax import model
 from gspo_jax.model import hf
@@ -42,11 +42,9 @@ def by_loop(name):
   return gradient(dataclasses.replace(cfg, unroll=cfg.num_layers))
 
 
-def random_routes(cfg):
-  rng = np.random.default_rng(0)
-  shape = cfg.num_moe_layers, ROWS, T, cfg.num_experts
-  order = rng.permuted(np.broadcast_to(np.arange(shape[-1]), shape), axis=-1)
-  return order[..., : cfg.experts_per_token].astype(np.uint8)
+def routes_of(cfg):
+  k = cfg.experts_per_token
+  return random_routes(cfg.num_experts, k, cfg.num_moe_layers, ROWS, T)
 
 
 @each_family
@@ -61,7 +59,7 @@ def test_a_packed_row_equals_single_rows_and_passes_no_gradient(name):
   tokens = rng.integers(0, 12, (ROWS, T)) + 12 * (segments == 2)
   for segment in 1, 2:
     tokens[segment, segments[segment] > 0] = tokens[0, segments[0] == segment]
-  inputs = tokens, positions, segments, random_routes(cfg)
+  inputs = tokens, positions, segments, routes_of(cfg)
   for segment, others in ((1, slice(12, 24)), (2, slice(12))):
     here, alone = segments[0] == segment, segments[segment] > 0
     cotangent = np.zeros((ROWS, T, cfg.vocab_size), np.float32)
@@ -87,7 +85,7 @@ def test_a_scan_and_a_mesh_equal_a_loop_over_layers(name):
   tokens = rng.integers(0, 24, (ROWS, T)).astype(np.int32)
   positions, mask = np.indices(tokens.shape)[1], np.ones_like(tokens)
   cotangent = rng.normal(size=(ROWS, T, cfg.vocab_size)).astype(np.float32)
-  inputs = tokens, positions, mask, random_routes(cfg)
+  inputs = tokens, positions, mask, routes_of(cfg)
   scan, on_mesh = (
     gradient(dataclasses.replace(cfg, unroll=1, remat=remat))
     for remat in ("none", "attention,stream")

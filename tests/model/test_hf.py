@@ -8,8 +8,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 
 import jax
@@ -18,9 +16,8 @@ import numpy as np
 import pytest
 from etils import epath
 from hf_folders import error_message, load_on_mesh, require_equal, tensors_of
-from processes import free_port
 from random_model import weights
-from repository import ROOT, xla_flags
+from repository import ROOT
 from safetensors import safe_open
 from safetensors.numpy import load_file, save, save_file
 
@@ -42,8 +39,8 @@ NAMES = (
   *("deepseek_v3", "deepseek_v3_plain", "glm4_moe_lite"),
 )
 # Decoding, and rounding, of the others share all code with these.
-DECODED = "qwen3_moe", "glm4_moe", "gpt_oss"
-ROUNDED = (*DECODED, "llama3", "qwen3_next", "deepseek_v3")
+DECODED = ("gpt_oss",)
+ROUNDED = (*DECODED, "glm4_moe", "llama3", "qwen3_next", "deepseek_v3")
 # Those of others share all code with them.
 COPIES = "qwen3_5_moe", "deepseek_v3_plain", "glm4_moe_lite"
 
@@ -433,54 +430,10 @@ def test_a_mesh_loads_and_saves_the_same(name, tmp_path, monkeypatch):
   require_equal(hf.load_hf(tmp_path / "again", cfg), params)
 
 
-TWO = """
-import sys
-from gspo_jax.runtime import multihost
-multihost.start(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
-import jax
-from gspo_jax import model
-from gspo_jax.runtime import multihost, sharding
-from gspo_jax.model import hf
-folder, out = sys.argv[3:]
-cfg = hf.config_from_hf(folder)
-shapes = jax.eval_shape(lambda key: model.init(key, cfg), jax.random.key(0))
-shardings = model.shardings(shapes, sharding.make_mesh(fsdp=4))
-params = hf.load_hf(folder, cfg, shardings=shardings)
-hf.save_hf(params, cfg, out)
-try:
-  hf.save_hf(params, cfg, out)
-except multihost.AgreedError as error:
-  print(error, flush=True)
-multihost.barrier()
-"""
-
-
 def test_only_the_primary_process_writes(tmp_path, monkeypatch):
   monkeypatch.setattr(multihost, "is_primary", lambda: False)
   hf.save_hf(loaded("qwen3"), config("qwen3"), tmp_path / "out")
   assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow  # the tests above have one process
-def test_two_processes_load_and_one_writes(tmp_path):
-  port = free_port()
-  folders = (GOLDENS / "qwen3", tmp_path / "out")
-  jobs = [
-    subprocess.Popen(
-      [sys.executable, "-c", TWO, *map(str, (port, i, *folders))],
-      cwd=ROOT,
-      env=os.environ | {"XLA_FLAGS": xla_flags(2)},
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-    )
-    for i in range(2)
-  ]
-  outputs = [job.communicate(timeout=120)[0] for job in jobs]
-  assert [job.returncode for job in jobs] == [0, 0], outputs
-  assert "exists: expected a new or empty folder" in outputs[0]
-  assert "process 0: " in outputs[1]
-  require_equal(hf.load_hf(folders[1], config("qwen3")), loaded("qwen3"))
 
 
 # Missing, unknown and wrong tensors.
@@ -585,14 +538,6 @@ def test_an_expert_that_is_not_finite_is_named_on_any_mesh(tmp_path):
   save_file(tensors, file)
   load = lambda: load_on_mesh(tmp_path / "out", cfg)
   assert error_message(load).endswith(f"infinite weights (1): {name}")
-
-
-def test_float16_is_read(checkpoint):
-  _, tensors, write = checkpoint
-  for name in tensors:
-    tensors[name] = tensors[name].astype(np.float16)
-  close = functools.partial(np.testing.assert_allclose, atol=1e-6)
-  jax.tree.map(close, write(), loaded("qwen3"))
 
 
 @on_meshes

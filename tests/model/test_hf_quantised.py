@@ -285,24 +285,10 @@ def test_the_smallest_and_largest_exponents():
     np.testing.assert_array_equal(x, [[[one / 2], [one]]])
 
 
-GPT_OSS = {
-  "model_type": "gpt_oss",
-  "vocab_size": 32,
-  "num_hidden_layers": 2,
-  "hidden_size": 64,
-  "num_attention_heads": 4,
-  "num_key_value_heads": 2,
-  "head_dim": 16,
-  "intermediate_size": 96,
-  "num_local_experts": 8,
-  "num_experts_per_tok": 2,
-  "rms_norm_eps": 1e-5,
-  "sliding_window": 4,
-  "rope_scaling": {"rope_type": "default"},
-  "attention_bias": True,
-  "torch_dtype": "bfloat16",
-  "quantization_config": {"quant_method": "mxfp4"},
-}
+GPT_OSS = hf_checkpoint.config_to_hf(
+  model.variant("tiny-gpt-oss", vocab_size=32, embed_dim=64, mlp_dim=96),
+  *("bfloat16", None),
+) | {"quantization_config": {"quant_method": "mxfp4"}}
 
 
 def test_a_4_bit_folder_is_read_on_any_mesh_and_exported(tmp_path):

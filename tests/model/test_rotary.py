@@ -1,4 +1,4 @@
-"""Stretched rotary embeddings: YaRN index by index, and against transformers.
+"""Stretched rotary embeddings: YaRN index by index.
 
 Llama 3's rule, and a whole model with either, are in test_hf.py.
 """
@@ -28,8 +28,6 @@ CASES = {
   "no frequency is fast": (8, 1000.0, model.YarnScaling(8.0, 32)),
   "no frequency is slow": (8, 100.0, model.YarnScaling(8.0, 4096)),
 }
-# Here transformers divides none, though all are slow.
-SHORTER = {"shorter than a turn": (8, 1000.0, model.YarnScaling(8.0, 1))}
 
 
 def frequencies(head_dim, theta, scaling):
@@ -76,20 +74,3 @@ def test_sines_and_cosines_are_multiplied_by_the_attention_factor():
     sin, cos = rotary.angles(positions, *QWEN3[:2], scaling)
     expected = factor or 0.1 * math.log(4.0) + 1
     np.testing.assert_allclose(np.hypot(sin, cos), expected, rtol=1e-6)
-
-
-@pytest.mark.slow  # needs torch, which takes seconds to import
-@pytest.mark.parametrize("name", CASES | SHORTER)
-def test_yarn_is_that_of_transformers(name):
-  pytest.importorskip("torch")
-  from transformers import Qwen3Config
-  from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-  head_dim, theta, scaling = case = (CASES | SHORTER)[name]
-  rope = {"rope_type": "yarn", "rope_theta": theta}
-  rope |= dataclasses.asdict(scaling)
-  rope["original_max_position_embeddings"] = rope.pop("length")
-  config = Qwen3Config(head_dim=head_dim, rope_parameters=rope)
-  theirs, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
-  np.testing.assert_allclose(frequencies(*case), theirs.numpy(), rtol=1e-6)
-  assert scaling.amplitude == pytest.approx(factor, rel=1e-12)

@@ -35,20 +35,13 @@ def test_parse(topology, kind, shape):
   ("topology", "words"),
   [
     ("v5x:4x4", "'v5x:4x4': did you mean 'v5"),
-    (
-      "v4:2x2x1",
-      "choose one of a100, a100-40gb, h100, h200, l4, t4, tpu7x, v5e",
-    ),
-    ("h200:1x1", "h200:1 to h200:8"),
+    ("v4:2x2x1", "choose one of a100, a100-40gb, h100, h200, l4, t4, tpu7x"),
     ("h100", "'h100': expected h100:1 to h100:8, the GPUs of one host"),
     ("a100-40gb:16", "expected a100-40gb:1 to a100-40gb:8"),
     ("l4:0", "expected l4:1 to l4:8"),
-    ("h100:2x4", "expected h100:1 to"),
     ("v5p:4x4", "expected 3 sizes, as in v5p:4x4x4"),
-    ("v5e:4x4x4", "expected 2 sizes, as in v5e:4x4"),
     ("v5e", "expected 2 sizes"),
     ("v5e:0x2", "expected 2 sizes"),  # libtpu crashes on it
-    ("v5e:-2x2", "expected 2 sizes"),
     ("v5p:3x4x4", "first two sizes, for .* smaller one is v5p:2x4x4"),
     ("v5e:4x15", "smaller one is v5e:4x14"),
     ("v5p-128000", "8, 16, 32, 64, or a multiple of 128 up to 12288"),

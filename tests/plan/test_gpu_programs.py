@@ -116,9 +116,3 @@ def test_a_t4_has_no_kernels():
   planned = lower.Planned(config("float32"), program, chips.parse("t4:1"))
   work = roofline.work("generate", done, planned)
   assert work["flops"] < 1.5 * work["model_flops"]
-
-
-def test_an_update_and_old_log_probs_are_one_program():
-  """An unmoved policy has a ratio of 1 in every bit."""
-  _, functions = lowered("h100:1")
-  assert functions["update"] is functions["old_logps"]

@@ -1,8 +1,8 @@
 """What a plan lowers: the functions that a run calls, as it calls them."""
 
 import dataclasses
-from types import SimpleNamespace
 
+import continuous_sampler
 import jax
 import pytest
 
@@ -99,8 +99,7 @@ def test_the_segment_plan_is_that_of_a_run(debug_config, monkeypatch):
     given.append(plan)
     return functions.decode(params, state, samples, plan, *rest)
 
-  watched = SimpleNamespace(**vars(functions) | {"decode": decode})
-  spied = dataclasses.replace(made.sampler.generate, jitted=watched)
+  spied = continuous_sampler.spied(made.sampler.generate, decode=decode)
   P, S = debug_config.data.prompts, debug_config.data.max_prompt_length
   ones = jax.numpy.ones((P, S), jax.numpy.int32)
   prompts = Prompts(ones, ones.sum(1))

@@ -133,13 +133,6 @@ def paged():
   return config, build_program(config, mesh)
 
 
-def test_a_page_is_padded_to_the_lanes_of_a_tpu(paged):
-  """Keys and values, 2 layers, 2 heads of 16, 4 tokens of 128 x 4 bytes."""
-  _, program = paged
-  size = plan_memory.page_bytes(program.cfg, program.sampler.generate)
-  assert size == 2 * 2 * program.cfg.num_kv_heads * 4 * 128 * 4
-
-
 def slots_of(tensor):
   """A sampler with 8 slots on each device, and pages of 4 tokens."""
   return SimpleNamespace(

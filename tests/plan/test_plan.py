@@ -7,7 +7,7 @@ import jax
 import pytest
 from absl.testing import flagsaver
 from compilers import absent_devices, needs_libtpu
-from processes import python
+from processes import mistake, python
 from repository import ROOT
 
 from gspo_jax import plan
@@ -224,12 +224,9 @@ def test_what_does_not_fit_is_refused_on_one_screen():
     ),
   ],
 )
-def test_a_mistake_is_told_in_one_line(arguments, words, monkeypatch, capsys):
-  code, out, error = exits(arguments, monkeypatch, capsys)
-  assert (code, out) == (2, ""), error
-  assert error.startswith("error: ")
-  assert words in error
-  assert error.count("\n") == 1
+def test_a_mistake_is_told_in_one_line(arguments, words, capsys):
+  assert words in mistake(door.main, *arguments)
+  assert not capsys.readouterr().out
 
 
 def exits(arguments, monkeypatch, capsys):

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from gspo_jax import model
-from gspo_jax.data import prompt_batch, tokenizers
+from gspo_jax.data import pipeline, prompt_batch, tokenizers
 from gspo_jax.data.problem import Problem
 from gspo_jax.logprobs import token_logprobs
 from gspo_jax.rollout import agent
 from gspo_jax.rollout.episode import SequenceLimits
-from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous import engine
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
@@ -143,16 +142,20 @@ def given(problem, *, base_url, api_key, model, reward):
   return reward
 """
 BYTES = tokenizers.load("bytes")
-CFG = model.variant("tiny", vocab_size=260, dtype="float32")
+CFG = model.variant(
+  "tiny",
+  vocab_size=260,
+  num_layers=1,
+  num_experts=0,
+  experts_per_token=0,
+  dtype="float32",
+)
 G, S, R = 2, 8, 30
 CONFIG = SamplerConfig(G, R, stop_ids=BYTES.stop_ids, pad_id=BYTES.pad_id)
 LIMITS = SequenceLimits(turns=6, sequences=2, width=S, longest=R)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_device():
-  with jax.set_mesh(sharding.make_mesh(jax.devices()[:1])):
-    yield
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @functools.cache
@@ -171,19 +174,10 @@ def pool(user_module):
 
 def play(pool, *names, key=0):
   """The scored samples, and each episode's sequences as (ids, turns, logps)."""
-  sample = agents.Agents(
-    pool,
-    LIMITS,
-    prompt_batch.PromptConfig(BYTES, S),
-    None,
-  )
-  batch = prompt_batch.PromptBatch(
-    [Problem(name, "", "") for name in names],
-    np.zeros((len(names), S), np.int32),
-    np.ones(len(names), np.int32),
-    np.zeros((len(names), 3), np.int32),
-    np.zeros(len(names), np.int32),
-  )
+  config = prompt_batch.PromptConfig(BYTES, S)
+  sample = agents.Agents(pool, LIMITS, config, None)
+  problems = [Problem(name, "", "") for name in names]
+  batch = pipeline.take(problems, config, len(problems))
   scored = sample(*policy(), batch, jax.random.key(key), label="test")
   s = jax.device_get(scored.samples)
   prompts = s.prompts

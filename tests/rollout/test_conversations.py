@@ -11,13 +11,12 @@ import jax
 import numpy as np
 import pytest
 
-from gspo_jax.data import prompt_batch, tokenizers
+from gspo_jax.data import pipeline, prompt_batch, tokenizers
 from gspo_jax.data.problem import Problem
 from gspo_jax.rollout import conversations
 from gspo_jax.rollout.conversations import Conversations
 from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.episode import SequenceLimits
-from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import (
   STOPPED,
@@ -31,10 +30,10 @@ MODULE = """
 class Script:
   def reset(self, problem, seed):
     self.name, self.count = problem.text, 0
+    if self.name == "bad": raise ValueError("no game")
     if self.name == "prompt": return [("user", "!" * 3)]
     if self.name == "long": return [("user", "!" * 99)]
     if self.name == "seed": return [("user", chr(65 + seed % 7))]
-    if self.name == "two": return [("user", chr(65 + id(self) % 251))]
   def step(self, response):
     self.count += 1
     if response == "fail": raise ValueError("broken tool")
@@ -49,10 +48,7 @@ G, R, S, STOP = 2, 24, 6, BYTES.stop_ids[0]
 SAMPLING = SamplerConfig(G, R, stop_ids=BYTES.stop_ids, pad_id=BYTES.pad_id)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_device():
-  with jax.set_mesh(sharding.make_mesh(jax.devices()[:1])):
-    yield
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @pytest.fixture(scope="module")
@@ -118,17 +114,9 @@ class Scripted:
 
 def prompts_of(names):
   """A batch of problems with these texts."""
-  ids = [BYTES.encode(name) for name in names]
-  tokens = np.full((len(names), S), BYTES.pad_id, np.int32)
-  for row, x in zip(tokens, ids, strict=True):
-    row[S - len(x) :] = x
-  return prompt_batch.PromptBatch(
-    [Problem(name, "ref", "") for name in names],
-    tokens,
-    np.array([*map(len, ids)], np.int32),
-    np.zeros((len(names), 3), np.int32),
-    np.zeros(len(names), np.int32),
-  )
+  problems = [Problem(name, "ref", "") for name in names]
+  config = prompt_batch.PromptConfig(BYTES, S)
+  return pipeline.take(problems, config, len(problems))
 
 
 def converse(pool, names, responses, max_turns=4, key=0, tokenizer=BYTES):
@@ -249,16 +237,21 @@ def test_a_conversation_without_room_is_truncated(pool):
 
 def test_a_failure_ends_its_conversation_alone(pool):
   done, policy = converse(
-    pool, ["ab", "cd"], [["a", "fail"], ["b", "end"], ["fail"], ["end"]]
+    pool,
+    ["ab", "cd", "bad"],
+    [["a", "fail"], ["b", "end"], ["fail"], ["end"], ["end"], ["end"]],
   )
   rewards = done.rewards.result()
-  assert rewards.failed.tolist() == [[True, False], [True, False]]
+  failed = [[True, False], [True, False], [True, True]]
+  assert rewards.failed.tolist() == failed
   # It had a reward of 1 before; a failure must not pay.
-  assert rewards.total.tolist() == [[0.0, 3.0], [0.0, 1.0]]
+  assert rewards.total.tolist() == [[0.0, 3.0], [0.0, 1.0], [0.0, 0.0]]
   np.testing.assert_array_equal(done.conversation["rewards"][0, :2], [0, 0])
-  (reason,) = rewards.reasons
+  begin, reason = sorted(rewards.reasons, key=lambda x: "broken" in x)
+  assert "ValueError: no game" in begin
   assert "ValueError: broken tool" in reason
-  assert policy.calls == {0: 2, 1: 2, 2: 1, 3: 1}
+  assert policy.calls == {0: 2, 1: 2, 2: 1, 3: 1}  # none of the last group
+  assert not done.samples.lengths[4:].any()
 
 
 @pytest.mark.parametrize(

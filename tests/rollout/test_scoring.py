@@ -33,12 +33,6 @@ RESPONSES = ["#7", "", "x", "#8", "#7", "#8"]
 CORRECT = [[1, 0, 0], [1, 0, 1]]
 
 
-@pytest.fixture(scope="module")
-def pool():
-  with RewardPool(("final_answer",), (1.0,), workers=1) as pool:
-    yield pool
-
-
 def batch_of(problems):
   cfg = prompt_batch.PromptConfig(BYTES, 16)
   return pipeline.take(problems, cfg, len(problems))
@@ -82,28 +76,22 @@ def test_the_text_of_a_response_keeps_its_stop_string():
   assert [r.text for r in responses.values()] == ["777", "7777777"]
 
 
-def test_responses_are_scored_against_their_own_problem(pool):
-  samples = samples_of(RESPONSES)
-  scored = scored_at_once(pool, samples, batch_of(PROBLEMS))
-  assert scored.responses[2].prompt == PROBLEMS[0].text
-  assert scored.responses[3].reference == PROBLEMS[1].reference
-  rewards = scored.rewards.result()
-  assert rewards.total.dtype == np.float32
-  np.testing.assert_array_equal(rewards.first, CORRECT)
-  np.testing.assert_array_equal(rewards.total, CORRECT)
-  assert not rewards.failed.any()
-
-
-def test_streamed_responses_have_the_same_rewards(pool):
+@pytest.mark.parametrize("parts", [[range(6)], [[4, 1], [], [5, 0, 3], [2]]])
+def test_responses_are_scored_against_their_own_problem(pool, parts):
+  """At once, or in parts as they finish."""
   samples, batch = samples_of(RESPONSES), batch_of(PROBLEMS)
   scorer = Scorer(pool, ResponseDecoder(batch, BYTES, 3))
   finished = scoring.finished_responses(samples)
-  for rows in ([4, 1], [], [5, 0, 3], [2]):
+  for rows in parts:
     scorer.add({row: finished[row] for row in rows})
   responses = decoded(samples, batch)
   assert dict(sorted(scorer.responses.items())) == responses
+  assert responses[2].prompt == PROBLEMS[0].text
+  assert responses[3].reference == PROBLEMS[1].reference
   rewards = scorer.scored(samples).rewards.result()
   assert list(rewards.parts) == ["final_answer"]
+  assert rewards.total.dtype == np.float32
+  assert not rewards.failed.any()
   np.testing.assert_array_equal(rewards.first, CORRECT)
   np.testing.assert_array_equal(rewards.total, CORRECT)
 

@@ -19,7 +19,6 @@ from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.data.datasets import Stage
 from gspo_jax.data.problem import Problem
 from gspo_jax.record import progress
-from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rollout.batch import RolloutBatch, ScoredSamples, sampled_tokens
 from gspo_jax.rollout.config import RolloutConfig
 from gspo_jax.rollout.context import RolloutContext
@@ -46,16 +45,7 @@ PROBLEMS = [Problem(f"q{i:02d}", str(i), "") for i in range(61)]
 STEPS = 8
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_device():
-  with jax.set_mesh(sharding.make_mesh(jax.devices()[:1])):
-    yield
-
-
-@pytest.fixture(scope="module")
-def pool():
-  with RewardPool(("final_answer",), (1.0,), workers=1) as pool:
-    yield pool
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def response_length(problem, g):

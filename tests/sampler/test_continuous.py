@@ -8,7 +8,8 @@ import continuous_sampler
 import jax
 import numpy as np
 import pytest
-from families import FAMILIES
+from continuous_sampler import Letters, assert_same, spied
+from families import SHORT
 from random_model import weights as random_weights
 
 from benchmarks import lengths as known_lengths
@@ -33,13 +34,13 @@ SAMPLED = SamplerConfig(
 )
 ROUTING = dataclasses.replace(SAMPLED, record_routing=True)
 GREEDY = SamplerConfig(1, R, stop_ids=(3, 5), temperature=0, pad_id=PAD)
-CFG = model.variant("tiny", vocab_size=32, dtype="float32")
+CFG = model.variant("tiny", vocab_size=32, num_layers=1, dtype="float32")
 SMALL = ContinuousBatchingConfig(
   slots=8, page_size=4, segment_steps=6, prefill_chunk=8
 )
 MESH = {"data": 2, "expert": 2, "tensor": 2}
 KEY = 1
-OTHERS = [name for name in FAMILIES if name != "gpt-oss"]
+OTHERS = [name for name in SHORT if name != "gpt-oss"]
 
 
 @functools.cache
@@ -126,24 +127,9 @@ def static(config=SAMPLED, *, key=KEY, seed=0):
   return jax.device_get(samples)
 
 
-def assert_same(samples, expected):
-  for name in ("tokens", "lengths", "finish"):
-    found = getattr(samples, name)
-    np.testing.assert_array_equal(found, getattr(expected, name), name)
-  np.testing.assert_allclose(samples.logps, expected.logps, atol=2e-5)
-
-
-def assert_same_routing(samples, expected):
-  """Of prompts, which a group shares, and of responses; any k elsewhere."""
-  assert samples.experts.shape == expected.experts.shape
-  assert samples.experts.dtype == expected.experts.dtype
-  prompt_lengths = np.repeat(prompts().lengths, G)[:, None]
-  column = np.arange(S + R)
-  fed = column >= S - prompt_lengths
-  fed &= column < S + samples.lengths[:, None] - 1
-  sets = lambda x: np.sort(x.swapaxes(1, 2)[fed])
-  np.testing.assert_array_equal(sets(samples.experts), sets(expected.experts))
-  assert (samples.experts[..., 0] != samples.experts[..., 1]).all()
+assert_same_routing = functools.partial(
+  continuous_sampler.assert_same_routing, prompts=prompts()
+)
 
 
 @pytest.mark.parametrize(
@@ -194,11 +180,6 @@ def test_another_call_another_key_and_other_weights():
   line = generate.describe(continues=False)
   assert line.startswith("continuous batching: 8 slots, 88 pages of 4 ")
   assert line.endswith("prefills of up to 8, 16 tokens")
-
-
-def spied(generate, **functions):
-  jitted = SimpleNamespace(**vars(generate.jitted) | functions)
-  return dataclasses.replace(generate, jitted=jitted)
 
 
 @pytest.mark.parametrize("make", [one_device, eight_devices])
@@ -274,7 +255,7 @@ def migrate_often(monkeypatch):
   ("config", "pause"),
   [
     (dataclasses.replace(ROUTING, speculation=2), R),
-    (ROUTING, 9),  # the others are continued in a second call
+    (ROUTING, 6),  # the others are continued in a second call
   ],
 )
 def test_samples_are_the_same_when_responses_move(config, pause, monkeypatch):
@@ -532,9 +513,7 @@ def test_a_token_keeps_the_experts_of_the_first_call_that_fed_it(make):
 )
 def test_a_family_samples_as_one_pass_says_whole_or_in_parts(name):
   """Windows, sinks and routes, with shared prefixes and few pages."""
-  cfg = dataclasses.replace(FAMILIES[name], vocab_size=32)
-  if name == "gpt-oss":
-    cfg = dataclasses.replace(cfg, num_layers=2)  # with and without a window
+  cfg = dataclasses.replace(SHORT[name], vocab_size=32)
   params = random_weights(cfg)
   key, batching = jax.random.key(KEY), few_pages().batching
   generate = build(batching, ROUTING, cfg=cfg)
@@ -554,21 +533,12 @@ def test_a_family_samples_as_one_pass_says_whole_or_in_parts(name):
   assert_same_routing(parts, expected)
 
 
-class Letters:
-  """A tokenizer of one letter a token; its first tokens have two."""
-
-  fingerprint = "letters"
-
-  def token_bytes(self):
-    letters = [bytes([ord("a") + i]) for i in range(26)]
-    return [b"ab", b"cd", b"ef", b"gh", b"ij", b"kl", *letters]
-
-
 @functools.cache
 def stopping():
   """Stop strings, and a sampler with them."""
   pairs = tuple(x + y for x in "hlmnopqrstuvwxyz" for y in "acegik")
-  stop = stop_strings.build(("b", *pairs), Letters())
+  letters = Letters(b"ab", b"cd", b"ef", b"gh", b"ij", b"kl")
+  stop = stop_strings.build(("b", *pairs), letters)
   return stop, build(config=dataclasses.replace(SAMPLED, stop=stop))
 
 

@@ -7,11 +7,11 @@ the prompt, in a page or between pages.
 import dataclasses
 import functools
 
-import continuous_sampler
 import jax
 import numpy as np
 import pytest
-from families import FAMILIES, each_family
+from continuous_sampler import assert_same, assert_same_routing, build
+from families import SHORT, each_family
 from random_model import weights
 
 from gspo_jax.learner import train_batch
@@ -37,32 +37,21 @@ def prompts():
 @functools.cache
 def expected(name):
   """The samples of the static sampler."""
-  cfg = FAMILIES[name]
+  cfg = SHORT[name]
   generate = functools.partial(static.generate, cfg=cfg, sampler=CONFIG)
   samples = jax.jit(generate)(weights(cfg), prompts=prompts(), key=KEY)
   return jax.device_get(samples)
 
 
-def build(cfg, config):
-  """The continuous sampler on eight devices."""
-  axes = {"data": 2, "expert": 2, "tensor": 2}
-  return continuous_sampler.build(cfg, config, BATCHING, S, devices=8, **axes)
-
-
-def assert_same(samples, whole):
-  for field in ("tokens", "lengths", "finish"):
-    found = getattr(samples, field)
-    np.testing.assert_array_equal(found, getattr(whole, field), field)
-  np.testing.assert_allclose(samples.logps, whole.logps, atol=2e-5)
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize("routing", [False, True])
 @each_family
-def test_pauses_on_a_mesh_change_no_response(name):
+def test_pauses_on_a_mesh_change_no_response(name, routing):
   """All pause twice; a group shares the pages of its prompt."""
-  cfg = FAMILIES[name]
-  silent = dataclasses.replace(CONFIG, record_routing=False)
-  generate, whole, samples = build(cfg, silent), expected(name), None
+  cfg, axes = SHORT[name], {"data": 2, "expert": 2, "tensor": 2}
+  config = dataclasses.replace(CONFIG, record_routing=routing)
+  generate = build(cfg, config, BATCHING, S, devices=8, **axes)
+  whole, samples = expected(name), None
   for length in (4, 9, R):
     samples = generate(
       weights(cfg),
@@ -73,27 +62,16 @@ def test_pauses_on_a_mesh_change_no_response(name):
     )
     unfinished = jax.device_get(samples.finish) == UNFINISHED
     np.testing.assert_array_equal(unfinished, whole.lengths > length)
-  assert_same(jax.device_get(samples), whole)
-
-
-@pytest.mark.slow
-@each_family
-def test_the_continuous_sampler_on_a_mesh_records_the_same_experts(name):
-  cfg, whole = FAMILIES[name], expected(name)
-  samples = build(cfg, CONFIG)(weights(cfg), prompts(), KEY)
   samples = jax.device_get(samples)
   assert_same(samples, whole)
-  column, lengths = np.arange(S + R), np.repeat(prompts().lengths, G)
-  fed = column >= S - lengths[:, None]
-  fed &= column < S + samples.lengths[:, None] - 1
-  sets = lambda x: np.sort(x.swapaxes(1, 2)[fed])
-  np.testing.assert_array_equal(sets(samples.experts), sets(whole.experts))
+  if routing:
+    assert_same_routing(samples, whole, prompts())
 
 
 @each_family
 def test_the_trainer_gives_the_samplers_log_probs(name):
   """With its own experts, and with the sampler's."""
-  cfg, samples = FAMILIES[name], expected(name)
+  cfg, samples = SHORT[name], expected(name)
   routes = samples.experts.swapaxes(0, 1)
   assert len(routes) == cfg.num_moe_layers
   batch = jax.device_get(

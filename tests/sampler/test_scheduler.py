@@ -410,17 +410,6 @@ def test_no_slot_reads_a_row_that_is_written_in_the_same_round():
   ]
 
 
-def test_no_segment_is_planned_ahead_while_responses_wait():
-  scheduler = scheduled(SMALL, [1], [0] * 3, [8] * 3)
-  for waiting in (1, 0):
-    scheduler.admit()
-    _, active = scheduler.allocate_pages()
-    assert scheduler.num_waiting == waiting
-    assert scheduler.can_look_ahead == (not waiting)
-    assert scheduler.may_go_on
-    scheduler.apply_results([3, 3], active & [waiting == 0, True])
-
-
 def test_no_segment_is_planned_ahead_where_pages_or_tokens_run_out():
   """8 tokens fill two pages, in three segments of 3."""
   for num_pages in (3, 4):
@@ -437,24 +426,6 @@ def test_no_segment_is_planned_ahead_where_pages_or_tokens_run_out():
     scheduler.allocate_pages()
     may_go_on.append(scheduler.may_go_on)
   assert may_go_on == [True, True, False]
-
-
-def test_pages_of_a_segment_planned_ahead_are_kept_if_it_ends_early():
-  """Two slots hold 6 pages each for two segments, and then need 5."""
-  sizes = sizes_of(num_pages=12, page_size=1, max_prompt_length=1)
-  scheduler = scheduled(sizes, [1], [0] * 2, [8] * 2)
-  scheduler.admit()
-  _, active = scheduler.allocate_pages()
-  assert scheduler.can_look_ahead
-  table = scheduler.allocate_pages()[0][:, :6]
-  assert len(np.unique(table)) == 12
-  scheduler.apply_results([1, 1], active)
-  assert not scheduler.can_look_ahead
-  scheduler.apply_results([2, 2], active)
-  np.testing.assert_array_equal(scheduler.allocate_pages()[0][:, :6], table)
-  assert scheduler.num_free_pages == 0
-  scheduler.apply_results([3, 3], ~active)
-  assert scheduler.num_free_pages == 12
 
 
 @pytest.mark.parametrize("seed", range(20))

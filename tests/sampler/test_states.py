@@ -1,6 +1,5 @@
 """A model with states in the continuous sampler: where a response starts."""
 
-import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -8,7 +7,7 @@ import continuous_sampler
 import jax
 import numpy as np
 import pytest
-from families import FAMILIES
+from families import SHORT
 from random_model import weights
 
 from gspo_jax.sampler import static
@@ -16,8 +15,7 @@ from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import Prompts, SamplerConfig
 
 P, S, G, R = 2, 11, 3, 16
-B = P * G
-CFG = dataclasses.replace(FAMILIES["qwen3.5"], num_layers=2)
+CFG = SHORT["qwen3.5"]
 CONFIG = SamplerConfig(G, R, stop_ids=(3, 5), temperature=0.9)
 KEY = jax.random.key(3)
 
@@ -36,18 +34,6 @@ def sampler(slots=3, num_pages=0):
   return continuous_sampler.build(CFG, CONFIG, batching, S)
 
 
-def spied(spy, **keys):
-  """The sampler, which gives each prefill's arguments to `spy`."""
-  generate = sampler(**keys)
-
-  def prefill(params, state, *rest):
-    spy(*rest)
-    return generate.jitted.prefill(params, state, *rest)
-
-  jitted = SimpleNamespace(**vars(generate.jitted) | {"prefill": prefill})
-  return dataclasses.replace(generate, jitted=jitted)
-
-
 def test_samples_are_those_of_the_static_sampler():
   """Some are preempted, and start again; the last ones are computed alone."""
   counts = []
@@ -60,10 +46,7 @@ def test_samples_are_those_of_the_static_sampler():
   )
   generate = functools.partial(static.generate, cfg=CFG, sampler=CONFIG)
   expected = jax.jit(generate)(weights(CFG), prompts=prompts(7, S), key=KEY)
-  for field in ("tokens", "lengths", "finish"):
-    found = getattr(samples, field)
-    np.testing.assert_array_equal(found, getattr(expected, field), field)
-  np.testing.assert_allclose(samples.logps, expected.logps, atol=2e-5)
+  continuous_sampler.assert_same(samples, expected)
   assert sum(counts) > expected.lengths.sum()
 
 
@@ -71,7 +54,12 @@ def test_samples_are_those_of_the_static_sampler():
 def test_a_state_from_a_row_gives_the_same_bits(length):
   """A group starts in one round, or behind others, one after the other."""
   rows, parts = [], []
-  generate = spied(lambda *args: rows.append(np.asarray(args[-1][1])))
+
+  def prefill(*args):
+    rows.append(np.asarray(args[-1][1]))
+    return sampler().jitted.prefill(*args)
+
+  generate = continuous_sampler.spied(sampler(), prefill=prefill)
   for first in (0, R):
     stop_at = np.array([first] * (G - 1) + [0] + [R] * G)
     samples = generate(weights(CFG), prompts(5, length), KEY, stop_at=stop_at)

@@ -3,13 +3,17 @@
 import json
 
 
+def rows_of(workdir):
+  lines = (workdir / "metrics.jsonl").read_text().splitlines()
+  return [*map(json.loads, lines)]
+
+
 def metrics_of(workdir):
   """The lines of metrics.jsonl, without what depends on the clock."""
-  lines = (workdir / "metrics.jsonl").read_text().splitlines()
   timed = ("time/", "throughput/")
   rows = [
-    {k: v for k, v in json.loads(line).items() if not k.startswith(timed)}
-    for line in lines
+    {k: v for k, v in row.items() if not k.startswith(timed)}
+    for row in rows_of(workdir)
   ]
   for row in rows:
     if "conversation/turns" in row:

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 from absl.testing import flagsaver
-from repository import ROOT
+from repository import ROOT, xla_flags
 
 
 def commands():
@@ -28,6 +28,17 @@ def python(*arguments, timeout=300, **options):
   return subprocess.run(
     [sys.executable, *map(str, arguments)],
     **{"cwd": ROOT, "timeout": timeout, "capture_output": True, "text": True}
+    | options,
+  )
+
+
+def start(*arguments, devices=1, **options):
+  """Python in the background, with so many virtual devices; one output."""
+  env = os.environ | {"PYTHONUNBUFFERED": "1", "XLA_FLAGS": xla_flags(devices)}
+  return subprocess.Popen(
+    [sys.executable, *map(str, arguments)],
+    **{"cwd": ROOT, "env": env, "stdout": subprocess.PIPE, "text": True}
+    | {"stderr": subprocess.STDOUT}
     | options,
   )
 

@@ -28,3 +28,9 @@ def base_and_adapters(cfg):
   shapes = jax.eval_shape(lambda: lora.init(jax.random.key(0), cfg))
   noise = lambda x: (0.4 * rng.normal(size=x.shape)).astype(np.float32)
   return weights(cfg), jax.tree.map(noise, shapes)
+
+
+def random_routes(experts, k, *shape, seed=0):
+  """Routes [*shape, k] that no router chose; the experts of a token differ."""
+  each = np.broadcast_to(np.arange(experts, dtype=np.uint8), (*shape, experts))
+  return np.random.default_rng(seed).permuted(each, axis=-1)[..., :k]

@@ -1,10 +1,12 @@
-"""Metrics of the old policy on its own samples, from arrays made by hand."""
+"""Metrics of a policy and of its routing, from arrays made by hand."""
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_model import random_routes
 
 from gspo_jax import model
 from gspo_jax.learner import policy_metrics, train_batch
@@ -14,6 +16,7 @@ from gspo_jax.sampler.samples import Prompts
 
 CFG = model.variant("tiny")
 B, S, R, L, E, K = 6, 3, 4, 2, CFG.num_experts, CFG.experts_per_token
+LENGTHS = np.array([4, 1, 2, 0, 4, 4], np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +27,7 @@ def inputs():
   batch = train_batch.unpacked(
     Prompts(np.zeros((B, S), np.int32), np.full(B, S, np.int32)),
     np.zeros((B, R), np.int32),
-    np.array([4, 1, 2, 0, 4, 4], np.int32),
+    LENGTHS,
   )
   batch = dataclasses.replace(batch, sampler_logps=jnp.asarray(-uniform(B, R)))
   router_entropy = uniform(L, B, R)
@@ -84,3 +87,33 @@ def test_entropy_of_response_tokens_and_dropped_choices(inputs, metrics):
   mean = out.entropy[np.asarray(batch.response_mask)].mean()
   assert metrics["policy/entropy"].value() == pytest.approx(mean, rel=1e-5)
   assert metrics["moe/dropped"].value() == 2 + 3  # over layers
+
+
+MASK = np.arange(R) < LENGTHS[:, None]
+
+
+def test_flips_are_old_experts_that_are_not_chosen():
+  """Of the tokens before those of the response."""
+  old, new = (random_routes(E, K, B, L, S + R, seed=seed) for seed in (0, 1))
+  new[0, 0] = old[0, 0]
+  flips = jax.jit(policy_metrics.expert_flips)(new, old, MASK)
+  for layer in range(L):
+    gone = [
+      len({*old[b, layer, S - 1 + r]} - {*new[b, layer, S - 1 + r]})
+      for b, r in np.argwhere(MASK)
+    ]
+    assert flips.value()[layer] == pytest.approx(np.mean(gone) / K)
+  assert 0 < flips.value()[0] < flips.value()[1] < 1
+  reordered = policy_metrics.expert_flips(old[..., ::-1], old, MASK)
+  assert not reordered.value().any()
+
+
+def test_the_shift_is_a_mean_over_layers_and_experts():
+  rng = np.random.default_rng(2)
+  old, new = rng.normal(size=(2, B, L, R, K)).astype(np.float32)
+  shift = policy_metrics.router_shift(new, old)
+  expected = np.abs(new - old).mean((1, 3))
+  np.testing.assert_allclose(shift, expected, rtol=1e-5)
+  assert not policy_metrics.router_shift(old, old).any()
+  total = lambda x: policy_metrics.router_shift(x, old).sum()
+  assert not jax.grad(total)(jnp.asarray(new)).any()
