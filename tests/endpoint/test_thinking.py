@@ -10,6 +10,7 @@ import json
 import random
 
 import pytest
+from chat_templates import GLM, HARMONY, QWEN3, QWEN35
 from scripted import TEMPLATE, Scripted, make_tokenizer
 
 from gspo_jax.endpoint import client as endpoint_client
@@ -35,74 +36,7 @@ TOOLS = [
   }
   for name in ("weather", "clock")
 ]
-SYSTEM = "<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n"
-TOLD = "{% if tools %}" + SYSTEM + "{% endif %}"
-LAST = (  # the place of the last message of the user
-  "{% set ns = namespace(last=0) %}{% for m in messages %}"
-  "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
-  "{% endfor %}"
-)
-# Thoughts and content of a message, from two fields or from one.
-SPLIT = (
-  "{% set c = m.content or '' %}{% set r = m.reasoning_content or '' %}"
-  "{% if not r and '</think>' in c %}"
-  "{% set r = c.split('</think>')[0].split('<think>')[-1] %}"
-  "{% set c = c.split('</think>')[-1] %}{% endif %}"
-)
-CALLS = (
-  "{% for t in m.tool_calls or [] %}{% set f = t.function %}{{ '\n' }}"
-  '<tool_call>\n{"name": "{{ f.name }}", "arguments": '
-  "{{ f.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n"
-)
-OTHERS = (
-  "{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>\n"
-  "{{ m.content }}\n</tool_response><|im_end|>\n"
-  "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
-  "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-)
-BEGIN = (
-  TOLD + LAST + "{% for m in messages %}{% if m.role == 'assistant' %}" + SPLIT
-)
-QWEN3 = (  # thinking is left out before the last question, and where is none
-  BEGIN + "<|im_start|>assistant\n{% if r and loop.index0 > ns.last %}<think>\n"
-  "{{ r | trim }}\n</think>\n\n{% endif %}{{ c | trim }}"
-  + CALLS + OTHERS + "{% endif %}"
-)  # fmt: skip
-QWEN35 = (  # the prompt opens it, a turn behind the last question has it
-  BEGIN + "<|im_start|>assistant\n{% if loop.index0 > ns.last %}<think>\n"
-  "{{ r | trim }}\n</think>\n\n{% endif %}{{ c | trim }}"
-  + CALLS + OTHERS + "<think>\n{% endif %}"
-)  # fmt: skip
-GLM = (  # no thinking is an empty one; the next role ends a turn
-  "{% if tools %}<|system|>\n{{ tools | tojson }}{% endif %}" + LAST
-  + "{% for m in messages %}{% if m.role == 'assistant' %}" + SPLIT
-  + "<|assistant|>\n<think>{{ r | trim if loop.index0 > ns.last }}</think>"
-  "{{ '\n' + c | trim if c | trim }}"
-  "{% for t in m.tool_calls or [] %}{% set f = t.function %}"
-  "{{ '\n<tool_call>' + f.name }}\n{% for k, v in f.arguments | items %}"
-  "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v | tojson }}</arg_value>\n"
-  "{% endfor %}</tool_call>{% endfor %}{% elif m.role == 'tool' %}"
-  "{% if messages[loop.index0 - 1].role != 'tool' %}<|observation|>{% endif %}"
-  "\n<tool_response>\n{{ m.content }}\n</tool_response>{% else %}"
-  "<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
-  "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)  # fmt: skip
-HARMONY = (  # gpt-oss; a field `thinking`, until a final message follows
-  "<|start|>developer<|message|>{{ tools | tojson if tools }}<|end|>"
-  "{% for m in messages %}{% if m.role == 'tool' %}<|start|>functions.f "
-  "to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
-  "{% elif '<|channel|>analysis<|message|>' in m.content or "
-  "'<|channel|>final<|message|>' in m.content %}{{ raise_exception('no') }}"
-  "{% elif m.tool_calls %}{% if m.thinking %}<|start|>assistant<|channel|>"
-  "analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
-  "{% set f = m.tool_calls[0].function %}<|start|>assistant "
-  "to=functions.{{ f.name }}<|channel|>commentary json<|message|>"
-  "{{ f.arguments | tojson }}<|call|>{% elif m.role == 'assistant' %}"
-  "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>"
-  "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}"
-  "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-)
-HERMES = '<tool_call>\n{"name": "%s", "arguments": {"x":1.0}}\n</tool_call>'
+WRITTEN = '<tool_call>\n{"name": "%s", "arguments": {"x":1.0}}\n</tool_call>'
 ARGUMENT = "<arg_key>x</arg_key>\n<arg_value>1.0</arg_value>"
 XML = f"<tool_call>%s\n{ARGUMENT}\n</tool_call>"
 COMMENTARY = ' to=functions.%s<|channel|>commentary json<|message|>{"x": 1}'
@@ -113,9 +47,9 @@ ROLES = ("<|system|>", "<|assistant|>")
 FAMILIES = {
   # As Magistral's: the thinking of a part is not that of a message.
   "chatml": (TEMPLATE + "{# '[THINK]' + part['thinking'] #}", ["<|im_end|>"],
-             (), "<think>", "</think>", HERMES),
-  "qwen3": (QWEN3, ["<|im_end|>"], (), "<think>\n", "\n</think>\n\n", HERMES),
-  "qwen3.5": (QWEN35, ["<|im_end|>"], (), "", "\n</think>\n\n", HERMES),
+             (), "<think>", "</think>", WRITTEN),
+  "qwen3": (QWEN3, ["<|im_end|>"], (), "<think>\n", "\n</think>\n\n", WRITTEN),
+  "qwen3.5": (QWEN35, ["<|im_end|>"], (), "", "\n</think>\n\n", WRITTEN),
   "glm": (GLM, ["<|observation|>", "<|user|>"], ROLES, "\n<think>",
           "</think>\n", XML),
   "harmony": (HARMONY, ["<|call|>", "<|return|>"], CHANNELS,
@@ -289,7 +223,7 @@ def with_other_ids(said):
   return said | {"tool_calls": [calls[0] | {"id": "toolu_1"}]}
 
 
-CALL = HERMES.replace("1.0", '1.0, "y": {"a": [], "b": 2e0}') % "weather"
+CALL = WRITTEN.replace("1.0", '1.0, "y": {"a": [], "b": 2e0}') % "weather"
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5"])
