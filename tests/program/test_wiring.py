@@ -97,15 +97,18 @@ TERMS = {
     "off_policy_mask_threshold": 0.05,
   },
 }
-# Each method by itself, with its numbers and with all terms; each term with a
+# Each method by itself, and with its numbers and all terms; each term with a
 # method that clips sequences and with one that clips tokens.
-TOKEN_METHODS = {"distillation": ("gspo_token", "grpo", "ppo")}
+METHODS_OF = {
+  "distillation": ("gspo_token", "grpo", "ppo"),
+  "numbers": ("dppo_tv", "dppo_kl"),  # they cut nothing beside all terms
+}
 CASES = [
   (name, term)
   for name in NAMES
   for term in TERMS
-  if term in ("nothing", "numbers", "everything")
-  or name in TOKEN_METHODS.get(term, ("gspo", "grpo"))
+  if term in ("nothing", "everything")
+  or name in METHODS_OF.get(term, ("gspo", "grpo"))
 ]
 
 
