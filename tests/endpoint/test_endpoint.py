@@ -14,6 +14,7 @@ from concurrent import futures
 import hf_tokenizers
 import httpx
 import pytest
+from chat_templates import tool, user
 from repository import ROOT
 from scripted import CONTEXT, Scripted, make_tokenizer
 
@@ -31,13 +32,7 @@ openai = pytest.importorskip("openai")
 app = pytest.importorskip("gspo_jax.endpoint.app")
 server = pytest.importorskip("gspo_jax.endpoint.server")
 
-CALC = {
-  "type": "function",
-  "function": {
-    "name": "calc",
-    "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
-  },
-}
+CALC = tool("calc", a={"type": "string"})
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +65,6 @@ def ask(served, tokenizer):
   engine.texts, engine.made = [], []
   with connected(endpoint, url, app.Client(engine, tokenizer)) as client:
     yield engine, client
-
-
-def user(text):
-  return {"role": "user", "content": text}
 
 
 def chat(client, messages, **options):

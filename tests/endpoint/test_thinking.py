@@ -10,7 +10,7 @@ import json
 import random
 
 import pytest
-from chat_templates import GLM, HARMONY, QWEN3, QWEN35
+from chat_templates import GLM, HARMONY, QWEN3, QWEN35, tool, user
 from scripted import TEMPLATE, Scripted, make_tokenizer
 
 from gspo_jax.endpoint import client as endpoint_client
@@ -26,16 +26,7 @@ app = pytest.importorskip("gspo_jax.endpoint.app")
 server = pytest.importorskip("gspo_jax.endpoint.server")
 agents = pytest.importorskip("gspo_jax.rollout.agents")
 
-TOOLS = [
-  {
-    "type": "function",
-    "function": {
-      "name": name,
-      "parameters": {"type": "object", "properties": {"x": {}}},
-    },
-  }
-  for name in ("weather", "clock")
-]
+TOOLS = [tool("weather", x={}), tool("clock", x={})]
 WRITTEN = '<tool_call>\n{"name": "%s", "arguments": {"x":1.0}}\n</tool_call>'
 ARGUMENT = "<arg_key>x</arg_key>\n<arg_value>1.0</arg_value>"
 XML = f"<tool_call>%s\n{ARGUMENT}\n</tool_call>"
@@ -93,10 +84,6 @@ def served(tokenizer, *texts, client=app.Client):
       return create(model="policy", messages=messages, **tools, **options)
 
     yield engine, lambda *m, **options: ask(*m, **options).choices[0].message
-
-
-def user(text="How is it?"):
-  return {"role": "user", "content": text}
 
 
 def result(call, text="rain"):
@@ -247,7 +234,11 @@ def test_what_a_client_rewrites_breaks_no_sequence(family, name, text, change):
 def test_white_space_that_a_client_strips_costs_no_sequence(family, sent):
   with served(family("chatml"), "5\n", "x", "y") as (engine, ask):
     assert ask(user(), tools=()).content == "5\n"
-    history = user(), {"role": "assistant", "content": sent}, user("more")
+    history = (
+      user(),
+      {"role": "assistant", "content": sent},
+      user("more"),
+    )
     ask(*history, tools=())
     assert goes_on(engine)
     ask(*history, {"role": "assistant", "content": "x"}, user("on"), tools=())
@@ -334,7 +325,10 @@ def test_a_result_without_its_call_is_refused_and_a_missing_one(
   family, results, param, says
 ):
   call = lambda i: {"id": i, "type": "function", "function": {"name": "clock"}}
-  sent = [user(), {"role": "assistant", "tool_calls": [call("a"), call("b")]}]
+  sent = [
+    user(),
+    {"role": "assistant", "tool_calls": [call("a"), call("b")]},
+  ]
   for own in results:
     message = {"role": "tool", "content": "1", "tool_call_id": own}
     if own == "u":  # of no call

@@ -1,4 +1,19 @@
-"""Chat templates of our own, in the shape of those of the families."""
+"""Chat templates of our own, in the shape of those of the families.
+
+And what is put into them.
+"""
+
+
+def user(text="How is it?"):
+  return {"role": "user", "content": text}
+
+
+def tool(name, **properties):
+  """A tool with these schemas of its arguments."""
+  parameters = {"type": "object", "properties": properties}
+  function = {"name": name, "parameters": parameters}
+  return {"type": "function", "function": function}
+
 
 CALLS = "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
 _LAST = (  # the place of the last message of the user
