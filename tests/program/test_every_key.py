@@ -92,7 +92,8 @@ PAGED = {
   "continuous_batching.page_size": 4,
   "continuous_batching.prefill_chunk": 8,
 }
-TALK = PAGED | OF_A | {"reward.names": ()}
+NOTHING = {"num_steps": 0, "eval.every": 0}  # happens after the start
+TALK = PAGED | OF_A | NOTHING | {"reward.names": ()}
 GRPO = {"objective.name": "grpo"}
 KL = GRPO | {"objective.kl_coef": 0.3}
 
@@ -220,25 +221,21 @@ ROWS = (
   ),
   Row(
     "rollout.environment",
-    lambda c: (c.run.pools[0].name, c.mean_reward()),
-    {
-      "calculator": ("environment 'calculator'", 1.0),
-      # One for each turn.
-      "made_run.Endless": ("environment 'made_run.Endless'", 3.0),
-    },
+    lambda c: c.run.pools[0].name,
+    {x: f"environment '{x}'" for x in ("calculator", "guessing")},
     TALK,
   ),
   Row(
     "rollout.max_turns",
-    lambda c: (c.run.rows("conversation/turns")[1], c.mean_reward()),
-    {1: (1.0, 1.0), 2: (2.0, 2.0)},
-    TALK | {"rollout.environment": "made_run.Endless"},
+    lambda c: c.run.experiment.conversations.limits.turns,
+    {1: 1, 2: 2},
+    TALK | {"rollout.environment": "calculator"},
   ),
   Row(
     "rollout.max_sequences",
     SEQUENCES,
     {1: G, 3: 3 * G},
-    TALK | {"rollout.environment": "made_run.Endless"},
+    TALK | {"rollout.environment": "calculator"},
   ),
   # reward: the responses are "#7", which is correct
   Row(

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import time
 import types
 from pathlib import Path
 from unittest import mock
@@ -96,16 +95,6 @@ class MadeRun:
     return [json.loads(line).get(name) for line in lines]
 
 
-class Endless:
-  """An environment that never ends a conversation."""
-
-  def reset(self, problem, seed):
-    pass
-
-  def step(self, response):
-    return [("user", "")], False, float(response == "#7")
-
-
 class _Worker:
   """In the place of `workers.process.Process`: runs tasks in this process."""
 
@@ -164,25 +153,13 @@ def _recording(built, config, notes):
 
     return sample
 
-  def continuous(name):
-    def open_engine(params, key, count):
-      texts = []
-      note(name, texts, key)
-      problems = (config.data if name == "generate" else config.eval).prompts
-      group_size = count // config.rollout.max_sequences // problems
-      return _Engine(tokenizer, rows, config, texts, group_size)
-
-    return _Continuous(
-      open_engine,
-      generate(name),
-      lambda count: responses(count, G, 0),
-      types.SimpleNamespace(
-        group_size=G,
-        max_new_tokens=config.sampler.max_new_tokens,
-        params=SamplingParams(),
-      ),
-      rows,
+  def sampler(name):
+    config_ = types.SimpleNamespace(
+      group_size=G,
+      max_new_tokens=config.sampler.max_new_tokens,
+      params=SamplingParams(),
     )
+    return _Sampler(generate(name), config_, rows)
 
   def init_params(key):
     note("init", None, key)
@@ -209,10 +186,10 @@ def _recording(built, config, notes):
   shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
   weights = {"weight": multihost.to_global(np.zeros(1, np.float32), whole)}
   abstract = jax.tree.map(shape, init_state(weights))
-  sampler = dataclasses.replace(
+  samplers = dataclasses.replace(
     built.sampler,
-    generate=continuous("generate"),
-    respond=continuous("respond"),
+    generate=sampler("generate"),
+    respond=sampler("respond"),
     empty_samples=lambda: responses(config.data.prompts, G, 0),
   )
   learner = dataclasses.replace(
@@ -233,26 +210,22 @@ def _recording(built, config, notes):
   return dataclasses.replace(
     built,
     init_params=init_params,
-    sampler=sampler,
+    sampler=samplers,
     learner=learner,
     cold_start=cold_start,
   )
 
 
-class _Continuous:
-  """Is called as a `ContinuousSampler`."""
+class _Sampler:
+  """Is called as a `StaticSampler`."""
 
-  shards = 1
-
-  def __init__(self, open_engine, generate, fresh, config, batch_sharding):
-    self.open, self._generate, self.config = open_engine, generate, config
-    self.played_rows = range
+  def __init__(self, generate, config, batch_sharding):
+    self._generate, self.config = generate, config
     self.batch_sharding = batch_sharding
-    self.jitted = types.SimpleNamespace(empty_samples=fresh)
 
   def __call__(self, *args, on_finished=None, **options):
     samples = self._generate(*args, **options)
-    if on_finished:  # all have, in every turn
+    if on_finished:  # all have
       tokens, lengths = jax.device_get((samples.tokens, samples.lengths))
       pairs = enumerate(zip(tokens, lengths, strict=True))
       on_finished({i: FinishedResponse(*pair, True) for i, pair in pairs})
@@ -263,53 +236,6 @@ class _Continuous:
 
   def compilations(self):
     return {}
-
-
-class _Engine:
-  """Gives the same response in every turn."""
-
-  idle_seconds, idle = 0.0, contextlib.nullcontext
-
-  def __init__(self, tokenizer, rows, config, texts, group_size):
-    self._tokenizer, self._rows, self._texts = tokenizer, rows, texts
-    self._config, self._waiting, self._prompts = config, [], {}
-    self._group_size = group_size
-
-  def __enter__(self):
-    return self
-
-  def __exit__(self, *_):
-    pass
-
-  def most_new_tokens(self, prompt_length):
-    return self._config.sampler.max_new_tokens
-
-  def submit(self, generation):
-    self._waiting.append(generation)
-
-  def wake(self):
-    pass
-
-  def run(self, until):
-    while not until():
-      waiting, self._waiting = self._waiting, []
-      for g in waiting:
-        text = self._tokenizer.decode(g.prompt)
-        self._prompts.setdefault(g.row, text)
-        ids = [*RESPONSE, self._tokenizer.stop_ids[0]][: g.max_new_tokens]
-        g.add(ids, [0.0] * len(ids), "stop" if len(ids) == 3 else "length")
-      time.sleep(0 if waiting else 0.002)
-    texts = [text for _, text in sorted(self._prompts.items())]
-    self._texts += texts[:: self._group_size]
-
-  def finish_episodes(self, numbers, turns, **rows):
-    logps = np.zeros(turns.shape, np.float32)
-    rows = multihost.to_global(
-      rows | {"turns": turns, "logps": logps}, self._rows
-    )
-    steps = sharding.replicated(self._rows.mesh)
-    steps = multihost.to_global(np.int32(turns.size), steps)
-    return Samples(slot_steps=steps, **rows)
 
 
 def _number(value) -> Mean:
