@@ -24,10 +24,9 @@ from gspo_jax.record import metric_writer, wandb_run
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.sampler.samples import (
   STOPPED,
-  UNFINISHED,
-  FinishedResponse,
   Samples,
   SamplingParams,
+  finished_responses,
 )
 from gspo_jax.workers import pool
 from gspo_jax.workers.pool import Result
@@ -131,35 +130,39 @@ def _recording(built, config, notes):
       for row, n in zip(tokens, lengths, strict=True)
     ]
 
-  def responses(count, group_size, length=3):
+  def responses(count):
     R = config.sampler.max_new_tokens
-    tokens = np.full((count * group_size, R), tokenizer.pad_id, np.int32)
+    tokens = np.full((count, R), tokenizer.pad_id, np.int32)
     tokens[:, :3] = [*RESPONSE, tokenizer.stop_ids[0]]
-    lengths = np.full(len(tokens), length, np.int32)
-    finish = np.full(len(tokens), STOPPED if length else UNFINISHED, np.int8)
+    lengths, finish = np.full(count, 3, np.int32), np.full(count, STOPPED)
     logps = np.zeros(tokens.shape, np.float32)
     return Samples(
-      *multihost.to_global((tokens, logps, lengths, finish), rows),
+      *multihost.to_global(
+        (tokens, logps, lengths, finish.astype(np.int8)), rows
+      ),
       slot_steps=multihost.to_global(np.int32(tokens.size), whole),
     )
 
   G = config.rollout.group_size
 
-  def generate(name):
-    def sample(params, prompts, key, *, group_size=G, **_):
+  def sampler(name):
+    def sample(
+      params, prompts, key, *, group_size=G, on_finished=lambda _: None, **_
+    ):
       texts = problems(prompts)
       note(name, texts, key)
-      return responses(len(texts), group_size)
+      samples = responses(len(texts) * group_size)
+      on_finished(finished_responses(samples))
+      return samples
 
-    return sample
-
-  def sampler(name):
-    config_ = types.SimpleNamespace(
+    sample.batch_sharding, sample.compilations = rows, dict
+    sample.describe = lambda **_: ""
+    sample.config = types.SimpleNamespace(
       group_size=G,
       max_new_tokens=config.sampler.max_new_tokens,
       params=SamplingParams(),
     )
-    return _Sampler(generate(name), config_, rows)
+    return sample
 
   def init_params(key):
     note("init", None, key)
@@ -190,7 +193,6 @@ def _recording(built, config, notes):
     built.sampler,
     generate=sampler("generate"),
     respond=sampler("respond"),
-    empty_samples=lambda: responses(config.data.prompts, G, 0),
   )
   learner = dataclasses.replace(
     built.learner,
@@ -214,28 +216,6 @@ def _recording(built, config, notes):
     learner=learner,
     cold_start=cold_start,
   )
-
-
-class _Sampler:
-  """Is called as a `StaticSampler`."""
-
-  def __init__(self, generate, config, batch_sharding):
-    self._generate, self.config = generate, config
-    self.batch_sharding = batch_sharding
-
-  def __call__(self, *args, on_finished=None, **options):
-    samples = self._generate(*args, **options)
-    if on_finished:  # all have
-      tokens, lengths = jax.device_get((samples.tokens, samples.lengths))
-      pairs = enumerate(zip(tokens, lengths, strict=True))
-      on_finished({i: FinishedResponse(*pair, True) for i, pair in pairs})
-    return samples
-
-  def describe(self, *, continues):
-    return ""
-
-  def compilations(self):
-    return {}
 
 
 def _number(value) -> Mean:
