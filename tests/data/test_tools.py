@@ -1,6 +1,5 @@
 """Tools in chat templates: schemas, calls and results, token for token."""
 
-import itertools
 import json
 import sys
 
@@ -17,6 +16,7 @@ from chat_templates import (
   tool,
   user,
 )
+from hf_tokenizers import whole
 
 from gspo_jax.data import prompt_batch, tokenizers, tool_calls
 from gspo_jax.data.problem import Problem
@@ -105,18 +105,6 @@ def family(tmp_path_factory):
   return made.__getitem__
 
 
-def whole(tokenizer, messages, tools=(TOOL,)):
-  """The ids of the chat template, applied once by transformers."""
-  messages = json.loads(json.dumps(messages))
-  for call in itertools.chain(*(m.get("tool_calls", ()) for m in messages)):
-    if "tool▁sep" in tokenizer._library.chat_template:
-      text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-      call["function"]["arguments"] = text
-  return tokenizer._library.apply_chat_template(
-    messages, tools=[*tools], add_generation_prompt=True, return_dict=False
-  )
-
-
 def called(*names):
   calls = [
     {
@@ -149,12 +137,12 @@ def test_schema_call_and_result_are_those_of_the_whole_template(family, name):
   messages = [user()]
   ids = tokenizer.chat(messages, [TOOL])
   for result in ("rain\n", "é 中"):
-    assert ids == whole(tokenizer, messages)
+    assert ids == whole(tokenizer, messages, [TOOL])
     ids += tokenizer._parsing.encode(written(name, "weather")).ids
     ids += [tokenizer.stop_ids[0]]
     ids += tokenizer.turn([("tool", result, "weather")], stopped=True)
     messages += [called("weather"), {"role": "tool", "content": result}]
-  assert ids == whole(tokenizer, messages)
+  assert ids == whole(tokenizer, messages, [TOOL])
 
 
 @pytest.mark.parametrize("field", [True, False])
@@ -166,7 +154,7 @@ def test_calls_behind_thinking_that_the_prompt_opens(tmp_path, field):
   ids = tokenizer.chat(messages, [TOOL])
   for result in ("rain\n", "é 中"):
     assert tokenizer.decode(ids).endswith("assistant\n<think>\n")
-    assert ids == whole(tokenizer, messages)
+    assert ids == whole(tokenizer, messages, [TOOL])
     text = "I look\n</think>\n\n" + written("qwen3_coder", "weather")
     ids += [*tokenizer._parsing.encode(text).ids, tokenizer.stop_ids[0]]
     ids += tokenizer.turn([("tool", result, "weather")], stopped=True)
@@ -174,7 +162,7 @@ def test_calls_behind_thinking_that_the_prompt_opens(tmp_path, field):
     thoughts = {"reasoning_content": "I look"} if field else thoughts
     messages += [called("weather") | thoughts]
     messages += [{"role": "tool", "content": result}]
-  assert ids == whole(tokenizer, messages)
+  assert ids == whole(tokenizer, messages, [TOOL])
 
 
 def test_a_template_that_drops_thinking_of_its_calls_is_refused(tmp_path):
@@ -197,7 +185,7 @@ def test_parallel_calls_have_a_result_each(family, name):
   results = [("tool", "rain", "weather"), ("tool", "noon", "time")]
   ids += tokenizer.turn(results, stopped=True)
   said = [{"role": "tool", "content": text} for _, text, _ in results]
-  assert ids == whole(tokenizer, [question, called(*names), *said])
+  assert ids == whole(tokenizer, [question, called(*names), *said], [TOOL])
 
 
 @pytest.mark.parametrize(
@@ -230,7 +218,7 @@ def test_a_prompt_is_a_chat(family):
   messages = [*as_messages(turns), user("2+2?")]
   ids = tokenizer.chat([messages[0], messages[-1]])
   assert tokenizer.prompt("2+2?", "Add.") == ids
-  assert tokenizer.chat(messages) == whole(tokenizer, messages, ())
+  assert tokenizer.chat(messages) == whole(tokenizer, messages)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -364,5 +352,5 @@ def test_the_history_of_a_problem_is_in_its_prompt(family):
   history = (user("How?"), called("weather"), WHOLE[3])
   problem = Problem("And now?", "3", "", history=history)
   messages = [WHOLE[0], *history, user("And now?")]
-  assert config.tokens_of(problem) == whole(tokenizer, messages, ())
+  assert config.tokens_of(problem) == whole(tokenizer, messages)
   config.check([problem])
