@@ -108,13 +108,15 @@ def test_a_stream_adds_up_to_the_answer_and_breaks_no_letter(ask, tokenizer):
 
 def test_a_completion_takes_text_or_ids(ask, tokenizer):
   engine, client = ask
-  engine.texts = ["yes", "yes", "no", "yes"]
+  engine.texts = [*["yes"] * 4, "no", "yes"]
   ids = tokenizer.encode("a text")
   create = client.completions.create
+  for prompt in (["a text"], ids):
+    create(model="policy", prompt=prompt)
   (by_text,) = create(model="policy", prompt="a text", logprobs=1).choices
   options = {"max_tokens": 2, "n": 2, **IDS}
-  by_ids = create(model="policy", prompt=ids, **options).choices
-  assert [g.prompt for g in engine.made] == [ids] * 3
+  by_ids = create(model="policy", prompt=[ids], **options).choices
+  assert [g.prompt for g in engine.made] == [ids] * 5
   assert (by_text.text, by_text.finish_reason) == ("yes", "stop")
   for choice, text in zip(by_ids, ("ye", "no"), strict=True):
     assert (choice.text, choice.finish_reason) == (text, "length")
@@ -157,29 +159,30 @@ def test_a_tool_call_goes_to_the_agent_and_its_result_behind_it(
   assert rest == "\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize("tool_choice", ["none", None])
-def test_calls_stay_text_where_they_are_not_asked_for(ask, tool_choice):
-  engine, client = ask
-  engine.texts = [CALL]
-  tools = {"tools": [CALC], "tool_choice": "none"} if tool_choice else {}
-  (choice,) = chat(client, [user("1+1?")], **tools).choices
-  assert (choice.message.content, choice.finish_reason) == (CALL, "stop")
-
-
 @pytest.mark.parametrize(
-  "text",
+  ("text", "options"),
   [
-    "<tool_call>{nonsense</tool_call>",
-    CALL.replace("1+1", "\\ud800"),
-    CALL.replace('"1+1"', "NaN"),
-    CALL.replace('"1+1"', "1e999"),
+    (CALL, {}),
+    (CALL, {"tools": [CALC], "tool_choice": "none"}),
+    *(
+      (text, {"tools": [CALC]})
+      for text in (
+        "<tool_call>{nonsense</tool_call>",
+        CALL.replace("1+1", "\\ud800"),
+        CALL.replace('"1+1"', "NaN"),
+        CALL.replace('"1+1"', "1e999"),
+      )
+    ),
   ],
 )
-def test_a_call_that_cannot_be_read_or_sent_back_stays_text(ask, text):
+def test_calls_stay_text_that_nobody_asked_for_or_that_cannot_be_read(
+  ask, text, options
+):
+  """Or that could not be sent back."""
   engine, client = ask
   engine.texts = [text]
-  (choice,) = chat(client, [user("1+1?")], tools=[CALC]).choices
-  assert choice.message.content == text
+  (choice,) = chat(client, [user("1+1?")], **options).choices
+  assert (choice.message.content, choice.finish_reason) == (text, "stop")
 
 
 @pytest.mark.parametrize("tools", [(), (CALC,)])
@@ -480,14 +483,6 @@ def test_a_tool_may_have_null_for_what_it_lacks(ask, tokenizer, function):
   (choice,) = chat(client, [user("1+1?")], tools=[tool]).choices
   assert choice.finish_reason == "tool_calls"
   assert "null" not in tokenizer.decode(engine.made[0].prompt)
-
-
-def test_a_prompt_may_be_a_list_of_one(ask, tokenizer):
-  engine, client = ask
-  engine.texts = ["y", "y"]
-  for prompt in (["a text"], [tokenizer.encode("a text")]):
-    client.completions.create(model="policy", prompt=prompt)
-  assert [g.prompt for g in engine.made] == [tokenizer.encode("a text")] * 2
 
 
 def test_a_prompt_that_cannot_fit_is_refused_before_any_work(
