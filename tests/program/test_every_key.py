@@ -93,7 +93,14 @@ PAGED = {
   "continuous_batching.prefill_chunk": 8,
 }
 NOTHING = {"num_steps": 0, "eval.every": 0}  # happens after the start
-TALK = PAGED | OF_A | NOTHING | {"reward.names": ()}
+TALK = (
+  PAGED
+  | NOTHING
+  | {
+    "reward.names": (),
+    "data.source": "gspo_jax.tasks.games.guessing_problems",
+  }
+)
 GRPO = {"objective.name": "grpo"}
 KL = GRPO | {"objective.kl_coef": 0.3}
 

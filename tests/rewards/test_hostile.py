@@ -275,17 +275,6 @@ def fenced(program):
   return f"So:\n```python\n{program}\n```\nDone."
 
 
-@pytest.fixture(scope="module")
-def host():
-  """Targets of the programs, one of them a variable."""
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("GSPO_TOKEN", "secret")
-    yield {
-      "HOME": os.path.expanduser("~"),
-      "PYTHON": sandbox_files.PYTHON,
-    }
-
-
 def outcomes(spec, responses, reference, seconds):
   """Name -> 0, 1 or FAILED; one pool for all."""
   calls = [Response("", text, reference) for text in responses.values()]
@@ -301,18 +290,19 @@ def math():
 
 
 @pytest.fixture(scope="module")
-def code(host):
+def code():
   try:
     rewards.named("code")
   except UserError as e:
     pytest.skip(str(e))
   responses = {}
   for name, program in (PASSING | KILLED).items():
-    for word, value in host.items():
-      program = program.replace(word, value)
-    responses[name] = fenced(program)
+    program = program.replace("HOME", os.path.expanduser("~"))
+    responses[name] = fenced(program.replace("PYTHON", sandbox_files.PYTHON))
   reference = json.dumps([{"input": "", "output": "refused\n"}])
-  return outcomes(f"code:seconds=2,memory={MEMORY}", responses, reference, 40)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("GSPO_TOKEN", "secret")
+    return outcomes(f"code:seconds=2,memory={MEMORY}", responses, reference, 40)
 
 
 @pytest.mark.parametrize("name", [*RIGHT, *WRONG])
