@@ -46,7 +46,7 @@ def values(draw, depth):
 
 def test_what_jsonschema_accepts_fits_and_nothing_else():
   draw, seen = random.Random(0), {True: 0, False: 0}
-  for _ in range(4000):
+  for _ in range(1200):
     defined = {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/x"}}]}
     defined["anyOf"].append(schemas(draw, 0))
     schema = schemas(draw, 3) | {"$defs": {"x": defined}}
@@ -61,7 +61,7 @@ def test_what_jsonschema_accepts_fits_and_nothing_else():
       assert not expected, (schema, value)
     else:
       assert expected, (schema, value)
-  assert min(seen.values()) > 500
+  assert min(seen.values()) > 150
 
 
 NUMBERS = {

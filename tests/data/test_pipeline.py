@@ -108,14 +108,6 @@ def test_a_demonstration_ends_in_a_stop():
     assert (response[n:] == BYTES.pad_id).all()
 
 
-def test_an_epoch_is_a_permutation_and_no_two_are_the_same():
-  everything = Counter(SMALL[i].text for i in range(len(SMALL)))
-  iterator = batches()
-  epochs = [list(itertools.chain(*texts(iterator, 3))) for _ in range(4)]
-  assert all(Counter(epoch) == everything for epoch in epochs)
-  assert len(set(map(tuple, epochs))) == 4
-
-
 # Solved problems.
 
 
@@ -154,35 +146,7 @@ def test_num_fitting():
   assert pipeline.num_fitting(LONG, config(5)) == len(LONG)
 
 
-# Dropping, mixing, resuming.
-
-
-CASES = {
-  "both": (
-    sources.mix([LONG, Chain((1,), size=12)], (3, 1)),
-    {"width": 5, "too_long": "drop"},
-  ),
-  "most of a source dropped": (
-    sources.mix([LONG, problems(*"abcdefgh", "long" * 9)], (1, 1)),
-    {"width": 1, "too_long": "drop"},
-  ),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_resumed_is_uninterrupted(case):
-  source, changes = CASES[case]
-  make = lambda: batches(source, batch=5, **changes)
-  iterator, states, whole = make(), [], []
-  for _ in range(12):
-    states.append(json.dumps(iterator.get_state()))
-    whole += texts(iterator, 1)
-  assert max(map(len, states)) < 100
-  for start in (0, 4, 8, 11):
-    resumed = make()
-    texts(resumed, start % 3)  # batches before the state have no effect
-    resumed.set_state(json.loads(states[start]))
-    assert texts(resumed, min(4, 12 - start)) == whole[start : start + 4]
+# Dropping and mixing.
 
 
 def test_prompts_that_are_too_long_are_dropped_and_nothing_else():

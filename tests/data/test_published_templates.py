@@ -5,14 +5,13 @@ TRL's wheel has them, with its own for training.
 
 import contextlib
 import importlib.util
-import itertools
-import json
 import re
 from pathlib import Path
 
 import hf_tokenizers
 import jinja2
 import pytest
+from hf_tokenizers import whole
 
 from gspo_jax.data import tool_calls
 from gspo_jax.runtime.errors import UserError
@@ -100,22 +99,6 @@ def load(name, folder):
   fast = hf_tokenizers.of_bytes(control)
   names = {"eos_token": stops[0], "bos_token": "<s>"}
   return hf_tokenizers.save(folder / name, fast, template, stops, **names)
-
-
-def whole(tokenizer, messages, tools=(), prompts=True):
-  """The ids of transformers; arguments as the template takes them."""
-  messages = json.loads(json.dumps(messages))
-  calls = itertools.chain(*(m.get("tool_calls", ()) for m in messages))
-  for call in calls if tokenizer._takes_json else ():
-    function = call["function"]
-    text = json.dumps(function["arguments"], ensure_ascii=False)
-    function["arguments"] = text
-  return tokenizer._library.apply_chat_template(
-    messages,
-    tools=[*tools] or None,
-    add_generation_prompt=prompts,
-    return_dict=False,
-  )
 
 
 def tagged(message):

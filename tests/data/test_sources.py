@@ -3,22 +3,15 @@
 import dataclasses
 import json
 import pickle
-import shutil
 import sys
 
 import pytest
-from repository import ROOT
 
 from gspo_jax.data import sources
 from gspo_jax.data.problem import Problem
 from gspo_jax.data.sources import Fields
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.tasks.chain import Chain
-
-GSM8K = ROOT.parent / "shared/data/gsm8k"
-needs_gsm8k = pytest.mark.skipif(
-  not GSM8K.is_dir(), reason=f"{GSM8K} is not here"
-)
 
 
 def write(path, *rows):
@@ -156,6 +149,7 @@ def test_a_bad_line_is_named(tmp_path, bad):
 
 
 ASK = [{"role": "user", "content": "1+1?"}]
+PARTS = [{"type": "text", "text": text} for text in ("1+", "1?")]
 ANSWER = [{"role": "assistant", "content": "so #### 2"}]
 BRIEF = [{"role": "system", "content": "Be brief."}]
 
@@ -184,6 +178,8 @@ VERL = {
     ({"problem": "1+1?", "solution": "so", "answer": "2", "level": "1"},
      Problem("1+1?", "2", "so", {"level": "1"}),
      ("problem", "answer", "solution")),
+    ({"prompt": [{"role": "user", "content": PARTS}], "answer": "2"},
+     Problem("1+1?", "2", "#### 2"), ("prompt", "answer")),
     # TRL
     ({"prompt": BRIEF + ASK, "solution": "2"},
      Problem("1+1?", "2", "#### 2", {}, tuple(BRIEF)),
@@ -326,22 +322,6 @@ def test_conversations_that_end_alike_are_on_both_sides(tmp_path):
   assert len(side(sources.load(spec), False)) == 60 - held_out
 
 
-def test_the_parts_of_a_text_are_joined(tmp_path):
-  parts = [{"type": "text", "text": text} for text in ("1+", "1?")]
-  record = {"prompt": [{"role": "user", "content": parts}], "answer": "2"}
-  assert one(tmp_path, record).text == "1+1?"
-
-
-@needs_gsm8k
-@pytest.mark.parametrize(("part", "count"), [("train", 7473), ("test", 1319)])
-def test_gsm8k(part, count):
-  source = sources.load(f"jsonl:{GSM8K / part}.jsonl")
-  assert len(source) == count
-  for problem in source:
-    assert problem.reference.replace(",", "").lstrip("-").isdecimal()
-    assert problem.demonstration.endswith(f"#### {problem.reference}")
-
-
 # By dotted name.
 
 
@@ -453,25 +433,16 @@ def test_a_source_can_be_pickled(tmp_path):
   assert again.place(1) == source.place(1)
 
 
-def test_the_same_file_elsewhere_is_the_same_data(tmp_path):
-  first = write(tmp_path / "a.jsonl", row(1))
-  (tmp_path / "copy").mkdir()
-  shutil.copy(tmp_path / "a.jsonl", tmp_path / "copy/b.jsonl")
-  second = f"jsonl:{tmp_path}/copy/b.jsonl"
-  prints = {sources.fingerprint(sources.load(s)) for s in (first, second)}
-  assert len(prints) == 1
-
-
-def test_every_row_of_a_file_counts(tmp_path):
+def test_the_same_rows_elsewhere_are_the_same_data_and_every_row_counts(
+  tmp_path,
+):
   rows = [row(i) for i in range(3000)]
-  prints = set()
-  for changed in (None, 0, 1, 2000, 2999):
-    these = [*rows]
-    if changed is not None:
-      these[changed] = row(changed, "0")
-    spec = write(tmp_path / "a.jsonl", *these)
-    prints.add(sources.fingerprint(sources.load(spec)))
-  assert len(prints) == 5
+  changed = [*rows[:2000], row(2000, "0"), *rows[2001:]]
+  first, again, other = (
+    sources.fingerprint(sources.load(write(tmp_path / name, *these)))
+    for name, these in (("a", rows), ("b", rows), ("c", changed))
+  )
+  assert first == again != other
 
 
 @pytest.mark.parametrize("size", [1, 2, 999, 1000, 1001, 5000])

@@ -13,108 +13,150 @@ ROME = ToolCall("get_weather", {"city": "Roma – 罗马", "days": 2})
 OSLO = ToolCall("get_weather", {"city": "Oslo", "days": 1})
 SCHEMA = {"city": {"type": "string"}, "days": {"type": "integer"}}
 PARAMETERS = {"get_weather": {"properties": SCHEMA}}
-HARMONY = (
-  "<|channel|>analysis<|message|>Two cities.<|end|><|start|>assistant"
-  "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
-)
-# Format: a text, two calls in one response, and the content beside the calls.
-EXAMPLES = {
-  "hermes": (
-    "<think>\nTwo cities.\n</think>\n\nI look.\n<tool_call>\n"
-    '{"name": "get_weather", "arguments": {"city": "Roma – 罗马", "days": 2}}\n'
-    '</tool_call>\n<tool_call>\n{"name": "get_weather", "arguments": '
-    '{"city": "Oslo", "days": 1}}\n</tool_call>',
-    "I look.",
-  ),
+
+
+def _texts(pair, call, sections=("", "")):
+  """A writer of calls in a format of texts."""
+  write = lambda x: x if isinstance(x, str) else json.dumps(x)
+  one = lambda c: call.format(
+    c.name, "".join(pair.format(k, write(v)) for k, v in c.arguments.items())
+  )
+  return lambda calls: "".join(map(one, calls)).join(sections)
+
+
+def _jsons(call, sections=("", ""), between=""):
+  dumps = lambda c: json.dumps(c.arguments, ensure_ascii=False)
+  one = lambda i, c: call % {"name": c.name, "json": dumps(c), "i": i}
+  return lambda calls: between.join(
+    one(i, c) for i, c in enumerate(calls)
+  ).join(sections)
+
+
+def _gemma(sign, call):
+  def write(x):
+    if isinstance(x, str):
+      return sign + x + sign
+    if isinstance(x, list):
+      return f"[{','.join(map(write, x))}]"
+    if isinstance(x, dict):
+      return "{" + ",".join(f"{k}:{write(v)}" for k, v in x.items()) + "}"
+    return json.dumps(x)
+
+  return lambda calls: "".join(
+    call % (c.name, write(c.arguments)) for c in calls
+  )
+
+
+_OBJECT = '{"name": "%(name)s", "arguments": %(json)s}'
+_DEEP = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+# How a model writes calls, and what no text may have there.
+WRITERS = {
+  "hermes": (_jsons(f"<tool_call>\n{_OBJECT}\n</tool_call>"), ()),
   "qwen3_coder": (
-    "I look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\n"
-    "Roma – 罗马\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
-    "</function>\n</tool_call>\n<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n"
-    "</parameter>\n<parameter=days>\n1\n</parameter>\n</function>\n</tool_call>",
-    "I look.",
+    _texts(
+      "<parameter={}>\n{}\n</parameter>\n",
+      "<tool_call>\n<function={}>\n{}</function>\n</tool_call>",
+    ),
+    ("</parameter>",),
   ),
   "glm45": (
-    "\n<think>Two cities.</think>\nI look.\n<tool_call>get_weather\n"
-    "<arg_key>city</arg_key>\n<arg_value>Roma – 罗马</arg_value>\n"
-    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n"
-    "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Oslo</arg_value>"
-    "<arg_key>days</arg_key><arg_value>1</arg_value></tool_call>",
-    "I look.",
-  ),
-  "llama3_json": (
-    '<|python_tag|>{"name": "get_weather", "parameters": {"city": '
-    '"Roma – 罗马", "days": 2}}; {"type": "function", "name": "get_weather", '
-    '"parameters": {"city": "Oslo", "days": 1}}',
-    "",
-  ),
-  "openai": (
-    HARMONY + '{"city":"Roma – 罗马","days":2}<|call|><|start|>assistant '
-    "to=functions.get_weather<|channel|>commentary json<|message|>"
-    '{"city": "Oslo", "days": 1}',
-    None,
-  ),
-  "deepseek_v3": (
-    "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"
-    'get_weather\n```json\n{"city": "Roma – 罗马", "days": 2}\n```'
-    "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
-    '```json\n{"city": "Oslo",\n "days": 1}\n```<｜tool▁call▁end｜>'
-    "<｜tool▁calls▁end｜>",
-    "I look.",
-  ),
-  "deepseek_v31": (
-    "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather"
-    '<｜tool▁sep｜>{"city": "Roma – 罗马", "days": 2}<｜tool▁call▁end｜>'
-    '<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Oslo", "days": 1}'
-    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "I look.",
+    _texts(
+      "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n",
+      "<tool_call>{}\n{}</tool_call>",
+    ),
+    ("</arg_value>",),
   ),
   "minimax_m2": (
-    "I look.\n<minimax:tool_call>\n"
-    '<invoke name="get_weather">\n<parameter name="city">Roma – 罗马'
-    '</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n'
-    '<invoke name="get_weather">\n<parameter name="city">Oslo</parameter>\n'
-    '<parameter name="days">1</parameter>\n</invoke>\n</minimax:tool_call>',
-    "I look.",
+    _texts(
+      '<parameter name="{}">{}</parameter>\n',
+      '<invoke name="{}">\n{}</invoke>\n',
+      ("<minimax:tool_call>\n", "</minimax:tool_call>"),
+    ),
+    ("</parameter>",),
   ),
   "deepseek_v32": (
-    "I look.\n\n<｜DSML｜function_calls>\n"
-    '<｜DSML｜invoke name="get_weather">\n'
-    '<｜DSML｜parameter name="city" string="true">Roma – 罗马'
-    '</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">2'
-    "</｜DSML｜parameter>\n</｜DSML｜invoke>\n"
-    '<｜DSML｜invoke name="get_weather">\n'
-    '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
-    '<｜DSML｜parameter name="days" string="false">1</｜DSML｜parameter>\n'
-    "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
-    "I look.",
+    _texts(
+      '<｜DSML｜parameter name="{}" string="false">{}</｜DSML｜parameter>\n',
+      '<｜DSML｜invoke name="{}">\n{}</｜DSML｜invoke>\n',
+      ("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
+    ),
+    ("</｜DSML｜parameter>",),
+  ),
+  "deepseek_v31": (
+    _jsons(
+      "<｜tool▁call▁begin｜>%(name)s<｜tool▁sep｜>%(json)s<｜tool▁call▁end｜>",
+      _DEEP,
+    ),
+    (),
+  ),
+  "deepseek_v3": (
+    _jsons(
+      "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%(name)s\n```json\n%(json)s\n"
+      "```<｜tool▁call▁end｜>",
+      _DEEP,
+      "\n",
+    ),
+    (),
   ),
   "kimi_k2": (
-    "I look.<|tool_calls_section_begin|><|tool_call_begin|>"
-    "functions.get_weather:0<|tool_call_argument_begin|>"
-    '{"city": "Roma – 罗马", "days": 2}<|tool_call_end|><|tool_call_begin|>'
-    "functions.get_weather:1<|tool_call_argument_begin|>"
-    '{"city": "Oslo", "days": 1}<|tool_call_end|><|tool_calls_section_end|>',
-    "I look.",
+    _jsons(
+      "<|tool_call_begin|>functions.%(name)s:%(i)s<|tool_call_argument_begin|>"
+      "%(json)s<|tool_call_end|>",
+      ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ),
+    (),
   ),
-  "mistral": (
-    'I look.[TOOL_CALLS]get_weather[ARGS]{"city": "Roma – 罗马", "days": 2}'
-    '[TOOL_CALLS]get_weather[CALL_ID]a1B2c3D4e[ARGS]{"city": "Oslo", '
-    '"days": 1}',
-    "I look.",
-  ),
+  "mistral": (_jsons("[TOOL_CALLS]%(name)s[ARGS]%(json)s"), ()),
+  "mistral, before 11": (_jsons(_OBJECT, ("[TOOL_CALLS] [", "]"), ", "), ()),
   "gemma4": (
-    'I look.<|tool_call>call:get_weather{city:<|"|>Roma – 罗马<|"|>,days:2}'
-    '<tool_call|><|tool_call>call:get_weather{city:<|"|>Oslo<|"|>,days:1}'
-    "<tool_call|>",
-    "I look.",
+    _gemma('<|"|>', "<|tool_call>call:%s%s<tool_call|>"),
+    ('<|"|>',),
   ),
   "functiongemma": (
-    "I look.<start_function_call>call:get_weather{city:<escape>Roma – 罗马"
-    "<escape>,days:2}<end_function_call><start_function_call>call:get_weather{"
-    "city:<escape>Oslo<escape>,days:1}<end_function_call>",
-    "I look.",
+    _gemma("<escape>", "<start_function_call>call:%s%s<end_function_call>"),
+    ("<escape>",),
+  ),
+  "llama3_json": (
+    _jsons('{"name": "%(name)s", "parameters": %(json)s}', between="; "),
+    (),
+  ),
+  "openai": (
+    _jsons(
+      "<|channel|>commentary to=functions.%(name)s <|constrain|>json"
+      "<|message|>%(json)s<|call|>",
+      between="<|start|>assistant",
+    ),
+    (),
   ),
 }
+# Thinking and text of a response, before two calls in it.
+BEFORE = {
+  "hermes": "<think>\nTwo cities.\n</think>\n\nI look.\n",
+  "glm45": "\n<think>Two cities.</think>\nI look.\n",
+  "openai": "<|channel|>analysis<|message|>Two.<|end|><|start|>assistant",
+  "llama3_json": "",
+}
+EXAMPLES = {
+  name: BEFORE.get(name, "I look.") + write((ROME, OSLO))
+  for name, (write, _) in WRITERS.items()
+  if "," not in name
+}
+# How some models write the second one.
+OTHERS = [
+  ("hermes", '<tool_call>{"name": "get_weather", "arguments": '
+   '{"city": "Oslo", "days": 1}}</tool_call>\n'),
+  ("glm45", "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Oslo"
+   "</arg_value><arg_key>days</arg_key><arg_value>1</arg_value></tool_call>"),
+  ("llama3_json", '<|python_tag|>{"type": "function", "name": "get_weather", '
+   '"parameters": {"city": "Oslo", "days": 1}}'),
+  ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+   '```json\n{"city": "Oslo",\n "days": 1}\n```<｜tool▁call▁end｜>'),
+  ("deepseek_v32", '<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter '
+   'name="city" string="true">Oslo</｜DSML｜parameter>\n<｜DSML｜parameter '
+   'name="days" string="false">1</｜DSML｜parameter>\n</｜DSML｜invoke>'),
+  ("mistral", "[TOOL_CALLS]get_weather[CALL_ID]a1B2c3D4e[ARGS]"
+   '{"city": "Oslo", "days": 1}'),
+]  # fmt: skip
 BROKEN = {
   "hermes": ['<tool_call>\n{"name": "f", "arguments": {"x": }}\n</tool_call>'],
   "llama3_json": ['{"name": "f", "parameters": {"x": 1}', '{"name": "f", "pa'],
@@ -190,22 +232,27 @@ def test_every_format_has_an_example():
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_parallel_calls_are_read_in_their_order(name):
-  text, content = EXAMPLES[name]
-  found = parse(text, name, PARAMETERS)
+  found = parse(EXAMPLES[name], name, PARAMETERS)
   assert found.calls == (ROME, OSLO)
-  assert content is None or found.content == content
+  said = "I look." in BEFORE.get(name, "I look.")
+  assert found.content == "I look." * said
+
+
+@pytest.mark.parametrize(("name", "text"), OTHERS)
+def test_a_call_may_be_written_otherwise(name, text):
+  assert parse(text, name, PARAMETERS) == ("", (OSLO,))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_template_that_writes_a_format_has_its_signs(name):
   template = "<|start_header_id|>" if name == "llama3_json" else ""
-  assert format_of(template + EXAMPLES[name][0]) == name
+  assert format_of(template + EXAMPLES[name]) == name
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_call_in_thinking_is_none(name):
   """Whether the thinking is closed or not; behind it, calls count."""
-  text = EXAMPLES[name][0].rpartition("</think>")[2]
+  text = EXAMPLES[name].rpartition("</think>")[2]
   assert parse(f"<think>{text}</think>\n5", name, PARAMETERS).calls == ()
   assert parse(f"<think>{text}", name, PARAMETERS).calls == ()
   for thought in ("a", "with <tool_call> or <function= I", text):
@@ -216,11 +263,11 @@ def test_a_call_in_thinking_is_none(name):
 @pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.parametrize("city", ["a</think>b", "a<think>b"])
 def test_a_sign_of_thinking_in_an_argument_is_text(name, city):
-  text = EXAMPLES[name][0].replace("Oslo", city)
+  text = EXAMPLES[name].replace("Oslo", city)
   _, call = parse(text, name, PARAMETERS).calls
   assert call.arguments == {"city": city, "days": 1}
   # In the first call, without thinking before it.
-  text = EXAMPLES[name][0].rpartition("</think>")[2]
+  text = EXAMPLES[name].rpartition("</think>")[2]
   text = text.replace("Roma – 罗马", city)
   first, _ = parse(text, name, PARAMETERS).calls
   assert first.arguments == {"city": city, "days": 2}
@@ -365,117 +412,6 @@ def test_the_answer_of_gpt_oss_is_its_final_channel():
   assert parse(thought + final, "openai") == ("5", ())
 
 
-def _texts(pair, call, sections=("", "")):
-  """A writer of calls in a format of texts."""
-  write = lambda x: x if isinstance(x, str) else json.dumps(x)
-  one = lambda c: call.format(
-    c.name, "".join(pair.format(k, write(v)) for k, v in c.arguments.items())
-  )
-  return lambda calls: "".join(map(one, calls)).join(sections)
-
-
-def _jsons(call, sections=("", ""), between=""):
-  dumps = lambda c: json.dumps(c.arguments, ensure_ascii=False)
-  one = lambda i, c: call % {"name": c.name, "json": dumps(c), "i": i}
-  return lambda calls: between.join(
-    one(i, c) for i, c in enumerate(calls)
-  ).join(sections)
-
-
-def _gemma(sign, call):
-  def write(x):
-    if isinstance(x, str):
-      return sign + x + sign
-    if isinstance(x, list):
-      return f"[{','.join(map(write, x))}]"
-    if isinstance(x, dict):
-      return "{" + ",".join(f"{k}:{write(v)}" for k, v in x.items()) + "}"
-    return json.dumps(x)
-
-  return lambda calls: "".join(
-    call % (c.name, write(c.arguments)) for c in calls
-  )
-
-
-_OBJECT = '{"name": "%(name)s", "arguments": %(json)s}'
-_DEEP = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-# How a model writes calls, and what no text may have there.
-WRITERS = {
-  "hermes": (_jsons(f"<tool_call>\n{_OBJECT}\n</tool_call>"), ()),
-  "qwen3_coder": (
-    _texts(
-      "<parameter={}>\n{}\n</parameter>\n",
-      "<tool_call>\n<function={}>\n{}</function>\n</tool_call>",
-    ),
-    ("</parameter>",),
-  ),
-  "glm45": (
-    _texts(
-      "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n",
-      "<tool_call>{}\n{}</tool_call>",
-    ),
-    ("</arg_value>",),
-  ),
-  "minimax_m2": (
-    _texts(
-      '<parameter name="{}">{}</parameter>\n',
-      '<invoke name="{}">\n{}</invoke>\n',
-      ("<minimax:tool_call>\n", "</minimax:tool_call>"),
-    ),
-    ("</parameter>",),
-  ),
-  "deepseek_v32": (
-    _texts(
-      '<｜DSML｜parameter name="{}" string="false">{}</｜DSML｜parameter>\n',
-      '<｜DSML｜invoke name="{}">\n{}</｜DSML｜invoke>\n',
-      ("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
-    ),
-    ("</｜DSML｜parameter>",),
-  ),
-  "deepseek_v31": (
-    _jsons(
-      "<｜tool▁call▁begin｜>%(name)s<｜tool▁sep｜>%(json)s<｜tool▁call▁end｜>",
-      _DEEP,
-    ),
-    (),
-  ),
-  "deepseek_v3": (
-    _jsons(
-      "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%(name)s\n```json\n%(json)s\n"
-      "```<｜tool▁call▁end｜>",
-      _DEEP,
-      "\n",
-    ),
-    (),
-  ),
-  "kimi_k2": (
-    _jsons(
-      "<|tool_call_begin|>functions.%(name)s:%(i)s<|tool_call_argument_begin|>"
-      "%(json)s<|tool_call_end|>",
-      ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-    ),
-    (),
-  ),
-  "mistral": (_jsons("[TOOL_CALLS]%(name)s[ARGS]%(json)s"), ()),
-  "mistral, before 11": (_jsons(_OBJECT, ("[TOOL_CALLS] [", "]"), ", "), ()),
-  "gemma4": (
-    _gemma('<|"|>', "<|tool_call>call:%s%s<tool_call|>"),
-    ('<|"|>',),
-  ),
-  "functiongemma": (
-    _gemma("<escape>", "<start_function_call>call:%s%s<end_function_call>"),
-    ("<escape>",),
-  ),
-  "llama3_json": (_jsons(_OBJECT, between="; "), ()),
-  "openai": (
-    _jsons(
-      "<|channel|>commentary to=functions.%(name)s <|constrain|>json"
-      "<|message|>%(json)s<|call|>",
-      between="<|start|>assistant",
-    ),
-    (),
-  ),
-}
 PIECES = [
   *('"', "\\", "\n", " ", "{", "}", "[", "]", ",", ":", "'", "<", ">", "```"),
   *("Köln", "罗马", "\u2028", "😀", "</", "a", "7", "null", "True", "x" * 40),
@@ -496,7 +432,7 @@ ANY = {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/any"}}, INT]}
 def _drawn(draw, name):
   """Calls of random arguments, and their schemas."""
   form = name.partition(",")[0]
-  tags = re.findall(r"<[^<>]*>|\[\w+\]", EXAMPLES[form][0])
+  tags = re.findall(r"<[^<>]*>|\[\w+\]", EXAMPLES[form])
   tags = [tag for tag in tags if "think>" not in tag]
   without = WRITERS[name][1]
 

@@ -5,6 +5,7 @@ import json
 
 import hf_tokenizers
 import pytest
+from chat_templates import HARMONY, HERMES, LLAMA31, QWEN3, QWEN35
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gspo_jax.data import pipeline, prompt_batch, tokenizers
@@ -13,58 +14,11 @@ from gspo_jax.data.tokenizers.base import as_messages
 from gspo_jax.rewards import thinking
 from gspo_jax.runtime.errors import UserError
 
-# Templates of our own, in the shape of those of the families.
 CHATML = (  # SmolLM2, and Qwen2.5 without tools
   "{% if messages[0].role != 'system' %}<|im_start|>system\n"
   "You are a model.<|im_end|>\n{% endif %}"
   "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
   "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-QWEN2 = (  # tool messages are answers in a turn of the user, several in one
-  "<|im_start|>system\nYou are a model.<|im_end|>\n"
-  "{% for m in messages %}{% if m.role == 'tool' %}"
-  "{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user"
-  "{% endif %}\n<tool_response>\n{{ m.content }}\n</tool_response>"
-  "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n"
-  "{% endif %}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-  "{% endif %}{% endfor %}"
-  "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-QWEN3 = (  # thinking before the last question of the user is left out
-  "{% set ns = namespace(last=0) %}{% for m in messages %}"
-  "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
-  "{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}"
-  "<|im_start|>assistant\n{% if '</think>' in m.content "
-  "and loop.index0 < ns.last %}{{ m.content.split('</think>')[-1].lstrip() }}"
-  "{% else %}{{ m.content }}{% endif %}<|im_end|>\n"
-  "{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>\n"
-  "{{ m.content }}\n</tool_response><|im_end|>\n"
-  "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
-  "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-  "{% if enable_thinking is defined and not enable_thinking %}"
-  "<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
-QWEN35 = (  # the prompt opens the thinking, which is a field of its own
-  "{% set ns = namespace(last=0) %}{% for m in messages %}"
-  "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
-  "{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}"
-  "{% set c = m.content %}{% set r = m.reasoning_content or '' %}"
-  "{% if '</think>' in c %}{% set r = c.split('</think>')[0] %}"
-  "{% set r = r.split('<think>')[-1] %}{% set c = c.split('</think>')[-1] %}"
-  "{% endif %}<|im_start|>assistant\n{% if loop.index0 > ns.last %}<think>\n"
-  "{{ r | trim }}\n</think>\n\n{% endif %}{{ c | trim }}<|im_end|>\n"
-  "{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>\n"
-  "{{ m.content }}\n</tool_response><|im_end|>\n"
-  "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
-  "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-  "{% if enable_thinking is defined and not enable_thinking %}"
-  "<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}{% endif %}"
-)
-LLAMA3 = (
-  "{{ bos_token }}{% for m in messages %}<|start_header_id|>"
-  "{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>\n\n"
-  "{{ m.content | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}"
-  "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 OLMOE = (  # the marks of turns are plain text; tools are left out
   "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
@@ -81,24 +35,13 @@ MIXTRAL = (
   "{% if m.role == 'user' %}{{ ' [INST] ' + m.content + ' [/INST]' }}"
   "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
 )
-HARMONY = (  # gpt-oss: a response begins with its channel; a date
-  "<|start|>system<|message|>Today is {{ strftime_now('%d %B') }}.\n"
-  "Reasoning: {{ reasoning_effort | default('medium') }}<|end|>"
-  "{% for m in messages %}{% if m.role == 'tool' %}"
-  "{{ raise_exception('no call before this tool message') }}{% endif %}"
-  "<|start|>{{ 'developer' if m.role == 'system' else m.role }}"
-  "{% if m.role == 'assistant' %}<|channel|>final{% endif %}"
-  "<|message|>{{ m.content }}{% if m.role == 'assistant' and loop.last "
-  "and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}"
-  "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-)
 # Name: template, stop token, text that goes before a response, good roles.
 FAMILIES = {
   "chatml": (CHATML, "<|im_end|>", "", ("user", "tool")),
-  "qwen2.5": (QWEN2, "<|im_end|>", "", ("user", "tool")),
+  "qwen2.5": (HERMES, "<|im_end|>", "", ("user", "tool")),
   "qwen3": (QWEN3, "<|im_end|>", "", ("tool",)),
   "qwen3.5": (QWEN35, "<|im_end|>", "", ("tool",)),
-  "llama3": (LLAMA3, "<|eot_id|>", "", ("user", "tool")),
+  "llama3": (LLAMA31, "<|eot_id|>", "", ("user", "tool")),
   "olmoe": (OLMOE, "<|endoftext|>", "", ("user",)),
   "mixtral": (MIXTRAL, "</s>", " ", ("user",)),
   "harmony": (HARMONY, "<|return|>", "", ()),

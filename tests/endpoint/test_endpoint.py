@@ -14,6 +14,7 @@ from concurrent import futures
 import hf_tokenizers
 import httpx
 import pytest
+from chat_templates import tool, user
 from repository import ROOT
 from scripted import CONTEXT, Scripted, make_tokenizer
 
@@ -31,13 +32,7 @@ openai = pytest.importorskip("openai")
 app = pytest.importorskip("gspo_jax.endpoint.app")
 server = pytest.importorskip("gspo_jax.endpoint.server")
 
-CALC = {
-  "type": "function",
-  "function": {
-    "name": "calc",
-    "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
-  },
-}
+CALC = tool("calc", a={"type": "string"})
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +65,6 @@ def ask(served, tokenizer):
   engine.texts, engine.made = [], []
   with connected(endpoint, url, app.Client(engine, tokenizer)) as client:
     yield engine, client
-
-
-def user(text):
-  return {"role": "user", "content": text}
 
 
 def chat(client, messages, **options):
@@ -117,16 +108,20 @@ def test_a_stream_adds_up_to_the_answer_and_breaks_no_letter(ask, tokenizer):
 
 def test_a_completion_takes_text_or_ids(ask, tokenizer):
   engine, client = ask
-  engine.texts = ["yes", "yes", "yes"]
+  engine.texts = [*["yes"] * 4, "no", "yes"]
   ids = tokenizer.encode("a text")
   create = client.completions.create
+  for prompt in (["a text"], ids):
+    create(model="policy", prompt=prompt)
   (by_text,) = create(model="policy", prompt="a text", logprobs=1).choices
-  (by_ids,) = create(model="policy", prompt=ids, max_tokens=2, **IDS).choices
-  assert [g.prompt for g in engine.made] == [ids, ids]
-  assert (by_text.text, by_ids.text) == ("yes", "ye")
-  assert (by_text.finish_reason, by_ids.finish_reason) == ("stop", "length")
-  assert by_ids.prompt_token_ids == ids
-  assert by_ids.token_ids == tokenizer.encode("ye")
+  options = {"max_tokens": 2, "n": 2, **IDS}
+  by_ids = create(model="policy", prompt=[ids], **options).choices
+  assert [g.prompt for g in engine.made] == [ids] * 5
+  assert (by_text.text, by_text.finish_reason) == ("yes", "stop")
+  for choice, text in zip(by_ids, ("ye", "no"), strict=True):
+    assert (choice.text, choice.finish_reason) == (text, "length")
+    assert choice.prompt_token_ids == ids
+    assert choice.token_ids == tokenizer.encode(text)
   assert len(by_text.logprobs.token_logprobs) == 4
   parts = create(model="policy", prompt="x", stream=True)
   assert "".join(part.choices[0].text for part in parts) == "yes"
@@ -164,29 +159,30 @@ def test_a_tool_call_goes_to_the_agent_and_its_result_behind_it(
   assert rest == "\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize("tool_choice", ["none", None])
-def test_calls_stay_text_where_they_are_not_asked_for(ask, tool_choice):
-  engine, client = ask
-  engine.texts = [CALL]
-  tools = {"tools": [CALC], "tool_choice": "none"} if tool_choice else {}
-  (choice,) = chat(client, [user("1+1?")], **tools).choices
-  assert (choice.message.content, choice.finish_reason) == (CALL, "stop")
-
-
 @pytest.mark.parametrize(
-  "text",
+  ("text", "options"),
   [
-    "<tool_call>{nonsense</tool_call>",
-    CALL.replace("1+1", "\\ud800"),
-    CALL.replace('"1+1"', "NaN"),
-    CALL.replace('"1+1"', "1e999"),
+    (CALL, {}),
+    (CALL, {"tools": [CALC], "tool_choice": "none"}),
+    *(
+      (text, {"tools": [CALC]})
+      for text in (
+        "<tool_call>{nonsense</tool_call>",
+        CALL.replace("1+1", "\\ud800"),
+        CALL.replace('"1+1"', "NaN"),
+        CALL.replace('"1+1"', "1e999"),
+      )
+    ),
   ],
 )
-def test_a_call_that_cannot_be_read_or_sent_back_stays_text(ask, text):
+def test_calls_stay_text_that_nobody_asked_for_or_that_cannot_be_read(
+  ask, text, options
+):
+  """Or that could not be sent back."""
   engine, client = ask
   engine.texts = [text]
-  (choice,) = chat(client, [user("1+1?")], tools=[CALC]).choices
-  assert choice.message.content == text
+  (choice,) = chat(client, [user("1+1?")], **options).choices
+  assert (choice.message.content, choice.finish_reason) == (text, "stop")
 
 
 @pytest.mark.parametrize("tools", [(), (CALC,)])
@@ -292,75 +288,55 @@ def test_an_answer_that_was_cut_goes_on_with_its_own_ids(ask, tokenizer):
   assert rest.startswith("<|im_end|>\n<|im_start|>user\nb")
 
 
+WRONG = [
+  ({"n": 0}, "n"),
+  ({"n": True}, "n"),
+  ({"stop": ["x", ""]}, "stop"),
+  ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+  ({"tools": [CALC], "tool_choice": "required"}, "tool_choice"),
+  ({"tools": [{"type": "function"}]}, "tools"),
+  ({"tools": [{"type": "function", "function": 1}]}, "tools"),
+  ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "tools"),
+  ({"tools": functools.reduce(lambda x, _: [x], range(900))}, "tools"),
+  ({"response_format": {"type": "json_object"}}, "response_format"),
+  ({"max_tokens": 0}, "max_tokens"),
+  ({"max_completion_tokens": "x"}, "max_completion_tokens"),
+  ({"logit_bias": {"3": 4}}, "logit_bias"),
+  ({"best_of": True}, "best_of"),
+  ({"stream": 1}, "stream"),
+  ({"stream": "yes"}, "stream"),
+  ({"stream_options": {"include_usage": 1}}, "include_usage"),
+  ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+  ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+  ({"chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking"),
+  ({"reasoning_effort": "low"}, "reasoning_effort"),
+  ({"guided_json": {}}, "guided_json"),
+  ({"ignore_eos": True}, "ignore_eos"),
+  ({"continue_final_message": True}, "continue_final_message"),
+  ({"truncate_prompt_tokens": 8}, "truncate_prompt_tokens"),
+  ({"presence_penalty": 0.5}, "presence_penalty"),
+  ({"min_tokens": 2}, "min_tokens"),
+]
+PICTURE = {"type": "image_url"}
+WRONG_MESSAGES = [
+  ([], "messages"),
+  ([{"role": "robot", "content": ""}], "messages[0].role"),
+  ([user(3)], "messages[0].content"),
+  ([user([PICTURE])], "messages[0].content"),
+  ([user([PICTURE | {"text": "a"}])], "messages[0].content"),
+  ([{"role": "user", "reasoning_content": "a"}], "messages[0].content"),
+  ([user("a"), {"role": "assistant", "content": "b"}], "messages[1].role"),
+]
+
+
 @pytest.mark.parametrize(
-  ("options", "param"),
-  [
-    ({"n": 0}, "n"),
-    ({"stop": ["x", ""]}, "stop"),
-    ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
-    ({"tools": [CALC], "tool_choice": "required"}, "tool_choice"),
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_completion_tokens": "x"}, "max_completion_tokens"),
-    ({"logit_bias": {"3": 4}}, "logit_bias"),
-    ({"extra_body": {"n": True}}, "n"),
-    ({"extra_body": {"best_of": True}}, "best_of"),
-    ({"extra_body": {"stream": 1}}, "stream"),
-    ({"extra_body": {"tools": [{"type": "function", "function": 1}]}}, "tools"),
-    (
-      {
-        "extra_body": {
-          "tools": [CALC | {"function": {"name": "f", "parameters": []}}]
-        }
-      },
-      "tools",
-    ),
-    (
-      {"extra_body": {"tools": functools.reduce(lambda x, _: [x], range(900))}},
-      "tools",
-    ),
-    ({"extra_body": {"stream_options": {"include_usage": 1}}}, "include_usage"),
-    ({"extra_body": {"parallel_tool_calls": "no"}}, "parallel_tool_calls"),
-    ({"extra_body": {"chat_template_kwargs": [1]}}, "chat_template_kwargs"),
-    (
-      {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
-      "enable_thinking",
-    ),
-    ({"reasoning_effort": "low"}, "reasoning_effort"),
-    ({"extra_body": {"guided_json": {}}}, "guided_json"),
-    ({"extra_body": {"ignore_eos": True}}, "ignore_eos"),
-    (
-      {"extra_body": {"continue_final_message": True}},
-      "continue_final_message",
-    ),
-    ({"extra_body": {"truncate_prompt_tokens": 8}}, "truncate_prompt_tokens"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
-    ({"extra_body": {"min_tokens": 2}}, "min_tokens"),
-    ({"messages": []}, "messages"),
-    ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
-    ({"messages": [user(3)]}, "messages[0].content"),
-    ({"messages": [user([{"type": "image_url"}])]}, "messages[0].content"),
-    (
-      {"messages": [user([{"type": "image_url", "text": "a"}])]},
-      "messages[0].content",
-    ),
-    (
-      {"messages": [{"role": "user", "reasoning_content": "a"}]},
-      "messages[0].content",
-    ),
-    (
-      {"messages": [user("a"), {"role": "assistant", "content": "b"}]},
-      "messages[1].role",
-    ),
-    ({"extra_body": {"stream": "yes"}}, "stream"),
-  ],
+  ("fields", "param"),
+  [*WRONG, *(({"messages": x}, param) for x, param in WRONG_MESSAGES)],
 )
-def test_a_wrong_field_is_named(ask, options, param):
+def test_a_wrong_field_is_named(ask, fields, param):
   _, client = ask
-  options = {"messages": [user("a")]} | options
   with pytest.raises(openai.BadRequestError) as error:
-    chat(client, **options)
+    chat(client, [user("a")], extra_body=fields)
   assert error.value.param == param
   assert "expected" in error.value.message
 
@@ -509,14 +485,6 @@ def test_a_tool_may_have_null_for_what_it_lacks(ask, tokenizer, function):
   assert "null" not in tokenizer.decode(engine.made[0].prompt)
 
 
-def test_a_prompt_may_be_a_list_of_one(ask, tokenizer):
-  engine, client = ask
-  engine.texts = ["y", "y"]
-  for prompt in (["a text"], [tokenizer.encode("a text")]):
-    client.completions.create(model="policy", prompt=prompt)
-  assert [g.prompt for g in engine.made] == [tokenizer.encode("a text")] * 2
-
-
 def test_a_prompt_that_cannot_fit_is_refused_before_any_work(
   ask, monkeypatch, tokenizer
 ):
@@ -567,13 +535,13 @@ def test_long_prompts_of_a_client_are_encoded_one_by_one(ask, monkeypatch):
 
 def test_a_prompt_that_is_too_long_is_refused(ask):
   _, client = ask
-  with pytest.raises(openai.BadRequestError) as error:
-    chat(client, [user("x" * CONTEXT)])
-  assert error.value.code == "context_length_exceeded"
-  ids = [0] * CONTEXT
-  with pytest.raises(openai.BadRequestError) as error:
-    client.completions.create(model="policy", prompt=ids)
-  assert error.value.code == "context_length_exceeded"
+  for ask_for in (
+    lambda: chat(client, [user("x" * CONTEXT)]),
+    lambda: client.completions.create(model="policy", prompt=[0] * CONTEXT),
+  ):
+    with pytest.raises(openai.BadRequestError) as error:
+      ask_for()
+    assert error.value.code == "context_length_exceeded"
 
 
 def test_a_body_that_is_too_long_or_no_json_is_refused(ask):
@@ -702,27 +670,19 @@ def test_what_a_stop_string_cut_is_encoded_anew(ask, tokenizer):
   assert engine.made[1].prompt == tokenizer.chat(history)
 
 
-def test_a_tool_call_that_a_stop_string_cut_is_text(ask):
+def test_a_call_that_was_cut_is_none(ask, tokenizer):
+  """By the limit of tokens, or by a stop string."""
   engine, client = ask
-  engine.texts = [CALL]
-  options = {"tools": [CALC], "stop": "</tool_call>"}
-  (choice,) = chat(client, [user("a")], **options).choices
-  assert choice.finish_reason == "stop"
-  assert choice.message.content == CALL.removesuffix("</tool_call>")
-
-
-def test_a_call_that_the_token_limit_cut_is_none(ask, tokenizer):
-  engine, client = ask
-  size = lambda text: len(tokenizer.encode(text))
-  for text, content, calls in (
-    (CALL[:-1], CALL[:-1], 0),
-    (CALL + CALL[:14], CALL + CALL[:14], 0),
-    (f"{CALL} and th", "and th", 1),
+  for text, content, calls, stop in (
+    (CALL[:-1], CALL[:-1], 0, None),
+    (CALL + CALL[:14], CALL + CALL[:14], 0, None),
+    (f"{CALL} and th", "and th", 1, None),
+    (CALL, CALL.removesuffix("</tool_call>"), 0, "</tool_call>"),
   ):
     engine.texts = [text + "more"]
-    options = {"tools": [CALC], "max_tokens": size(text)}
-    (choice,) = chat(client, [user("a")], **options).choices
-    assert choice.finish_reason == "length"
+    options = {"tools": [CALC], "max_tokens": len(tokenizer.encode(text))}
+    (choice,) = chat(client, [user("a")], **options, stop=stop).choices
+    assert choice.finish_reason == ("stop" if stop else "length")
     assert choice.message.content == content
     assert len(choice.message.tool_calls or ()) == calls
 
@@ -758,17 +718,6 @@ def test_a_text_without_quotes_has_the_type_of_the_requests_schema():
     choice.read()
     (call,) = choice.message["tool_calls"]
     assert call["function"]["arguments"] == {"a": read}
-
-
-def test_a_completion_has_n_choices_with_the_ids_of_each(ask, tokenizer):
-  engine, client = ask
-  engine.texts = ["a", "bc"]
-  answer = client.completions.create(model="policy", prompt="q", n=2, **IDS)
-  stop = [*tokenizer.stop_ids]
-  for choice, text in zip(answer.choices, ("a", "bc"), strict=True):
-    assert choice.token_ids == [*tokenizer.encode(text), *stop]
-    assert choice.prompt_token_ids == tokenizer.encode("q")
-    assert choice.text == text
 
 
 def test_a_training_run_leaves_its_own_stop_string_in_the_text(tokenizer):
@@ -943,24 +892,3 @@ def test_an_answer_when_the_engine_ends_is_an_error(endless):
     engine.made[-1].add([], [], ABORT)
     with pytest.raises(openai.APIError, match="no more requests"):
       next(parts)
-
-
-def test_a_template_that_leaves_out_thinking_begins_anew(ask, tokenizer):
-  """Its text of earlier answers is another than what the policy wrote."""
-  engine, client = ask
-  thought, answer = "<think>hm</think>", "four"
-  library = tokenizer._library
-  whole = library.chat_template
-  library.chat_template = whole.replace(
-    "{{ m.content }}", "{{ m.content.split('</think>')[-1] | trim }}"
-  )
-  try:
-    engine.texts = [thought + answer, "x"]
-    (first,) = chat(client, [user("2+2?")]).choices
-    more = [user("2+2?"), first.message.model_dump(), user("sure?")]
-    chat(client, more)
-    sent = [{k: m[k] for k in ("role", "content")} for m in more]
-    assert engine.made[1].prompt == tokenizer.chat(sent)
-    assert "hm" not in tokenizer.decode(engine.made[1].prompt)
-  finally:
-    library.chat_template = whole

@@ -6,10 +6,10 @@ templates are our own, after what those of the families do.
 
 import contextlib
 import itertools
-import json
 import random
 
 import pytest
+from chat_templates import GLM, HARMONY, QWEN3, QWEN35, tool, user
 from scripted import TEMPLATE, Scripted, make_tokenizer
 
 from gspo_jax.endpoint import client as endpoint_client
@@ -25,84 +25,8 @@ app = pytest.importorskip("gspo_jax.endpoint.app")
 server = pytest.importorskip("gspo_jax.endpoint.server")
 agents = pytest.importorskip("gspo_jax.rollout.agents")
 
-TOOLS = [
-  {
-    "type": "function",
-    "function": {
-      "name": name,
-      "parameters": {"type": "object", "properties": {"x": {}}},
-    },
-  }
-  for name in ("weather", "clock")
-]
-SYSTEM = "<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n"
-TOLD = "{% if tools %}" + SYSTEM + "{% endif %}"
-LAST = (  # the place of the last message of the user
-  "{% set ns = namespace(last=0) %}{% for m in messages %}"
-  "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
-  "{% endfor %}"
-)
-# Thoughts and content of a message, from two fields or from one.
-SPLIT = (
-  "{% set c = m.content or '' %}{% set r = m.reasoning_content or '' %}"
-  "{% if not r and '</think>' in c %}"
-  "{% set r = c.split('</think>')[0].split('<think>')[-1] %}"
-  "{% set c = c.split('</think>')[-1] %}{% endif %}"
-)
-CALLS = (
-  "{% for t in m.tool_calls or [] %}{% set f = t.function %}{{ '\n' }}"
-  '<tool_call>\n{"name": "{{ f.name }}", "arguments": '
-  "{{ f.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n"
-)
-OTHERS = (
-  "{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>\n"
-  "{{ m.content }}\n</tool_response><|im_end|>\n"
-  "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
-  "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-)
-BEGIN = (
-  TOLD + LAST + "{% for m in messages %}{% if m.role == 'assistant' %}" + SPLIT
-)
-QWEN3 = (  # thinking is left out before the last question, and where is none
-  BEGIN + "<|im_start|>assistant\n{% if r and loop.index0 > ns.last %}<think>\n"
-  "{{ r | trim }}\n</think>\n\n{% endif %}{{ c | trim }}"
-  + CALLS + OTHERS + "{% endif %}"
-)  # fmt: skip
-QWEN35 = (  # the prompt opens it, a turn behind the last question has it
-  BEGIN + "<|im_start|>assistant\n{% if loop.index0 > ns.last %}<think>\n"
-  "{{ r | trim }}\n</think>\n\n{% endif %}{{ c | trim }}"
-  + CALLS + OTHERS + "<think>\n{% endif %}"
-)  # fmt: skip
-GLM = (  # no thinking is an empty one; the next role ends a turn
-  "{% if tools %}<|system|>\n{{ tools | tojson }}{% endif %}" + LAST
-  + "{% for m in messages %}{% if m.role == 'assistant' %}" + SPLIT
-  + "<|assistant|>\n<think>{{ r | trim if loop.index0 > ns.last }}</think>"
-  "{{ '\n' + c | trim if c | trim }}"
-  "{% for t in m.tool_calls or [] %}{% set f = t.function %}"
-  "{{ '\n<tool_call>' + f.name }}\n{% for k, v in f.arguments | items %}"
-  "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v | tojson }}</arg_value>\n"
-  "{% endfor %}</tool_call>{% endfor %}{% elif m.role == 'tool' %}"
-  "{% if messages[loop.index0 - 1].role != 'tool' %}<|observation|>{% endif %}"
-  "\n<tool_response>\n{{ m.content }}\n</tool_response>{% else %}"
-  "<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
-  "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)  # fmt: skip
-HARMONY = (  # gpt-oss; a field `thinking`, until a final message follows
-  "<|start|>developer<|message|>{{ tools | tojson if tools }}<|end|>"
-  "{% for m in messages %}{% if m.role == 'tool' %}<|start|>functions.f "
-  "to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
-  "{% elif '<|channel|>analysis<|message|>' in m.content or "
-  "'<|channel|>final<|message|>' in m.content %}{{ raise_exception('no') }}"
-  "{% elif m.tool_calls %}{% if m.thinking %}<|start|>assistant<|channel|>"
-  "analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
-  "{% set f = m.tool_calls[0].function %}<|start|>assistant "
-  "to=functions.{{ f.name }}<|channel|>commentary json<|message|>"
-  "{{ f.arguments | tojson }}<|call|>{% elif m.role == 'assistant' %}"
-  "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>"
-  "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}"
-  "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-)
-HERMES = '<tool_call>\n{"name": "%s", "arguments": {"x":1.0}}\n</tool_call>'
+TOOLS = [tool("weather", x={}), tool("clock", x={})]
+WRITTEN = '<tool_call>\n{"name": "%s", "arguments": {"x":1.0}}\n</tool_call>'
 ARGUMENT = "<arg_key>x</arg_key>\n<arg_value>1.0</arg_value>"
 XML = f"<tool_call>%s\n{ARGUMENT}\n</tool_call>"
 COMMENTARY = ' to=functions.%s<|channel|>commentary json<|message|>{"x": 1}'
@@ -113,9 +37,9 @@ ROLES = ("<|system|>", "<|assistant|>")
 FAMILIES = {
   # As Magistral's: the thinking of a part is not that of a message.
   "chatml": (TEMPLATE + "{# '[THINK]' + part['thinking'] #}", ["<|im_end|>"],
-             (), "<think>", "</think>", HERMES),
-  "qwen3": (QWEN3, ["<|im_end|>"], (), "<think>\n", "\n</think>\n\n", HERMES),
-  "qwen3.5": (QWEN35, ["<|im_end|>"], (), "", "\n</think>\n\n", HERMES),
+             (), "<think>", "</think>", WRITTEN),
+  "qwen3": (QWEN3, ["<|im_end|>"], (), "<think>\n", "\n</think>\n\n", WRITTEN),
+  "qwen3.5": (QWEN35, ["<|im_end|>"], (), "", "\n</think>\n\n", WRITTEN),
   "glm": (GLM, ["<|observation|>", "<|user|>"], ROLES, "\n<think>",
           "</think>\n", XML),
   "harmony": (HARMONY, ["<|call|>", "<|return|>"], CHANNELS,
@@ -159,10 +83,6 @@ def served(tokenizer, *texts, client=app.Client):
       return create(model="policy", messages=messages, **tools, **options)
 
     yield engine, lambda *m, **options: ask(*m, **options).choices[0].message
-
-
-def user(text="How is it?"):
-  return {"role": "user", "content": text}
 
 
 def result(call, text="rain"):
@@ -248,61 +168,45 @@ def test_a_broken_call_of_gpt_oss_can_be_sent_back(family):
     ask(user(), said, user("again"))
 
 
-def same(said):
-  return said
-
-
-def renamed(said):  # as vLLM since 0.11
-  return said | {"reasoning": said.pop("reasoning_content")}
-
-
-def joined(said):
-  thoughts = said.pop("reasoning_content")
-  return said | {"content": f"<think>{thoughts}</think>{said['content'] or ''}"}
-
-
-def stripped(said):
-  return {k: v.strip() if isinstance(v, str) else v for k, v in said.items()}
-
-
-def padded(said):
-  return said | {"content": f" {said['content'] or ''}\n"}
-
-
-def emptied(said):
-  return said | {"content": said["content"] or ""}
-
-
-def in_parts(said):
-  return said | {"content": [{"type": "text", "text": said["content"] or ""}]}
-
-
-def by_javascript(said):
-  """Numbers and the order of keys are its own."""
-  calls = json.loads(json.dumps(said["tool_calls"]))
-  calls[0]["function"]["arguments"] = '{"y": {"b": 2, "a": []}, "x": 1}'
-  return said | {"tool_calls": calls}
-
-
-def with_other_ids(said):
-  calls = json.loads(json.dumps(said["tool_calls"]))
-  return said | {"tool_calls": [calls[0] | {"id": "toolu_1"}]}
-
-
-CALL = HERMES.replace("1.0", '1.0, "y": {"a": [], "b": 2e0}') % "weather"
+ARGUMENTS = '{"y": {"b": 2, "a": []}, "x": 1}'
+# What a client changes in a message before it sends it back.
+CHANGES = {
+  "nothing": lambda m: {},
+  "as vLLM since 0.11": lambda m: {"reasoning": m.pop("reasoning_content")},
+  "joined": lambda m: {
+    "content": f"<think>{m.pop('reasoning_content')}</think>"
+    + (m["content"] or "")
+  },
+  "stripped": lambda m: {
+    k: v.strip() for k, v in m.items() if isinstance(v, str)
+  },
+  "padded": lambda m: {"content": f" {m['content'] or ''}\n"},
+  "emptied": lambda m: {"content": m["content"] or ""},
+  "in parts": lambda m: {
+    "content": [{"type": "text", "text": m["content"] or ""}]
+  },
+  # Numbers and the order of keys are its own.
+  "by JavaScript": lambda m: {
+    "tool_calls": [
+      call | {"function": call["function"] | {"arguments": ARGUMENTS}}
+      for call in m["tool_calls"]
+    ]
+  },
+  "other ids": lambda m: {
+    "tool_calls": [call | {"id": "toolu_1"} for call in m["tool_calls"]]
+  },
+}
+CALL = WRITTEN.replace("1.0", '1.0, "y": {"a": [], "b": 2e0}') % "weather"
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5"])
 @pytest.mark.parametrize("text", ["I look.\n\n", ""])
-@pytest.mark.parametrize(
-  "change",
-  [same, renamed, joined, stripped, padded, emptied, in_parts, by_javascript,
-   with_other_ids],
-)  # fmt: skip
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_a_client_rewrites_breaks_no_sequence(family, name, text, change):
   tokenizer, (*_, begin, end, _) = family(name), FAMILIES[name]
   with served(tokenizer, f"{begin} hm{end}{text}{CALL}", "x") as (engine, ask):
-    said = change(ask(user()).model_dump())
+    said = ask(user()).model_dump()
+    said = said | CHANGES[change](said)
     (call,) = said["tool_calls"]
     answer = {"role": "tool", "tool_call_id": call["id"], "content": "rain"}
     ask(user(), said, answer)
@@ -313,7 +217,11 @@ def test_what_a_client_rewrites_breaks_no_sequence(family, name, text, change):
 def test_white_space_that_a_client_strips_costs_no_sequence(family, sent):
   with served(family("chatml"), "5\n", "x", "y") as (engine, ask):
     assert ask(user(), tools=()).content == "5\n"
-    history = user(), {"role": "assistant", "content": sent}, user("more")
+    history = (
+      user(),
+      {"role": "assistant", "content": sent},
+      user("more"),
+    )
     ask(*history, tools=())
     assert goes_on(engine)
     ask(*history, {"role": "assistant", "content": "x"}, user("on"), tools=())
@@ -400,7 +308,10 @@ def test_a_result_without_its_call_is_refused_and_a_missing_one(
   family, results, param, says
 ):
   call = lambda i: {"id": i, "type": "function", "function": {"name": "clock"}}
-  sent = [user(), {"role": "assistant", "tool_calls": [call("a"), call("b")]}]
+  sent = [
+    user(),
+    {"role": "assistant", "tool_calls": [call("a"), call("b")]},
+  ]
   for own in results:
     message = {"role": "tool", "content": "1", "tool_call_id": own}
     if own == "u":  # of no call

@@ -10,7 +10,6 @@ import pytest
 from gspo_jax.data.problem import Problem
 from gspo_jax.evaluate.policy_sampler import PolicySampler
 from gspo_jax.program.config import parse
-from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Samples
@@ -115,27 +114,6 @@ def test_an_empty_batch_is_an_error(debug_config, key):
   debug_config.update_from_flattened_dict({key: 0})
   with pytest.raises(UserError, match=f"{key}=0: expected at least 1"):
     new_sampler(debug_config, 1)
-
-
-@pytest.mark.parametrize(
-  "changes",
-  [
-    {"learner.micro_batch_size": 3},
-    {"data.prompts": 3},
-    {"rollout.group_size": 1},
-    {"cold_start.batch": 6},
-    {"rollout.max_tokens_per_iteration": 4},
-    {"rollout.dynamic_sampling_rounds": 2, "objective.name": "ppo"},
-    {"objective.name": "no_such_module.loss"},
-    {"model.variant": "qwen3-0.6b", "objective.replay": "r2"},
-    {"objective.mismatch": "tis_token", "objective.old_logps": "sampler"},
-  ],
-)
-def test_what_only_training_uses_is_not_checked(debug_config, changes):
-  debug_config.update_from_flattened_dict(changes)
-  with pytest.raises(UserError):
-    build_program(parse(debug_config), one_device())
-  new_sampler(debug_config, 4)
 
 
 def test_what_sampling_uses_is_checked(debug_config):

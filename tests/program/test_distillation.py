@@ -154,44 +154,30 @@ def test_a_teacher_like_the_student_gives_no_advantage(config, weights):
   jax.tree.map(np.testing.assert_array_equal, before, state.params)
 
 
+K1 = {"objective.kl_coef": 0.1, "objective.kl_estimator": "k1"}
+TEACHERS = "objective.distillation.teachers"
+BY_DOMAIN = {"objective.distillation.teacher_key": "domain"}
+
+
 @pytest.mark.parametrize(
   ("changes", "words"),
   [
-    (
-      {"objective.name": "gspo"},
-      r"objective.name='gspo': expected 'gspo_token' or another .*teachers=",
-    ),
-    (
-      {"objective.kl_coef": 0.1, "objective.kl_estimator": "k1"},
-      "kl_estimator='k1': expected 'k2' or 'k3', for k1 is a part of the",
-    ),
+    ({"objective.name": "gspo"},
+     r"objective.name='gspo': expected 'gspo_token' or another .*teachers="),
+    (K1, "kl_estimator='k1': expected 'k2' or 'k3', for k1 is a part of the"),
     ({"data.source": "jsonl:a.jsonl"}, "data.source='jsonl:a.jsonl': expected"),
-    (
-      {"data.curriculum": ((2, "jsonl:c.jsonl"),)},
-      r"data.curriculum=.*: expected \(\) without .*teacher_key",
-    ),
-    (
-      {"rollout.dynamic_sampling_rounds": 2},
-      "dynamic_sampling_rounds=2: expected 1 with .*reward_weight=0",
-    ),
-    (
-      {"objective.distillation.teacher_key": "domain"},
-      "teachers='.*like': expected NAME=FOLDER with .*teacher_key='domain'",
-    ),
-    (
-      {
-        "objective.distillation.teachers": ("a=x", "a=y"),
-        "objective.distillation.teacher_key": "domain",
-      },
-      "expected each NAME once",
-    ),
+    ({"data.curriculum": ((2, "jsonl:c.jsonl"),)},
+     r"data.curriculum=.*: expected \(\) without .*teacher_key"),
+    ({"rollout.dynamic_sampling_rounds": 2},
+     "dynamic_sampling_rounds=2: expected 1 with .*reward_weight=0"),
+    (BY_DOMAIN,
+     "teachers='.*like': expected NAME=FOLDER with .*teacher_key='domain'"),
+    (BY_DOMAIN | {TEACHERS: ("a=x", "a=y")}, "expected each NAME once"),
     ({"objective.distillation.coef": -1.0}, "distillation.coef=-1.0: expected"),
-    (
-      {"objective.distillation.teachers": ("nowhere",)},
-      "teachers='nowhere': expected a Hugging Face folder, .*run_config.json",
-    ),
+    ({TEACHERS: ("nowhere",)},
+     "teachers='nowhere': expected a Hugging Face folder, .*run_config.json"),
   ],
-)
+)  # fmt: skip
 def test_mistakes_are_refused(config, changes, words):
   config.update_from_flattened_dict(changes)
   with pytest.raises(UserError, match=words):

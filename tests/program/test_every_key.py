@@ -4,18 +4,17 @@
 or more. A key without a row fails, and so does a row without a key.
 """
 
-import functools
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import observe_program as built
-import observe_run as seen
+import observed
 import pytest
 from ml_collections import ConfigDict
-from observe_program import B, G, P
+from observed import Observed, first_step
 from repository import ROOT
 
 from gspo_jax import model
@@ -24,13 +23,10 @@ from gspo_jax.data.tokenizers import plain
 from gspo_jax.model import hf
 from gspo_jax.program.config import all_keys, parse
 from gspo_jax.program.rules import check_training
+from gspo_jax.record import run_files
 
-
-@pytest.fixture(scope="module", autouse=True)
-def caches():
-  """Single operations by the thousand crowd out what later tests count."""
-  yield
-  jax.clear_caches()
+P, G = 8, 2  # prompts of an iteration, responses to each
+B = P * G
 
 
 def small() -> ConfigDict:
@@ -65,7 +61,7 @@ class Row(NamedTuple):
   """The effect of a key."""
 
   key: str
-  observe: Callable[[ConfigDict], Any]
+  observe: Callable[[Observed], Any]
   # By the key's value: the observation, a function that returns it, or DIFFERS.
   expected: dict[Any, Any]
   given: dict[str, Any] = {}  # noqa: RUF012  # beside the keys of `small`
@@ -96,40 +92,56 @@ PAGED = {
   "continuous_batching.page_size": 4,
   "continuous_batching.prefill_chunk": 8,
 }
-TALK = PAGED | OF_A | {"reward.names": ()}
+NOTHING = {"num_steps": 0, "eval.every": 0}  # happens after the start
+TALK = (
+  PAGED
+  | NOTHING
+  | {
+    "reward.names": (),
+    "data.source": "gspo_jax.tasks.games.guessing_problems",
+  }
+)
 GRPO = {"objective.name": "grpo"}
 KL = GRPO | {"objective.kl_coef": 0.3}
-KEPT = {"sampler_logps"}  # of a rollout, by every objective
-ROUTED = KEPT | {"experts", "router_logps"}
+
+WIDTHS = lambda c: c.packings("width")
+SEQUENCES = lambda c: c.program.learner.group_size
+COLD_UPDATES = lambda c: len(c.run.given("cold_start"))
+BY_BYTES = lambda c: c.tokenizer.fingerprint == "bytes"
 
 ROWS = (
   Row(
-    "seed",
-    seen.initial_key,
-    {n: functools.partial(initial_key, n) for n in (0, 1)},
+    "seed", Observed.initial_key, {n: partial(initial_key, n) for n in (0, 1)}
   ),
-  Row("seed", seen.chain_seed, {0: (0, 0), 1: (1, 1)}),
-  Row("seed", seen.problems, {0: DIFFERS, 1: DIFFERS}, OF_A),
-  Row("seed", seen.cold_start_tokens, {0: DIFFERS, 1: DIFFERS}, COLD_A),
-  Row("num_steps", seen.steps_run, {1: [0, 1], 2: [0, 1, 2]}),
+  Row(
+    "seed",
+    lambda c: (c.data.stages[0].source.seed, c.data.held_out.seed),
+    {0: (0, 0), 1: (1, 1)},
+  ),
+  Row("seed", Observed.problems, {0: DIFFERS, 1: DIFFERS}, OF_A),
+  Row(
+    "seed",
+    lambda c: c.demonstrations()[0],
+    {0: DIFFERS, 1: DIFFERS},
+    COLD_A,
+  ),
+  Row("num_steps", lambda c: c.run.rows(), {1: [0, 1], 2: [0, 1, 2]}),
   # model
   Row(
-    "model.checkpoint", built.first_weights, {"": "random", "{files}/hf": 0.125}
-  ),
-  Row(
     "model.checkpoint",
-    built.tokens_of_seven,
-    {"": ([55], True), "{files}/hf": ([55], False)},
+    Observed.first_weight,
+    {"": "random", "{files}/hf": 0.125},
   ),
+  Row("model.checkpoint", BY_BYTES, {"": True, "{files}/hf": False}),
   Row(
     "model.variant",
-    built.embedding,
+    lambda c: (*c.program.abstract_params["embed"].shape, c.cfg.num_layers),
     {"tiny": (258, 64, 2), "small": (2048, 128, 4)},
   ),
   *(
     Row(
       f"model.{name}",
-      lambda config, name=name: getattr(built.built(config).cfg, name),
+      lambda c, name=name: getattr(c.cfg, name),
       {value: value for value in values},
     )
     for name, values in (
@@ -139,11 +151,18 @@ ROWS = (
       ("remat", ("none", "full", "attention, stream")),
     )
   ),
-  Row("mesh.fsdp", seen.mesh_axes, {1: (8, 1), 4: (2, 4)}, BEFORE),
+  Row(
+    "mesh.fsdp",
+    lambda c: [
+      c.run.experiment.program.mesh.shape[x] for x in ("data", "fsdp")
+    ],
+    {1: [8, 1], 4: [2, 4]},
+    BEFORE,
+  ),
   # data
   Row(
     "data.source",
-    seen.trained_kinds,
+    Observed.kinds,
     {
       "chain:steps=1": {"0": 8},
       FILE_A: {"A": 8},
@@ -152,110 +171,117 @@ ROWS = (
   ),
   Row(
     "data.weights",
-    seen.trained_kinds,
+    Observed.kinds,
     {(): {"A": 4, "B": 4}, (3.0, 1.0): {"A": 6, "B": 2}},
     {"data.source": f"{FILE_A},{FILE_B}"},
   ),
   Row(
     "data.demonstration_field",
-    seen.demonstration_starts,
+    lambda c: {text[:2] for text in c.demonstrations()[1]},
     {"": {"##"}, "worked": {"so"}},
     COLD_A,
   ),
   Row(
     "data.tokenizer",
-    built.tokens_of_seven,
-    {"": ([55], False), "bytes": ([55], True)},
+    BY_BYTES,
+    {"": False, "bytes": True},
     {"model.checkpoint": "{files}/hf"},
   ),
   Row(
     "data.template_args",
-    built.prompt_of_seven,
+    lambda c: c.tokenizer.decode(c.tokenizer.prompt("7")),
     {"": "7!", "aloud=False": "7."},
     {"model.checkpoint": "{files}/hf", "data.tokenizer": "{files}/chat"},
   ),
-  Row("data.prompts", lambda c: len(seen.problems(c)), {8: 8, 16: 16}),
+  Row("data.prompts", lambda c: len(c.problems()), {8: 8, 16: 16}),
   Row(
     "data.drop_solved",
-    seen.repeats_of_solved,
+    Observed.repeats_of_solved,
     {False: 2, True: 1},
     {k: v for k, v in HALF.items() if k != "data.drop_solved"},
   ),
-  Row("data.max_prompt_length", built.row_widths, {8: {20}, 9: {21}}),
-  Row("rollout.group_size", built.sequences_of_a_prompt, {2: 2, 8: 8}),
-  Row("sampler.max_new_tokens", built.row_widths, {12: {20}, 8: {16}}),
+  Row("data.max_prompt_length", WIDTHS, {8: [20, 20], 9: [21, 21]}),
+  Row("rollout.group_size", SEQUENCES, {2: 2, 8: 8}),
+  Row("sampler.max_new_tokens", WIDTHS, {12: [20, 20], 8: [16, 16]}),
   Row(
     "sampler.max_new_tokens",
-    lambda config: seen.cold_start_batch(config)[1].shape,
+    lambda c: c.run.given("cold_start")[0][1].shape,
     {12: (8, 12), 9: (8, 9)},
     COLD_A,
   ),
   Row(
-    "sampler.temperature", built.reference_temperature, {1.0: 1.0, 0.5: 0.5}, KL
+    "sampler.temperature",
+    lambda c: c.given("add_reference_and_values", "temperature"),
+    {1.0: 1.0, 0.5: 0.5},
+    KL,
   ),
-  # Of the sampler of an iteration, and of that of evaluations.
   Row(
     "sampler.kept_ids",
-    lambda config: built.of_samplers(config, "kept_ids"),
+    lambda c: c.samplers("kept_ids"),
     {0: [0, 0], 9: [9, 0]},
     {"sampler.top_p": 0.9},
   ),
   Row(
     "objective.replay",
-    lambda config: built.of_samplers(config, "record_routing"),
+    lambda c: c.samplers("record_routing"),
     {"r2": [False, False], "r3": [True, False]},
   ),
   Row(
     "rollout.environment",
-    seen.scored_by,
-    {
-      "calculator": ("environment 'calculator'", 1.0),
-      # One for each turn.
-      "made_run.Endless": ("environment 'made_run.Endless'", 3.0),
-    },
+    lambda c: c.run.pools[0].name,
+    {x: f"environment '{x}'" for x in ("calculator", "guessing")},
     TALK,
   ),
   Row(
     "rollout.max_turns",
-    seen.turns,
-    {1: (1.0, 1.0), 2: (2.0, 2.0)},
-    TALK | {"rollout.environment": "made_run.Endless"},
+    lambda c: c.run.experiment.conversations.limits.turns,
+    {1: 1, 2: 2},
+    TALK | {"rollout.environment": "calculator"},
   ),
   Row(
     "rollout.max_sequences",
-    built.sequences_of_a_prompt,
+    SEQUENCES,
     {1: G, 3: 3 * G},
-    TALK | {"rollout.environment": "made_run.Endless"},
+    TALK | {"rollout.environment": "calculator"},
   ),
   # reward: the responses are "#7", which is correct
   Row(
     "reward.names",
-    seen.mean_reward,
+    Observed.mean_reward,
     {("final_answer",): 1.0, ("number",): 0.0},
     OF_A,
   ),
-  Row("reward.weights", seen.mean_reward, {(1.0,): 1.0, (0.25,): 0.25}, OF_A),
-  Row("reward.workers", seen.processes, {1: 1, 3: 3}),
-  Row("reward.concurrency", seen.reward_concurrency, {32: 32, 4: 4}),
-  Row("reward.seconds", seen.reward_seconds, {5.0: 5.0, 9.0: 9.0}),
-  *(
-    Row("reward.pass_threshold", observe, found, given)
-    for observe, found, given in (
-      # A response is 3 of 12 tokens long, and `length` is .75.
-      (seen.cold_start_updates, {0.75: 50, 0.76: 51}, COLD_A | GATE | LENGTH),
-      (seen.repeats_of_solved, {1.0: 1, 1.1: 2}, HALF),
-    )
+  Row(
+    "reward.weights", Observed.mean_reward, {(1.0,): 1.0, (0.25,): 0.25}, OF_A
+  ),
+  Row("reward.workers", lambda c: len(c.run.pools), {1: 1, 3: 3}),
+  Row(
+    "reward.concurrency", lambda c: c.run.pools[0].concurrency, {32: 32, 4: 4}
+  ),
+  Row("reward.seconds", lambda c: c.run.pools[0].seconds, {5.0: 5.0, 9.0: 9.0}),
+  # A response is 3 of 12 tokens long, and `length` is .75.
+  Row(
+    "reward.pass_threshold",
+    COLD_UPDATES,
+    {0.75: 50, 0.76: 51},
+    COLD_A | GATE | LENGTH,
+  ),
+  Row(
+    "reward.pass_threshold", Observed.repeats_of_solved, {1.0: 1, 1.1: 2}, HALF
   ),
   # objective
   Row(
     "objective.reference_every",
-    built.reference_after,
-    {1: "new", 2: "old"},
+    lambda c: c.given("step", "reference_every"),
+    {1: 1, 2: 2},
     KL,
   ),
   Row(
     "objective.distillation.teacher_key",
-    seen.teachers,
+    # Of the first held-out problems.
+    lambda c: {
+      *c.run.experiment.teachers_of(c.run.experiment.held_out).tolist()
+    },
     {"result": {0}, "worked": {1}},
     BEFORE
     | OF_A
@@ -269,67 +295,81 @@ ROWS = (
   ),
   Row(
     "objective.name",
-    built.critics_step,
+    lambda c: first_step(c.critic().optimizer),
     {
       "ppo:critic_learning_rate=1e-3": 1e-3,
       "ppo:critic_learning_rate=5e-3": 5e-3,
       "ppo:critic_learning_rate=1e-3,critic_warmup_steps=4": 2.5e-4,
     },
   ),
-  # learner: rows of a forward pass
   Row(
     "learner.micro_batch_size",
-    built.rows_per_pass,
-    {16: [{16}, {16}, {8}], 4: [{4}, {4}, {4}]},
-    KL,
+    lambda c: c.packings("micro_batch_size"),
+    {16: [16, 8], 4: [4, 4]},
   ),
-  # optim
-  Row("optim.learning_rate", built.step_size, {1e-3: 1e-3, 5e-3: 5e-3}),
+  Row(
+    "optim.learning_rate",
+    lambda c: first_step(c.policy().optimizer),
+    {1e-3: 1e-3, 5e-3: 5e-3},
+  ),
   # cold_start
-  Row("cold_start.steps", seen.cold_start_updates, {0: 0, 1: 1, 3: 3}, COLD),
+  Row("cold_start.steps", COLD_UPDATES, {0: 0, 1: 1, 3: 3}, COLD),
   Row(
     "cold_start.batch",
-    lambda config: seen.cold_start_batch(config)[0].tokens.shape,
+    lambda c: c.demonstrations()[0].shape,
     {8: (8, 8), 16: (16, 8)},
     COLD,
   ),
   Row(
     "cold_start.learning_rate",
-    built.cold_start_step,
+    Observed.cold_start_step,
     {1e-3: 1e-3, 5e-3: 5e-3},
-    {"cold_start.batch": B},
   ),
   # eval
-  Row("eval.every", seen.evaluated_at, {1: [0, 1, 2], 10: [0, 2], 0: []}),
-  Row("eval.prompts", seen.problems_evaluated, {8: (8, 8), 16: (16, 16)}),
-  Row("eval.samples", seen.samples_averaged, {4: [4], 3: [3]}, BEFORE),
+  Row("eval.every", Observed.evaluated_at, {1: [0, 1, 2], 10: [0, 2], 0: []}),
+  Row(
+    "eval.prompts",  # sampled and greedy, in the first evaluation
+    lambda c: [*map(len, c.run.given("respond")[:2])],
+    {8: [8, 8], 16: [16, 16]},
+  ),
+  Row("eval.samples", Observed.samples_averaged, {4: [4], 3: [3]}, BEFORE),
   # checkpoint
   Row(
     "checkpoint.every",
-    seen.saved_steps,
+    Observed.saved_steps,
     {1: [1, 2, 3], 2: [2, 3]},
     {"num_steps": 3, "checkpoint.keep": 9},
   ),
   Row(
     "checkpoint.keep",
-    seen.saved_steps,
+    Observed.saved_steps,
     {1: [3], 2: [2, 3]},
     {"num_steps": 3, "checkpoint.every": 1},
   ),
   # log
   Row(
-    "log.instruments", built.instruments, {True: [True] * 3, False: [False] * 3}
+    "log.instruments",
+    lambda c: [
+      c.given("make_train_batch", "instruments"),
+      c.policy().loss.keywords["instruments"],
+    ],
+    {True: [True, True], False: [False, False]},
   ),
-  Row("log.instruments", built.batch_fields, {True: ROUTED, False: KEPT}),
-  Row("log.samples", seen.samples_written, {2: 2, 4: 4}),
+  Row(
+    "log.samples",
+    lambda c: [
+      *map(len, run_files.read_samples(c.run.folder / "samples").values())
+    ],
+    {2: [2], 4: [4]},
+  ),
   Row(
     "log.wandb",
-    seen.wandb_projects,
+    Observed.wandb,
     {"": ([], []), "reasoning": (["reasoning"], [0, 1, 2])},
   ),
   Row(
     "log.profile",
-    seen.traced_iterations,
+    Observed.traced,
     {
       (): ([], set()),
       (1, 2): ([1, 2], {"profile"}),
@@ -447,18 +487,18 @@ def test_every_key_has_a_row_and_every_row_a_key():
 
 
 @pytest.mark.parametrize(
-  "row", ROWS, ids=[f"{row.key} {row.observe.__name__}" for row in ROWS]
+  "row", ROWS, ids=[f"{row.key} {i}" for i, row in enumerate(ROWS)]
 )
 def test_a_key_has_the_effect_of_its_row(row, files):
-  observed = []
+  seen = []
   for value, expected in row.expected.items():
     config = small()
     changes = {k: fill(v, files) for k, v in row.given.items()}
     config.update_from_flattened_dict(changes | {row.key: fill(value, files)})
     check_training(parse(config), 1)
-    found = row.observe(config)
+    found = row.observe(observed.of(config))
     if expected is not DIFFERS:
       expected = expected() if callable(expected) else expected
       assert same(found, expected), (value, found, expected)
-    observed.append(found)
-  assert not all(same(observed[0], other) for other in observed[1:])
+    seen.append(found)
+  assert not all(same(seen[0], other) for other in seen[1:])

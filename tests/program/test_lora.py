@@ -166,26 +166,6 @@ def test_the_reference_is_the_policy_without_adapters(on_one_device):
   assert metrics["kl/reference"].value() < 1e-10
 
 
-@pytest.mark.slow  # tests/model/test_lora.py has a gradient on a mesh
-def test_a_mesh_updates_as_one_device_does(on_one_device):
-  _, after, reference, metrics, _ = on_one_device
-  program = program_of(config_of(), fsdp=2, expert=2, tensor=2)
-  after8, reference8, metrics8 = update(program, first_state(program))
-  close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5)
-  assert np.any(reference)
-  np.testing.assert_allclose(
-    np.sort(reference.ravel()), np.sort(reference8.ravel()), atol=2e-5
-  )
-  np.testing.assert_allclose(
-    metrics["grad/norm"].value(), metrics8["grad/norm"].value(), rtol=1e-4
-  )
-  # AdamW's first step is the sign of the gradient: it has no small numbers.
-  for path, x in sharding.leaves_by_path(after.params).items():
-    other = np.asarray(sharding.leaves_by_path(after8.params)[path])
-    assert np.mean(np.abs(x - other) > 1e-3) < 0.01, path
-  jax.tree.map(close, after.base, after8.base)
-
-
 def test_the_weights_below_have_the_dtype_of_the_model():
   config = config_of(**{"model.dtype": "bfloat16"})
   config.objective.reference_every = 3

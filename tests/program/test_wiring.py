@@ -24,7 +24,7 @@ from gspo_jax.learner.packing import shuffled_groups
 from gspo_jax.learner.train_batch import TrainBatch
 from gspo_jax.logprobs import TokenLogprobs
 from gspo_jax.losses import METHODS
-from gspo_jax.program import settings
+from gspo_jax.program import learner_functions, settings
 from gspo_jax.program.config import parse
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED
 
@@ -97,15 +97,18 @@ TERMS = {
     "off_policy_mask_threshold": 0.05,
   },
 }
-# Each method by itself, with its numbers and with all terms; each term with a
+# Each method by itself, and with its numbers and all terms; each term with a
 # method that clips sequences and with one that clips tokens.
-TOKEN_METHODS = {"distillation": ("gspo_token", "grpo", "ppo")}
+METHODS_OF = {
+  "distillation": ("gspo_token", "grpo", "ppo"),
+  "numbers": ("dppo_tv", "dppo_kl"),  # they cut nothing beside all terms
+}
 CASES = [
   (name, term)
   for name in NAMES
   for term in TERMS
-  if term in ("nothing", "numbers", "everything")
-  or name in TOKEN_METHODS.get(term, ("gspo", "grpo"))
+  if term in ("nothing", "everything")
+  or name in METHODS_OF.get(term, ("gspo", "grpo"))
 ]
 
 
@@ -437,6 +440,27 @@ def test_a_whole_update_takes_the_gradient_of_the_oracle(policy, name):
   change = params["logps"] - new.params["logps"]
   assert_close(change[SECOND], slope[SECOND])
   assert np.abs(slope[SECOND]).max() > 1e-3
+
+
+def test_a_reference_follows_the_policy_in_each_second_update(policy):
+  config = make_config("grpo", "nothing")
+  params, rows = params_and_batch("grpo")
+  batch = unpacked.cut(assign(config, rows), 2, 2, ORDER)
+  state, _ = start(config, params)
+  state = dataclasses.replace(state, reference=state.params)
+  learner = settings.policy_learner(parse(config), CFG)
+  for expected in (state.params, None):
+    with jax.disable_jit():
+      state, *_ = learner_functions._update(
+        state,
+        batch,
+        np.True_,
+        learner=learner._replace(optimizer=optax.sgd(1.0)),
+        value_learner=None,
+        reference_every=2,
+      )
+    expected = expected or state.params
+    jax.tree.map(np.testing.assert_array_equal, state.reference, expected)
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])

@@ -397,21 +397,6 @@ def test_a_flipped_bit_changes_the_checksum(dtype):
     assert checksum(raw.view(array.dtype).reshape(3, 5)) != total, bit
 
 
-def test_swapped_elements_change_the_checksum():
-  rng = np.random.default_rng(1)
-  x = rng.normal(size=(4, 6)).astype(np.float32)
-  assert checksum(x) != checksum(x[::-1])
-  assert checksum(x) != checksum(np.roll(x, 1, axis=1))
-  for _ in range(30):
-    i, j = rng.choice(24, 2, replace=False)
-    for value in (x.flat[i], -x.flat[j]):  # -x: all of 2^31 apart
-      before = x.copy()
-      before.flat[i] = value
-      after = before.copy()
-      after.flat[[i, j]] = before.flat[[j, i]]
-      assert checksum(before) != checksum(after)
-
-
 def test_checksums_of_scalars_keys_and_empty_arrays():
   assert checksum(jnp.float32(0.0)) != checksum(jnp.float32(-0.0))
   assert checksum(jnp.int32(1)) != checksum(jnp.int32(2))

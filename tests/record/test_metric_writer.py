@@ -17,6 +17,7 @@ from etils.epath import backend
 from fsspec.implementations.memory import MemoryFileSystem
 from processes import python
 from tensorboardX.proto import event_pb2
+from tensorboardX.record_writer import masked_crc32c
 
 from gspo_jax.losses import EDGES, Histogram
 from gspo_jax.record import metric_writer, run_files
@@ -59,29 +60,15 @@ def steps_of(folder, name):
   return [row["step"] for row in records_of(folder, name) if "step" in row]
 
 
-def crc32c(data):
-  crc = 0xFFFFFFFF
-  for byte in data:
-    crc ^= byte
-    for _ in range(8):
-      crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-  return crc ^ 0xFFFFFFFF
-
-
-def masked(data):
-  crc = crc32c(data)
-  return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
 def events_of(data):
   """Parses TFRecords by the definition of the format, with checksums."""
   events = []
   while data:
     length, length_crc = struct.unpack("<QI", data[:12])
-    assert length_crc == masked(data[:8])
+    assert length_crc == masked_crc32c(data[:8])
     body, data = data[12 : 12 + length], data[12 + length :]
     (body_crc,) = struct.unpack("<I", data[:4])
-    assert body_crc == masked(body)
+    assert body_crc == masked_crc32c(body)
     events.append(event_pb2.Event.FromString(body))
     data = data[4:]
   return events
@@ -103,9 +90,6 @@ def tensorboard_values(folder):
         content = content.string_val[0] if kind == "tensor" else content
         shown[value.tag, event.step] = content
   return shown
-
-
-assert crc32c(b"123456789") == 0xE3069283  # the check value of CRC-32C
 
 
 class Mean(NamedTuple):
@@ -246,10 +230,9 @@ def test_resume_drops_lines_and_samples_after_the_restored_step(tmp_path):
   assert not list(tmp_path.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("cut", [1, 8, 19])
 @pytest.mark.parametrize("name", ["metrics.jsonl", "distributions.jsonl"])
-def test_a_partial_last_line_is_dropped(tmp_path, name, cut):
-  file, torn = tmp_path / name, b'{"step": 2, "x": 0.5}\n'[:cut]
+def test_a_partial_last_line_is_dropped(tmp_path, name):
+  file, torn = tmp_path / name, b'{"step": 2, "x'
   run_steps(tmp_path, [1])
   whole = file.read_bytes()
   file.write_bytes(whole + torn)

@@ -83,19 +83,6 @@ def safely(attempt, *errors):
   return f"try:\n{indented}\nexcept ({caught}): print('refused')"
 
 
-def opens(*paths, mode="r"):
-  """A program that prints what is expected iff none of these files opens."""
-  return f"""
-opened = 0
-for path in {paths}:
-  try:
-    open(path, {mode!r})
-    opened += 1
-  except OSError:
-    pass
-print("refused" if not opened else "opened")"""
-
-
 def calls(*numbers, errors=(1,)):
   """A program that prints what is expected iff each call says so."""
   return f"""
@@ -152,12 +139,6 @@ PASSING = {
   "an event loop, which has a pair of sockets": (
     "import asyncio\nasyncio.run(asyncio.sleep(0.01))\nprint('refused')"
   ),
-  "files: of the system": opens(
-    "/etc/passwd", "/etc/shadow", "/etc/hosts", "/proc/1/environ"
-  ),
-  "files: of the home folder and here": opens(
-    "HOME/.bashrc", "HOME/.ssh/id_rsa", "HOME/.profile", "SECRET"
-  ),
   "files: all that there are": (
     "import os, re\nlibrary = os.path.dirname(os.__file__) + '/'\n"
     "own = ['/program.py', 'PYTHON', '/etc/ld.so.cache']\n"
@@ -181,11 +162,12 @@ PASSING = {
     "import bz2, ctypes, decimal, lzma, sqlite3, ssl, zlib\n"
     "sqlite3.connect(':memory:').execute('select 1')\nprint('refused')"
   ),
-  "files: of processes": (
-    "import os\nprint('refused' if not os.path.exists('/proc/self') else 1)"
-  ),
-  "files: writing anywhere": opens(
-    "/x", "/tmp/x", "/usr/x", "HOME/x", "x", "/program.py", mode="w"
+  "files: writing anywhere": (
+    "opened = []\n"
+    "for path in ('/x', '/tmp/x', '/usr/x', 'HOME/x', 'x', '/program.py'):\n"
+    "  try: opened.append(open(path, 'w'))\n"
+    "  except OSError: pass\n"
+    "print('refused' if not opened else opened)"
   ),
   "files: in memory": (
     "import os, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -293,20 +275,6 @@ def fenced(program):
   return f"So:\n```python\n{program}\n```\nDone."
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory):
-  """Targets of the programs: a file and a variable."""
-  secret = tmp_path_factory.mktemp("host") / "secret"
-  secret.write_text("secret")
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("GSPO_TOKEN", "secret")
-    yield {
-      "HOME": os.path.expanduser("~"),
-      "SECRET": str(secret),
-      "PYTHON": sandbox_files.PYTHON,
-    }
-
-
 def outcomes(spec, responses, reference, seconds):
   """Name -> 0, 1 or FAILED; one pool for all."""
   calls = [Response("", text, reference) for text in responses.values()]
@@ -322,18 +290,19 @@ def math():
 
 
 @pytest.fixture(scope="module")
-def code(host):
+def code():
   try:
     rewards.named("code")
   except UserError as e:
     pytest.skip(str(e))
   responses = {}
   for name, program in (PASSING | KILLED).items():
-    for word, value in host.items():
-      program = program.replace(word, value)
-    responses[name] = fenced(program)
+    program = program.replace("HOME", os.path.expanduser("~"))
+    responses[name] = fenced(program.replace("PYTHON", sandbox_files.PYTHON))
   reference = json.dumps([{"input": "", "output": "refused\n"}])
-  return outcomes(f"code:seconds=2,memory={MEMORY}", responses, reference, 40)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("GSPO_TOKEN", "secret")
+    return outcomes(f"code:seconds=2,memory={MEMORY}", responses, reference, 40)
 
 
 @pytest.mark.parametrize("name", [*RIGHT, *WRONG])

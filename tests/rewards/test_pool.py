@@ -271,7 +271,6 @@ def test_the_example_response_may_fail(name):
     (["gsm8k"], [1.0, 2.0], "a weight for each"),
     (["gsm8k", "gsm8k"], [1.0, 2.0], "each reward once"),
     (["gsm8k"], [float("nan")], "finite weights"),
-    (["gms8k"], [1.0], "did you mean 'gsm8k'"),
     (["final_answer", "user_rewards.f"], [1.0, 1.0], "has no function 'f'"),
     (["user_rewards.column"], [1.0],
      r"reward 'user_rewards.column': the problem has no column 'level': did "

@@ -1,5 +1,6 @@
 """Tokenizers of transformers that tests make and save in folders."""
 
+import itertools
 import json
 
 import transformers
@@ -35,5 +36,21 @@ def templated(library, turns, prompts=True):
   return library.apply_chat_template(
     [{"role": role, "content": content} for role, content in turns],
     add_generation_prompt=prompts,
+    return_dict=False,
+  )
+
+
+def whole(tokenizer, messages, tools=()):
+  """The ids of messages in transformers; arguments as its template has them."""
+  messages = json.loads(json.dumps(messages))
+  calls = itertools.chain(*(m.get("tool_calls", ()) for m in messages))
+  for call in calls if tokenizer._takes_json else ():
+    function = call["function"]
+    text = json.dumps(function["arguments"], ensure_ascii=False)
+    function["arguments"] = text
+  return tokenizer._library.apply_chat_template(
+    messages,
+    tools=[*tools] or None,
+    add_generation_prompt=True,
     return_dict=False,
   )
