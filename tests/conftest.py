@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from repository import ROOT, xla_flags
@@ -24,6 +25,8 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from gspo_jax.runtime import compilation_cache as compilation_cache_of_ours
+
 jax.devices()  # and this XLA_FLAGS
 # libtpu, which compiles in some tests, ends a process whose flags it lacks.
 del os.environ["XLA_FLAGS"]
@@ -42,6 +45,14 @@ def keep_the_compilation_cache():
   if not jax.config.jax_enable_compilation_cache:
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_executables():
+  """Processes that tests start keep executables; the tests' own do not, since a
+  test may replace a part of the package that an executable is not named by."""
+  with mock.patch.object(compilation_cache_of_ours, "_keep_executables"):
+    yield
 
 
 @pytest.fixture(scope="module", autouse=True)

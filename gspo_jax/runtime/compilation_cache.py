@@ -3,7 +3,8 @@
 JAX's persistent compilation cache, in a folder of the user and bounded. JAX
 names an entry by program, versions, XLA's flags and features of the processor,
 so that different machines may share a folder; of several processes the first
-alone writes.
+alone writes. In it are the executables of `mesh_jit`, which each process
+writes.
 """
 
 import contextlib
@@ -30,8 +31,10 @@ def enable(folder: str | None) -> None:
   if folder == "":
     jax.config.update("jax_enable_compilation_cache", False)
     return
-  own = jax.config.jax_compilation_cache_dir
-  if folder is None and (own or not jax.config.jax_enable_compilation_cache):
+  if folder is None and not jax.config.jax_enable_compilation_cache:
+    return
+  if folder is None and (own := jax.config.jax_compilation_cache_dir):
+    _keep_executables(own)
     return
   # XLA shares out what it tries on GPUs among the processes that compile: one
   # that read its program from a local folder would not take part.
@@ -49,18 +52,19 @@ def enable(folder: str | None) -> None:
   except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
     print(f"compiled programs are not kept: {error}", file=sys.stderr)
     return
-  if "://" not in folder:
-    _keep_executables(Path(folder, "executables"))
+  _keep_executables(folder)
   jax.config.update("jax_compilation_cache_dir", folder)
   # All of them: the many small ones take seconds together.
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def _keep_executables(folder: Path) -> None:
-  """They are code, so they are read from a folder of this user alone."""
+def _keep_executables(compiled: str) -> None:
+  """Keeps them beside the compiled programs, unless these are in a bucket."""
+  folder = Path(compiled, "executables")
   try:
-    mesh_jit.keep_executables(folder)
-    _evict(folder, MAX_BYTES)
+    if "://" not in compiled:
+      mesh_jit.keep_executables(folder)
+      _evict(folder, MAX_BYTES)
   except OSError as error:
     print(f"executables are not kept: {error}", file=sys.stderr)
 

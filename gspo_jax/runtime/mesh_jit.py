@@ -105,7 +105,7 @@ def keep_executables(folder: Path) -> None:
     OSError: others than this user can write to the folder or read it.
   """
   global _folder
-  folder.mkdir(mode=0o700, exist_ok=True)
+  folder.mkdir(mode=0o700, parents=True, exist_ok=True)
   status = folder.lstat()
   if status.st_uid != os.getuid() or status.st_mode & 0o077:
     raise OSError(f"{str(folder)!r} holds code: expected it yours, mode 0700")

@@ -9,11 +9,11 @@ import pytest
 from processes import python
 from repository import xla_flags
 
-from gspo_jax.runtime import compilation_cache, mesh_jit
+from gspo_jax.runtime import compilation_cache
 
 
 @pytest.fixture
-def options(monkeypatch):
+def options():
   """JAX's options of the cache, as on a machine that sets none; restored."""
   names = (
     "jax_compilation_cache_dir",
@@ -23,7 +23,6 @@ def options(monkeypatch):
   before = {name: getattr(jax.config, name) for name in names}
   jax.config.update("jax_compilation_cache_dir", None)
   jax.config.update("jax_enable_compilation_cache", True)  # `plan` does not
-  monkeypatch.setattr(mesh_jit, "_folder", None)
   yield jax.config
   for name, value in before.items():
     jax.config.update(name, value)

@@ -15,6 +15,8 @@ from gspo_jax.runtime import compilation_cache, mesh_jit, sharding
 from gspo_jax.runtime.mesh_jit import MeshJit
 
 TRACED = []
+# The fixture of all tests replaces it.
+KEEP_EXECUTABLES = compilation_cache._keep_executables
 
 
 class Pair(NamedTuple):
@@ -164,7 +166,7 @@ def test_code_is_read_from_a_folder_of_this_user_alone(
   monkeypatch.setattr(mesh_jit, "_folder", None)
   folder = tmp_path / "executables"
   folder.mkdir(mode=0o755)
-  compilation_cache._keep_executables(folder)
+  KEEP_EXECUTABLES(str(tmp_path))
   assert mesh_jit._folder is None
   assert "expected it yours, mode 0700" in capsys.readouterr().err
   folder.chmod(0o700)

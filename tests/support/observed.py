@@ -22,7 +22,7 @@ from gspo_jax.program import learner_functions, settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.sharding import MeshJit
+from gspo_jax.runtime.mesh_jit import MeshJit
 
 FOLDER = Path(tempfile.mkdtemp(prefix="made_runs_"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
