@@ -61,6 +61,57 @@ def test_a_folder_may_be_named_and_none_too(options, monkeypatch, tmp_path):
   assert not (tmp_path / "unused").exists()
 
 
+def test_there_is_a_folder_beside_the_users_own_alone(
+  options, monkeypatch, tmp_path
+):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+  beside = lambda: compilation_cache.beside("kept")
+  assert beside() is None  # nothing is enabled
+  compilation_cache.enable(None)
+  assert beside() == tmp_path / "caches" / "gspo_jax" / "kept"
+  with monkeypatch.context() as patch:
+    patch.setattr(os, "getuid", lambda: -1)
+    assert beside() is None
+  compilation_cache.enable(str(tmp_path / "named"))
+  assert beside() is None
+  options.update("jax_compilation_cache_dir", None)
+  compilation_cache.enable(None)
+  compilation_cache.enable("")
+  assert beside() is None
+
+
+def test_no_home_no_folder(options, monkeypatch):
+  def fail():
+    raise RuntimeError("Could not determine home directory.")
+
+  monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+  monkeypatch.setattr(Path, "home", fail)
+  options.update("jax_compilation_cache_dir", "of the user")
+  assert compilation_cache.beside("kept") is None
+
+
+def test_the_fingerprint_of_the_source(monkeypatch, tmp_path):
+  fingerprint = compilation_cache.source_fingerprint
+  module = tmp_path / "package" / "wing" / "module.py"
+  module.parent.mkdir(parents=True)
+  monkeypatch.setattr(compilation_cache, "__file__", str(module))
+
+  def found():
+    fingerprint.cache_clear()
+    return fingerprint()
+
+  (tmp_path / "outside.py").write_text("")
+  texts = ("x = 1", "x = 2", "x = 1")
+  one, other, again = (module.write_text(x) and found() for x in texts)
+  assert one == again != other
+  module.with_name("notes.txt").write_text("")
+  (tmp_path / "outside.py").write_text("x = 1")
+  assert found() == one
+  module.rename(module.with_name("renamed.py"))
+  assert found() != one
+  fingerprint.cache_clear()
+
+
 def test_a_folder_that_cannot_be_written_costs_one_line(
   options, capsys, tmp_path
 ):
