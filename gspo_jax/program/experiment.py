@@ -38,8 +38,7 @@ from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.episode import SequenceLimits
 from gspo_jax.rollout.player import Player
 from gspo_jax.rollout.reward_model import RewardModel
-from gspo_jax.runtime import multihost
-from gspo_jax.runtime.compilation_cache import source_fingerprint
+from gspo_jax.runtime import compilation_cache, multihost
 from gspo_jax.runtime.errors import UserError, needs_extra, prefixed
 from gspo_jax.runtime.key import as_dict
 from gspo_jax.workers import sandbox_files
@@ -63,7 +62,9 @@ _OF_RL = (
   *("eval.every", "learner.minibatches", "reward.weights", "data.drop_solved"),
   *("rollout.max_staleness", "rollout.dynamic_sampling_rounds"),
 )
-_PACKAGES = "jax", "jaxlib", "flax", "optax", "grain", "numpy"  # that round
+# What else rounds: packages, and the variables that XLA and libtpu read.
+_PACKAGES = "jax", "jaxlib", "flax", "optax", "grain", "numpy"
+_OPTIONS = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
 _TRIED = 100  # problems of a source whose prompts are tried
 
 
@@ -344,8 +345,12 @@ def cold_start_key(experiment: Experiment) -> dict | None:
   return cold_start_identity(experiment) | {
     "config": {k: x for k, x in keys.items() if not k.startswith(_OF_RL)},
     "devices": [str(mesh), device.device_kind, device.client.platform_version],
-    "code": [source_fingerprint(), *map(metadata.version, _PACKAGES)],
-    "options": [str(jax.config.values), os.environ.get("XLA_FLAGS")],
+    "processors": compilation_cache.processors(),
+    "code": [
+      compilation_cache.source_fingerprint(),
+      *map(metadata.version, _PACKAGES),
+    ],
+    "options": [str(jax.config.values), *map(os.environ.get, _OPTIONS)],
   }
 
 

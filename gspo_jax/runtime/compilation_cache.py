@@ -10,6 +10,8 @@ import contextlib
 import functools
 import hashlib
 import os
+import platform
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -81,6 +83,17 @@ def source_fingerprint() -> str:
     content = hashlib.sha256(path.read_bytes()).hexdigest()
     digest.update(f"{path.relative_to(package)} {content}\n".encode())
   return digest.hexdigest()
+
+
+def processors() -> list:
+  """Number and kind: XLA on a CPU cuts sums, and so rounds, by both."""
+  count = os.cpu_count()
+  if hasattr(os, "sched_getaffinity"):  # not on macOS
+    count = len(os.sched_getaffinity(0))
+  info = Path("/proc/cpuinfo")
+  text = info.read_text() if info.exists() else ""
+  kinds = re.findall(r"^(?:model name|flags|Features)\s*: (.*)", text, re.M)
+  return [count, platform.machine(), *sorted({*kinds})]
 
 
 def _writable(path: Path) -> str:

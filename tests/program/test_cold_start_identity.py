@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+from importlib import metadata
 
 import jax
 import pytest
@@ -13,7 +14,7 @@ from gspo_jax.program import experiment
 from gspo_jax.program.config import all_keys, parse
 from gspo_jax.program.experiment import cold_start_identity, cold_start_key
 from gspo_jax.record.identity import match
-from gspo_jax.runtime import sharding
+from gspo_jax.runtime import compilation_cache, sharding
 from gspo_jax.runtime.errors import UserError
 
 IMITATED = {
@@ -223,6 +224,25 @@ def test_a_saved_one_is_the_same_or_the_error_names_the_key(base):
 def test_none_is_kept_whose_parts_may_change(base, given, kept):
   key = cold_start_key(changed(base, **{"cold_start.gate": 0.5} | given))
   assert (key is not None) == kept
+
+
+def test_what_is_kept_is_of_one_code_and_machine(base, monkeypatch):
+  keys = [cold_start_key(base)]
+  for name in ("processors", "source_fingerprint"):
+    monkeypatch.setattr(compilation_cache, name, lambda: "other")
+    keys.append(cold_start_key(base))
+  monkeypatch.setattr(metadata, "version", lambda name: "other")
+  keys.append(cold_start_key(base))
+  for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+    monkeypatch.setenv(name, "other")
+    keys.append(cold_start_key(base))
+  monkeypatch.setitem(jax.config.values, "jax_enable_x64", "other")
+  keys.append(cold_start_key(base))
+  mesh = sharding.make_mesh(jax.devices()[:2], data=2)
+  program = dataclasses.replace(base.program, mesh=mesh)
+  keys.append(cold_start_key(dataclasses.replace(base, program=program)))
+  texts = {json.dumps(key, sort_keys=True) for key in keys}
+  assert len(texts) == len(keys) == 8
 
 
 def test_none_is_kept_of_several_processes(base, monkeypatch):

@@ -1,13 +1,15 @@
 """A second process compiles nothing, and no folder stops a run."""
 
+import ast
 import os
 import re
+import sys
 from pathlib import Path
 
 import jax
 import pytest
 from processes import python
-from repository import xla_flags
+from repository import ROOT, xla_flags
 
 from gspo_jax.runtime import compilation_cache
 
@@ -110,6 +112,18 @@ def test_the_fingerprint_of_the_source(monkeypatch, tmp_path):
   module.rename(module.with_name("renamed.py"))
   assert found() != one
   fingerprint.cache_clear()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="not Linux")
+def test_a_process_on_fewer_cores_has_other_processors():
+  code = "from gspo_jax.runtime import compilation_cache as c\n"
+  code += "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+  code += "print(c.processors())"
+  count, *kind = compilation_cache.processors()
+  assert count == len(os.sched_getaffinity(0))
+  done = python("-c", code, env=os.environ | {"PYTHONPATH": str(ROOT)})
+  assert ast.literal_eval(done.stdout) == [1, *kind]
+  assert len(kind) > 1
 
 
 def test_a_folder_that_cannot_be_written_costs_one_line(
