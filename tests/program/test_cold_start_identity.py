@@ -236,8 +236,10 @@ def test_what_is_kept_is_of_one_code_and_machine(base, monkeypatch):
   for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
     monkeypatch.setenv(name, "other")
     keys.append(cold_start_key(base))
-  monkeypatch.setitem(jax.config.values, "jax_enable_x64", "other")
+  option, before = "jax_default_prng_impl", jax.config.jax_default_prng_impl
+  jax.config.update(option, "rbg")
   keys.append(cold_start_key(base))
+  jax.config.update(option, before)
   mesh = sharding.make_mesh(jax.devices()[:2], data=2)
   program = dataclasses.replace(base.program, mesh=mesh)
   keys.append(cold_start_key(dataclasses.replace(base, program=program)))
