@@ -11,7 +11,7 @@ from repository import ROOT
 from scripted import TEMPLATE, make_tokenizer
 
 from gspo_jax import check
-from gspo_jax.runtime import sharding
+from gspo_jax.runtime.mesh_jit import MeshJit
 
 # The tests have 8 devices.
 TINY = (
@@ -30,7 +30,7 @@ def run(monkeypatch, capsys):
   """Runs the command, in which nothing may compile; returns what it prints."""
 
   def call(*arguments):
-    monkeypatch.setattr(sharding.MeshJit, "__call__", None)
+    monkeypatch.setattr(MeshJit, "__call__", None)
     monkeypatch.setattr(sys, "argv", ["check", *arguments])
     with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
       check.main()

@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
@@ -38,7 +37,7 @@ from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.episode import SequenceLimits
 from gspo_jax.rollout.player import Player
 from gspo_jax.rollout.reward_model import RewardModel
-from gspo_jax.runtime import compilation_cache, multihost
+from gspo_jax.runtime import mesh_jit, multihost
 from gspo_jax.runtime.errors import UserError, needs_extra, prefixed
 from gspo_jax.runtime.key import as_dict
 from gspo_jax.workers import sandbox_files
@@ -62,9 +61,6 @@ _OF_RL = (
   *("eval.every", "learner.minibatches", "reward.weights", "data.drop_solved"),
   *("rollout.max_staleness", "rollout.dynamic_sampling_rounds"),
 )
-# What else rounds: packages, and the variables that XLA and libtpu read.
-_PACKAGES = "jax", "jaxlib", "flax", "optax", "grain", "numpy"
-_OPTIONS = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
 _TRIED = 100  # problems of a source whose prompts are tried
 
 
@@ -341,16 +337,14 @@ def cold_start_key(experiment: Experiment) -> dict | None:
   is_ours = lambda name: name in ours or re.fullmatch(r"gspo_jax(\.\w+)+", name)
   if jax.process_count() > 1 or not all(map(is_ours, names)):
     return None
-  keys, device = flatten(config.as_json()), mesh.devices.flat[0]
+  keys, cores = flatten(config.as_json()), os.cpu_count()
+  if hasattr(os, "sched_getaffinity"):  # not on macOS
+    cores = len(os.sched_getaffinity(0))
   return cold_start_identity(experiment) | {
     "config": {k: x for k, x in keys.items() if not k.startswith(_OF_RL)},
-    "devices": [str(mesh), device.device_kind, device.client.platform_version],
-    "processors": compilation_cache.processors(),
-    "code": [
-      compilation_cache.source_fingerprint(),
-      *map(metadata.version, _PACKAGES),
-    ],
-    "options": [str(jax.config.values), *map(os.environ.get, _OPTIONS)],
+    "devices": [str(mesh), mesh.devices.flat[0].device_kind],
+    "cores": cores,  # among which XLA on a CPU splits sums
+    "process": str(mesh_jit.process()),
   }
 
 

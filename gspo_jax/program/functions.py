@@ -26,7 +26,7 @@ from gspo_jax.program.learner_functions import (
 from gspo_jax.program.sampler_functions import sampler_functions
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError, prefixed
-from gspo_jax.runtime.sharding import MeshJit, mesh_jit
+from gspo_jax.runtime.mesh_jit import MeshJit
 from gspo_jax.sampler.functions import SamplerFunctions
 
 
@@ -68,7 +68,7 @@ class Program:
 
 
 def _require_compilations(name, function, limit):
-  if (times := function.jitted._cache_size()) > limit:
+  if (times := function.num_programs) > limit:
     raise RuntimeError(
       f"{name} was compiled {times} times: the shapes, types or shardings of "
       "its arguments changed between calls"
@@ -174,14 +174,14 @@ def _init_params(folder: str, cfg, params, mesh):
   if mesh.devices.flat[0].platform == "cpu":
     # The default, 3, compiles the many random numbers for twice as long.
     options = {"xla_backend_optimization_level": 1}
-  return mesh_jit(init, mesh, out_shardings=places, compiler_options=options)
+  return MeshJit(init, mesh, out_shardings=places, compiler_options=options)
 
 
 def _new_policy(seed: int, cfg, policy, mesh):
   if cfg.lora is None:
     return lambda params: params
   make = functools.partial(abstract.with_adapters, cfg=cfg, seed=seed)
-  return mesh_jit(make, mesh, out_shardings=abstract.shardings(policy))
+  return MeshJit(make, mesh, out_shardings=abstract.shardings(policy))
 
 
 def _check_dtype(cfg, mesh):

@@ -28,7 +28,7 @@ from gspo_jax.model import rounding
 from gspo_jax.program import abstract, settings
 from gspo_jax.program.config import Config
 from gspo_jax.runtime import sharding, tpus
-from gspo_jax.runtime.sharding import mesh_jit
+from gspo_jax.runtime.mesh_jit import MeshJit
 from gspo_jax.sampler.samples import Prompts, Samples
 
 # Collectives that can run on SparseCores.
@@ -161,7 +161,7 @@ def learner_functions(
     group_size=config.rollout.group_size * config.rollout.max_sequences,
     needs_old_logps=settings.needs_old_logps(config, cfg),
     recompute_first_minibatch=learner.recompute_first_minibatch,
-    make_train_batch=mesh_jit(
+    make_train_batch=MeshJit(
       functools.partial(
         packing.train_batch_from_samples,
         cfg=cfg,
@@ -173,7 +173,7 @@ def learner_functions(
       in_shardings=(sharding.batch_sharding(mesh), None, replicated),
       out_shardings=packed,
     ),
-    add_reference_and_values=mesh_jit(
+    add_reference_and_values=MeshJit(
       functools.partial(
         reference_pass.add_reference_and_values,
         cfg=cfg,
@@ -188,7 +188,7 @@ def learner_functions(
     )
     if teachers or state.reference is not None or state.critic is not None
     else None,
-    assign_advantages=mesh_jit(
+    assign_advantages=MeshJit(
       functools.partial(
         credit.assign_advantages,
         objective=config.objective,
@@ -199,7 +199,7 @@ def learner_functions(
       out_shardings=packed,
       donate_argnums=0,
     ),
-    step=mesh_jit(
+    step=MeshJit(
       functools.partial(
         _update,
         learner=learner,
@@ -247,7 +247,7 @@ def cold_start_functions(
     abstract=state,
     init_state=init_state,
     packing=rows,
-    update=mesh_jit(
+    update=MeshJit(
       cold_start_update,
       mesh,
       in_shardings=(
@@ -264,7 +264,7 @@ def cold_start_functions(
 
 def _init_state(make_state, policy, mesh) -> tuple[TrainState, InitState]:
   state = abstract.sharded(jax.eval_shape(make_state, policy), mesh)
-  init_state = mesh_jit(
+  init_state = MeshJit(
     make_state,
     mesh,
     in_shardings=(abstract.shardings(state.policy),),

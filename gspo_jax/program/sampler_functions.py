@@ -15,7 +15,7 @@ from gspo_jax.program.config import Config
 from gspo_jax.program.rules import multiple
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError, prefixed
-from gspo_jax.runtime.sharding import mesh_jit
+from gspo_jax.runtime.mesh_jit import MeshJit
 from gspo_jax.sampler import continuous, samples, static
 from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.functions import SamplerFunctions, SeparateDevices
@@ -63,7 +63,7 @@ def sampler_functions(
     sampler_mesh=sampler_mesh,
   )
 
-  take_groups = lambda: mesh_jit(
+  take_groups = lambda: MeshJit(
     functools.partial(samples.take_groups, cfg=cfg, sampler=sampling),
     mesh,
     in_shardings=(one_turn, replicated),
@@ -73,7 +73,7 @@ def sampler_functions(
     generate=build(sampling, batching.slots),
     respond=build(_single(sampling), slots, by_row=True),
     shards_of_rows=rows,
-    merge_groups=mesh_jit(
+    merge_groups=MeshJit(
       samples.merge_groups,
       mesh,
       in_shardings=(place, place, replicated),
@@ -81,7 +81,7 @@ def sampler_functions(
     ),
     take_batch=take_groups(),
     take_pending=take_groups(),
-    empty_samples=mesh_jit(
+    empty_samples=MeshJit(
       functools.partial(
         samples.empty_samples,
         prompts * config.rollout.max_sequences,
@@ -204,7 +204,7 @@ def _separate_devices(
 def _move(prepare, source_mesh, mesh, target):
   """A function that moves `prepare(arrays)` from one mesh to another."""
   if mesh.size != source_mesh.size:
-    prepare = mesh_jit(prepare, source_mesh)
+    prepare = MeshJit(prepare, source_mesh)
     return lambda arrays: jax.device_put(prepare(arrays), target)
   # Meshes of one size: the source lays the arrays out as on the target. Then
   # each device sends its part to one device of the same process; `device_put`
@@ -212,7 +212,7 @@ def _move(prepare, source_mesh, mesh, target):
   beside = sharding.beside(mesh, source_mesh.devices.flat)
   pairs = dict(zip(beside.devices.flat, mesh.devices.flat, strict=True))
   laid_out = jax.tree.map(lambda s: NamedSharding(beside, s.spec), target)
-  prepare = mesh_jit(prepare, source_mesh, out_shardings=laid_out)
+  prepare = MeshJit(prepare, source_mesh, out_shardings=laid_out)
 
   def send(x, sharding):
     parts = [

@@ -21,7 +21,7 @@ from gspo_jax.rewards.pool import MODEL, Rewards
 from gspo_jax.rewards.reward import LARGEST, Response
 from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError, how_to_download
-from gspo_jax.runtime.sharding import mesh_jit
+from gspo_jax.runtime.mesh_jit import MeshJit
 
 _SHORTEST = 128  # tokens of a row; longer rows have a power of two
 _NAME = MODEL[:-1]
@@ -71,15 +71,16 @@ class RewardModel:
     with jax.set_mesh(mesh):
       weights = hf.load_hf(folder, self.cfg, shardings=places)
     cast = functools.partial(model.parameters.cast, cfg=self.cfg)
-    self.params = mesh_jit(cast, mesh, out_shardings=places)(weights)
+    self.params = MeshJit(cast, mesh, out_shardings=places)(weights)
     shards = sharding.row_shards(mesh)
     self._rows = -(-rows // shards) * shards
     self._places = (
       NamedSharding(mesh, sharding.TOKENS),
       NamedSharding(mesh, sharding.ROWS),
     )
-    self._score = mesh_jit(
-      lambda params, *rows: model.scores(params, self.cfg, *rows),
+    cfg = self.cfg
+    self._score = MeshJit(
+      lambda params, *rows: model.scores(params, cfg, *rows),
       mesh,
       in_shardings=(places, *self._places),
       out_shardings=sharding.replicated(mesh),

@@ -7,16 +7,14 @@ alone writes.
 """
 
 import contextlib
-import functools
-import hashlib
 import os
-import platform
-import re
 import sys
 import tempfile
 from pathlib import Path
 
 import jax
+
+from gspo_jax.runtime import mesh_jit
 
 MAX_BYTES = 2**30
 _PROBE_BYTES = 2**20
@@ -49,6 +47,8 @@ def enable(folder: str | None) -> None:
   except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
     print(f"compiled programs are not kept: {error}", file=sys.stderr)
     return
+  if "://" not in folder:
+    _keep_executables(Path(folder, "executables"))
   jax.config.update("jax_compilation_cache_dir", folder)
   # All of them: the many small ones take seconds together.
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -75,25 +75,13 @@ def _of_user() -> Path:
   return Path(caches) / "gspo_jax"
 
 
-@functools.cache
-def source_fingerprint() -> str:
-  """A hash of the package's modules: another one may compute other numbers."""
-  package, digest = Path(__file__).parents[1], hashlib.sha256()
-  for path in sorted(package.rglob("*.py")):
-    content = hashlib.sha256(path.read_bytes()).hexdigest()
-    digest.update(f"{path.relative_to(package)} {content}\n".encode())
-  return digest.hexdigest()
-
-
-def processors() -> list:
-  """Number and kind: XLA on a CPU cuts sums, and so rounds, by both."""
-  count = os.cpu_count()
-  if hasattr(os, "sched_getaffinity"):  # not on macOS
-    count = len(os.sched_getaffinity(0))
-  info = Path("/proc/cpuinfo")
-  text = info.read_text() if info.exists() else ""
-  kinds = re.findall(r"^(?:model name|flags|Features)\s*: (.*)", text, re.M)
-  return [count, platform.machine(), *sorted({*kinds})]
+def _keep_executables(folder: Path) -> None:
+  """They are code, so they are read from a folder of this user alone."""
+  try:
+    mesh_jit.keep_executables(folder)
+    _evict(folder, MAX_BYTES)
+  except OSError as error:
+    print(f"executables are not kept: {error}", file=sys.stderr)
 
 
 def _writable(path: Path) -> str:

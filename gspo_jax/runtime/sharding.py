@@ -9,7 +9,6 @@ attention kernels, the vocabulary) is a `shard_map`.
 
 import contextvars
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -555,24 +554,3 @@ def index(*axes: str):
 
 def _larger_than_one(axes):
   return tuple(axis for axis in axes if size(axis) > 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshJit:
-  jitted: Callable  # a function made by `jax.jit`
-  mesh: Mesh
-
-  def __call__(self, *args):
-    with jax.set_mesh(self.mesh):
-      return self.jitted(*args)
-
-  def lower(self, *args):
-    """Lowers the function ahead of time; arguments may be shapes."""
-    with jax.set_mesh(self.mesh):
-      return self.jitted.lower(*args)
-
-
-def mesh_jit(function: Callable, mesh: Mesh, **options) -> MeshJit:
-  # jax.jit shares its cache between uses of one function; a new partial gets a
-  # new cache, so that `_cache_size` counts the programs of this function only.
-  return MeshJit(jax.jit(functools.partial(function), **options), mesh)

@@ -14,8 +14,6 @@ from gspo_jax.sampler.stop_strings import StopStrings
 # Mesh axes of the rows and of the vocabulary of decode logits. Devices that
 # share experts and heads read different parts of the head, for the same rows.
 ROW_AXES, VOCAB_AXES = ("data", "fsdp"), ("expert", "tensor")
-# From this many tokens on, `categorical` samples in two steps.
-LARGE_VOCAB = 4096
 
 
 def logits(
@@ -113,23 +111,30 @@ def _noise(key, ids_K):
 def categorical(key: jax.Array, logps_V: jax.Array) -> jax.Array:
   """Samples a token with probabilities proportional to exp(logps).
 
-  A large vocabulary is split into C blocks of W tokens; the block is sampled
-  first, then the token in it. The distribution is the same, with C + W random
-  numbers instead of V. C is the largest power of two that divides V and is at
+  The vocabulary is split into C blocks of W tokens; the block is sampled first,
+  then the token in it. C is the largest power of two that divides V and is at
   most its square root, so devices that share the vocabulary have whole blocks.
   """
   vocab = logps_V.shape[-1]
-  if vocab < LARGE_VOCAB:
-    return jax.random.categorical(key, logps_V)
-  blocks = vocab & -vocab
-  while blocks * blocks > vocab:
-    blocks //= 2
-  block_key, token_key = jax.random.split(key)
+  blocks = min(vocab & -vocab, 1 << (vocab.bit_length() - 1) // 2)
+  for_block, for_token = jax.random.uniform(key, (2,))
   logps_CW = logps_V.reshape(blocks, -1)
-  block_logps = jax.nn.logsumexp(logps_CW, axis=-1)
-  block = jax.random.categorical(block_key, block_logps)
-  token = jax.random.categorical(token_key, logps_CW[block])
+  logps_C = constrain(jax.nn.logsumexp(logps_CW, axis=-1), None)
+  block = _inverse_cdf(for_block, logps_C)
+  token = _inverse_cdf(for_token, logps_CW[block])
   return block * logps_CW.shape[1] + token
+
+
+def _inverse_cdf(uniform, logps_K):
+  """Which of K the uniform number falls on; none of log-prob -inf.
+
+  Probabilities become whole numbers, in units of 2^-30: their sums are exact,
+  so one of 0 has no room. A uniform number has steps of 2^-23: what is rarer
+  has one step or none, as the others happen to add up.
+  """
+  sums_K = jnp.cumsum((jax.nn.softmax(logps_K) * 2**30).astype(jnp.int32))
+  below = (uniform * sums_K[-1]).astype(jnp.int32)
+  return (sums_K <= jnp.minimum(below, sums_K[-1] - 1)).sum()
 
 
 def truncate(

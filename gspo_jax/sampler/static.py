@@ -17,7 +17,8 @@ from gspo_jax import model
 from gspo_jax.model import cache as kv
 from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.sharding import BATCH_AXES, MeshJit, constrain
+from gspo_jax.runtime.mesh_jit import MeshJit
+from gspo_jax.runtime.sharding import BATCH_AXES, constrain
 from gspo_jax.sampler import next_token
 from gspo_jax.sampler.decode_params import decode_params, decoding_options
 from gspo_jax.sampler.samples import (
@@ -163,7 +164,7 @@ def build_static_sampler(
     return generate(params, cfg, prompts, constrain(key), sampler=sampler)
 
   batch, replicated = sharding.batch_sharding(mesh), sharding.replicated(mesh)
-  jitted = sharding.mesh_jit(
+  jitted = MeshJit(
     generate_static,
     sampler_mesh,
     in_shardings=(params_sharding, batch, replicated),

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import json
-from importlib import metadata
+import os
 
 import jax
 import pytest
@@ -14,7 +14,7 @@ from gspo_jax.program import experiment
 from gspo_jax.program.config import all_keys, parse
 from gspo_jax.program.experiment import cold_start_identity, cold_start_key
 from gspo_jax.record.identity import match
-from gspo_jax.runtime import compilation_cache, sharding
+from gspo_jax.runtime import mesh_jit, sharding
 from gspo_jax.runtime.errors import UserError
 
 IMITATED = {
@@ -228,23 +228,16 @@ def test_none_is_kept_whose_parts_may_change(base, given, kept):
 
 def test_what_is_kept_is_of_one_code_and_machine(base, monkeypatch):
   keys = [cold_start_key(base)]
-  for name in ("processors", "source_fingerprint"):
-    monkeypatch.setattr(compilation_cache, name, lambda: "other")
-    keys.append(cold_start_key(base))
-  monkeypatch.setattr(metadata, "version", lambda name: "other")
+  assert str(mesh_jit.process()) == keys[0]["process"]
+  monkeypatch.setattr(mesh_jit, "process", lambda: "other")
   keys.append(cold_start_key(base))
-  for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
-    monkeypatch.setenv(name, "other")
-    keys.append(cold_start_key(base))
-  option, before = "jax_default_prng_impl", jax.config.jax_default_prng_impl
-  jax.config.update(option, "rbg")
+  monkeypatch.setattr(os, "sched_getaffinity", lambda _: [0] * 99, False)
   keys.append(cold_start_key(base))
-  jax.config.update(option, before)
   mesh = sharding.make_mesh(jax.devices()[:2], data=2)
   program = dataclasses.replace(base.program, mesh=mesh)
   keys.append(cold_start_key(dataclasses.replace(base, program=program)))
   texts = {json.dumps(key, sort_keys=True) for key in keys}
-  assert len(texts) == len(keys) == 8
+  assert len(texts) == len(keys) == 4
 
 
 def test_none_is_kept_of_several_processes(base, monkeypatch):

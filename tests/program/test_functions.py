@@ -145,9 +145,9 @@ def test_a_function_that_compiles_again_is_an_error(debug_config):
   program.check_compiled_once()
   generate = program.sampler.generate
   for name, (_, limit) in generate.compilations().items():
-    jitted = types.SimpleNamespace(_cache_size=lambda limit=limit: limit + 1)
+    function = types.SimpleNamespace(num_programs=limit + 1)
     functions = types.SimpleNamespace(
-      **vars(generate.jitted) | {name: sharding.MeshJit(jitted, mesh)}
+      **vars(generate.jitted) | {name: function}
     )
     again = dataclasses.replace(generate, jitted=functions)
     sampler = dataclasses.replace(program.sampler, generate=again)

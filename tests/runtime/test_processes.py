@@ -657,7 +657,7 @@ with jax.set_mesh(mesh):
   params = jax.jit(init, out_shardings=place)()
 global_prompts = multihost.to_global(prompts, generate.batch_sharding)
 samples = multihost.to_host(generate(params, global_prompts, jax.random.key(1)))
-print("moved", generate.jitted.move_slots.jitted._cache_size())
+print("moved", generate.jitted.move_slots.num_programs)
 with jax.default_device(jax.local_devices()[0]):
   expected = sampler.generate(
     init(), cfg, prompts, jax.random.key(1), sampler=config)

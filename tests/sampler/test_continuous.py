@@ -181,7 +181,7 @@ def test_another_call_another_key_and_other_weights():
   assert_same(other, static(key=2))
   assert (first.tokens != other.tokens).any()
   assert_same(run(generate, key=2, seed=1), static(key=2, seed=1))
-  assert generate.jitted.decode.jitted._cache_size() == 1  # 8 slots
+  assert generate.jitted.decode.num_programs == 1  # 8 slots
   allowed = generate.compilations()
   assert {name for name, (_, most) in allowed.items() if most == 1} == {
     *("decode_params", "begin", "read_rows", "finalize", "finish_episodes"),
@@ -189,7 +189,7 @@ def test_another_call_another_key_and_other_weights():
     "empty_samples",
   }
   for name, (function, most) in allowed.items():
-    assert function.jitted._cache_size() <= most, name
+    assert function.num_programs <= most, name
   assert generate.buckets(continues=False) == (8, 16)
   line = generate.describe(continues=False)
   assert line.startswith("continuous batching: 8 slots, 88 pages of 4 ")

@@ -10,7 +10,7 @@ from jax.experimental.layout import Format
 
 from gspo_jax import model
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.sharding import MeshJit
+from gspo_jax.runtime.mesh_jit import MeshJit
 from gspo_jax.sampler.decode_params import decode_params, decode_params_sharding
 
 CFG = model.variant(
@@ -47,9 +47,7 @@ def test_weights_have_these_shardings_and_the_values_of_one_device(
   sampler_mesh = sharding.reshape_mesh(mesh, expert=expert, tensor=tensor)
   params = jax.device_put(params, model.shardings(params, mesh))
   shardings = decode_params_sharding(CFG, sampler_mesh)
-  moved = MeshJit(jax.jit(unstacked, out_shardings=shardings), sampler_mesh)(
-    params
-  )
+  moved = MeshJit(unstacked, sampler_mesh, out_shardings=shardings)(params)
   jax.tree.map(np.testing.assert_array_equal, moved, expected)
   has = lambda x, sharding: x.sharding.is_equivalent_to(sharding, x.ndim)
   assert all(jax.tree.leaves(jax.tree.map(has, moved, shardings)))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.data import tokenizers
+from gspo_jax.runtime import sharding
 from gspo_jax.sampler import next_token, stop_strings
 from gspo_jax.sampler.samples import SamplerConfig, SamplingParams
 
@@ -176,24 +178,89 @@ def test_top_k_of_one_and_temperature_zero_take_the_likeliest_token():
     np.testing.assert_allclose(logps, expected, 1e-5)
 
 
-@pytest.mark.parametrize("vocab", [24, 16, 7])
-def test_tokens_of_a_large_vocabulary_have_their_probabilities(
-  vocab, monkeypatch
-):
-  monkeypatch.setattr(next_token, "LARGE_VOCAB", vocab)
+TRUNCATION = {"top_p": 0.9, "min_p": 1e-3}
+
+
+@pytest.mark.parametrize(
+  ("vocab", "truncation"),
+  [(7, {}), (258, {}), (300, TRUNCATION), (512, TRUNCATION), (4096, {})],
+)
+def test_tokens_have_their_probabilities(vocab, truncation):
+  """Of blocks without a token, too, and with one; 7 tokens are one block."""
   rng = np.random.default_rng(vocab)
   probs = rng.dirichlet(np.full(vocab, 0.5))
-  size = vocab // 4  # of the four blocks of 24 or 16; 7 tokens are one block
-  probs[:size] = 0  # a block without a token
-  probs[size + 1 : 2 * size] = 0  # a block with one
+  size = vocab // 4
+  probs[:size] = 0
+  probs[size + 1 : 2 * size] = 0
+  logps = jnp.log(jnp.asarray(probs, jnp.float32)) - 3.0  # sum to less than 1
+  sampler = SamplerConfig(1, 8, STOPS, **truncation)
+  (logps,) = next_token.truncate(logps[None], jnp.zeros(1, int), sampler)
+  probs = np.where(np.isfinite(logps), probs, 0)
   probs /= probs.sum()
-  draws = 100_000
+  draws = 20_000
   keys = jax.random.split(jax.random.key(0), draws)
-  logps = jnp.log(jnp.asarray(probs)) - 3.0  # need not sum to one
   sample = jax.jit(jax.vmap(next_token.categorical, (0, None)))
   counts = np.bincount(sample(keys, logps), minlength=vocab)
-  sigma = np.sqrt(draws * probs * (1 - probs))
-  assert (np.abs(counts - draws * probs) <= 4.5 * sigma).all()
+  assert (counts[probs == 0] == 0).all()
+  # Rare tokens together. The chi-square of n cells has about n +- sqrt(2 n).
+  cells = np.where(probs * draws < 5, vocab, np.arange(vocab))
+  add = lambda x: np.bincount(cells, x)
+  found, expected = add(counts), add(probs * draws)
+  found, expected = found[expected > 0], expected[expected > 0]
+  chi_square = ((found - expected) ** 2 / expected).sum()
+  assert chi_square < len(found) + 4 * np.sqrt(2 * len(found))
+
+
+def test_an_equal_share_of_uniform_numbers_falls_on_each_probability():
+  """Up to the one at each of its ends. So small ones do not vanish."""
+  probs = np.random.default_rng(0).dirichlet(np.full(129, 0.1))
+  probs[::3] = 0
+  probs /= probs.sum()
+  numbers = jnp.arange(2**15) / 2**15
+  find = jax.jit(jax.vmap(next_token._inverse_cdf, (0, None)))
+  places = find(numbers, jnp.log(jnp.asarray(probs)))
+  counts = np.bincount(places, minlength=129)
+  assert (counts[probs == 0] == 0).all()
+  assert np.abs(counts - probs * 2**15).max() < 1.1
+  assert (np.diff(places) >= 0).all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 129, 1187])
+def test_no_uniform_number_falls_on_what_is_forbidden(size):
+  """Also 1, and where probabilities are too small for a sum in float32."""
+  numbers = jnp.array([0, 2**-23, 0.5, 1 - 2**-23, 1])
+  find = jax.jit(jax.vmap(next_token._inverse_cdf, (0, None)))
+  rng = np.random.default_rng(size)
+  for spread in (0, 5, 60):
+    for share in (0.0, 0.5, 0.99):
+      logps = rng.normal(0, spread, size).astype(np.float32)
+      logps[rng.random(size) < share] = -np.inf
+      logps[rng.integers(size)] = -7.0
+      places = find(numbers, logps)
+      assert np.isfinite(logps[places]).all()
+      one = np.where(np.arange(size) == places[2], np.float32(-90), -np.inf)
+      assert (find(numbers, one) == places[2]).all()
+
+
+def test_devices_that_share_a_vocabulary_do_not_gather_it():
+  """But a number of each of 16 blocks, and one block of each row."""
+  rows, vocab, sampler = 8, 512, SamplerConfig(1, 8, STOPS)
+
+  def sample(logits, keys):
+    axes = next_token.ROW_AXES, next_token.VOCAB_AXES
+    logits, steps = sharding.constrain(logits, *axes), jnp.zeros(rows, int)
+    return next_token.sample_token(logits, keys, steps, sampler)[0]
+
+  keys = jax.random.split(jax.random.key(0), rows)
+  logits = jax.random.normal(jax.random.key(1), (rows, vocab))
+  with jax.set_mesh(sharding.make_mesh(jax.devices()[:4], data=2, tensor=2)):
+    shared = jax.jit(sample).lower(logits, keys).compile()
+    tokens = shared(logits, keys)
+  np.testing.assert_array_equal(tokens, jax.jit(sample)(logits, keys))
+  sent = re.findall(r"(\S+) (all-\w+|collective-\w+)\(", shared.as_text())
+  gathered = [shape for shape, kind in sent if kind == "all-gather"]
+  assert [shape.split("{")[0] for shape in gathered] == ["f32[4,16]"]
+  assert len(sent) <= 6
 
 
 PARAMS = (

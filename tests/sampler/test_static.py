@@ -143,7 +143,7 @@ def test_adapters_are_not_rounded_away():
 
 def test_responses_end_where_they_should():
   seen = set()
-  for seed in range(4):
+  for seed in range(18, 22):
     samples = generate(seed=seed)
     assert samples.tokens.shape == samples.logps.shape == (B, R)
     assert samples.finish.dtype == np.int8

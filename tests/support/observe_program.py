@@ -21,7 +21,7 @@ from gspo_jax.program import settings
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
-from gspo_jax.runtime.sharding import MeshJit
+from gspo_jax.runtime.mesh_jit import MeshJit
 from gspo_jax.sampler.samples import (
   STOPPED,
   TRUNCATED,

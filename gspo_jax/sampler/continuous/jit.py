@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from gspo_jax import model
 from gspo_jax.model import paged_cache, rounding
 from gspo_jax.runtime import sharding
+from gspo_jax.runtime.mesh_jit import MeshJit
 from gspo_jax.sampler.continuous import paged_decode
 from gspo_jax.sampler.continuous.config import (
   ContinuousBatchingConfig,
@@ -195,7 +196,7 @@ def jit_sampler(
   decode_samples = samples_sharding(cfg, sampler, sampler_mesh)
   train_samples = samples_sharding(cfg, sampler, mesh)
   episodes = samples_sharding(cfg, sampler, mesh, turns=True)
-  jit = functools.partial(sharding.mesh_jit, mesh=sampler_mesh)
+  jit = functools.partial(MeshJit, mesh=sampler_mesh)
   return SimpleNamespace(
     decode_params=jit(
       of._unstacked_decode_params,

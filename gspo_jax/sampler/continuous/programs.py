@@ -14,7 +14,8 @@ import numpy as np
 from gspo_jax import model
 from gspo_jax.model.cache import has_states
 from gspo_jax.runtime import multihost
-from gspo_jax.runtime.sharding import MeshJit, Tree
+from gspo_jax.runtime.mesh_jit import MeshJit
+from gspo_jax.runtime.sharding import Tree
 from gspo_jax.sampler.continuous.config import PROMPT_ROWS
 from gspo_jax.sampler.continuous.jit import Functions
 from gspo_jax.sampler.continuous.paged_decode import SegmentPlan
