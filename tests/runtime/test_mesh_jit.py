@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gspo_jax.runtime import compilation_cache, mesh_jit, sharding
@@ -45,13 +45,13 @@ def folder(tmp_path, monkeypatch):
   monkeypatch.setattr(mesh_jit, "_folder", None)
   enabled = jax.config.jax_enable_compilation_cache
   jax.config.update("jax_enable_compilation_cache", False)
-  compilation_cache.reset_cache()  # JAX looks at the option once
+  reset_cache()  # JAX looks at the option once
   mesh_jit.keep_executables(tmp_path / "executables")
   mesh_jit.process.cache_clear()
   TRACED.clear()
   yield tmp_path / "executables"
   jax.config.update("jax_enable_compilation_cache", enabled)
-  compilation_cache.reset_cache()
+  reset_cache()
   mesh_jit.process.cache_clear()
 
 
