@@ -56,7 +56,9 @@ def main() -> None:
     names = [{"objective.name": name} for name in args.names]
     for i, changes in enumerate(ESTIMATED if args.estimators else names):
       settings = {**changes, "num_steps": args.steps}
-      workdir, shared = Path(folder, str(i)), Path(folder, "cold_start")
+      # Its gate reads the rewards.
+      shared = Path(folder, f"cold_start {settings.get('reward.names', '')}")
+      workdir = Path(folder, str(i))
       for made in (workdir, shared):
         made.mkdir(exist_ok=True)
       (workdir / "cold_start").symlink_to(shared)

@@ -15,7 +15,7 @@ from absl import logging
 from clu import parameter_overview
 
 from gspo_jax import model
-from gspo_jax.data import pipeline, sources
+from gspo_jax.data import pipeline
 from gspo_jax.data.curriculum import Curriculum
 from gspo_jax.data.prompt_batch import DemonstrationBatch
 from gspo_jax.evaluate import held_out
@@ -30,10 +30,17 @@ from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Metrics
 from gspo_jax.program import load_params, settings
 from gspo_jax.program.config import ConfigDict, parse
-from gspo_jax.program.experiment import Experiment, checkpoint_identity, prepare
+from gspo_jax.program.experiment import (
+  Experiment,
+  checkpoint_identity,
+  cold_start_identity,
+  cold_start_key,
+  prepare,
+)
 from gspo_jax.record import metric_writer, profile, run_files, wandb_run
 from gspo_jax.record.checkpoint import Checkpoints, checksums
 from gspo_jax.record.identity import changes, flatten, match
+from gspo_jax.record.kept import Kept
 from gspo_jax.record.metric_writer import LogConfig, MetricWriter
 from gspo_jax.record.progress import Compilations
 from gspo_jax.rollout.batch import (
@@ -52,8 +59,7 @@ from gspo_jax.rollout.metrics import (
 from gspo_jax.rollout.off_policy import OffPolicy
 from gspo_jax.rollout.scoring import rewards_apart, wait_scored
 from gspo_jax.rollout.source import Source, make_source
-from gspo_jax.runtime import multihost, sharding
-from gspo_jax.runtime.key import as_dict
+from gspo_jax.runtime import compilation_cache, multihost, sharding
 from gspo_jax.runtime.preemption import Preemption
 
 _SAMPLES_EVERY = 10  # iterations between sample responses
@@ -515,14 +521,10 @@ def _write_config(experiment: Experiment) -> None:
 def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
   """The policy of this or an earlier cold start; None after a SIGTERM."""
   config, program = experiment.config, experiment.program
-  cold, problems = config.cold_start, experiment.datasets.demonstrations
   assert program.cold_start is not None
   k_init, k_check = jax.random.split(experiment.keys.cold_start)
-  identity = experiment.identity | {
-    "data": {"fingerprint": sources.fingerprint(problems)},
-    "cold_start": as_dict(cold) | {"from": config.model.checkpoint},
-  }
   folder = experiment.workdir / "cold_start"
+  kept, key = compilation_cache.beside("cold_start"), cold_start_key(experiment)
   with Checkpoints(folder, keep=1) as checkpoints:
     return cold_start.run(
       program.cold_start,
@@ -531,9 +533,10 @@ def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
       batch_sharding=sharding.batch_sharding(program.mesh),
       accuracy=functools.partial(_greedy_accuracy, experiment, k_check),
       checkpoints=checkpoints,
-      identity=identity,
-      cfg=cold,
+      identity=cold_start_identity(experiment),
+      cfg=config.cold_start,
       preemption=preemption,
+      kept=Kept(kept, key) if kept and key else None,
     )
 
 

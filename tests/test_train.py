@@ -35,7 +35,7 @@ from gspo_jax.program.config import parse
 from gspo_jax.record.checkpoint import Checkpoints
 from gspo_jax.rollout import metrics as rollout_metrics
 from gspo_jax.rollout.on_policy import OnPolicy
-from gspo_jax.runtime import sharding
+from gspo_jax.runtime import compilation_cache, sharding
 from gspo_jax.runtime.errors import UserError
 
 STEPS = 4  # of the debug config, which saves every 2
@@ -665,6 +665,31 @@ def test_a_workdir_of_another_run_is_refused(run, reference, overrides, words):
   # The config of the run stays as it was.
   config = json.loads((reference[0] / "run_config.json").read_text())
   assert config["seed"] == 0
+
+
+def test_a_second_run_takes_the_cold_start_of_an_equal_one(
+  run, reference, tmp_path, monkeypatch, assert_same_run
+):
+  """As if it had made it; its workdir needs no other folder then."""
+  monkeypatch.setattr(compilation_cache, "beside", tmp_path.joinpath)
+  _, out = run(tmp_path / "first", num_steps=0)
+  assert "cold start  100/100" in out
+  _, out = run(tmp_path / "second", sigterm_at="1/4 ", checkpoint__every=100)
+  assert f"cold start of an earlier run, from {tmp_path / 'cold_start'}/" in out
+  assert "100/100" not in out
+  shutil.rmtree(tmp_path / "cold_start")
+  shutil.rmtree(tmp_path / "second" / "checkpoints")
+  _, out = run(tmp_path / "second")
+  assert "cold start" not in out
+  assert_same_run(tmp_path / "second", reference[0])
+
+
+def test_a_cold_start_of_another_instruction_is_refused(
+  run, reference, tmp_path
+):
+  shutil.copytree(reference[0] / "cold_start", tmp_path / "cold_start")
+  with pytest.raises(UserError, match=r"it has data\.instruction='{problem}'"):
+    run(tmp_path, data__instruction="{problem} ")
 
 
 def test_a_cold_start_folder_that_is_a_file(run, tmp_path):

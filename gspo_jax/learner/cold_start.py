@@ -24,6 +24,7 @@ from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean, Metrics
 from gspo_jax.record.checkpoint import Checkpoints
 from gspo_jax.record.identity import match
+from gspo_jax.record.kept import Kept
 from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.key import POSITIVE, SHARE, ZERO_OR_MORE, check, key
@@ -99,12 +100,14 @@ def run(
   identity: dict,
   cfg: ColdStartConfig,
   preemption: Preemption,
+  kept: Kept | None = None,
 ) -> TrainState | None:
   """Trains until greedy accuracy reaches `cfg.gate`; resumes if saved.
 
   `accuracy` is of greedy decoding on held-out problems, equal on every host.
-  Cold starts with the same `identity` have the same result. Returns None after
-  a preemption, with the state saved.
+  Cold starts with the same `identity` have the same result, up to rounding.
+  `kept` is that of an earlier run, or becomes that of this one if this call
+  makes all of it. Returns None after a preemption, with the state saved.
 
   Raises:
     UserError: the folder holds another cold start, or the gate was not reached.
@@ -125,6 +128,11 @@ def run(
     identity, saved, "cold start in this folder", "use another --workdir"
   )
   restored = checkpoints.restore(functions.abstract, accept)
+  if restored is None and kept:
+    restored = kept.restore(functions.abstract, accept)
+    if restored:
+      print(f"cold start of an earlier run, from {kept.entry}", flush=True)
+      checkpoints.save(restored.step, restored.state, restored.metadata)
   if restored is None:
     state = functions.init_state(init_params())
     step, greedy = 0, 0.0
@@ -164,4 +172,6 @@ def run(
       "from there; raise the steps (in a new workdir), or set the gate to 0 "
       "to continue regardless"
     )
+  if kept and restored is None:
+    kept.save(step, state, metadata)
   return state

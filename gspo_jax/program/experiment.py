@@ -3,6 +3,8 @@
 import dataclasses
 import hashlib
 import json
+import os
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +13,7 @@ import numpy as np
 from etils import epath
 
 from gspo_jax import model
-from gspo_jax.data import datasets, pipeline, readers
+from gspo_jax.data import datasets, pipeline, readers, sources
 from gspo_jax.data.config import DataConfig
 from gspo_jax.data.datasets import Datasets
 from gspo_jax.data.problem import Problem
@@ -23,7 +25,9 @@ from gspo_jax.program import load_params, settings
 from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program, build_program, check_heads
 from gspo_jax.record.checkpoint import checksums
+from gspo_jax.record.identity import flatten
 from gspo_jax.record.progress import Progress
+from gspo_jax.rewards import reward
 from gspo_jax.rewards.pool import RewardPool
 from gspo_jax.rewards.reward import EXAMPLE
 from gspo_jax.rollout import environment, reward_model
@@ -33,14 +37,30 @@ from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.episode import SequenceLimits
 from gspo_jax.rollout.player import Player
 from gspo_jax.rollout.reward_model import RewardModel
-from gspo_jax.runtime import multihost
+from gspo_jax.runtime import mesh_jit, multihost
 from gspo_jax.runtime.errors import UserError, needs_extra, prefixed
+from gspo_jax.runtime.key import as_dict
 from gspo_jax.workers import sandbox_files
 from gspo_jax.workers.pool import Pool
 
 # The version of an RL checkpoint's layout. Raise it when arrays or metadata
 # change: a run does not resume from another version.
 CHECKPOINT_FORMAT = 3
+# Keys that decide what a cold start imitates, and those that decide at which
+# step its gate ends it.
+_IMITATED = (
+  *("data.max_prompt_length", "data.too_long", "data.system_prompt"),
+  *("data.instruction", "data.template_args"),
+  *("sampler.max_new_tokens", "rollout.environment"),
+)
+_GATED = "eval.prompts", "reward.names", "reward.pass_threshold", "sampler.stop"
+_GATED_TURNS = "rollout.max_turns", "rollout.max_sequences"
+# Keys, or sections, that only RL reads, after a cold start.
+_OF_RL = (
+  *("num_steps", "objective.", "optim.", "checkpoint.", "log."),
+  *("eval.every", "learner.minibatches", "reward.weights", "data.drop_solved"),
+  *("rollout.max_staleness", "rollout.dynamic_sampling_rounds"),
+)
 _TRIED = 100  # problems of a source whose prompts are tried
 
 
@@ -278,6 +298,54 @@ def make_reward_model(
     )
     check_heads(scorer.cfg, program.mesh)
   return scorer
+
+
+def cold_start_identity(experiment: Experiment) -> dict:
+  """What a cold start must agree with: all that decides its weights.
+
+  Not what only rounds them, as devices and the rows of a micro-batch do: a run
+  may resume with others.
+  """
+  config, problems = experiment.config, experiment.datasets
+  identity = experiment.identity | {
+    "data": {"fingerprint": sources.fingerprint(problems.demonstrations)},
+    "cold_start": as_dict(config.cold_start)
+    | {"from": config.model.checkpoint},
+  }
+  names = [*_IMITATED]
+  if config.cold_start.gate:
+    identity["eval"] = {"fingerprint": sources.fingerprint(problems.held_out)}
+    names += [*_GATED, *(_GATED_TURNS if config.rollout.environment else ())]
+  keys = flatten(config.as_json())
+  return identity | {name: keys[name] for name in names}
+
+
+def cold_start_key(experiment: Experiment) -> dict | None:
+  """What decides a cold start to the last bit, for `record.kept`.
+
+  None if a name hides a part of it: what a folder, a file or a function of the
+  user's holds may change. And None of several processes, which may share no
+  folder.
+  """
+  config, mesh = experiment.config, experiment.program.mesh
+  names = [
+    *(config.model.checkpoint, config.rollout.environment),
+    *(config.data.source.partition(":")[0], config.data.eval_source),
+    *(config.reward.names if config.cold_start.gate else ()),
+  ]
+  ours = {"", *datasets.BUILT_IN, *environment.BUILT_IN, *reward.BUILT_IN}
+  is_ours = lambda name: name in ours or re.fullmatch(r"gspo_jax(\.\w+)+", name)
+  if jax.process_count() > 1 or not all(map(is_ours, names)):
+    return None
+  keys, cores = flatten(config.as_json()), os.cpu_count()
+  if hasattr(os, "sched_getaffinity"):  # not on macOS
+    cores = len(os.sched_getaffinity(0))
+  return cold_start_identity(experiment) | {
+    "config": {k: x for k, x in keys.items() if not k.startswith(_OF_RL)},
+    "devices": [str(mesh), mesh.devices.flat[0].device_kind],
+    "cores": cores,  # among which XLA on a CPU splits sums
+    "process": str(mesh_jit.process()),
+  }
 
 
 def checkpoint_identity(

@@ -2,6 +2,7 @@
 
 checkpoint     save, verify and restore the training state
 identity       whether a checkpoint belongs to the same run; `flatten`
+kept           finished states for equal runs, in the user's cache folder
 metric_writer  metrics to stdout, JSON lines and TensorBoard
 wandb_run      metrics to Weights & Biases
 profile        a trace of some iterations
@@ -16,6 +17,7 @@ __all__ = (
   "identity",
   "json_file",
   "json_lines",
+  "kept",
   "metric_writer",
   "profile",
   "progress",

@@ -13,6 +13,8 @@ _TYPED = {
   "data.fingerprint": "data.source, the content of what it names, or another "
   "data.* key",
   "cold_start.from": "model.checkpoint",
+  "eval.fingerprint": "data.eval_source, or the content of what it or "
+  "data.source names",
 }
 
 

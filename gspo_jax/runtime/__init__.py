@@ -7,6 +7,7 @@ Other wings take these modules:
   spec               a name with arguments, such as `overlong:buffer=8`
   multihost          one program on many processes: start, gather, agree
   compilation_cache  compiled programs on disk, for the next process
+  mesh_jit           functions on a mesh, whose executables are kept
   notebook           the jax for a machine, and what it runs on
   sharding           the device mesh, and the table of parameter shardings
   tpus               what programs do differently on a kind of TPU
@@ -18,6 +19,7 @@ __all__ = (
   "compilation_cache",
   "errors",
   "key",
+  "mesh_jit",
   "multihost",
   "notebook",
   "preemption",

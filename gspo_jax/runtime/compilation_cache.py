@@ -43,9 +43,7 @@ def enable(folder: str | None) -> None:
     return
   try:
     if folder is None:
-      # Our folder in the one that the XDG specification has for caches.
-      caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-      folder = _writable(Path(caches) / "gspo_jax" / "compiled")
+      folder = _writable(_of_user() / "compiled")
       _evict(Path(folder), MAX_BYTES)
     elif "://" not in folder:
       folder = _writable(Path(folder))
@@ -56,6 +54,27 @@ def enable(folder: str | None) -> None:
   jax.config.update("jax_compilation_cache_dir", folder)
   # All of them: the many small ones take seconds together.
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def beside(name: str) -> Path | None:
+  """A folder beside the compiled programs in the user's own cache folder.
+
+  None if these are elsewhere, if none are kept, or if another user owns it.
+  """
+  used = jax.config.jax_compilation_cache_dir
+  if jax.config.jax_enable_compilation_cache and used:
+    with contextlib.suppress(OSError, RuntimeError):  # there is no home
+      folder = _of_user().absolute()
+      own = folder.stat().st_uid == os.getuid()
+      if own and used == str(folder / "compiled"):
+        return folder / name
+  return None
+
+
+def _of_user() -> Path:
+  """Our folder in the one that the XDG specification has for caches."""
+  caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+  return Path(caches) / "gspo_jax"
 
 
 def _keep_executables(compiled: str) -> None:

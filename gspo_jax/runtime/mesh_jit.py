@@ -24,7 +24,7 @@ import jax
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
-_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "tokamax")
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "tokamax", "grain", "numpy")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _folder: Path | None = None  # of kept executables; None: none are kept
 _cache_hits = 0  # programs that came from JAX's compilation cache
@@ -92,7 +92,7 @@ class MeshJit:
     meshes = {get(get(x, "sharding"), "mesh"): None for x in leaves}
     of = self._made_of, self.mesh, static, str(tree), arguments, list(meshes)
     try:
-      return _folder / _digest((_process(), *of))
+      return _folder / _digest((process(), *of))
     except (TypeError, pickle.PicklingError) as error:
       print(f"an executable is not kept: {error}", file=sys.stderr)
       return None
@@ -175,7 +175,7 @@ def _digest(value) -> str:
 
 
 @functools.cache
-def _process():
+def process():
   """What decides a program besides the function and its arguments."""
   source = hashlib.sha256()
   package = Path(__file__).parents[1]

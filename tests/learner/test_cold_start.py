@@ -1,6 +1,7 @@
 """Cold start: gated, saved, reused, and never mixed up with another."""
 
 import itertools
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Mean
 from gspo_jax.record import progress
 from gspo_jax.record.checkpoint import Checkpoints
+from gspo_jax.record.kept import Kept
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.runtime.preemption import Preemption
@@ -68,7 +70,7 @@ class Functions:
     return self.accuracies[len(self.checked) - 1]
 
 
-def run(folder, accuracies, *, seed=0, gate=0.9, stop=None):
+def run(folder, accuracies, *, seed=0, gate=0.9, stop=None, kept=None):
   """At most 10 steps, stopped by a signal in step `stop`."""
   first = TrainState(jnp.int32(0), {"w": jnp.zeros(2)}, ())
   functions, steps = Functions(accuracies), itertools.count(1)
@@ -92,6 +94,7 @@ def run(folder, accuracies, *, seed=0, gate=0.9, stop=None):
       identity={"seed": seed},
       cfg=ColdStartConfig(steps=10, check_every=2, gate=gate),
       preemption=preemption,
+      kept=kept,
     )
   return state, functions
 
@@ -137,6 +140,45 @@ def test_another_cold_start_is_refused(tmp_path):
   run(tmp_path, [0.95])
   with pytest.raises(UserError, match="seed"):
     run(tmp_path, [0.95], seed=1)
+
+
+def test_an_equal_run_takes_what_one_kept(tmp_path, capsys):
+  """Its folder then has its own copy."""
+  kept = Kept(tmp_path / "kept", {})
+  state, _ = run(tmp_path / "a", [0.95], kept=kept)
+  assert "earlier run" not in capsys.readouterr().out
+  taken, functions = run(tmp_path / "b", [], kept=kept)
+  assert capsys.readouterr().out == (
+    f"cold start of an earlier run, from {kept.entry}\n"
+  )
+  assert functions.batches == []
+  np.testing.assert_array_equal(taken.params["w"], state.params["w"])
+  shutil.rmtree(tmp_path / "kept")
+  run(tmp_path / "b", [], kept=kept)
+  # Its bits may be those of two machines.
+  assert not kept.entry.exists()
+
+
+@pytest.mark.parametrize("ends", ["missed", "stopped", "resumed"])
+def test_one_that_was_not_made_at_one_go_is_not_kept(tmp_path, ends):
+  kept = Kept(tmp_path / "kept", {})
+  if ends == "missed":
+    with pytest.raises(UserError, match="gate"):
+      run(tmp_path / "a", [0.1] * 5, kept=kept)
+  else:
+    run(tmp_path / "a", [0.1], stop=3, kept=kept)
+  if ends == "resumed":
+    state, _ = run(tmp_path / "a", [0.95], kept=kept)
+    assert int(state.step) == 4
+  assert not kept.entry.exists()
+
+
+def test_one_of_another_identity_is_not_taken(tmp_path, capsys):
+  kept = Kept(tmp_path / "kept", {})
+  run(tmp_path / "a", [0.95], kept=kept)
+  state, _ = run(tmp_path / "b", [0.1, 0.95], seed=1, kept=kept)
+  assert int(state.step) == 4
+  assert f"{kept.entry} is not used: the cold" in capsys.readouterr().out
 
 
 def test_cross_entropy():

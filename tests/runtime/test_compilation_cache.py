@@ -61,6 +61,35 @@ def test_a_folder_may_be_named_and_none_too(options, monkeypatch, tmp_path):
   assert not (tmp_path / "unused").exists()
 
 
+def test_there_is_a_folder_beside_the_users_own_alone(
+  options, monkeypatch, tmp_path
+):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+  beside = lambda: compilation_cache.beside("kept")
+  assert beside() is None  # nothing is enabled
+  compilation_cache.enable(None)
+  assert beside() == tmp_path / "caches" / "gspo_jax" / "kept"
+  with monkeypatch.context() as patch:
+    patch.setattr(os, "getuid", lambda: -1)
+    assert beside() is None
+  compilation_cache.enable(str(tmp_path / "named"))
+  assert beside() is None
+  options.update("jax_compilation_cache_dir", None)
+  compilation_cache.enable(None)
+  compilation_cache.enable("")
+  assert beside() is None
+
+
+def test_no_home_no_folder(options, monkeypatch):
+  def fail():
+    raise RuntimeError("Could not determine home directory.")
+
+  monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+  monkeypatch.setattr(Path, "home", fail)
+  options.update("jax_compilation_cache_dir", "of the user")
+  assert compilation_cache.beside("kept") is None
+
+
 def test_a_folder_that_cannot_be_written_costs_one_line(
   options, capsys, tmp_path
 ):
