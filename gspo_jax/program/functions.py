@@ -54,26 +54,6 @@ class Program:
   def tokenizer(self) -> Tokenizer:
     return self.prompt_config.tokenizer
 
-  def check_compiled_once(self) -> None:
-    """RuntimeError if a function was compiled for a second set of shapes."""
-    for group in (self, self.sampler, self.learner, self.cold_start):
-      for name, function in vars(group).items() if group else ():
-        if isinstance(function, MeshJit):
-          _require_compilations(name, function, 1)
-    # A continuous sampler printed the limits of its parts at the start.
-    for name in ("generate", "respond"):
-      parts = getattr(self.sampler, name).compilations()
-      for part, (function, limit) in parts.items():
-        _require_compilations(f"{name}.{part}", function, limit)
-
-
-def _require_compilations(name, function, limit):
-  if (times := function.num_programs) > limit:
-    raise RuntimeError(
-      f"{name} was compiled {times} times: the shapes, types or shardings of "
-      "its arguments changed between calls"
-    )
-
 
 def build_program(
   config: Config,

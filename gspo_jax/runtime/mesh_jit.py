@@ -33,7 +33,9 @@ _cache_hits = 0  # programs that came from JAX's compilation cache
 class MeshJit:
   """A jitted function on a mesh, compiled once for each set of shapes.
 
-  `options` are those of `jax.jit`; of arguments one can be static.
+  There are at most `most` sets: RuntimeError beyond, for a run whose shapes
+  change would compile for ever. `options` are those of `jax.jit`; of arguments
+  one can be static.
   """
 
   def __init__(
@@ -41,10 +43,11 @@ class MeshJit:
     function: Callable,
     mesh: Mesh,
     *,
+    most: int = 1,
     static_argnums: int | None = None,
     **options,
   ):
-    self.mesh = mesh
+    self.mesh, self.most = mesh, most
     self._made_of = function, options
     self._static = static_argnums
     self._jitted = jax.jit(function, static_argnums=static_argnums, **options)
@@ -63,6 +66,11 @@ class MeshJit:
     shapes = static, tree, tuple((x.shape, x.dtype) for x in leaves)
     with jax.set_mesh(self.mesh):
       if shapes not in self._programs:
+        if self.num_programs == self.most:
+          raise RuntimeError(
+            f"{_name(self._made_of[0])}: sets of shapes at most {self.most}, "
+            f"its arguments have another: {static}, {shapes[2]}"
+          )
         path = self._path(static, tree, leaves)
         program = path and _load(path, (arrays, {}), self.mesh)
         if program is None:
@@ -96,6 +104,12 @@ class MeshJit:
     except (TypeError, pickle.PicklingError) as error:
       print(f"an executable is not kept: {error}", file=sys.stderr)
       return None
+
+
+def _name(function: Callable) -> str:
+  while isinstance(function, functools.partial):
+    function = function.func
+  return function.__qualname__
 
 
 def keep_executables(folder: Path) -> None:

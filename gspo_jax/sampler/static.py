@@ -139,10 +139,6 @@ class StaticSampler:
     """Lowers the function; `options` are for continuous batching alone."""
     return {"generate": self.jitted.lower(params, prompts, key)}
 
-  def compilations(self) -> dict[str, tuple[MeshJit, int]]:
-    """Each jitted function, and how many programs it may compile, by name."""
-    return {"generate": (self.jitted, 1)}
-
   def describe(self, *, continues: bool) -> str:
     """A log line about the programs; "" if there is only one."""
     return ""

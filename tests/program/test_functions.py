@@ -135,26 +135,6 @@ def test_weights_go_to_a_sampler_of_as_many_devices(debug_config):
   np.testing.assert_array_equal(there.lengths, rows)
 
 
-def test_a_function_that_compiles_again_is_an_error(debug_config):
-  """A continuous sampler's prefill may compile as often as it lists."""
-  debug_config.continuous_batching.update(
-    {"slots": 4, "page_size": 4, "prefill_chunk": 8}
-  )
-  mesh = sharding.make_mesh(jax.devices()[:1])
-  program = build_program(parse(debug_config), mesh)
-  program.check_compiled_once()
-  generate = program.sampler.generate
-  for name, (_, limit) in generate.compilations().items():
-    function = types.SimpleNamespace(num_programs=limit + 1)
-    functions = types.SimpleNamespace(
-      **vars(generate.jitted) | {name: function}
-    )
-    again = dataclasses.replace(generate, jitted=functions)
-    sampler = dataclasses.replace(program.sampler, generate=again)
-    with pytest.raises(RuntimeError, match=rf"generate\.{name} was compiled"):
-      dataclasses.replace(program, sampler=sampler).check_compiled_once()
-
-
 def test_without_training_there_is_no_learner_and_no_check(debug_config):
   debug_config.learner.micro_batch_size = 3  # divides nothing
   debug_config.sampler.temperature = 0
@@ -162,7 +142,6 @@ def test_without_training_there_is_no_learner_and_no_check(debug_config):
   program = build_program(parse(debug_config), mesh, training=False)
   assert program.learner is None
   assert program.cold_start is None
-  program.check_compiled_once()
   with pytest.raises(UserError, match="temperature"):
     build_program(parse(debug_config), mesh)
 

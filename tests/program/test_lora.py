@@ -96,7 +96,7 @@ def paths(tree):
 
 
 def test_adapters_move_and_the_weights_below_stay(on_one_device):
-  before, after, _, metrics, program = on_one_device
+  before, after, _, metrics, _ = on_one_device
   jax.tree.map(np.testing.assert_array_equal, after.base, before.base)
   for path, x in sharding.leaves_by_path(before.params).items():
     moved = np.abs(x - sharding.leaves_by_path(after.params)[path]).max()
@@ -104,7 +104,6 @@ def test_adapters_move_and_the_weights_below_stay(on_one_device):
   assert metrics["kl/reference"].value() > 1e-4
   # The reference is the weights without adapters: it needs no copy.
   assert jax.tree.leaves(after.reference) == []
-  program.check_compiled_once()
 
 
 def test_only_adapters_have_moments(on_one_device):

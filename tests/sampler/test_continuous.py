@@ -168,14 +168,8 @@ def test_another_call_another_key_and_other_weights():
   assert (first.tokens != other.tokens).any()
   assert_same(run(generate, key=2, seed=1), static(key=2, seed=1))
   assert generate.jitted.decode.num_programs == 1  # 8 slots
-  allowed = generate.compilations()
-  assert {name for name, (_, most) in allowed.items() if most == 1} == {
-    *("decode_params", "begin", "read_rows", "finalize", "finish_episodes"),
-    *("decode", "move_pages", "move_slots", "move_rows", "share"),
-    "empty_samples",
-  }
-  for name, (function, most) in allowed.items():
-    assert function.num_programs <= most, name
+  several = [n for n, f in vars(generate.jitted).items() if f.most > 1]
+  assert several == ["prefill", "write_prefix_routing"]
   assert generate.buckets(continues=False) == (8, 16)
   line = generate.describe(continues=False)
   assert line.startswith("continuous batching: 8 slots, 88 pages of 4 ")

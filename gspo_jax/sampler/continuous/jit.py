@@ -33,6 +33,9 @@ from gspo_jax.sampler.samples import (
   samples_sharding,
 )
 
+# A step computes at least so many rows of a shard: a TPU tile has 8.
+_FEWEST_ROWS = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class Functions:
@@ -49,6 +52,24 @@ class Functions:
   def records(self) -> bool:
     """Whether samples have the experts of tokens."""
     return self.config.record_routing and self.cfg.num_experts > 0
+
+  def buckets(self, *, continues: bool = True) -> tuple[int, ...]:
+    longest = self.sizes.max_prompt_length
+    if continues:
+      longest += self.sizes.max_new_tokens
+    return self.batching.buckets(longest)
+
+  @property
+  def compute_sizes(self) -> tuple[int, ...]:
+    """Numbers of slots that a segment can compute: all, a half, and so on."""
+    slots, sizes = self.sizes.slots, [self.batching.slots]
+    while (slots := slots // 2) * (1 + self.sizes.drafts) >= _FEWEST_ROWS:
+      sizes.append(slots * self.shards)
+    return tuple(sizes)
+
+  def drafts(self, count: int) -> int:
+    """Tokens that each slot drafts in a step where `count` are computed."""
+    return self.sizes.drafts_of(count // self.shards)
 
   def _unstacked_decode_params(self, params):
     return model.unstack_layers(decode_params(params, self.cfg), self.cfg)
@@ -196,7 +217,10 @@ def jit_sampler(
   decode_samples = samples_sharding(cfg, sampler, sampler_mesh)
   train_samples = samples_sharding(cfg, sampler, mesh)
   episodes = samples_sharding(cfg, sampler, mesh, turns=True)
-  jit = functools.partial(MeshJit, mesh=sampler_mesh)
+  times = 1 + of.by_row  # rows of sampled and of greedy evaluations
+  prefills = times * 4 * len(of.buckets())
+  decodes = [of.drafts(size) > 0 for size in of.compute_sizes]
+  jit = functools.partial(MeshJit, mesh=sampler_mesh, most=times)
   return SimpleNamespace(
     decode_params=jit(
       of._unstacked_decode_params,
@@ -218,17 +242,21 @@ def jit_sampler(
     ),
     prefill=jit(
       of._prefill,
+      most=prefills,
       donate_argnums=1,
       out_shardings=(state, batch if of.records else None),
       compiler_options=rounding.OPTIONS,
     ),
     write_prefix_routing=jit(
       paged_decode.write_prefix_routing,
+      most=prefills,
       donate_argnums=0,
       out_shardings=decode_samples,
     ),
     decode=jit(
       of._decode,
+      # Few slots with drafts, and without if they do not pay.
+      most=times * (len(decodes) + sum(decodes)),
       in_shardings=(None,) * 6 + (sharding.replicated(mesh),),
       out_shardings=(state, decode_samples, sharding.replicated(sampler_mesh)),
       static_argnums=7,

@@ -14,7 +14,6 @@ import numpy as np
 from gspo_jax import model
 from gspo_jax.model.cache import has_states
 from gspo_jax.runtime import multihost
-from gspo_jax.runtime.mesh_jit import MeshJit
 from gspo_jax.runtime.sharding import Tree
 from gspo_jax.sampler.continuous.config import PROMPT_ROWS
 from gspo_jax.sampler.continuous.jit import Functions
@@ -22,8 +21,6 @@ from gspo_jax.sampler.continuous.paged_decode import SegmentPlan
 from gspo_jax.sampler.decode_params import decode_params_sharding
 from gspo_jax.sampler.samples import Prompts
 
-# A step computes at least so many rows of a shard: a TPU tile has 8.
-_FEWEST_ROWS = 8
 _MAX_PREFILL_BATCH = 8  # most prefixes of one prefill on each shard
 
 
@@ -45,12 +42,6 @@ class Programs(Functions):
   def mesh(self) -> jax.sharding.Mesh:
     return self.batch_sharding.mesh  # type: ignore[return-value]  # of devices
 
-  def buckets(self, *, continues: bool = True) -> tuple[int, ...]:
-    longest = self.sizes.max_prompt_length
-    if continues:
-      longest += self.sizes.max_new_tokens
-    return self.batching.buckets(longest)
-
   def prefill_batch(self, T: int) -> int:
     """Prefixes of T tokens in a shard's prefill; a size of 1 also compiles.
 
@@ -58,18 +49,6 @@ class Programs(Functions):
     """
     tokens = self.sizes.num_pages * self.sizes.page_size
     return max(1, min(_MAX_PREFILL_BATCH, tokens // (8 * T)))
-
-  @property
-  def compute_sizes(self) -> tuple[int, ...]:
-    """Numbers of slots that a segment can compute: all, a half, and so on."""
-    slots, sizes = self.sizes.slots, [self.batching.slots]
-    while (slots := slots // 2) * (1 + self.sizes.drafts) >= _FEWEST_ROWS:
-      sizes.append(slots * self.shards)
-    return tuple(sizes)
-
-  def drafts(self, count: int) -> int:
-    """Tokens that each slot drafts in a step where `count` are computed."""
-    return self.sizes.drafts_of(count // self.shards)
 
   @functools.cached_property
   def shares_rows(self) -> bool:
@@ -165,20 +144,6 @@ class Programs(Functions):
     for m in self.compute_sizes[1:] if subsets else ():
       lowered[f"generate {m}"] = decode(whole(m), self.drafts(m))
     return lowered
-
-  def compilations(self) -> dict[str, tuple[MeshJit, int]]:
-    prefills, sizes = 4 * len(self.buckets()), self.compute_sizes
-    limits = dict.fromkeys(vars(self.jitted), 1) | {
-      # Few slots with drafts, and without if they do not pay.
-      "decode": len(sizes) + sum(self.drafts(n) > 0 for n in sizes),
-      "prefill": prefills,
-      "write_prefix_routing": prefills,
-    }
-    times = 1 + self.by_row  # rows of sampled and of greedy evaluations
-    return {
-      name: (getattr(self.jitted, name), times * limit)
-      for name, limit in limits.items()
-    }
 
   def describe(self, *, continues: bool) -> str:
     slots = " or ".join(map(str, self.compute_sizes))
