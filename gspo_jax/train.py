@@ -294,6 +294,7 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   state, _, update_metrics = learner.update(state, train_batch)
   metrics, distributions = metric_writer.to_scalars(old_metrics, update_metrics)
   clock.append(time.monotonic())
+  run.experiment.program.check_compiled_once()
 
   # Metrics.
   metrics |= rollout_metrics(batch, config.rollout, step)

@@ -12,7 +12,7 @@ set -euo pipefail
 
 packages=(
   # setup.cfg asks for the first line; the others are needed by it.
-  clu grain ml-collections tensorboardX 'tokamax==0.0.14'
+  clu cloudpickle grain ml-collections tensorboardX 'tokamax==0.0.14'
   array-record portpicker
   einshape immutabledict qwix 'typeguard==2.13.3'
   xprof fire gviz-api termcolor

@@ -69,6 +69,7 @@ def make_run(config, pool, generate, learner, prompts):
       separate=None,
     ),
     learner=learner,
+    check_compiled_once=lambda: None,
   )
   experiment = Experiment(parse(config), None, program, pool, *[None] * 3, KEYS)
   curriculum = Curriculum(prompts)

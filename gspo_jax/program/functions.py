@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -53,6 +54,20 @@ class Program:
   @property
   def tokenizer(self) -> Tokenizer:
     return self.prompt_config.tokenizer
+
+  def check_compiled_once(self) -> None:
+    """RuntimeError if a function has more programs than its shapes explain."""
+    groups: list[Any] = [self, self.sampler, self.learner, self.cold_start]
+    if self.sampler:
+      for sampler in (self.sampler.generate, self.sampler.respond):
+        groups += [sampler, sampler.jitted]
+    for group in filter(None, groups):
+      for name, function in vars(group).items():
+        if isinstance(function, MeshJit) and function.has_too_many:
+          raise RuntimeError(
+            f"{name} was compiled {function.num_programs} times: the shapes or "
+            "types of its arguments changed between calls"
+          )
 
 
 def build_program(

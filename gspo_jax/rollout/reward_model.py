@@ -82,7 +82,6 @@ class RewardModel:
     self._score = MeshJit(
       lambda params, *rows: model.scores(params, cfg, *rows),
       mesh,
-      most=32,  # rows of a power of two of tokens
       in_shardings=(places, *self._places),
       out_shardings=sharding.replicated(mesh),
     )

@@ -33,9 +33,8 @@ _cache_hits = 0  # programs that came from JAX's compilation cache
 class MeshJit:
   """A jitted function on a mesh, compiled once for each set of shapes.
 
-  There are at most `most` sets: RuntimeError beyond, for a run whose shapes
-  change would compile for ever. `options` are those of `jax.jit`; of arguments
-  one can be static.
+  A run that needs more than `most` sets would compile for ever. `options` are
+  those of `jax.jit`; of arguments one can be static.
   """
 
   def __init__(
@@ -48,7 +47,7 @@ class MeshJit:
     **options,
   ):
     self.mesh, self.most = mesh, most
-    self._made_of = function, options
+    self.function, self._options = function, options
     self._static = static_argnums
     self._jitted = jax.jit(function, static_argnums=static_argnums, **options)
     self._programs: dict[object, jax.stages.Compiled] = {}
@@ -56,6 +55,10 @@ class MeshJit:
   @property
   def num_programs(self) -> int:
     return len(self._programs)
+
+  @property
+  def has_too_many(self) -> bool:
+    return self.num_programs > self.most
 
   def __call__(self, *args):
     arrays, static = args, None
@@ -66,11 +69,6 @@ class MeshJit:
     shapes = static, tree, tuple((x.shape, x.dtype) for x in leaves)
     with jax.set_mesh(self.mesh):
       if shapes not in self._programs:
-        if self.num_programs == self.most:
-          raise RuntimeError(
-            f"{_name(self._made_of[0])}: sets of shapes at most {self.most}, "
-            f"its arguments have another: {static}, {shapes[2]}"
-          )
         path = self._path(static, tree, leaves)
         program = path and _load(path, (arrays, {}), self.mesh)
         if program is None:
@@ -98,18 +96,12 @@ class MeshJit:
       for x in leaves
     ]
     meshes = {get(get(x, "sharding"), "mesh"): None for x in leaves}
-    of = self._made_of, self.mesh, static, str(tree), arguments, list(meshes)
+    of = self.function, self._options, self.mesh, static, str(tree)
     try:
-      return _folder / _digest((process(), *of))
+      return _folder / _digest((process(), *of, arguments, list(meshes)))
     except (TypeError, pickle.PicklingError) as error:
       print(f"an executable is not kept: {error}", file=sys.stderr)
       return None
-
-
-def _name(function: Callable) -> str:
-  while isinstance(function, functools.partial):
-    function = function.func
-  return function.__qualname__
 
 
 def keep_executables(folder: Path) -> None:

@@ -22,7 +22,7 @@ from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.continuous import config as continuous_config
-from gspo_jax.sampler.continuous import placement, programs
+from gspo_jax.sampler.continuous import jit, placement
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import STOPPED, UNFINISHED, Prompts, SamplerConfig
 
@@ -181,7 +181,7 @@ def test_a_subset_of_the_slots_is_computed_for_the_last_responses(
   make, monkeypatch
 ):
   """Of each shard's 8 or 4 a half or quarter that holds all, and none new."""
-  monkeypatch.setattr(programs, "_FEWEST_ROWS", 2)
+  monkeypatch.setattr(jit, "_FEWEST_ROWS", 2)
   generate, segments, steps_of_segments = make(), [], []
   slots, shards = generate.batching.slots, generate.shards
 
@@ -212,9 +212,9 @@ def test_a_subset_of_the_slots_is_computed_for_the_last_responses(
 
   assert_same(run(spied(generate, decode=decode)), static())
   assert set(segments) == {slots, slots // 2, 2 * shards}
-  # Two were planned ahead for nothing: all of the last slots had finished, or
-  # few enough were left for a subset.
-  assert steps_of_segments.count(0) <= 2
+  # Of each size one may be planned ahead for nothing: few enough were left for
+  # a subset, or none.
+  assert steps_of_segments.count(0) <= len(set(segments))
 
 
 def slot_steps_of(lengths, slots, segment_steps):
@@ -381,7 +381,7 @@ def test_a_host_plans_its_own_shards_as_one_host_plans_all(
 
   With 8 slots some responses start on the first shard, whose own end at once.
   """
-  monkeypatch.setattr(programs, "_FEWEST_ROWS", 1)
+  monkeypatch.setattr(jit, "_FEWEST_ROWS", 1)
   lent = spied_loans(monkeypatch)
   lengths = np.random.default_rng(0).integers(4, R // 2, B)
   lengths[: B // 4], lengths[-3:] = 1, R

@@ -16,7 +16,7 @@ from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import samples as sampling
 from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.continuous import config as continuous_config
-from gspo_jax.sampler.continuous import programs, speculation
+from gspo_jax.sampler.continuous import speculation
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import UNFINISHED, Prompts, SamplerConfig
 
@@ -231,7 +231,7 @@ CASES = {
 def test_speculation_holds_with(name, monkeypatch):
   changes, cfg, sizes, devices, how = CASES[name]
   monkeypatch.setattr(continuous_config, "_DRAFTING", 2)
-  monkeypatch.setattr(programs, "_FEWEST_ROWS", 4)
+  monkeypatch.setattr(jit, "_FEWEST_ROWS", 4)
   config = dataclasses.replace(CONFIG, **changes)
   batching = dataclasses.replace(BATCHING, **sizes)
   expected = how(build(config, cfg, batching, devices))

@@ -136,7 +136,7 @@ class Observed:
   def given(self, function, key):
     """What a function of the learner was given."""
     made = getattr(self.program.learner, function)
-    return made.jitted.__wrapped__.keywords[key]
+    return made.function.keywords[key]
 
   def policy(self):
     return settings.policy_learner(self.parsed, self.cfg)
