@@ -16,7 +16,7 @@ from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler import samples as sampling
 from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.continuous import config as continuous_config
-from gspo_jax.sampler.continuous import speculation
+from gspo_jax.sampler.continuous import jit, speculation
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.samples import UNFINISHED, Prompts, SamplerConfig
 
