@@ -184,8 +184,13 @@ class ObjectiveConfig:
     check(self, "objective")
     _ = self.mismatch_options, self.estimator
     # A policy can be evaluated without the module of a user's own method.
-    if "." not in self.name.partition(":")[0]:
+    if not self.has_own_method:
       _ = self.numbers
+
+  @property
+  def has_own_method(self) -> bool:
+    """Whether `name` is a function of the user's."""
+    return "." in self.name.partition(":")[0]
 
   @property
   def method(self) -> Method:
@@ -194,7 +199,7 @@ class ObjectiveConfig:
     if name in METHODS:
       return METHODS[name]
     typed = f"objective.name={self.name!r}"
-    if "." not in name:
+    if not self.has_own_method:
       raise UserError(f"{typed}: {nearest(name, METHODS)}")
     with prefixed(typed):
       method = specs.imported(name, {}, "method")

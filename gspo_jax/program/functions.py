@@ -25,7 +25,7 @@ from gspo_jax.program.learner_functions import (
   learner_functions,
 )
 from gspo_jax.program.sampler_functions import sampler_functions
-from gspo_jax.runtime import sharding
+from gspo_jax.runtime import mesh_jit, sharding
 from gspo_jax.runtime.errors import UserError, prefixed
 from gspo_jax.runtime.mesh_jit import MeshJit
 from gspo_jax.sampler.functions import SamplerFunctions
@@ -62,11 +62,11 @@ class Program:
       for sampler in (self.sampler.generate, self.sampler.respond):
         groups += [sampler, sampler.jitted]
     for group in filter(None, groups):
-      for name, function in vars(group).items():
-        if isinstance(function, MeshJit) and function.has_too_many:
+      for name, jit in vars(group).items():
+        if isinstance(jit, MeshJit) and jit.num_programs > jit.most:
           raise RuntimeError(
-            f"{name} was compiled {function.num_programs} times: the shapes or "
-            "types of its arguments changed between calls"
+            f"{name} has {jit.num_programs} programs, expected at most "
+            f"{jit.most}: the shapes of its arguments change between calls"
           )
 
 
@@ -87,6 +87,8 @@ def build_program(
   if training:
     shards = sharding.batch_shards(mesh)
     rules.check_training(config, shards, mesh.shape["context"])
+    if config.objective.has_own_method:
+      mesh_jit.keep_none()
   cfg = settings.model_config(config.model)
   check_heads(cfg, mesh)
   _check_dtype(cfg, mesh)

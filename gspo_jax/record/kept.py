@@ -58,7 +58,8 @@ class Kept:
         with Checkpoints(whole, keep=1) as checkpoints:
           checkpoints.save(step, state, metadata)
         whole.rename(self.entry)
-      entries = sorted(self._folder.iterdir(), key=os.path.getmtime)
+      found = self._folder.glob(64 * "?")  # without temporary ones
+      entries = sorted(found, key=os.path.getmtime)
     except (OSError, RuntimeError, UserError) as error:
       if not self.entry.exists():  # else another run was first
         print(f"{self.entry} is not kept: {error}", flush=True)

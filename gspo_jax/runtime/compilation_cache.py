@@ -78,12 +78,17 @@ def _of_user() -> Path:
 
 
 def _keep_executables(compiled: str) -> None:
-  """Keeps them beside the compiled programs, unless these are in a bucket."""
+  """Keeps them beside the compiled programs, unless these are in a bucket.
+
+  Several processes on GPUs keep none, for one could lack a file of its own.
+  """
+  several = jax.distributed.is_initialized()
+  if "://" in compiled or (several and jax.default_backend() == "gpu"):
+    return
   folder = Path(compiled, "executables")
   try:
-    if "://" not in compiled:
-      mesh_jit.keep_executables(folder)
-      _evict(folder, MAX_BYTES)
+    mesh_jit.keep_executables(folder)
+    _evict(folder, MAX_BYTES)
   except OSError as error:
     print(f"executables are not kept: {error}", file=sys.stderr)
 

@@ -34,7 +34,8 @@ class MeshJit:
   """A jitted function on a mesh, compiled once for each set of shapes.
 
   A run that needs more than `most` sets would compile for ever. `options` are
-  those of `jax.jit`; of arguments one can be static.
+  those of `jax.jit`; of arguments one can be static, the others are arrays. Of
+  one set of shapes all arrays have the same shardings.
   """
 
   def __init__(
@@ -56,17 +57,15 @@ class MeshJit:
   def num_programs(self) -> int:
     return len(self._programs)
 
-  @property
-  def has_too_many(self) -> bool:
-    return self.num_programs > self.most
-
   def __call__(self, *args):
     arrays, static = args, None
     if self._static is not None:
       static = args[self._static]
       arrays = args[: self._static] + args[self._static + 1 :]
     leaves, tree = jax.tree.flatten(arrays)
-    shapes = static, tree, tuple((x.shape, x.dtype) for x in leaves)
+    weak = lambda x: getattr(x, "weak_type", False)
+    arrays_of = tuple((x.shape, x.dtype, weak(x)) for x in leaves)
+    shapes = static, tree, arrays_of
     with jax.set_mesh(self.mesh):
       if shapes not in self._programs:
         path = self._path(static, tree, leaves)
@@ -90,15 +89,13 @@ class MeshJit:
     if _folder is None:
       return None
     # Text: a pickle depends on which equal strings are one object.
-    get = lambda x, name: getattr(x, name, None)
-    arguments = [
-      f"{x.shape} {x.dtype} {get(x, 'weak_type')} {get(x, 'sharding')}"
-      for x in leaves
-    ]
-    meshes = {get(get(x, "sharding"), "mesh"): None for x in leaves}
+    shardings = [getattr(x, "sharding", None) for x in leaves]
+    arguments = [str(x) for x in (*map(jax.typeof, leaves), *shardings)]
+    weak = [getattr(x, "weak_type", False) for x in leaves]
+    meshes = dict.fromkeys(getattr(x, "mesh", None) for x in shardings)
     of = self.function, self._options, self.mesh, static, str(tree)
     try:
-      return _folder / _digest((process(), *of, arguments, list(meshes)))
+      return _folder / _digest((process(), *of, arguments, weak, [*meshes]))
     except (TypeError, pickle.PicklingError) as error:
       print(f"an executable is not kept: {error}", file=sys.stderr)
       return None
@@ -125,13 +122,20 @@ def _count_hits(event: str, **_) -> None:
   _cache_hits += event == "/jax/compilation_cache/cache_hits"
 
 
+def keep_none() -> None:
+  """For functions of a user's code: no executable is named by its source."""
+  global _folder
+  _folder = None
+
+
 def _load(path: Path, args, mesh: Mesh) -> jax.stages.Compiled | None:
   """The executable in a file; None without one, or if it is damaged."""
-  try:
-    data = path.read_bytes()
-  except FileNotFoundError:
+  if not path.exists():
     return None
   try:
+    if path.stat().st_uid != os.getuid():
+      raise ValueError("it is another user's")
+    data = path.read_bytes()
     digest, data = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
     if hashlib.sha256(data).digest() != digest:
       raise ValueError("its checksum is wrong")
@@ -157,9 +161,10 @@ def _store(path: Path, program: jax.stages.Compiled) -> None:
     # Trees of our classes cannot be pickled, but their values can.
     results = jax.tree.unflatten(tree, range(tree.num_leaves))
     data = zlib.compress(pickle.dumps((executable, results)), 1)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-      file.write(hashlib.sha256(data).digest() + data)
-    os.replace(file.name, path)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+      whole = Path(folder, "whole")
+      whole.write_bytes(hashlib.sha256(data).digest() + data)
+      os.replace(whole, path)
   except Exception as error:  # a full disk, or a backend that cannot
     print(f"an executable is not kept: {error}", file=sys.stderr)
 
@@ -180,9 +185,16 @@ def _digest(value) -> str:
     return hashlib.sha256(file.getvalue()).hexdigest()
 
 
-@functools.cache
 def process():
   """What decides a program besides the function and its arguments."""
+  # An attribute has the value in this context; some options have none.
+  now = lambda name, value: str(getattr(jax.config, name, value))
+  options = {name: now(name, x) for name, x in jax.config.values.items()}
+  return _process(), sorted(options.items())
+
+
+@functools.cache
+def _process():
   source = hashlib.sha256()
   package = Path(__file__).parents[1]
   for path in sorted(package.rglob("*.py")):
@@ -198,7 +210,6 @@ def process():
     jax.devices()[0].client.platform_version,
     _processor(),
     (jax.process_index(), jax.process_count()),
-    sorted((name, str(x)) for name, x in jax.config.values.items()),
     [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
   )
 

@@ -129,8 +129,8 @@ def _inverse_cdf(uniform, logps_K):
   """Which of K the uniform number falls on; none of log-prob -inf.
 
   Probabilities become whole numbers, in units of 2^-30: their sums are exact,
-  so one of 0 has no room. A uniform number has steps of 2^-23: what is rarer
-  has one step or none, as the others happen to add up.
+  so one of 0 has no room. A uniform number has steps of 2^-23: of what has
+  1e-5 it is up to 1 % off, and what is rarer than a step has one or none.
   """
   sums_K = jnp.cumsum((jax.nn.softmax(logps_K) * 2**30).astype(jnp.int32))
   below = (uniform * sums_K[-1]).astype(jnp.int32)

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from repository import ROOT
 
 from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
-from gspo_jax.runtime import sharding
+from gspo_jax.runtime import mesh_jit, sharding
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.samples import Prompts
 
@@ -133,6 +134,32 @@ def test_weights_go_to_a_sampler_of_as_many_devices(debug_config):
   there = separate.to_sampler(here)
   assert there.lengths.sharding == empty.lengths.sharding
   np.testing.assert_array_equal(there.lengths, rows)
+
+
+def test_a_part_of_a_sampler_has_a_limit_of_programs(debug_config):
+  debug_config.continuous_batching.slots = 4
+  program = build_program(
+    parse(debug_config), sharding.make_mesh(jax.devices()[:1])
+  )
+  for part in ("decode", "prefill"):
+    jit = getattr(program.sampler.generate.jitted, part)
+    jit._programs.update(dict.fromkeys(range(jit.most)))
+    program.check_compiled_once()
+    jit._programs["another"] = None
+    with pytest.raises(RuntimeError, match=f"^{part} has {jit.most + 1} "):
+      program.check_compiled_once()
+    jit._programs.clear()
+
+
+def test_code_of_the_users_is_in_no_executable(debug_config, monkeypatch):
+  """Its source is no part of an executable's name."""
+  monkeypatch.setattr(mesh_jit, "_folder", ROOT)
+  mesh = sharding.make_mesh(jax.devices()[:1])
+  build_program(parse(debug_config), mesh)
+  assert mesh_jit._folder
+  debug_config.objective.name = "gspo_jax.losses.policy.gspo_loss"
+  build_program(parse(debug_config), mesh)
+  assert mesh_jit._folder is None
 
 
 def test_without_training_there_is_no_learner_and_no_check(debug_config):

@@ -49,12 +49,12 @@ def folder(tmp_path, monkeypatch):
   jax.config.update("jax_enable_compilation_cache", False)
   reset_cache()  # JAX looks at the option once
   mesh_jit.keep_executables(tmp_path / "executables")
-  mesh_jit.process.cache_clear()
+  mesh_jit._process.cache_clear()
   TRACED.clear()
   yield tmp_path / "executables"
   jax.config.update("jax_enable_compilation_cache", enabled)
   reset_cache()
-  mesh_jit.process.cache_clear()
+  mesh_jit._process.cache_clear()
 
 
 def test_an_executable_is_found_again_without_a_trace(folder):
@@ -67,8 +67,7 @@ def test_an_executable_is_found_again_without_a_trace(folder):
     assert float(again.y) == 6
     assert again.x.sharding == first.x.sharding
   assert len(TRACED) == 1
-  (file,) = folder.iterdir()
-  assert file.stat().st_mode & 0o077 == 0
+  assert len([*folder.iterdir()]) == 1
 
 
 def other_source(monkeypatch):
@@ -90,14 +89,22 @@ def other_processor(monkeypatch):
 
 
 @pytest.mark.parametrize(
-  "changed", [other_source, other_flags, other_version, other_processor]
+  "changed",
+  [other_source, other_flags, other_version, other_processor],
 )
 def test_another_process_compiles_its_own(folder, monkeypatch, changed):
   function()()
   changed(monkeypatch)
-  mesh_jit.process.cache_clear()
+  mesh_jit._process.cache_clear()
   function()()
   assert len(TRACED) == 2
+
+
+def test_another_option_in_this_context_compiles_its_own(folder):
+  function()()
+  with jax.default_matmul_precision("bfloat16"):
+    function()()
+  assert len([*folder.iterdir()]) == 2
 
 
 @pytest.mark.parametrize(
@@ -165,6 +172,15 @@ def test_what_jax_read_from_its_cache_is_not_written(folder, tmp_path):
     jax.experimental.compilation_cache.compilation_cache.reset_cache()
 
 
+def test_a_weak_number_has_a_program_of_its_own():
+  mesh = sharding.make_mesh(jax.devices()[:1])
+  half = MeshJit(lambda x: x + jnp.ones((), jnp.bfloat16), mesh)
+  weak = jax.jit(lambda: jnp.asarray(1.0))()
+  assert weak.weak_type
+  assert half(weak).dtype == jnp.bfloat16
+  assert half(jnp.float32(1)).dtype == jnp.float32
+
+
 def test_code_is_read_from_a_folder_of_this_user_alone(
   monkeypatch, tmp_path, capsys
 ):
@@ -176,6 +192,12 @@ def test_code_is_read_from_a_folder_of_this_user_alone(
   assert "expected it yours, mode 0700" in capsys.readouterr().err
   folder.chmod(0o700)
   (tmp_path / "link").symlink_to(folder)
+  mesh_jit.keep_executables(folder)
+  function()()
+  monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+  TRACED.clear()
+  function()()
+  assert TRACED  # the file is another user's
   for user, path in (0, tmp_path / "link"), (1, folder):
     monkeypatch.setattr(os, "getuid", lambda u=user: os.geteuid() + u)
     with pytest.raises(OSError, match="holds code"):
