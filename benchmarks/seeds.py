@@ -28,7 +28,7 @@ def train(config: str, workdir: Path, **settings) -> dict:
       *(sys.executable, "-m", "gspo_jax.main", f"--config={config}"),
       *(f"--config.{key}={value}" for key, value in settings.items()),
       f"--workdir={workdir.absolute()}",
-      # In a folder of its own: then no run takes the cold start of another.
+      # A run with a named folder takes no kept cold start.
       f"--compilation_cache={ROOT / '.jax_cache'}",
     ],
     cwd=ROOT,

@@ -80,7 +80,8 @@ def _of_user() -> Path:
 def _keep_executables(compiled: str) -> None:
   """Keeps them beside the compiled programs, unless these are in a bucket.
 
-  Several processes on GPUs keep none, for one could lack a file of its own.
+  Several processes on GPUs keep none: a process that found its executable would
+  not take part in what XLA shares out among those that compile.
   """
   several = jax.distributed.is_initialized()
   if "://" in compiled or (several and jax.default_backend() == "gpu"):

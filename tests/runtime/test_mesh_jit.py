@@ -181,6 +181,12 @@ def test_a_weak_number_has_a_program_of_its_own():
   assert half(jnp.float32(1)).dtype == jnp.float32
 
 
+def test_another_static_argument_has_a_program_of_its_own():
+  call = function()
+  np.testing.assert_array_equal(call(times=2).x, [0, 6, 12, 18])
+  np.testing.assert_array_equal(call(times=3).x, [0, 9, 18, 27])
+
+
 def test_code_is_read_from_a_folder_of_this_user_alone(
   monkeypatch, tmp_path, capsys
 ):
