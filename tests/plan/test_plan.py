@@ -107,7 +107,10 @@ def test_an_iteration_is_the_parts_that_its_lengths_need(fitting):
   # Forward alone is less than forward and backward.
   assert 0 < seconds("old_logps", "micro_batch") < one
   assert parts["generate"]["steps"] <= functions["generate"]["decode"]["steps"]
-  assert iteration["seconds"] == sum(part["seconds"] for part in parts.values())
+  # Python 3.12 adds more exactly than a loop: the two may differ in a bit.
+  assert iteration["seconds"] == pytest.approx(
+    sum(part["seconds"] for part in parts.values())
+  )
 
 
 REFILL = (
