@@ -20,7 +20,7 @@ from gspo_jax.record.run_files import RunFile
 from gspo_jax.runtime.errors import UserError, with_reason
 
 
-class AnswersFile(AbstractContextManager):
+class AnswersFile(AbstractContextManager["AnswersFile"]):
   """The files of one benchmark in a folder; a context manager.
 
   Opening it removes an incomplete batch, which is then sampled again.
@@ -96,6 +96,4 @@ def _require_same(path: epath.Path, settings: dict[str, Any]) -> None:
       f"evaluation in {str(path.parent)!r}",
       "use another --out, or move that folder away",
     )
-  temporary = path.with_suffix(".tmp")
-  temporary.write_text(json.dumps(settings, indent=1))
-  temporary.replace(path)
+  RunFile(path, json.dumps(settings, indent=1).encode()).close()
