@@ -131,7 +131,7 @@ def to_scalars(
   return scalars, distributions
 
 
-class MetricWriter:
+class MetricWriter(contextlib.AbstractContextManager["MetricWriter"]):
   """A context manager that writes the metrics of a run under `workdir`.
 
   Only the first process writes.
@@ -181,9 +181,6 @@ class MetricWriter:
         self._wandb = WandbRun(
           wandb, workdir, config or {}, resumes=resume_step > 0
         )
-
-  def __enter__(self) -> "MetricWriter":
-    return self
 
   def __exit__(self, kind, error, traceback) -> None:
     with contextlib.ExitStack() as closing:  # close all, even if one fails
