@@ -17,9 +17,9 @@ The two devices of a tpu7x chip are assumed to have six links between them. No
 source confirms it. It matters only to groups within one chip.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from gspo_jax.plan import gpus
 from gspo_jax.runtime.errors import UserError, nearest
@@ -27,8 +27,7 @@ from gspo_jax.runtime.errors import UserError, nearest
 _GIB = 2**30
 
 
-@dataclasses.dataclass(frozen=True)
-class Chip:
+class Chip(NamedTuple):
   """One JAX device: a chip, or half of a tpu7x chip."""
 
   flops: float  # FLOPs a second in bfloat16
@@ -93,8 +92,7 @@ _FLAT = (
 _UNDER_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 
-@dataclasses.dataclass(frozen=True)
-class DeviceCoordinates:
+class DeviceCoordinates(NamedTuple):
   slice: int
   coordinates: tuple[int, ...]  # in the torus of that slice
 
@@ -103,8 +101,7 @@ class DeviceCoordinates:
 _NEIGHBOUR = 6
 
 
-@dataclasses.dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
   """A TPU slice: the kind of chip and the shape of the torus."""
 
   kind: str

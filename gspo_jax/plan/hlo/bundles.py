@@ -6,6 +6,7 @@ least one cycle, and no stall is counted, so bundles bound a time from below.
 
 import dataclasses
 import re
+from typing import NamedTuple
 
 _BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(\w\w)?\s*:\s*(>*)\s*(.*)")
 _BRANCH = re.compile(r"sbr\.rel \([^)]*\) target = (\$region\d+)")
@@ -34,14 +35,12 @@ class Loop:
     return self.bundles + sum(loop.whole for loop in self.inner)
 
 
-@dataclasses.dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
   body: Loop
   both_cores: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class _Conditional:
+class _Conditional(NamedTuple):
   loop: Loop
   name: str
   start: int  # bundles of the loop before it
@@ -92,5 +91,5 @@ def _close(regions, name):
     outer = regions[:position]
     if size and not region.has_inner:
       region.loop.conditional.append(size)
-    return [dataclasses.replace(r, has_inner=True) for r in outer]
+    return [r._replace(has_inner=True) for r in outer]
   return regions

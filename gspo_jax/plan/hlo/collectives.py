@@ -1,9 +1,9 @@
 """The collectives of a compiled module: kind, group of devices and bytes."""
 
-import dataclasses
 import itertools
 import math
 import re
+from typing import NamedTuple
 
 from gspo_jax.plan.hlo.module import Computation, Instruction, Module
 
@@ -13,8 +13,7 @@ _KINDS = (
 )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
   kind: str  # the HLO opcode without "-start"; "network" between slices
   # The first group of devices, or the first pair of a permute: indices into
   # the device order.
@@ -66,7 +65,7 @@ def started(
     arrays = [a for x in computation.operands(i) for a in x.arrays]
     in_vmem = sum(a.bytes for a in (*arrays, *_results(i)) if a.space)
     one = _collective(i, devices, key)
-    return [dataclasses.replace(one, in_vmem=in_vmem)]
+    return [one._replace(in_vmem=in_vmem)]
   if i.op == "send" and "_xla_megascale_transfer_type" in i.attributes:
     # The first and the last device are in different slices.
     return [Collective("network", (0, devices - 1), i.arrays[0].bytes, i.name)]
@@ -109,7 +108,7 @@ def _as_reduce_scatter(c, fusion):
   if c.kind != "all-reduce" or 2 * fusion.bytes > c.result:
     return c
   part = c.result / len(c.members)
-  return dataclasses.replace(c, kind="reduce-scatter", result=part)
+  return c._replace(kind="reduce-scatter", result=part)
 
 
 def _collective(i, devices, key) -> Collective:
