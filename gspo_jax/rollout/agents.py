@@ -1,21 +1,17 @@
 """Agents: episodes in worker processes, which call the policy over HTTP."""
 
 import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-import jax
-
 from gspo_jax.data.problem import Problem
-from gspo_jax.data.prompt_batch import PromptBatch
 from gspo_jax.data.tokenizers.base import Tokenizer
 from gspo_jax.endpoint.app import MODEL, Endpoint
 from gspo_jax.endpoint.server import Server
-from gspo_jax.record.progress import Progress
 from gspo_jax.rollout import agent
 from gspo_jax.rollout.environment import Question
 from gspo_jax.rollout.episode import Episode
-from gspo_jax.rollout.player import Conversation, Player
+from gspo_jax.rollout.player import Conversation, EpisodeBatch, Player
 from gspo_jax.sampler.continuous.engine import Engine
 from gspo_jax.sampler.samples import SamplerConfig
 from gspo_jax.workers.pool import Call, Pool, Started
@@ -72,23 +68,15 @@ class Agents(Player):
       self.pool.warm.add((id(generate), rows))
     return super()._open(generate, params, key, rows)
 
-  def play(
-    self,
-    batch: PromptBatch,
-    episodes: Mapping[int, Episode],
-    engine: Engine,
-    key: jax.Array,
-    group_size: int,
-    progress: Progress,
-    chats: dict[int, Conversation],
-  ) -> Generator[None]:
-    steps, endpoint = batch.steps.tolist(), self.pool.endpoint
-    of = {b: b // group_size for b in episodes}
+  def play(self, batch: EpisodeBatch) -> Generator[None]:
+    prompts, episodes = batch.prompts, batch.episodes
+    steps, endpoint = prompts.steps.tolist(), self.pool.endpoint
+    of = {b: b // batch.group_size for b in episodes}
     keys = {b: endpoint.admit(episode) for b, episode in episodes.items()}
     try:
       started = self.pool.play(
-        [(batch.problems[p], steps[p], keys[b]) for b, p in of.items()],
-        engine.wake,
+        [(prompts.problems[p], steps[p], keys[b]) for b, p in of.items()],
+        batch.engine.wake,
       )
       playing = dict(enumerate(episodes))  # by their place in `started`
       while playing:
@@ -98,12 +86,12 @@ class Agents(Player):
             endpoint.dismiss(keys[b])
             episodes[b].end()
             del playing[i]
-            progress.advance(1)
+            batch.progress.advance(1)
     finally:
       for each in keys.values():
         endpoint.dismiss(each)
     for b, result in zip(episodes, started.wait(), strict=True):
-      chats[b] = self._conversation(episodes[b], result)
+      batch.chats[b] = self._conversation(episodes[b], result)
 
   def _conversation(self, episode: Episode, result) -> Conversation:
     """What became of an episode; the reward belongs to its last call."""

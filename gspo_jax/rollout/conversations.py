@@ -16,14 +16,13 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 import jax
 import numpy as np
 
-from gspo_jax.data.prompt_batch import PromptBatch, PromptConfig
+from gspo_jax.data.prompt_batch import PromptConfig
 from gspo_jax.data.tokenizers.base import Turn, as_messages
 from gspo_jax.endpoint.requests import ApiError, Call
-from gspo_jax.record.progress import Progress
 from gspo_jax.rewards import thinking
 from gspo_jax.rollout.environment_pool import EnvironmentPool
 from gspo_jax.rollout.episode import Episode
-from gspo_jax.rollout.player import Conversation, Player
+from gspo_jax.rollout.player import Conversation, EpisodeBatch, Player
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.sampler.continuous.engine import STOP, Engine, Generation
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED
@@ -56,62 +55,50 @@ class Conversations(Player):
 
   pool: EnvironmentPool
 
-  def play(
-    self,
-    batch: PromptBatch,
-    episodes: Mapping[int, Episode],
-    engine: Engine,
-    key: jax.Array,
-    group_size: int,
-    progress: Progress,
-    chats: dict[int, Conversation],
-  ) -> Generator[None]:
-    begun = {b: _Going(episode=episode) for b, episode in episodes.items()}
-    chats |= begun
-    self._begin(batch, begun, engine, key, group_size)
+  def play(self, batch: EpisodeBatch) -> Generator[None]:
+    begun = {
+      b: _Going(episode=episode) for b, episode in batch.episodes.items()
+    }
+    batch.chats.update(begun)
+    self._begin(batch, begun)
     going = [c for c in begun.values() if not c.failure and self._call(c)]
-    progress.advance(len(begun) - len(going))
+    batch.progress.advance(len(begun) - len(going))
     while going:
       yield
-      self._ask([chat for chat in going if self._has_response(chat)], engine)
+      self._ask(
+        [chat for chat in going if self._has_response(chat)], batch.engine
+      )
       still = [chat for chat in going if self._advance(chat)]
-      progress.advance(len(going) - len(still))
+      batch.progress.advance(len(going) - len(still))
       going = still
 
-  def _begin(
-    self,
-    batch: PromptBatch,
-    chats: Mapping[int, _Going],
-    engine: Engine,
-    key: jax.Array,
-    group_size: int,
-  ) -> None:
+  def _begin(self, batch: EpisodeBatch, chats: Mapping[int, _Going]) -> None:
     """Begins this host's conversations; a wrong prompt fails its group."""
     # 2**32 - 1 is never a row number, so no response has this key.
-    k_seed = jax.random.fold_in(key, np.uint32(2**32 - 1))
-    seeds = np.asarray(
-      jax.random.bits(k_seed, (len(batch),), np.uint32)
-    ).tolist()
-    steps, groups = batch.steps.tolist(), [b // group_size for b in chats]
-    with engine.idle():
+    k_seed = jax.random.fold_in(batch.key, np.uint32(2**32 - 1))
+    prompts = batch.prompts
+    bits = jax.random.bits(k_seed, (len(prompts),), np.uint32)
+    seeds, steps = np.asarray(bits).tolist(), prompts.steps.tolist()
+    groups = [b // batch.group_size for b in chats]
+    with batch.engine.idle():
       begun = self.pool.begin(
-        [(batch.problems[p], steps[p], seeds[p]) for p in groups]
+        [(prompts.problems[p], steps[p], seeds[p]) for p in groups]
       )
       said: dict[int, set] = {}  # in a group
       for p, reply in zip(groups, begun, strict=True):
         if not reply.failure:
           said.setdefault(p, set()).add(reply.step.messages)
-      prompts = {p: self._prompt(batch.ids(p), x) for p, x in said.items()}
+      made = {p: self._prompt(prompts.ids(p), x) for p, x in said.items()}
     for p, chat, reply in zip(groups, chats.values(), begun, strict=True):
       chat.state, chat.failure = reply.state, reply.failure
       if not chat.failure:
-        chat.ids, chat.failure = prompts[p]
+        chat.ids, chat.failure = made[p]
       if self.limits.sequences > 1 and not chat.failure:
         config, messages = self.prompt_config, reply.step.messages
         chat.messages = (
           _first_messages(config, messages)
           if messages
-          else config.messages_of(batch.problems[p])
+          else config.messages_of(prompts.problems[p])
         )
 
   def _prompt(

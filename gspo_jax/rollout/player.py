@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Generator, Mapping
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -38,6 +39,18 @@ class Conversation:
 REWARD = "environment"  # the one reward of a conversation
 
 
+class EpisodeBatch(NamedTuple):
+  """This host's episodes about a batch of prompts, and what plays them."""
+
+  prompts: PromptBatch
+  episodes: Mapping[int, Episode]  # by number
+  engine: Engine
+  key: jax.Array
+  group_size: int
+  progress: Progress
+  chats: dict[int, Conversation]  # gets what becomes of the episodes
+
+
 @dataclasses.dataclass(frozen=True)
 class Player:
   pool: Pool
@@ -45,20 +58,8 @@ class Player:
   prompt_config: PromptConfig  # how messages become tokens
   stop: StopStrings | None  # of the sampler
 
-  def play(
-    self,
-    batch: PromptBatch,
-    episodes: Mapping[int, Episode],
-    engine: Engine,
-    key: jax.Array,
-    group_size: int,
-    progress: Progress,
-    chats: dict[int, Conversation],
-  ) -> Generator[None]:
-    """Plays this host's episodes, by number; yields while some go on.
-
-    `chats` gets what becomes of them.
-    """
+  def play(self, batch: EpisodeBatch) -> Generator[None]:
+    """Plays this host's episodes; yields while some go on."""
     raise NotImplementedError
 
   def __call__(
@@ -92,10 +93,10 @@ class Player:
         for b in own
       }
       chats: dict[int, Conversation] = {}
-      play = self.play(
+      played = EpisodeBatch(
         batch, episodes, engine, key, group_size, progress, chats
       )
-      with contextlib.closing(play):
+      with contextlib.closing(self.play(played)) as play:
         engine.run(lambda: bool(next(play, True)))
       sequences = {b: episode.end() for b, episode in episodes.items()}
       finish = {b: episode.finish for b, episode in episodes.items()}
