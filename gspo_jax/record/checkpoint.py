@@ -7,11 +7,12 @@ shape, dtype and checksum of every leaf, and `restore` tries the checkpoints
 from the newest to the oldest until one passes all checks.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +30,7 @@ from gspo_jax.runtime.key import AT_LEAST_1, check, key
 from gspo_jax.runtime.sharding import leaves_by_path
 
 
-@dataclasses.dataclass(frozen=True)
-class Restored:
+class Restored(NamedTuple):
   """A checkpoint that passed all checks."""
 
   step: int
@@ -49,7 +49,7 @@ class CheckpointConfig:
     check(self, "checkpoint")
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
   """A context manager for the checkpoints of one run, one folder per step.
 
   Call every method on every process. All processes skip a checkpoint that one
@@ -74,9 +74,6 @@ class Checkpoints:
       preservation_policy=ocp.training.preservation_policies.LatestN(keep),
       cleanup_tmp_directories=writes,
     )
-
-  def __enter__(self) -> "Checkpoints":
-    return self
 
   def __exit__(self, kind, error, trace) -> None:
     try:

@@ -30,7 +30,7 @@ def require_profiler(iterations: tuple[int, ...]) -> None:
     )
 
 
-class Profile:
+class Profile(contextlib.AbstractContextManager["Profile"]):
   """A context manager that traces iterations (first, last); () for none.
 
   Only process 0 writes a trace: the other devices do the same work. Python
@@ -41,9 +41,6 @@ class Profile:
     active = iterations and multihost.is_primary()
     self._first, self._last = iterations if active else (0, -1)
     self._folder, self._runs = folder, False
-
-  def __enter__(self) -> "Profile":
-    return self
 
   def __exit__(self, *exception) -> None:
     self._stop()
