@@ -109,98 +109,92 @@ def _between(size: int, bounds: list[int]) -> bool:
 
 
 _one_of = lambda *values: lambda rng: rng.choice(values)
-_always = lambda rng: True
 
 
 class Rule(NamedTuple):
   """A rule about a text, with a value; True if it needs none."""
 
   keeps: Callable[[str, Any], bool]  # (text, value) -> whether it is kept
-  draw: Callable[[random.Random], Any]  # a random value
   ask: Callable[[Any], str]  # value -> the sentence in the problem
+  draw: Callable[[random.Random], Any] = lambda rng: True  # a random value
 
 
 RULES = {
   "avoid": Rule(
     lambda text, phrase: not _has(text, phrase),
-    _one_of(*_COMMON),
     lambda word: f'Do not use the word "{word}".',
+    _one_of(*_COMMON),
   ),
   "bullets": Rule(
     _bullets,
-    _one_of(2, 3, 4),
     lambda n: f'Answer only with {n} lines that begin with "- ".',
+    _one_of(2, 3, 4),
   ),
   "characters_between": Rule(
     lambda text, n: _between(len(text), n),
-    _one_of([30, 80], [81, 140], [141, 220]),
     lambda n: f"Use between {n[0]} and {n[1]} characters.",
+    _one_of([30, 80], [81, 140], [141, 220]),
   ),
   "end": Rule(
     lambda text, end: text.endswith(end) or text.rstrip(_CLOSING).endswith(end),
-    _one_of(*_ENDS),
     lambda text: f"End with {_ENDS[text]}.",
+    _one_of(*_ENDS),
   ),
   "include": Rule(
-    _has, _one_of(*_WORDS.split()), lambda word: f'Use the word "{word}".'
+    _has, lambda word: f'Use the word "{word}".', _one_of(*_WORDS.split())
   ),
   "lower_case": Rule(
     lambda text, _: text == text.lower(),
-    _always,
     lambda _: "write in lower case, without any capital letters.",
   ),
   "no_commas": Rule(
-    lambda text, _: "," not in text, _always, lambda _: "Do not use commas."
+    lambda text, _: "," not in text, lambda _: "Do not use commas."
   ),
   "no_digits": Rule(
     lambda text, _: not any(c.isdigit() for c in text),
-    _always,
     lambda _: "Do not use digits.",
   ),
   "no_first_person": Rule(
     lambda text, _: not {"i", "my", "me"} & {*words(text)},
-    _always,
     lambda _: 'Do not use the words "I", "my" and "me".',
   ),
   "no_questions": Rule(
-    lambda text, _: "?" not in text,
-    _always,
-    lambda _: "Do not ask any questions.",
+    lambda text, _: "?" not in text, lambda _: "Do not ask any questions."
   ),
   "numbered": Rule(
     _numbered,
-    _one_of(2, 3, 4),
     lambda n: f"Answer only with a numbered list of {n} short points.",
+    _one_of(2, 3, 4),
   ),
   "paragraphs": Rule(
     lambda text, n: _num_filled(re.split(r"\n\s*\n", text)) == n,
-    _one_of(2, 3),
     lambda n: f"Write {n} short paragraphs with an empty line between them.",
+    _one_of(2, 3),
   ),
   "sentences": Rule(
     lambda text, n: _num_filled(_SENTENCE_END.split(text)) == n,
-    _one_of(1, 2, 3),
     lambda n: f"Answer in exactly {n} sentence{'s' * (n > 1)}.",
+    _one_of(1, 2, 3),
   ),
   "start": Rule(
     lambda text, phrase: re.match(re.escape(phrase) + r"(?!\w)", text),
-    _one_of(*_STARTS),
     lambda text: f'Begin your answer with "{text}".',
+    _one_of(*_STARTS),
   ),
   "twice": Rule(
     lambda text, word: words(text).count(word) >= 2,
-    _one_of(*_WORDS.split()),
     lambda word: f'Use the word "{word}" at least twice.',
+    _one_of(*_WORDS.split()),
   ),
   "without_letter": Rule(
     lambda text, letter: letter not in text.lower(),
-    _one_of("b", "k", "v", "w"),
     lambda letter: f'Do not use the letter "{letter}".',
+    _one_of("b", "k", "v", "w"),
   ),
   "words_between": Rule(
     lambda text, n: _between(len(words(text)), n),
-    _one_of([5, 12], [13, 24], [25, 40]),
     lambda n: f"Use between {n[0]} and {n[1]} words.",
+    _one_of([5, 12], [13, 24], [25, 40]),
   ),
 }
 
