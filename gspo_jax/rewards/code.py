@@ -1,5 +1,6 @@
 """Programs as responses: correct if every test prints the expected output."""
 
+import functools
 import json
 import re
 import textwrap
@@ -127,19 +128,6 @@ def _lines(text: str) -> list[str]:
   return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def _prepare(*, seconds, total, memory) -> None:
-  for name, value in (("seconds", seconds), ("total", total)):
-    if not isinstance(value, int | float) or not value > 0:
-      raise errors.UserError(
-        f"reward 'code': expected {name} above 0, got {value!r}"
-      )
-  if not isinstance(memory, int) or memory < 32:
-    raise errors.UserError(
-      f"reward 'code': expected memory of 32 MiB or more, got {memory!r}"
-    )
-  sandbox.bwrap_path()
-
-
 def _fits(within: float, *, total, **_) -> None:
   if total >= within:
     raise errors.UserError(
@@ -149,4 +137,6 @@ def _fits(within: float, *, total, **_) -> None:
     )
 
 
-CODE = Reward(passes, prepare=_prepare, fits=_fits)
+CODE = Reward(
+  passes, prepare=functools.partial(sandbox.check, "reward 'code'"), fits=_fits
+)

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from gspo_jax.runtime import errors
 from gspo_jax.workers import sandbox_files, seccomp
@@ -58,6 +59,24 @@ del name
 exec(program)
 """
 _runs = itertools.count()
+# Limits that a config sets: what is expected, its type, and what is too small.
+_LIMITS = {
+  "seconds": ("above 0", int | float, 0),
+  "total": ("above 0", int | float, 0),
+  "memory": ("of 32 MiB or more", int, 31),
+  "characters": ("of 1 or more", int, 0),
+}
+
+
+def check(owner: str, **limits: Any) -> None:
+  """UserError, with the owner, for a wrong limit, or without a sandbox."""
+  for name, value in limits.items():
+    expected, kind, too_small = _LIMITS[name]
+    if not isinstance(value, kind) or not value > too_small:
+      raise errors.UserError(
+        f"{owner}: expected {name} {expected}, got {value!r}"
+      )
+  bwrap_path()
 
 
 def run(

@@ -33,17 +33,7 @@ class Python:
   @classmethod
   def prepare(cls, **arguments: Any) -> None:
     """UserError without a sandbox."""
-    tool = cls(**arguments)
-    for expected, value, kind, minimum in (
-      ("seconds above 0", tool.seconds, int | float, 1e-9),
-      ("memory of 32 MiB or more", tool.memory, int, 32),
-      ("characters of 1 or more", tool.characters, int, 1),
-    ):
-      if not isinstance(value, kind) or not value >= minimum:
-        raise UserError(
-          f"environment 'python': expected {expected}, got {value!r}"
-        )
-    sandbox.bwrap_path()
+    sandbox.check("environment 'python'", **vars(cls(**arguments)))
 
   @classmethod
   def fits(cls, within: float, **arguments: Any) -> None:
