@@ -30,7 +30,7 @@ def require_profiler(iterations: tuple[int, ...]) -> None:
     )
 
 
-class Profile(contextlib.AbstractContextManager["Profile"]):
+class Profile(contextlib.ExitStack):
   """A context manager that traces iterations (first, last); () for none.
 
   Only process 0 writes a trace: the other devices do the same work. Python
@@ -38,18 +38,10 @@ class Profile(contextlib.AbstractContextManager["Profile"]):
   """
 
   def __init__(self, iterations: tuple[int, ...], folder: epath.Path):
+    super().__init__()
     active = iterations and multihost.is_primary()
     self._first, self._last = iterations if active else (0, -1)
     self._folder, self._runs = folder, False
-
-  def __exit__(self, *exception) -> None:
-    self._stop()
-
-  def _stop(self) -> None:
-    if self._runs:
-      self._runs = False
-      jax.profiler.stop_trace()
-      print(f"profile: {self._folder}", flush=True)
 
   @contextlib.contextmanager
   def iteration(self, step: int) -> Iterator[None]:
@@ -61,7 +53,9 @@ class Profile(contextlib.AbstractContextManager["Profile"]):
       options.python_tracer_level = 0
       jax.profiler.start_trace(self._folder, profiler_options=options)
       self._runs = True
+      self.callback(print, f"profile: {self._folder}", flush=True)
+      self.callback(jax.profiler.stop_trace)
     with jax.profiler.StepTraceAnnotation("iteration", step_num=step):
       yield
     if step == self._last:
-      self._stop()
+      self.close()
