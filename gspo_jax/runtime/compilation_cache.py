@@ -36,10 +36,7 @@ def enable(folder: str | None) -> None:
   if folder is None and (own := jax.config.jax_compilation_cache_dir):
     _keep_executables(own)
     return
-  # XLA shares out what it tries on GPUs among the processes that compile: one
-  # that read its program from a local folder would not take part.
-  several = folder is None and jax.distributed.is_initialized()
-  if several and jax.default_backend() == "gpu":
+  if folder is None and _share_work():
     return
   try:
     if folder is None:
@@ -78,13 +75,8 @@ def _of_user() -> Path:
 
 
 def _keep_executables(compiled: str) -> None:
-  """Keeps them beside the compiled programs, unless these are in a bucket.
-
-  Several processes on GPUs keep none: a process that found its executable would
-  not take part in what XLA shares out among those that compile.
-  """
-  several = jax.distributed.is_initialized()
-  if "://" in compiled or (several and jax.default_backend() == "gpu"):
+  """Keeps them beside the compiled programs, unless these are in a bucket."""
+  if "://" in compiled or _share_work():
     return
   folder = Path(compiled, "executables")
   try:
@@ -92,6 +84,14 @@ def _keep_executables(compiled: str) -> None:
     _evict(folder, MAX_BYTES)
   except OSError as error:
     print(f"executables are not kept: {error}", file=sys.stderr)
+
+
+def _share_work() -> bool:
+  """Whether XLA shares out among processes what it tries on GPUs.
+
+  One that read its program from a local folder would not take part.
+  """
+  return jax.distributed.is_initialized() and jax.default_backend() == "gpu"
 
 
 def _writable(path: Path) -> str:

@@ -344,16 +344,15 @@ def allgather_rows(values: Mapping[int, float], size: int) -> np.ndarray:
 
 def sum_of_all(local: np.ndarray) -> np.ndarray:
   """The sum of the arrays of all processes; no process holds all of them."""
-  return _joined(local, _sum)
+  return _allgather(local, _sum)
 
 
-def _allgather(local) -> np.ndarray:
-  """The arrays of all processes, which have one shape: [processes, ...]."""
-  return _joined(local, _identity)
+def _identity(x):
+  return x
 
 
-def _joined(local, join) -> np.ndarray:
-  """`join` of the arrays of all processes, [processes, ...].
+def _allgather(local, join: Callable = _identity) -> np.ndarray:
+  """`join` of the arrays of all processes, of one shape: [processes, ...].
 
   It runs on all devices of the context's mesh, or on all. On a CPU, programs of
   one device of each process would not wait for an earlier program on all of
@@ -377,10 +376,6 @@ def _joined(local, join) -> np.ndarray:
     )
     joined = jax.jit(join, out_shardings=whole)(gathered)
   return np.array(joined.addressable_data(0))
-
-
-def _identity(x):
-  return x
 
 
 def _sum(x):
