@@ -28,20 +28,17 @@ from gspo_jax.sampler.stop_strings import (
 _LETTERS = string.ascii_letters + string.digits
 
 
+@dataclasses.dataclass
 class Answer:
   """The answer to a call: n choices, whole or in parts, while they are made."""
 
-  def __init__(
-    self,
-    call: Call,
-    choices: Sequence["Choice"],
-    model: str,
-    prompt_text: str = "",
-  ):
-    """`prompt_text` is of messages, as the chat template writes them."""
-    self.call, self.choices, self._model = call, choices, model
-    self.prompt_text = prompt_text
-    kind = "chatcmpl" if call.messages else "cmpl"
+  call: Call
+  choices: Sequence["Choice"]
+  model: str
+  prompt_text: str = ""  # of messages, as the chat template writes them
+
+  def __post_init__(self):
+    kind = "chatcmpl" if self.call.messages else "cmpl"
     self._id = f"{kind}-{secrets.token_hex(12)}"
     self._created = int(time.time())
 
@@ -66,7 +63,7 @@ class Answer:
     if self.call.messages and self.call.stream:
       kind += ".chunk"
     names = {"id": self._id, "object": kind, "created": self._created}
-    names |= {"model": self._model, "choices": choices}
+    names |= {"model": self.model, "choices": choices}
     if self.call.return_token_ids and self.call.messages:
       # As vLLM: in the choices of a completion, beside those of a chat.
       for choice in choices:

@@ -232,7 +232,16 @@ class Endpoint:
       if ABORT in ends:
         raise ApiError("the run takes no more requests", status=503)
       for choice in choices:
-        self._record(client, answer, choice)
+        made = choice.generation
+        # Of a choice that was cut, the client does not have all tokens.
+        if choice.call.messages and choice.cut is None:
+          client.transcript.record(
+            choice.call.messages,
+            choice.call.tools,
+            choice.message,
+            [*made.prompt, *made.tokens],
+            answer.prompt_text,
+          )
         client.ended(choice)
     except BaseException:
       for choice in choices:
@@ -241,17 +250,6 @@ class Endpoint:
       raise
     finally:
       client.open -= len(choices)
-
-  def _record(self, client: Client, answer: Answer, choice: Choice) -> None:
-    # Of a choice that was cut, the client does not have all tokens.
-    if answer.call.messages and choice.cut is None:
-      client.transcript.record(
-        answer.call.messages,
-        answer.call.tools,
-        choice.message,
-        [*choice.generation.prompt, *choice.generation.tokens],
-        answer.prompt_text,
-      )
 
 
 @contextlib.contextmanager
