@@ -3,7 +3,7 @@
 import dataclasses
 
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.key import AT_LEAST_1, Choice, check, key
+from gspo_jax.runtime.key import AT_LEAST_1, Choice, key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,6 @@ class DataConfig:
   )
 
   def __post_init__(self):
-    check(self, "data")
     if "{problem}" not in self.instruction:
       raise UserError(
         f"data.instruction={self.instruction!r}: expected {{problem}} in it"

@@ -53,9 +53,6 @@ class EvalConfig:
     8, "responses to each: the n of avg@n and pass@n", AT_LEAST_1
   )
 
-  def __post_init__(self):
-    check(self, "eval")
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:

@@ -26,7 +26,7 @@ from gspo_jax.record.progress import Progress
 from gspo_jax.record.run_files import in_bucket
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.key import AT_LEAST_1, check, key
+from gspo_jax.runtime.key import AT_LEAST_1, key
 from gspo_jax.runtime.sharding import leaves_by_path
 
 
@@ -44,9 +44,6 @@ class CheckpointConfig:
     10, "iterations; also after the last, and on SIGTERM", AT_LEAST_1
   )
   keep: int = key(3, "newest checkpoints to keep", AT_LEAST_1)
-
-  def __post_init__(self):
-    check(self, "checkpoint")
 
 
 class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):

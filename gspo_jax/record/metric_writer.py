@@ -45,7 +45,7 @@ from gspo_jax.record.run_files import (
 from gspo_jax.record.wandb_run import WandbRun
 from gspo_jax.runtime import multihost
 from gspo_jax.runtime.errors import with_reason
-from gspo_jax.runtime.key import ZERO_OR_MORE, Range, check, key
+from gspo_jax.runtime.key import ZERO_OR_MORE, Range, key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +72,6 @@ class LogConfig:
       ),
     ),
   )
-
-  def __post_init__(self):
-    check(self, "log")
 
 
 @contextlib.contextmanager

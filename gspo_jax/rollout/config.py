@@ -3,7 +3,7 @@
 import dataclasses
 
 from gspo_jax.rollout.agent import PREFIX
-from gspo_jax.runtime.key import AT_LEAST_1, ZERO_OR_MORE, Range, check, key
+from gspo_jax.runtime.key import AT_LEAST_1, ZERO_OR_MORE, Range, key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +53,6 @@ class RolloutConfig:
     "template drops the thinking of earlier turns.",
     AT_LEAST_1,
   )
-
-  def __post_init__(self):
-    check(self, "rollout")
 
   @property
   def plays_agents(self) -> bool:

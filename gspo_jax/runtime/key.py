@@ -6,11 +6,8 @@ A section of the config is a frozen dataclass of the wing that reads it:
   class OptimConfig:
     learning_rate: float = key(1e-6, "its peak", ZERO_OR_MORE)
 
-    def __post_init__(self):
-      key.check(self, "optim")
-
 configs/common.py, `--help` and docs/config.md are made from these fields. The
-program fills in fields without `key`.
+whole config checks the ranges. The program fills in fields without `key`.
 """
 
 import dataclasses
@@ -74,7 +71,13 @@ def as_dict(section) -> dict[str, Any]:
 
 
 def check(section, name: str) -> None:
-  """UserError where a key of the section `name` is outside its range."""
+  """UserError where a key is outside its range; inner sections too.
+
+  `name` is that of the section; "" for the whole config.
+  """
   for key, field in keys(section).items():
-    if rule := field.metadata["rule"]:
-      rule.check(f"{name}.{key}" if name else key, getattr(section, key))
+    typed, value = f"{name}.{key}".lstrip("."), getattr(section, key)
+    if dataclasses.is_dataclass(value):
+      check(value, typed)
+    elif rule := field.metadata["rule"]:
+      rule.check(typed, value)

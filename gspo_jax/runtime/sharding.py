@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gspo_jax.runtime import tpus
 from gspo_jax.runtime.errors import UserError
-from gspo_jax.runtime.key import ZERO_OR_MORE, check, key
+from gspo_jax.runtime.key import ZERO_OR_MORE, key
 from gspo_jax.runtime.multihost import by_process
 
 Tree = TypeVar("Tree")  # of arrays, shapes or shardings
@@ -80,9 +80,6 @@ class SamplerMeshConfig:
     0, "devices among which experts and vocabulary are split", ZERO_OR_MORE
   )
   tensor: int = key(0, "devices among which heads are split, too", ZERO_OR_MORE)
-
-  def __post_init__(self):
-    check(self, "sampler_mesh")
 
 
 def make_mesh(devices=None, **sizes: int) -> Mesh:
