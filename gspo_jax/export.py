@@ -41,7 +41,6 @@ _START = (
 
 
 def main() -> None:
-  """The entry point of the console command."""
   command.run(lambda: command.on_hosts(_export), _START, __doc__)
 
 

@@ -30,7 +30,6 @@ _ending = threading.Lock()
 
 
 def main() -> None:
-  """The entry point of the console command."""
   _watch_signals()
   sys.path.append("")  # to import the user's modules, as with `python -m`
   command.run(lambda: command.on_hosts(_train), command.START, __doc__)

@@ -506,7 +506,6 @@ def _save(
 
 
 def _wait_for_sampler(run: Run) -> None:
-  """Waits until the sampler's thread is idle."""
   if isinstance(run.source, OffPolicy):
     run.source.wait()
 
@@ -543,7 +542,6 @@ def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
 def demonstrations(
   experiment: Experiment,
 ) -> pipeline.Batches[DemonstrationBatch]:
-  """The batches of the cold start."""
   config = experiment.config
   return pipeline.demonstrations(
     experiment.datasets.demonstrations,

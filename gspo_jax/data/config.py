@@ -8,8 +8,6 @@ from gspo_jax.runtime.key import AT_LEAST_1, Choice, key
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-  """Where problems come from, and how they become prompts."""
-
   source: str = key(
     "chain",
     '"chain" (the embedded task), jsonl:FILE, parquet:FILE, hf:NAME[:SPLIT] '

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 
 class Problem(NamedTuple):
-  """One problem of any source."""
-
   text: str  # before the instruction and the chat template
   reference: str  # the target, with which the reward compares the response
   demonstration: str  # a response to imitate in the cold start; "" for none

@@ -41,8 +41,6 @@ from gspo_jax.sampler.samples import SamplerConfig
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-  """The held-out problems."""
-
   every: int = key(
     10,
     "iterations; also before the first and after the last. 0: no evaluation.",

@@ -32,9 +32,7 @@ def get_config() -> ConfigDict:
 
 
 class Description(NamedTuple):
-  """A key or a section of a config."""
-
-  key: str  # as it is typed, with dots between its parts
+  key: str  # or a section, as it is typed, with dots between its parts
   default: object  # None for a section
   meaning: str  # with its unit, and the values it may have in brackets
 
@@ -76,7 +74,6 @@ def _meaning(meaning: str, rule: Range | Choice | None) -> str:
 
 
 def common() -> str:
-  """The text of configs/common.py."""
   lines = []
   for key, default, meaning in describe():
     if default is None:

@@ -20,8 +20,6 @@ from gspo_jax.runtime.errors import UserError, nearest
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-  """The values that a key may have."""
-
   expected: str  # the range in words
   holds: Callable[[Any], bool]  # whether a value lies in it
 
@@ -32,8 +30,6 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """The names that a key may have."""
-
   names: tuple[str, ...]
 
   def check(self, name: str, value) -> None:
