@@ -57,7 +57,9 @@ class Transcript:
 
     UserError if the template refuses.
     """
-    whole = self._chat(messages, tools)
+    # Without a chat template no prompt tells of the tools.
+    told = tools if self._has_template else ()
+    whole = self._tokenizer.chat(messages, told)
     text = self._tokenizer.decode(whole) if self._has_template else ""
     keys = _keys(messages, tools)
     for j in range(len(messages) - 1, 0, -1):
@@ -117,10 +119,6 @@ class Transcript:
       return False  # the answer's may not have ended
     stops = [decode([i]) for i in self._tokenizer.stop_ids]
     return calls or own.removeprefix(content).strip() in ("", *stops)
-
-  def _chat(self, messages, tools) -> list[int]:
-    # Without a chat template no prompt tells of the tools.
-    return self._tokenizer.chat(messages, tools if self._has_template else ())
 
 
 class Client:

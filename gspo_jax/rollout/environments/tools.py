@@ -102,8 +102,10 @@ class Tools:
     results = [_result(call, functions, schemas) for call in calls]
     # A name that the policy made up may be of any length.
     names = [c.name if c.name in functions else "unknown" for c in calls]
+    # JSON may have halves of surrogate pairs, which UTF-8 cannot encode.
+    clean = lambda text: text.encode(errors="replace").decode()
     messages = [
-      ("tool", _encodable(text[: self._characters]), name)
+      ("tool", clean(text[: self._characters]), name)
       for name, (text, _) in zip(names, results, strict=True)
     ]
     failed = sum(failed for _, failed in results)
@@ -163,11 +165,6 @@ def _as_text(value: Any) -> str:
   if " at 0x" in text:
     raise TypeError(f"Object of type {type(value).__name__} is not JSON")
   return text
-
-
-def _encodable(text: str) -> str:
-  """JSON may have halves of surrogate pairs, which UTF-8 cannot encode."""
-  return text.encode(errors="replace").decode()
 
 
 def _fault(function: Callable) -> str:
