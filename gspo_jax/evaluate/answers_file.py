@@ -45,21 +45,18 @@ class AnswersFile(AbstractContextManager["AnswersFile"]):
   ):
     path = epath.Path(folder)
     self._path = path / "answers.jsonl"
-    self._sizes, self._shorten, self.batches_done = sizes, shorten, 0
+    self._shorten, self.batches_done = shorten, 0
     self.records: list[dict] = []
     with with_reason(f"--out={folder}"):
       path.mkdir(parents=True, exist_ok=True)
       _require_same(path / "settings.json", settings)
-      self._file = RunFile(self._path, self._whole_batches())
+      self._file = RunFile(self._path, self._whole_batches(sizes))
 
   def __exit__(self, *_) -> None:
     self._file.close()
 
   def append(self, records: Sequence[dict]) -> None:
-    """Writes the next batch; ValueError if its size is wrong."""
-    size = self._sizes[self.batches_done]
-    if len(records) != size:
-      raise ValueError(f"{len(records)=}, expected {size}")
+    """Writes the next batch."""
     lines = "".join(json.dumps(record) + "\n" for record in records)
     self._file.append(lines.encode())
     self._add(records)
@@ -68,13 +65,13 @@ class AnswersFile(AbstractContextManager["AnswersFile"]):
     self.records += map(self._shorten, records)
     self.batches_done += 1
 
-  def _whole_batches(self) -> bytes:
+  def _whole_batches(self, sizes: Sequence[int]) -> bytes:
     content = self._path.read_bytes() if self._path.exists() else b""
     file = io.BytesIO(content)
     # The last line may be incomplete.
     whole = (line for line in file if line.endswith(b"\n"))
     lines, end = json_lines.parse(whole, self._path), 0
-    for size in self._sizes:
+    for size in sizes:
       records = [line.record for line in itertools.islice(lines, size)]
       if len(records) < size:
         break

@@ -71,14 +71,6 @@ def test_a_kill_at_any_byte_costs_its_batch(tmp_path):
     assert path.read_bytes() == whole
 
 
-def test_a_batch_must_be_whole(tmp_path):
-  with (
-    open_file(tmp_path) as file,
-    pytest.raises(ValueError, match="expected 2"),
-  ):
-    file.append(records(0)[:1])
-
-
 def test_other_settings_are_named(tmp_path):
   write(tmp_path, 1)
   other = SETTINGS | {"seed": 1}
