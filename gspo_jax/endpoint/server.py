@@ -1,5 +1,6 @@
 """Listens for the endpoint's requests, in a thread."""
 
+import contextlib
 import resource
 import socket
 import sys
@@ -50,7 +51,7 @@ def _most_connections() -> int:
   return sys.maxsize if most == resource.RLIM_INFINITY else most // 2
 
 
-class Server:
+class Server(contextlib.AbstractContextManager["Server"]):
   """Serves an ASGI application until it is closed; a context manager."""
 
   def __init__(self, app, host: str = "127.0.0.1", port: int = 0):
@@ -85,9 +86,6 @@ class Server:
     self._server.should_exit = True
     self._thread.join(2 * _END)
     self._socket.close()
-
-  def __enter__(self) -> "Server":
-    return self
 
   def __exit__(self, *_) -> None:
     self.close()

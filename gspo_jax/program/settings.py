@@ -171,8 +171,8 @@ def optim_config(config: Config) -> OptimConfig:
   return dataclasses.replace(config.optim, total_steps=max(total, 1))
 
 
-def changed_decay(config: Config, saved: dict, step: int) -> str | None:
-  """A line if the config changes a resumed run's learning rate, else None.
+def changed_decay(config: Config, saved: dict, step: int) -> str:
+  """A line if the config changes a resumed run's learning rate, else "".
 
   `saved` is `Config.as_json` of the earlier run, `step` its last iteration.
   """
@@ -186,15 +186,14 @@ def changed_decay(config: Config, saved: dict, step: int) -> str | None:
     float(optimizer.schedule(optim_config(c))(step * c.learner.minibatches))
     for c in (old, config)
   )
-  line = ""
-  decays = "constant" not in (old.optim.decay, config.optim.decay)
-  if decays and end != config.num_steps:
-    line = f"optim.decay={config.optim.decay!r} now ends at num_steps="
-    line += f"{config.num_steps}, not {end}"
-  if now == before:  # the run is in its warm-up
-    return line or None
-  line += ": " if line else ""
-  return f"{line}the learning rate goes on at {now:.3g}, not {before:.3g}"
+  parts, decay = [], config.optim.decay
+  if "constant" not in (old.optim.decay, decay) and end != config.num_steps:
+    now_at = f"num_steps={config.num_steps}"
+    parts.append(f"optim.decay={decay!r} now ends at {now_at}, not {end}")
+  if now != before:  # else the run is in its warm-up
+    rate = f"{now:.3g}, not {before:.3g}"
+    parts.append(f"the learning rate goes on at {rate}")
+  return ": ".join(parts)
 
 
 def policy_learner(config: Config, cfg: model.ModelConfig) -> Learner:

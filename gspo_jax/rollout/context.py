@@ -12,7 +12,6 @@ from gspo_jax.rollout.batch import ScoredSamples
 from gspo_jax.rollout.config import RolloutConfig
 from gspo_jax.rollout.player import Player
 from gspo_jax.rollout.scoring import ResponseDecoder, Scorer
-from gspo_jax.runtime import sharding
 from gspo_jax.sampler.functions import SamplerFunctions
 from gspo_jax.sampler.samples import Samples, finished_responses
 
@@ -39,11 +38,6 @@ class RolloutContext(NamedTuple):
   prompts: int  # P
   max_failed: float  # `reward.max_failed`
   conversations: Player | None = None  # None: no environment
-
-  @property
-  def batch_sharding(self) -> jax.sharding.NamedSharding:
-    """Of arrays [B, ...]."""
-    return sharding.batch_sharding(self.sampler.mesh)
 
   def scorer(self, batch: PromptBatch) -> Scorer:
     """For the responses to a batch; each host scores its rows."""

@@ -47,8 +47,9 @@ class OnPolicy:
     label = f"rollout of iteration {step}"
     if play := context.conversations:  # then the sampler is a continuous one
       return play(generate, params, batch, key, label=label)  # type: ignore[arg-type]
-    key = sharding.key_beside(context.batch_sharding, key)
-    prompts = prompts_on_device(batch, context.batch_sharding)
+    rows = sharding.batch_sharding(context.sampler.mesh)
+    key = sharding.key_beside(rows, key)
+    prompts = prompts_on_device(batch, rows)
     scorer = context.scorer(batch)
     count = context.prompts * context.rollout.group_size
     with Progress(label, count, "responses") as progress:

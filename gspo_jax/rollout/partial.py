@@ -111,9 +111,8 @@ class PartialRollouts:
     If fewer than P groups are then finished, samples the oldest to their end.
     """
     context, prompts = self._context, Prompts(batch.tokens, batch.lengths)
-    key = sharding.key_beside(
-      context.batch_sharding, iteration_keys(context.rng, step).sample
-    )
+    rows = sharding.batch_sharding(context.sampler.mesh)
+    key = sharding.key_beside(rows, iteration_keys(context.rng, step).sample)
     limit = self.pending.tokens.shape[1]
 
     def sample(samples, stop_at, waits):

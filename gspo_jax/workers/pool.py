@@ -5,11 +5,11 @@ each a `workers.worker`. If a call raises, hangs, dies or runs out of memory,
 only that call fails: its `Result` has the reason.
 """
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import Self
 
 from gspo_jax.runtime.errors import UserError
 from gspo_jax.workers.process import Call, Process, Result, Setup, Tasks
@@ -44,7 +44,7 @@ class Started:
     return self.results
 
 
-class Pool:
+class Pool(contextlib.AbstractContextManager["Pool"]):
   """A pool of worker processes; a context manager.
 
   `facts` is what `load` tells about the tasks.
@@ -137,9 +137,6 @@ class Pool:
       worker.close()
     for thread in self._threads:
       thread.join()
-
-  def __enter__(self) -> Self:
-    return self
 
   def __exit__(self, *_) -> None:
     self.close()

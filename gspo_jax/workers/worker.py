@@ -155,7 +155,11 @@ class _Children:
     stays = False
     try:
       if not is_new:
-        _feed(child, calls)
+        with (
+          contextlib.suppress(BrokenPipeError),  # `_forward` finds out
+          open(child.feed, "wb", closefd=False) as feed,
+        ):
+          pickle.dump(calls, feed)
       silence = self._setup.seconds
       lines, failure = self._forward(child.lines, len(calls), silence)
       made = child.calls + len(calls)
@@ -243,15 +247,6 @@ def _confine(memory: float) -> None:
   for fd in (0, 1, 2):
     os.dup2(null, fd)
   _limit_memory(memory)
-
-
-def _feed(child: _Child, calls: list[Call]) -> None:
-  """Gives an idle child calls; if it has died, `_forward` finds out."""
-  with (
-    contextlib.suppress(BrokenPipeError),
-    open(child.feed, "wb", closefd=False) as feed,
-  ):
-    pickle.dump(calls, feed)
 
 
 def _make_one_by_one(
