@@ -43,12 +43,7 @@ from gspo_jax.record.identity import changes, flatten, match
 from gspo_jax.record.kept import Kept
 from gspo_jax.record.metric_writer import LogConfig, MetricWriter
 from gspo_jax.record.progress import Compilations
-from gspo_jax.rollout.batch import (
-  ScoredSamples,
-  prompts_on_device,
-  sampled_tokens,
-  slot_steps,
-)
+from gspo_jax.rollout.batch import ScoredSamples, prompts_on_device
 from gspo_jax.rollout.context import RolloutContext, iteration_keys
 from gspo_jax.rollout.metrics import (
   memory_metrics,
@@ -308,9 +303,7 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
       * metrics["time/generate"]
     )
   metrics |= useful_fractions(
-    learner.row_tokens(prompt_lengths, lengths, packing),
-    sampled_tokens(batch.costs),
-    slot_steps(batch.costs),
+    learner.row_tokens(prompt_lengths, lengths, packing), batch.costs
   )
   metrics["data/epochs"] = batch.epochs
   if config.data.drop_solved:

@@ -34,6 +34,7 @@ from gspo_jax.program import experiment, load_params
 from gspo_jax.program.config import parse
 from gspo_jax.record.checkpoint import Checkpoints
 from gspo_jax.rollout import metrics as rollout_metrics
+from gspo_jax.rollout.batch import RolloutCost
 from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.runtime import compilation_cache, sharding
 from gspo_jax.runtime.errors import UserError
@@ -217,13 +218,15 @@ def test_each_computed_token_has_the_same_weight():
     "old_logps": RowTokens(1, 10, 20),
     "reference_and_values": RowTokens(3, 50, 100),
   }
-  assert rollout_metrics.useful_fractions(rows, 9, 10) == {
+  useful = rollout_metrics.useful_fractions
+  costs = [RolloutCost(None, None, 4, 6), RolloutCost(None, None, 5, 4)]
+  assert useful(rows, costs) == {
     "throughput/useful_fraction": 119 / 230,
     "throughput/useful_fraction_update": 0.5,
     "throughput/useful_fraction_score": 60 / 120,
     "throughput/useful_fraction_decode": 0.9,
   }
-  without = rollout_metrics.useful_fractions({"update": rows["update"]}, 9, 10)
+  without = useful({"update": rows["update"]}, costs)
   assert "throughput/useful_fraction_score" not in without
 
 

@@ -13,7 +13,7 @@ from plotly.offline import get_plotlyjs
 from gspo_jax.report import samples, tables
 from gspo_jax.report.charts import COLOURS, Plot, of_section, sections, template
 from gspo_jax.report.workdir import RunRecord, read
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, with_reason
 
 STYLE, SCRIPT = (
   Path(__file__).with_name(name).read_text() for name in ("page.css", "page.js")
@@ -36,11 +36,9 @@ def write(workdirs: Sequence[str], to: str | None = None) -> epath.Path:
     raise UserError("--to is missing: the file for the page of several runs")
   path = epath.Path(to) if to else epath.Path(workdirs[0]) / "report.html"
   text = page(read(workdirs))
-  try:
+  with with_reason(f"cannot write {str(path)!r}"):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(text.encode(errors="replace"))
-  except OSError as error:
-    raise UserError(f"cannot write {str(path)!r}: {error.strerror}") from error
   return path
 
 

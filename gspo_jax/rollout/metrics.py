@@ -10,6 +10,7 @@ from gspo_jax.rewards.pool import Rewards
 from gspo_jax.rollout import dynamic_sampling
 from gspo_jax.rollout.batch import (
   RolloutBatch,
+  RolloutCost,
   ScoredSamples,
   sampled_tokens,
   slot_steps,
@@ -129,7 +130,7 @@ def memory_metrics(device: jax.Device) -> dict[str, float]:
 
 
 def useful_fractions(
-  row_tokens: Mapping[str, Any], sampled: int, slot_steps: int
+  row_tokens: Mapping[str, Any], costs: Sequence[RolloutCost]
 ) -> dict[str, float]:
   """`throughput/useful_fraction*`: real tokens over computed tokens.
 
@@ -137,7 +138,8 @@ def useful_fractions(
   and of all together. `row_tokens` has `real` and `computed` tokens by
   function: `update`, or one of the score.
   """
-  parts = {"update": [], "score": [], "decode": [(sampled, slot_steps)]}
+  decoded = sampled_tokens(costs), slot_steps(costs)
+  parts = {"update": [], "score": [], "decode": [decoded]}
   for name, tokens in row_tokens.items():
     part = "update" if name == "update" else "score"
     parts[part].append((tokens.real, tokens.computed))

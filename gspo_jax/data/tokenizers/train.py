@@ -23,7 +23,7 @@ from absl import flags
 
 from gspo_jax.data import readers, tokenizers
 from gspo_jax.runtime import command
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, with_reason
 
 _INPUT = flags.DEFINE_list(
   "input", [], "Files of JSON lines, or parquet:FILE and so on."
@@ -101,7 +101,7 @@ def train(source: Iterator[str], vocab_size: int) -> bytes:
 
 def write(proto: bytes, out: Path) -> None:
   """Writes a model as a file, or as a folder for transformers."""
-  try:
+  with with_reason(f"--output={out}"):
     if out.suffix == ".model":
       out.parent.mkdir(parents=True, exist_ok=True)
       out.write_bytes(proto)
@@ -109,8 +109,6 @@ def write(proto: bytes, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "tokenizer.model").write_bytes(proto)
     tokenizers.load(str(out / "tokenizer.model")).save(out)
-  except OSError as error:
-    raise UserError(f"--output={out}: {error.strerror}") from error
 
 
 if __name__ == "__main__":
