@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
 
-from gspo_jax.runtime.errors import UserError
 from gspo_jax.workers.process import Call, Process, Result, Setup, Tasks
 
 __all__ = ["Call", "Pool", "Result", "Started", "Tasks"]
@@ -26,9 +25,7 @@ class Started:
   They share one future: with 20,000 responses a step, one each takes a second.
   """
 
-  def __init__(
-    self, calls: Sequence[Call], notify: Callable[[], None] = lambda: None
-  ):
+  def __init__(self, calls: Sequence[Call], notify: Callable[[], None]):
     self.calls, self.notify = calls, notify
     # In their order; None until the call has ended.
     self.results: list[Result | None] = [None] * len(calls)
@@ -72,14 +69,6 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
     concurrency: int = 32,
     repeats: bool = True,
   ):
-    for limit, value in (
-      ("workers", workers),
-      ("seconds", seconds),
-      ("memory", memory),
-      ("concurrency", concurrency),
-    ):
-      if not value > 0:
-        raise UserError(f"{name}: expected {limit} above 0, got {value}")
     setup = Setup(name, load, seconds, memory, concurrency, repeats)
     self._changed = threading.Condition()  # guards the next four, and `Started`
     self._waiting: list[tuple[Started, int]] = []

@@ -248,7 +248,7 @@ class Pool:
     right = np.float32([r.text == r.reference for r in responses])
     failed = np.array(["fail" in r.text for r in responses])
     rewards = Rewards(right, {}, failed, ("why",) * any(failed))
-    started = Started(responses)
+    started = Started(responses, lambda: None)
     for i, response in enumerate(responses):
       if response.text != "hang":
         failure = "why" if "fail" in response.text else None

@@ -452,15 +452,6 @@ def test_a_load_that_ends_or_blocks_is_a_user_error(
 
 
 @pytest.mark.parametrize(
-  "limits", [{"workers": 0}, {"seconds": 0}, {"memory": -1}, {"concurrency": 0}]
-)
-def test_limits_are_checked(limits):
-  ((name, value),) = limits.items()
-  with pytest.raises(UserError, match=f"{name} above 0, got {value}"):
-    Pool("the tasks", None, **limits)
-
-
-@pytest.mark.parametrize(
   ("kind", "reason"),
   [
     ("raises_async", "ValueError: mine"),
