@@ -44,12 +44,17 @@ def main() -> None:
 
 def _serve() -> None:
   # Not at the top: these import JAX, and a package of the extra `serve`.
+  with needs_extra("serve", "gspo_jax.serve"):
+    from gspo_jax.endpoint.app import Endpoint
+    from gspo_jax.endpoint.client import Client
+    from gspo_jax.endpoint.server import Server
   import jax
 
   from gspo_jax.program import load_params, settings
   from gspo_jax.program.config import parse
   from gspo_jax.program.functions import build_program
   from gspo_jax.program.sampler_functions import serving_sampler
+  from gspo_jax.runtime.preemption import Preemption
 
   folder = _CHECKPOINT.value or command.WORKDIR.value
   if not folder:
@@ -62,39 +67,27 @@ def _serve() -> None:
   mesh, _ = settings.make_meshes(config)
   with jax.set_mesh(mesh):
     program = build_program(config, mesh, training=False, sampling=False)
+    tokenizer, key = program.tokenizer, jax.random.key(config.seed)
     sampler = serving_sampler(
-      config, program.cfg, program.tokenizer, program.abstract_policy, mesh
+      config, program.cfg, tokenizer, program.abstract_policy, mesh
     )
     params = load_params.load(config, program, folder)
-    _answer(sampler, program.tokenizer, params, config.seed, keys)
-
-
-def _answer(sampler, tokenizer, params, seed: int, keys: list[str]) -> None:
-  """Answers requests until a signal ends the command."""
-  with needs_extra("serve", "gspo_jax.serve"):
-    from gspo_jax.endpoint.app import Endpoint
-    from gspo_jax.endpoint.client import Client
-    from gspo_jax.endpoint.server import Server
-  import jax
-
-  from gspo_jax.runtime.preemption import Preemption
-
-  endpoint, rows = Endpoint(tokenizer, sampler.config), sampler.batching.slots
-  with (
-    Preemption() as preemption,
-    Server(endpoint.app, _HOST.value, _PORT.value) as server,
-    sampler.open(params, jax.random.key(seed), rows) as engine,
-    contextlib.suppress(KeyboardInterrupt),
-  ):
-    print("compiling", flush=True)
-    engine.warm_up()
-    new = [endpoint.admit(Client(engine, tokenizer), key) for key in keys]
-    print(f"base URL: {server.url}", flush=True)
-    print(
-      f"API key: {f'those of {_KEY_FILE.value}' if keys[0] else new[0]}",
-      flush=True,
-    )
-    engine.run(lambda: preemption.requested)
+    endpoint = Endpoint(tokenizer, sampler.config)
+    with (
+      Preemption() as preemption,
+      Server(endpoint.app, _HOST.value, _PORT.value) as server,
+      sampler.open(params, key, sampler.batching.slots) as engine,
+      contextlib.suppress(KeyboardInterrupt),
+    ):
+      print("compiling", flush=True)
+      engine.warm_up()
+      new = [endpoint.admit(Client(engine, tokenizer), key) for key in keys]
+      print(f"base URL: {server.url}", flush=True)
+      print(
+        f"API key: {f'those of {_KEY_FILE.value}' if keys[0] else new[0]}",
+        flush=True,
+      )
+      engine.run(lambda: preemption.requested)
 
 
 def read_keys(path: str) -> list[str]:

@@ -188,15 +188,14 @@ def _demonstration(
       f"problem {problem.text[:40]!r} has no demonstration to imitate; set "
       "data.demonstration_field to a field that has one in every record"
     )
-  ids = [*tokenizer.encode(text), tokenizer.stop_ids[0]]
-  turns = [1] * len(ids)
-  later = problem.turns if conversations else ()
+  ids, turns = [], []
+  said = ("assistant", text), *(problem.turns if conversations else ())
   is_policy = lambda message: message[0] == "assistant"
-  for imitated, messages in itertools.groupby(later, is_policy):
+  for imitated, messages in itertools.groupby(said, is_policy):
     if imitated:
       for _, content in messages:
         new = [*tokenizer.encode(content), tokenizer.stop_ids[0]]
-        turns += [max(turns) + 1] * len(new)
+        turns += [max(turns, default=0) + 1] * len(new)
         ids += new
     else:
       new = tokenizer.turn([*messages], stopped=True)

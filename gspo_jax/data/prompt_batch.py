@@ -62,10 +62,8 @@ def join(batches: Sequence[Batch]) -> Batch:
       return list(itertools.chain(*columns))
     return np.concatenate(columns)
 
-  names = vars(batches[0])
-  return type(batches[0])(
-    **{name: concatenate([getattr(b, name) for b in batches]) for name in names}
-  )
+  columns = zip(*(vars(batch).values() for batch in batches), strict=True)
+  return type(batches[0])(*map(concatenate, columns))
 
 
 @dataclasses.dataclass(frozen=True)
