@@ -4,6 +4,7 @@ Batch n is a function of (source, seed, n), with any number of processes. The
 state is a position: a run resumed there repeats the uninterrupted one.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -25,40 +26,32 @@ from gspo_jax.runtime.errors import UserError
 Source = Sequence[Problem] | Mixture
 
 
+@dataclasses.dataclass
 class Batches(Iterator[Batch]):
-  """Endless batches of prompts; the state is a position.
+  """Endless batches of prompts; the state is a position."""
 
-  Args:
-    prompts: batches of one prompt, in order; they may be read ahead.
-    batch: prompts in a batch.
-    solved: for each source, [its length] bool: the problems to pass over. The
-      threads that read ahead must not read it: it changes between batches.
-  """
-
-  def __init__(
-    self,
-    prompts: grain.DatasetIterator,
-    batch: int,
-    solved: Sequence[np.ndarray] = (),
-  ):
-    self._prompts, self._batch, self._solved = prompts, batch, tuple(solved)
+  prompts: grain.DatasetIterator  # batches of one, in order; may be read ahead
+  batch: int  # prompts in a batch
+  # For each source, [its length] bool: the problems to pass over. The threads
+  # that read ahead must not read it: it changes between batches.
+  solved: Sequence[np.ndarray] = ()
 
   def __next__(self) -> Batch:
-    return self.take(self._batch)
+    return self.take(self.batch)
 
   def take(self, count: int) -> Batch:
-    unsolved = filter(self._is_unsolved, self._prompts)
+    unsolved = filter(self._is_unsolved, self.prompts)
     return join(list(itertools.islice(unsolved, count)))
 
   def _is_unsolved(self, prompt: PromptBatch) -> bool:
     _, part, index = prompt.positions[0]
-    return not (self._solved and self._solved[part][index])
+    return not (self.solved and self.solved[part][index])
 
   def get_state(self) -> dict:
-    return self._prompts.get_state()
+    return self.prompts.get_state()
 
   def set_state(self, state: dict) -> None:
-    self._prompts.set_state(state)
+    self.prompts.set_state(state)
 
 
 def prompts(

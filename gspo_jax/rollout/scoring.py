@@ -1,5 +1,6 @@
 """Samples become responses, and responses get rewards."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
@@ -26,33 +27,29 @@ MAX_REASONS = 3  # for failures, of this host
 _TICK = 0.25  # seconds between two looks at how many failed
 
 
+@dataclasses.dataclass
 class ResponseDecoder:
   """Decodes prompts and responses into the text that rewards read.
 
   A prompt has its chat template, as the policy reads it.
   """
 
-  def __init__(
-    self,
-    batch: PromptBatch,
-    tokenizer: Tokenizer,
-    group_size: int,
-    stop: StopStrings | None = None,
-  ):
-    self.batch, self.group_size = batch, group_size
-    self._tokenizer, self._stop = tokenizer, stop
-    self._prompts: dict[int, str] = {}
+  batch: PromptBatch
+  tokenizer: Tokenizer
+  group_size: int
+  stop: StopStrings | None = None
+  _prompts: dict[int, str] = dataclasses.field(default_factory=dict)
 
   def __call__(self, row: int, finished: FinishedResponse) -> Response:
     """The response of row p * G + g; see `response_text`."""
     p = row // self.group_size
     if p not in self._prompts:
-      self._prompts[p] = self._tokenizer.decode(self.batch.ids(p))
+      self._prompts[p] = self.tokenizer.decode(self.batch.ids(p))
     tokens = finished.tokens[: finished.length].tolist()
     problem = self.batch.problems[p]
     return Response(
       self._prompts[p],
-      response_text(tokens, finished.stopped, self._tokenizer, self._stop),
+      response_text(tokens, finished.stopped, self.tokenizer, self.stop),
       problem.reference,
       finished.length,
       len(finished.tokens),
