@@ -156,7 +156,7 @@ def duration(seconds: float) -> str:
   return f"{minutes // 60} h {minutes % 60:02} min"
 
 
-class Compilations:
+class Compilations(threading.local):
   """A context manager that says what JAX compiles.
 
   It prints lines for compilations over a second, and for traces and lowerings
@@ -165,7 +165,7 @@ class Compilations:
   """
 
   def __init__(self):
-    self._local = threading.local()  # .stages: open in this thread
+    self._stages: list[Progress] = []  # open in this thread
 
   def __enter__(self) -> "Compilations":
     monitoring.register_scalar_listener(self._begin)
@@ -199,7 +199,3 @@ class Compilations:
       self._stages.pop().__exit__(None, None, None)
       if not self._stages:  # an outer stage includes the inner ones
         Progress.compile_seconds += duration_secs
-
-  @property
-  def _stages(self) -> list[Progress]:
-    return self._local.__dict__.setdefault("stages", [])
