@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from absl import logging
 from etils import epath
-from jax.sharding import Mesh
 
 from gspo_jax import rewards
 from gspo_jax.data import readers
@@ -22,7 +21,7 @@ from gspo_jax.evaluate.answers_file import AnswersFile
 from gspo_jax.evaluate.benchmarks import Benchmark
 from gspo_jax.evaluate.policy_sampler import PolicySampler
 from gspo_jax.program import load_params
-from gspo_jax.program.config import Config, ConfigDict, parse
+from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.experiment import make_reward_model
 from gspo_jax.program.settings import length_warning, make_meshes
 from gspo_jax.record import checkpoint
@@ -68,10 +67,21 @@ def evaluate(
   UserError also if too many responses could not be scored
   (`reward.max_failed`); the batch that exceeds the limit is not written.
   """
+
+  def prepare():
+    parsed = parse(config)
+    if spec := parsed.rollout.environment:
+      raise UserError(
+        f"rollout.environment={spec!r}: expected '', for files are evaluated "
+        "by single responses; a training run evaluates conversations "
+        "(eval.every)"
+      )
+    chosen = _read(parsed, sets, samples, limit, reward)
+    parsed = load_params.with_checkpoint(parsed, folder)
+    return parsed, chosen, make_meshes(parsed)[0]
+
   multihost.require_joined()
-  parsed, chosen, mesh = multihost.run_on_all(
-    lambda: _prepare(config, folder, sets, samples, limit, reward)
-  )
+  parsed, chosen, mesh = multihost.run_on_all(prepare)
   for benchmark in chosen if multihost.is_primary() else ():
     if benchmark.note:
       print(benchmark.note, file=sys.stderr)
@@ -103,21 +113,6 @@ def evaluate(
       # A full disk must end all processes, or the others wait for this one.
       summaries += multihost.run_on_all(save)
   return summaries
-
-
-def _prepare(
-  config, folder, sets, samples, limit, reward
-) -> tuple[Config, list[Benchmark], Mesh]:
-  """The config with the checkpoint's model, the benchmarks, and the mesh."""
-  parsed = parse(config)
-  if spec := parsed.rollout.environment:
-    raise UserError(
-      f"rollout.environment={spec!r}: expected '', for files are evaluated by "
-      "single responses; a training run evaluates conversations (eval.every)"
-    )
-  chosen = _read(parsed, sets, samples, limit, reward)
-  parsed = load_params.with_checkpoint(parsed, folder)
-  return parsed, chosen, make_meshes(parsed)[0]
 
 
 def _save_results(benchmark, file, out, folder, settings, threshold) -> list:
