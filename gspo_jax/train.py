@@ -1,7 +1,6 @@
 """The run, from a config to a trained policy; it reads from top to bottom."""
 
 import dataclasses
-import functools
 import itertools
 import json
 import time
@@ -169,9 +168,17 @@ def _train(
   )
   traced = profile.Profile(config.log.profile, experiment.workdir / "profile")
   with writer, traced:
-    finish = functools.partial(
-      _finish, run, writer=writer, health=_health_checks(experiment)
-    )
+    health = _health_checks(experiment)
+
+    def finish(step: int, state: TrainState, row: Row) -> None:
+      """Evaluates if it is due, and writes the row of a step."""
+      metrics = row.metrics
+      if _due(config.eval.every, step, last):
+        _wait_for_sampler(run)  # evaluation takes its devices
+        metrics = metrics | held_out.evaluate(experiment, state.policy)
+      writer.write(step, metrics, row.distributions, row.samples)
+      health(metrics)
+
     # The row of the restored step, if `_save` stored one.
     if unwritten and multihost.any_process(writer.lacks(first - 1)):
       multihost.print_once(f"step {first - 1} was cut short: its row comes now")
@@ -316,24 +323,6 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   if _due(_SAMPLES_EVERY, step, config.num_steps):
     samples = _first_samples(scored, config.log.samples)
   return state, Row(metrics, distributions, samples)
-
-
-def _finish(
-  run: Run,
-  step: int,
-  state: TrainState,
-  row: Row,
-  *,
-  writer: MetricWriter,
-  health: HealthChecks,
-) -> None:
-  """Evaluates if it is due, and writes the row of a step."""
-  metrics, config = row.metrics, run.experiment.config
-  if _due(config.eval.every, step, config.num_steps):
-    _wait_for_sampler(run)  # evaluation takes its devices
-    metrics = metrics | held_out.evaluate(run.experiment, state.policy)
-  writer.write(step, metrics, row.distributions, row.samples)
-  health(metrics)
 
 
 def _first_samples(
@@ -517,13 +506,18 @@ def _cold_start(experiment: Experiment, preemption) -> TrainState | None:
   k_init, k_check = jax.random.split(experiment.keys.cold_start)
   folder = experiment.workdir / "cold_start"
   kept, key = compilation_cache.beside("cold_start"), cold_start_key(experiment)
+
+  def greedy_accuracy(params: model.Params) -> float:
+    rewards = held_out.greedy(experiment, program.new_policy(params), k_check)
+    return float(correct(rewards, config.reward.pass_threshold).mean())
+
   with Checkpoints(folder, keep=1) as checkpoints:
     return cold_start.run(
       program.cold_start,
       lambda: program.init_params(k_init),
       batches=demonstrations(experiment),
       batch_sharding=sharding.batch_sharding(program.mesh),
-      accuracy=functools.partial(_greedy_accuracy, experiment, k_check),
+      accuracy=greedy_accuracy,
       checkpoints=checkpoints,
       identity=cold_start_identity(experiment),
       cfg=config.cold_start,
@@ -544,13 +538,6 @@ def demonstrations(
     seed=config.seed,
     conversations=bool(config.rollout.environment),
   )
-
-
-def _greedy_accuracy(experiment: Experiment, key, params) -> float:
-  policy = experiment.program.new_policy(params)
-  rewards = held_out.greedy(experiment, policy, key)
-  threshold = experiment.config.reward.pass_threshold
-  return float(correct(rewards, threshold).mean())
 
 
 def _health_checks(experiment: Experiment) -> HealthChecks:
