@@ -1,6 +1,7 @@
 """Evaluates a policy on benchmarks, and writes all responses and results."""
 
 import functools
+import itertools
 import json
 import shlex
 import sys
@@ -223,9 +224,9 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
   with reward_pool or nullcontext(), progress:
     for batch, indices in [*enumerate(batches)][first_batch:]:
       problems = [benchmark.problems[i] for i in indices]
-      responses, truncated = sampler.sample(
-        params, problems, jax.random.fold_in(key, batch), progress
-      )
+      batch_key = jax.random.fold_in(key, batch)
+      sampled = sampler.sample(params, problems, batch_key, progress)
+      responses, _ = sampled
       multihost.run_on_all(save)
       if scorer:
         scores = scorer(dict(enumerate(responses)), len(responses))
@@ -234,23 +235,16 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
         pending = reward_pool.submit(responses, benchmark.samples)
       if file is not None:
         save = functools.partial(
-          _save_batch,
-          config,
-          benchmark,
-          file,
-          [(i, n) for i in indices for n in range(benchmark.samples)],
-          responses,
-          truncated,
-          pending,
+          _save_batch, config, benchmark, file, indices, sampled, pending
         )
     multihost.run_on_all(save)
 
 
-def _save_batch(
-  config, benchmark, file, places, responses, truncated, pending
-) -> None:
-  """Waits for scores, writes; `places` are (problem, sample) indices."""
+def _save_batch(config, benchmark, file, indices, sampled, pending) -> None:
+  """Waits for the scores of `sampled`, and writes them."""
   name = benchmark.name
+  responses, truncated = sampled
+  places = itertools.product(indices, range(benchmark.samples))
 
   def wrong(count):
     count += sum(r["failed"] for r in file.records)
