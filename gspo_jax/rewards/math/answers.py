@@ -15,10 +15,10 @@ _ABOUT = ("about", "approximately", "roughly", "approx", "\\approx", "all")
 _REGION = frozenset(
   (*equations.ORDERS, "\\ne", "\\cup", "\\cap", "\\in", "\\R", "\\setminus")
 )
-_TABLES = splits.words(r"""
+_TABLES = r"""
 \begin{matrix} \begin{pmatrix} \begin{bmatrix} \begin{Bmatrix}
 \begin{smallmatrix} \begin{array} \begin{cases}
-""")
+""".split()
 _SYSTEMS = ("\\begin{cases}", "\\begin{aligned}", "\\begin{array}")
 
 

@@ -8,24 +8,22 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 
-from gspo_jax.rewards.math import splits
-
 # Letters side by side that are factors; more of them are a word.
 MAX_LETTERS = 4
 
-_FUNCTIONS = splits.words("""
+_FUNCTIONS = """
 sin cos tan sec csc cot arcsin arccos arctan sinh cosh tanh ln exp cis
-""")
+""".split()
 _LOGARITHMS = ("log", "lg")
 _APPLIED = (*_FUNCTIONS, *_LOGARITHMS)
 RECIPROCALS = {"sec": "cos", "csc": "sin", "cot": "tan"}
 _INVERTED = ("sin", "cos", "tan", "sinh", "cosh", "tanh")
 _ONE = ("number", Fraction(1), 0)
 _CONSTANTS = ("pi", "e", "i")
-GREEK = splits.words("""
+GREEK = """
 alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma
 tau phi chi psi omega Gamma Delta Theta Lambda Sigma Phi Psi Omega ell hbar
-""")
+""".split()
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}
 _ENDS = frozenset(("", ")", "]", "}", "\\}", "|", "\\rfloor", "\\rceil"))
 _PRODUCTS = dict.fromkeys(("\\times", "\\cdot", "*"), "times")

@@ -19,17 +19,15 @@ _PUNCTUATION = frozenset(".'-")
 _BASE = re.compile(
   r"\(?([0-9]+|[0-9A-Z]+(?=\)?(?:_|base)))\)?(?:(?:_|base)\{?\(?([0-9a-z]+)\)?\}?)?"
 )
-NUMBERS = splits.words("""
+NUMBERS = """
 zero one two three four five six seven eight nine ten eleven twelve thirteen
 fourteen fifteen sixteen
-""")
+""".split()
 _CLOCK = re.compile(r"([0-9]{1,2})(?::([0-9]{2}))?(am|pm)?")
-_MONTHS = set(
-  splits.words("""
+_MONTHS = """
 january february march april may june july august september october november
 december
-""")
-)
+""".split()
 _NOT_OF_DATES = frozenset(("st", "nd", "rd", "th", "of", "the", ","))
 _ENDS_CHOICE = (")", ".", ":")
 _GOES_ON = frozenset(("+", "-", "*", "/", "=", ",", ";", "(", "^", "or", "and"))
@@ -67,7 +65,7 @@ def words(tokens) -> list[str] | None:
 def date(tokens) -> list[str] | None:
   """A date's parts in a fixed order; it must name the month."""
   texts = [t.lower() for t in plain(tokens)]
-  if not _MONTHS & set(texts):
+  if not any(text in _MONTHS for text in texts):
     return None
   return sorted(t for t in texts if t not in _NOT_OF_DATES)
 

@@ -66,7 +66,3 @@ def rows(tokens: list[str]) -> list[list[list[str]]]:
   r"""The cells of a table: rows end in `\\`, cells are separated by `&`."""
   lines = at(tokens, ("\\\\",))
   return [at(line, ("&",)) for line in lines if line]
-
-
-def words(table: str) -> list[str]:
-  return table.split()

@@ -8,19 +8,18 @@ character. `°` is the sign of degrees.
 import re
 
 from gspo_jax.rewards import numbers
-from gspo_jax.rewards.math import splits
 
 # Characters. Longer results are compared as they stand; the references of MATH
 # have fewer than 200.
 MAX_LENGTH = 500
 
 # Characters of plain text, as LaTeX.
-_SIGNS = splits.words(r"""
+_SIGNS = r"""
 − - – - ’ ' ∶ : × \times · \cdot ⋅ \cdot ÷ \div ± \pm √ \surd ∞ \infty ≤ \le
 ≥ \ge ≠ \ne ≈ \approx ∈ \in ∪ \cup ∩ \cap ∅ \emptyset π \pi θ \theta α \alpha
 β \beta φ \phi λ \lambda µ \mu μ \mu Ω \Omega ℝ \R … \ldots ² ^2 ³ ^3 ½ \frac12
 ⅓ \frac13 ⅔ \frac23 ¼ \frac14 ¾ \frac34
-""")
+""".split()
 _CHARACTERS = str.maketrans(
   {
     sign: latex + " " * latex[-1].isalpha()
@@ -28,20 +27,20 @@ _CHARACTERS = str.maketrans(
   }
 )
 # Commands with a shorter name or sign.
-_SHORT = splits.words(r"""
+_SHORT = r"""
 dfrac \frac tfrac \frac cfrac \frac dbinom \binom tbinom \binom leq \le
 leqslant \le geq \ge geqslant \ge neq \ne lt < gt > land \wedge lor \vee
 varnothing \emptyset varphi \phi varepsilon \epsilon ast * equiv = lbrace \{
 rbrace \} lvert | rvert | vert | colon : to \rightarrow dots \ldots
 cdots \ldots simeq \approx degree ° pounds £ mathdollar \$ textdollar \$
 smallsetminus \setminus backslash \setminus Reals \R
-""")
+""".split()
 # Commands that change only the looks.
-_LOOKS = splits.words("""
+_LOOKS = """
 left right big Big bigg Bigg bigl bigr Bigl Bigr displaystyle textstyle limits
 hfill ensuremath checkmark rm bf it tiny small large Large LARGE huge Huge quad
 qquad therefore boxed underline
-""")
+""".split()
 _COMMANDS = dict(zip(_SHORT[::2], _SHORT[1::2], strict=True)) | dict.fromkeys(
   _LOOKS, " "
 )

@@ -5,8 +5,6 @@ from collections import Counter
 from fractions import Fraction
 from typing import NamedTuple
 
-from gspo_jax.rewards.math import splits
-
 # Words that change the number before them.
 _SCALES = {
   "hundred": 100,
@@ -53,8 +51,7 @@ celsius: C=celsius 1
 fahrenheit: F=fahrenheit 1
 """
 # Words after a number that are part of the result or make it another one.
-_REFUSED = frozenset(
-  splits.words("""
+_REFUSED = """
 or and not but if maybe perhaps to than less more least most minus plus over by
 below above half halves third quarter double doubled triple tripled twice
 factorial squared cubed root power inverse reciprocal negative opposite
@@ -62,11 +59,10 @@ mod base with only except between any either neither nor x y z yes no true false
 wrong pair score gross ten twenty is are was possible answer unknown undefined
 about approximately roughly all when per ago too many few case step
 incorrect invalid
-""")
-)
+""".split()
 # Twentieths, say, but neither months nor lengths.
 _PARTS = re.compile(r".*(?:ur|f|x|ven|eigh|nin|te?en|ie|red|sand|lion)ths?")
-_FILLERS = splits.words(r"a an the of for each \cdot \times * . ( ) - \frac")
+_FILLERS = r"a an the of for each \cdot \times * . ( ) - \frac".split()
 _SIGNS = {"\\%": "%", "\\$": "$", "\\Omega": "Ω", "\\mu": "micro"}
 _SHORT = {"mph": "mile per h", "kph": "km per h", "kmh": "km per h"}
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
@@ -160,7 +156,8 @@ def read(tokens: list[str]) -> Unit | None:
 def _is_noun(word, single) -> bool:
   """Whether a word may be something counted, such as apples."""
   is_word = word.isalpha() and word.islower() and len(word) > 2
-  return is_word and not ({word, single} & _REFUSED or _PARTS.fullmatch(word))
+  is_allowed = {word, single}.isdisjoint(_REFUSED)
+  return is_word and is_allowed and not _PARTS.fullmatch(word)
 
 
 def _terms(tokens) -> list[tuple[str, int]] | None:
