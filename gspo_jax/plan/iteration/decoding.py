@@ -144,15 +144,9 @@ class CountingSampler:
     first = M * np.arange(self._shards)[:, None]
     stored, place = target < M, first + target
     slot = (first + sent).ravel()[source]
-
-    def move(x):
-      moved = x.copy()
-      moved[place[stored]] = x[slot[stored]]
-      return moved
-
-    self._before = move(self._before)
-    self._num_tokens = move(self._num_tokens)
-    self._response = move(self._response)
+    of_slots = np.stack([self._response, self._num_tokens, self._before])
+    of_slots[:, place[stored]] = of_slots[:, slot[stored]]
+    self._response, self._num_tokens, self._before = of_slots
     return state
 
   decode_params = share = finalize = staticmethod(lambda x: x)
