@@ -119,7 +119,10 @@ def _analyze(functions, planned: lower.Planned, *, fewer_slots=False) -> dict:
 
 
 def _add_fewer_slots(report, lowered, planned):
-  """Adds the steps of segments that compute fewer slots, by their number."""
+  """Adds the steps of segments that compute fewer slots, by their number.
+
+  Of a step, the seconds without reading the cache, and those of reading it.
+  """
   steps = report["fewer_slots"] = {}
   for name, one in lowered.items():
     _, _, slots = name.partition("generate ")
@@ -129,7 +132,13 @@ def _add_fewer_slots(report, lowered, planned):
     if done.memory is None:
       report |= {"fits": False, "reason": f"{slots} slots: {done.reason}"}
       return
-    steps[int(slots)] = roofline.decode_step(done, planned)
+    work = roofline.work("generate", done, planned)
+    compiler = work["compiler"]
+    steps[int(slots)] = {
+      "without_cache": work["decode"]["without_cache"],
+      "compiler": compiler and compiler["decode"]["without_cache"],
+      "reading": work["decode"]["reading"],
+    }
 
 
 def _report(name, done, planned) -> dict:
@@ -149,14 +158,13 @@ def _report(name, done, planned) -> dict:
   needed = done.too_much and done.too_much + beside
   if done.memory:
     report |= plan_memory.memory(name, done.memory, beside, topology)
+    report |= roofline.work(name, done, planned)
     needed = report["memory"]["needed"]
   if lower.has_pages(name, program) and needed:
     report["pages"] = plan_memory.room(
       needed, topology.chip.hbm, program.cfg, program.sampler.generate
     )
-  if done.memory is None:
-    return report
-  return report | roofline.work(name, done, planned)
+  return report
 
 
 def _transfer(program, topology) -> dict:

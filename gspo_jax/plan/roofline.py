@@ -146,17 +146,6 @@ def _links(mesh, topology):
   )
 
 
-def decode_step(done: Compiled, planned: Planned) -> dict:
-  """Seconds of a decode step without reading the cache, and of reading it."""
-  report = work("generate", done, planned)
-  compiler = report["compiler"]
-  return {
-    "without_cache": report["decode"]["without_cache"],
-    "compiler": compiler and compiler["decode"]["without_cache"],
-    "reading": report["decode"]["reading"],
-  }
-
-
 def _decode(step, steps, planned) -> dict:
   """The report of a decode step.
 
@@ -254,6 +243,10 @@ def _model_flops(name, planned) -> float:
 
 def _summary(cost, model_flops, topology) -> dict:
   seconds = _seconds(cost)
+  collectives = [
+    kind._asdict() | dataclasses.asdict(traffic)
+    for kind, traffic in cost.collectives.items()
+  ]
   return {
     "model_flops": model_flops,
     "flops": cost.flops,
@@ -262,7 +255,7 @@ def _summary(cost, model_flops, topology) -> dict:
     "hbm_bytes": cost.hbm_bytes,
     "seconds": seconds,
     "mfu": model_flops / topology.chip.flops / seconds["scheduled"],
-    "collectives": _collectives(cost),
+    "collectives": sorted(collectives, key=lambda c: -c["seconds"]),
     "top": _top(cost),
     "unknown_kernels": dict(cost.unknown_kernels),
     "loops": _open(cost.loops),
@@ -277,14 +270,6 @@ def _seconds(cost) -> dict:
     "stalled": cost.stalled_seconds,
     "scheduled": cost.scheduled,
   }
-
-
-def _collectives(cost) -> list[dict]:
-  kinds = [
-    kind._asdict() | dataclasses.asdict(traffic)
-    for kind, traffic in cost.collectives.items()
-  ]
-  return sorted(kinds, key=lambda c: -c["seconds"])
 
 
 def _top(cost) -> list[dict]:
