@@ -213,15 +213,10 @@ def _iteration(report):
         f"{estimate['tokens_per_second_per_chip']:.0f} a chip; with prompts "
         f"{estimate['with_prompts_per_chip']:.0f} a chip"
       )
-  return "\n".join(lines + _steps(i["parts"]["generate"], i["parts"]["update"]))
-
-
-def _steps(generate, update) -> list[str]:
-  """Decode steps and micro-batches of an iteration."""
-  seconds = _times(generate["seconds_of"])
+  generate, update = i["parts"]["generate"], i["parts"]["update"]
   in_use = " ".join(f"{x:.0%}" for x in generate["slots_in_use"])
-  return [
-    f"  generate: {seconds}",
+  lines += [
+    f"  generate: {_times(generate['seconds_of'])}",
     f"  {generate['steps']} decode steps in {generate['segments']} segments; "
     f"of {generate['slots']} slots in use, by tenths:",
     f"    {in_use}",
@@ -229,6 +224,7 @@ def _steps(generate, update) -> list[str]:
     f"{_time(update['micro_batch_seconds'])} in the update, and "
     f"{_time(update['optimizer_step_seconds'])} an optimizer step",
   ]
+  return "\n".join(lines)
 
 
 def _iteration_part(name, part):

@@ -153,8 +153,18 @@ def _parts(functions, planned: Planned, work: _Work) -> dict:
     "scheduled"
   ]
   minibatches = planned.config.learner.minibatches
+  sampling = _sampling_seconds(functions, planned, work.decoding)
+  slot_steps = work.decoding.slot_steps
   return {
-    "generate": _generate(functions, planned, work),
+    "generate": {
+      "seconds": sum(sampling.values()),
+      "seconds_of": sampling,
+      "real_tokens": work.sampled,
+      "computed_tokens": slot_steps,
+      "useful_fraction": work.sampled / slot_steps,
+      "model_flops": flops["generate"],
+      **work.decoding._asdict(),
+    },
     "weights": {
       "seconds": functions["decode_params"]["seconds"]["scheduled"]
       if continuous
@@ -208,20 +218,6 @@ def _model_flops(program, lengths: Lengths, rows) -> dict[str, float]:
     "generate": flops(cfg, lengths.prompts, 1) + decode,
     "score": score,
     "update": lower_bounds.update_passes(cfg) * (whole + critic),
-  }
-
-
-def _generate(functions, planned: Planned, work: _Work) -> dict:
-  decoding, sampled = work.decoding, work.sampled
-  seconds = _sampling_seconds(functions, planned, decoding)
-  return {
-    "seconds": sum(seconds.values()),
-    "seconds_of": seconds,
-    "real_tokens": sampled,
-    "computed_tokens": decoding.slot_steps,
-    "useful_fraction": sampled / decoding.slot_steps,
-    "model_flops": work.flops["generate"],
-    **decoding._asdict(),
   }
 
 
