@@ -10,7 +10,7 @@ import re
 from gspo_jax.plan.hlo.cost import Work
 from gspo_jax.plan.hlo.module import Computation, Instruction
 
-_CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul")
+CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul")
 _KERNELS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")
 # Products in attention kernels by the number of results, of a backward pass:
 # scores, dP, dQ; scores, dP, dK, dV; the two in one kernel.
@@ -43,7 +43,7 @@ def product(
   if i.op != "custom-call":
     return None
   operands = [a for x in computation.operands(i) for a in x.arrays[:1]]
-  if target(i) in _CUBLAS:
+  if target(i) in CUBLAS:
     axes = i.find(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
     sizes = (operands[0].dims[int(d)] for d in re.findall(r"\d+", axes))
     return Work(2.0 * math.prod(i.arrays[0].dims) * math.prod(sizes))
@@ -57,11 +57,6 @@ def product(
     (M, K), N = floats[0].dims, floats[1].dims[1]
     return Work(2.0 * M * filled * K * N)
   return None
-
-
-def scratch(i: Instruction) -> bool:
-  """Whether all results but the first are scratch memory."""
-  return target(i) in _CUBLAS
 
 
 def _attention(i, floats, backward) -> Work:

@@ -142,7 +142,9 @@ def _origin(fused, i, aliases) -> Instruction:
 
 def _written(module, i) -> float:
   if i.op != "fusion":
-    return i.arrays[0].bytes if gpu_kernels.scratch(i) else i.hbm_bytes
+    # All other results of such a product are scratch memory.
+    is_product = gpu_kernels.target(i) in gpu_kernels.CUBLAS
+    return i.arrays[0].bytes if is_product else i.hbm_bytes
   fused = module.inlined(i.called("calls")[0])
   if fused.root.op != "tuple" or len(i.arrays) != len(fused.root.operands):
     return min(i.hbm_bytes, _changed(fused, fused.root))
