@@ -136,9 +136,7 @@ class Slice(NamedTuple):
     if {d.slice for d in here} != {d.slice for d in there}:
       return min(len(here), len(there)) * chip.network
     rings = chip.rings(self.shape)
-    sending, receiving = (
-      {(d.slice, d.coordinates) for d in group} for group in (here, there)
-    )
+    sending, receiving = set(here), set(there)
     links = _NEIGHBOUR * len(sending & receiving)
     for number, place in receiving:
       for axis, size in enumerate(self.shape):
