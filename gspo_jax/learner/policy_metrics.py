@@ -34,8 +34,17 @@ def old_policy_metrics(
   mask = batch.response_mask
   if batch.sampler_logps is None:
     return {}
-  metrics = _mismatch(out.logps, batch.sampler_logps, batch)
-  metrics["policy/entropy"] = Mean.of(out.entropy, mask)
+  gap_BR = jnp.where(mask, out.logps - batch.sampler_logps, 0.0)
+  gap_BN, has_tokens_BN = sequence_log_ratio(
+    out.logps, batch.sampler_logps, batch
+  )
+  metrics: Metrics = {
+    "mismatch/token_abs_mean": Mean.of(jnp.abs(gap_BR), mask),
+    "mismatch/token_gap": Histogram.of(gap_BR, mask),
+    "mismatch/sequence_abs_mean": Mean.of(jnp.abs(gap_BN), has_tokens_BN),
+    "mismatch/sequence_gap": Histogram.of(gap_BN, has_tokens_BN),
+    "policy/entropy": Mean.of(out.entropy, mask),
+  }
   if out.dropped is not None:
     metrics |= _routing_metrics(out, mask, cfg)
     dropped = out.dropped.sum(dtype=jnp.float32)
@@ -53,18 +62,6 @@ def sequence_log_ratio(
   lengths_BN = sums(jnp.ones_like(new_BR))
   gaps_BN = sums(new_BR - old_BR) / jnp.maximum(lengths_BN, 1)
   return gaps_BN, lengths_BN > 0
-
-
-def _mismatch(recomputed_BR, sampled_BR, batch: TrainBatch) -> Metrics:
-  mask_BR = batch.response_mask
-  gap_BR = jnp.where(mask_BR, recomputed_BR - sampled_BR, 0.0)
-  gap_BN, has_tokens_BN = sequence_log_ratio(recomputed_BR, sampled_BR, batch)
-  return {
-    "mismatch/token_abs_mean": Mean.of(jnp.abs(gap_BR), mask_BR),
-    "mismatch/token_gap": Histogram.of(gap_BR, mask_BR),
-    "mismatch/sequence_abs_mean": Mean.of(jnp.abs(gap_BN), has_tokens_BN),
-    "mismatch/sequence_gap": Histogram.of(gap_BN, has_tokens_BN),
-  }
 
 
 def _routing_metrics(out: TokenLogprobs, mask_BR, cfg) -> Metrics:
