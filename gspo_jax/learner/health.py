@@ -45,12 +45,9 @@ def clip_range_warnings(objective: ObjectiveConfig) -> list[str]:
   typed, default = f"objective.name={objective.name!r}", method.numbers
   name = objective.name.partition(":")[0]
   if numbers.get("cap", math.inf) < 1:
-    own = default["cap"]
-    more = (
-      f", and the method's own is {own:g}"
-      if isinstance(own, int | float)
-      else ""
-    )
+    own, more = default["cap"], ""
+    if isinstance(own, int | float):
+      more = f", and the method's own is {own:g}"
     return [
       f"{typed}: a cap of {numbers['cap']:g} scales nearly every token, for "
       "the ratio of a policy that has not moved is 1; expected at least "
@@ -164,10 +161,8 @@ class HealthChecks:
 
   def _check_clipping(self, metrics: Mapping[str, float]) -> None:
     """Warns if ratios move for several iterations and none is clipped."""
-    if self._unclipped is None:
-      return
     # A user's own loss may have neither of these metrics.
-    if "clip_frac/token" not in metrics:
+    if self._unclipped is None or "clip_frac/token" not in metrics:
       return
     if not (metrics["grad/norm"] > 0 and metrics.get("ratio/moved", 1) > 0):
       return
