@@ -86,17 +86,12 @@ class PendingRewards:
     compute: Callable[[], Rewards],  # waits for the calls; called once
   ):
     self.size, self.calls = size, calls
-    self._compute, self._rewards = compute, None
+    # Waits for the rewards; if they are of all hosts, call it on each.
+    self.result = functools.cache(compute)
 
   @classmethod
   def computed(cls, rewards: Rewards) -> "PendingRewards":
     return cls(rewards.total.size, (), lambda: rewards)
-
-  def result(self) -> Rewards:
-    """Waits for the rewards; if they are of all hosts, call it on each."""
-    if self._rewards is None:
-      self._rewards = self._compute()
-    return self._rewards
 
 
 class RewardPool(Pool):
