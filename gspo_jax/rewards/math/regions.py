@@ -65,10 +65,6 @@ def _region(tokens) -> Region:
       whole.ends + without.ends,
       lambda x: whole.has(x) and not without.has(x),
     )
-  return _simple(tokens)
-
-
-def _simple(tokens) -> Region:
   if tokens == ["\\R"]:
     return Region("", (), lambda x: True)
   inside = splits.inside(tokens)
