@@ -342,16 +342,11 @@ def _select_groups(first: Tree, second: Tree, index: jax.Array, P: int) -> Tree:
   def merge(a, b):
     if a.ndim == 0:
       return a + b
-    return select(a, b) if a.ndim < 3 else _by_layers(select, a, b)
+    if a.ndim < 3:
+      return select(a, b)
+    # Arrays of layers or of kept ids are large and cross devices whole. So they
+    # are moved layer by layer.
+    layers = a.swapaxes(0, 1), b.swapaxes(0, 1)
+    return jax.lax.map(lambda xs: select(*xs), layers).swapaxes(0, 1)
 
   return jax.tree.map(merge, first, second)
-
-
-def _by_layers(select: Callable, *routing: jax.Array) -> jax.Array:
-  """Arrays of layers or of kept ids are large and cross devices whole.
-
-  So they are moved layer by layer.
-  """
-  layers_first = lambda x: x.swapaxes(0, 1)
-  layers = tuple(map(layers_first, routing))
-  return layers_first(jax.lax.map(lambda xs: select(*xs), layers))
