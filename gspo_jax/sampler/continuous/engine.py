@@ -119,7 +119,7 @@ class Generation:
     self.notify()
 
 
-class Engine:
+class Engine(contextlib.AbstractContextManager["Engine"]):
   """Samples responses with one set of weights; a context manager.
 
   Any thread may `submit`; one thread calls `run`. All processes call `run`
@@ -144,16 +144,16 @@ class Engine:
     self._state, self.samples = programs.jitted.begin(samples)
     self._params = programs.jitted.decode_params(params)
     states = has_states(programs.cfg)
-    self.schedulers = [
-      Scheduler(
+    self._schedulers = {  # by own shard
+      shard: Scheduler(
         programs.sizes,
         rows,
         has_states=states,
         keeps=keeps and not states,
         group_size=programs.config.group_size if programs.records else 0,
       )
-      for _ in programs.own
-    ]
+      for shard in programs.own
+    }
     self._rows = rows  # of a shard
     self._placement = Placement(
       programs.sizes, programs.shards, programs.own, rows
@@ -277,9 +277,6 @@ class Engine:
     self._open = {}
     self._state = self.samples = self._params = None  # frees their memory
 
-  def __enter__(self) -> "Engine":
-    return self
-
   def __exit__(self, *_) -> None:
     self.close()
 
@@ -296,9 +293,7 @@ class Engine:
     of one, for row 0. If it `lends`, both are the same on all hosts, and each
     response may start on any shard.
     """
-    for shard, scheduler in zip(
-      self._programs.own, self.schedulers, strict=True
-    ):
+    for shard, scheduler in self._schedulers.items():
       for response in queues[shard]:
         request = request_of(response)
         request.row = response - shard * self._rows
@@ -353,7 +348,7 @@ class Engine:
       is_open = self._take_requests(not until())
     if moves:
       self._move()
-    admissions = [scheduler.admit() for scheduler in self.schedulers]
+    admissions = [scheduler.admit() for scheduler in self._schedulers.values()]
     queues = [self._prefill_queue(admission) for admission in admissions]
     plan = self._segment_plan(admissions)
     self._share(queues, is_open)
@@ -397,7 +392,7 @@ class Engine:
   def _pause(self, is_open: bool) -> bool:
     """Reports what is left, and waits for requests."""
     nothing = np.zeros(self._programs.sizes.slots, int)
-    for scheduler in self.schedulers:
+    for scheduler in self._schedulers.values():
       if not scheduler.num_active:  # the planned segment is not decoded
         scheduler.apply_results(nothing, nothing)
     self._report()
@@ -447,7 +442,7 @@ class Engine:
       else:
         assert generation.row is not None
         shard, row = divmod(generation.row, self._rows)
-        if shard not in self._programs.own:
+        if shard not in self._schedulers:
           continue
         request = Request(
           np.array(generation.prompt, np.int32),
@@ -460,9 +455,8 @@ class Engine:
           params=generation.params,
           owner=generation,
         )
-        scheduler = self.schedulers[self._programs.own.index(shard)]
-        scheduler.submit(request)
-        self._open[request] = scheduler
+        self._schedulers[shard].submit(request)
+        self._open[request] = self._schedulers[shard]
     with self._changed:
       self._inbox.extendleft(reversed(left))
     return is_open
@@ -494,9 +488,7 @@ class Engine:
     prompt = np.array(generation.prompt, np.int32)
     taken = {request.owner.row for request in self._open}
     places = []
-    for shard, scheduler in zip(
-      self._programs.own, self.schedulers, strict=True
-    ):
+    for shard, scheduler in self._schedulers.items():
       first = shard * self._rows
       free = {*range(first, first + self._rows)} - taken
       if free:
@@ -517,7 +509,7 @@ class Engine:
   def _share(self, queues, is_open: bool) -> None:
     """Sends this host's part of the facts to all: [shards, ...] int32."""
     rows = []
-    for scheduler, queue in zip(self.schedulers, queues, strict=True):
+    for scheduler, queue in zip(self._schedulers.values(), queues, strict=True):
       row = [getattr(scheduler, name) for name in _FACTS[:-3]]
       owners = [r.owner for r in scheduler.slots if r and r.owner]
       for name in ("streams", "by_token"):
@@ -629,7 +621,8 @@ class Engine:
 
   def _segment_plan(self, admissions: list[Admission]) -> SegmentPlan:
     """Allocates the next segment's pages; returns its plan for own shards."""
-    segments = [scheduler.allocate_pages() for scheduler in self.schedulers]
+    schedulers = self._schedulers.values()
+    segments = [scheduler.allocate_pages() for scheduler in schedulers]
     table, active = map(np.concatenate, zip(*segments, strict=True))
     join = lambda name: np.concatenate([getattr(a, name) for a in admissions])
     new = join("new") & active  # some were preempted at once
@@ -637,7 +630,7 @@ class Engine:
       name: np.zeros(len(active), np.int32) for name in OF_SLOTS
     }
     arrays["params"] = np.zeros((len(active), 4), np.float32)
-    slots: list[Any] = [slot for s in self.schedulers for slot in s.slots]
+    slots: list[Any] = [slot for s in schedulers for slot in s.slots]
     for i in np.flatnonzero(new):
       request = slots[i]
       first = self._programs.own[i // self._programs.sizes.slots] * self._rows
@@ -682,12 +675,12 @@ class Engine:
     """Moves responses from the fullest shards to the emptiest."""
     programs, placement = self._programs, self._placement
     jitted = programs.jitted
-    self._share([{}] * len(self.schedulers), True)
+    self._share([{}] * len(self._schedulers), True)
     facts, migration = self._facts(), None
     if self._may_migrate and placement.is_uneven():
-      migration = placement.migrate(self.schedulers, facts)
+      migration = placement.migrate(self._schedulers, facts)
     elif placement.can_lend(facts):
-      for rows in placement.lend(self.schedulers, facts):
+      for rows in placement.lend(self._schedulers, facts):
         self.samples = jitted.move_rows(self.samples, programs.to_devices(rows))
     if not migration:
       return
@@ -705,7 +698,7 @@ class Engine:
     programs = self._programs
     by_shard = [np.split(x, programs.shards) for x in results[:2]]
     read = []  # (request, its tokens, whether it has left) of each own shard
-    for shard, scheduler in zip(programs.own, self.schedulers, strict=True):
+    for shard, scheduler in self._schedulers.items():
       num_tokens, active = (x[shard] for x in by_shard)
       ended = scheduler.apply_results(num_tokens, active)
       read.append([(*pair, True) for pair in ended])

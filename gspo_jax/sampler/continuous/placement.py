@@ -16,7 +16,7 @@ Dimension letters as in `continuous/__init__`; D shards, n moves of a shard.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -101,11 +101,7 @@ class Placement:
     queues: Sequence[Sequence[int]],
     request_of: Callable[[int], Request],
   ) -> None:
-    """Lets responses that wait start on another shard.
-
-    `queues` has the responses of each shard, in the order of its queue, and
-    `request_of` makes the Request of one, for its row 0.
-    """
+    """Lets responses that wait start on another shard; see `Engine.queue`."""
     self._queues, self._request_of = list(map(deque, queues)), request_of
 
   def can_lend(self, facts: SimpleNamespace) -> bool:
@@ -114,16 +110,15 @@ class Placement:
     return bool(self._request_of and waiting_D.any() and not waiting_D.all())
 
   def lend(
-    self, schedulers: Sequence[Scheduler], facts: SimpleNamespace
+    self, schedulers: Mapping[int, Scheduler], facts: SimpleNamespace
   ) -> list[Moves]:
     """Lets the last responses in full queues start on shards without a queue.
 
-    After all results were applied. `schedulers` are of own shards; `facts` has
-    attributes of the schedulers of all shards. Returns the exchanges of rows,
-    in order.
+    After all results were applied. `schedulers` are of own shards, by number;
+    `facts` has attributes of the schedulers of all shards. Returns the
+    exchanges of rows, in order.
     """
     assert self._request_of
-    own = dict(zip(self._own, schedulers, strict=True))
     # The first ones of a queue have begun, on their shard.
     for queue, count in zip(self._queues, facts.num_queued, strict=True):
       while len(queue) > count:
@@ -133,12 +128,12 @@ class Placement:
       response = self._queues[giver].pop()
       self._queues[taker].append(response)
       row = new_row = 0  # on another host
-      if giver in own:
-        row = own[giver].withdraw()
-      if taker in own:
+      if giver in schedulers:
+        row = schedulers[giver].withdraw()
+      if taker in schedulers:
         request = self._request_of(response)
-        new_row = request.row = own[taker].free_row()
-        own[taker].submit(request)
+        new_row = request.row = schedulers[taker].free_row()
+        schedulers[taker].submit(request)
       swaps.append(((giver, row, taker, new_row), (taker, new_row, giver, row)))
     calls = self._in_calls(swaps, self._few, self._rows)
     self.swaps += calls
@@ -162,7 +157,7 @@ class Placement:
     return loans
 
   def migrate(
-    self, schedulers: Sequence[Scheduler], facts: SimpleNamespace
+    self, schedulers: Mapping[int, Scheduler], facts: SimpleNamespace
   ) -> Migration | None:
     """Moves responses between shards; arguments as of `lend`.
 
@@ -170,7 +165,6 @@ class Placement:
     """
     self._segments = 0
     sizes, D, page_size = self._sizes, self._shards, self._sizes.page_size
-    own = dict(zip(self._own, schedulers, strict=True))
     b, n = self._rows, self._few
     slots, rows = _MoveList(D, n, sizes.slots), _MoveList(D, n, b)
     slot_rows, pages = np.zeros((D, n), np.int32), []
@@ -181,10 +175,10 @@ class Placement:
       values = {name: int(getattr(self._results, name)[at]) for name in of_slot}
       row = new_row = new_slot = 0  # on another host
       old_pages = new_pages = [0] * num_pages
-      if giver in own:
-        row, old_pages = own[giver].remove(slot, num_pages)
-      if taker in own:
-        new_slot, new_row, new_pages = own[taker].insert(
+      if giver in schedulers:
+        row, old_pages = schedulers[giver].remove(slot, num_pages)
+      if taker in schedulers:
+        new_slot, new_row, new_pages = schedulers[taker].insert(
           num_pages, num_cached=cached, **values
         )
       place = slots.add(giver, slot, taker, new_slot)
