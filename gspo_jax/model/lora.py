@@ -78,19 +78,16 @@ def merge_layer(layer: dict, lora, dtype=None) -> dict:
   """`merge` of the modules of one layer."""
   leaves = sharding.leaves_by_path(layer)
   weights = {path: x for path, x in leaves.items() if not is_adapter(path)}
-  for path in weights:
-    if path + A in leaves:
-      weights[path] = _merge_one(path, leaves, lora.scale, dtype)
+  for path, weight in weights.items():
+    if path + A not in leaves:
+      continue
+    a, b = wide(leaves[path + A]), wide(leaves[path + B])
+    product = lambda a, b: jnp.tensordot(a, b, 1, precision="highest")
+    if parameters.find(path).groups[0]:  # a matrix for each expert
+      product = jax.vmap(product)
+    whole = wide(weight) + lora.scale * product(a, b)
+    weights[path] = whole.astype(dtype or weight.dtype)
   return sharding.tree_of_paths(weights)
-
-
-def _merge_one(path, leaves, scale, dtype):
-  weight, a, b = (leaves[path + end] for end in ("", A, B))
-  product = lambda a, b: jnp.tensordot(a, b, 1, precision="highest")
-  if parameters.find(path).groups[0]:  # a matrix for each expert
-    product = jax.vmap(product)
-  whole = wide(weight) + scale * product(wide(a), wide(b))
-  return whole.astype(dtype or weight.dtype)
 
 
 class Experts(NamedTuple):

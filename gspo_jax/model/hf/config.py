@@ -29,6 +29,9 @@ from gspo_jax.runtime.errors import (
 _RUNTIME_FIELDS = (
   *("dtype", "float32_head", "float32_router", "remat", "unroll", "lora"),
 )
+_DEFAULTS = {
+  field.name: field.default for field in dataclasses.fields(ModelConfig)
+}
 _DTYPES = ("torch_dtype", "dtype")
 # As `Family.numbers`, of all families.
 _NUMBERS = {
@@ -177,7 +180,15 @@ def config_to_hf(
   transformers lacks this architecture.
   """
   if like is None:
-    return _new_config(cfg) | {"torch_dtype": dtype}
+    name = family_name(cfg)
+    if not name:
+      others = [
+        f"{field}={value}"
+        for field, value in dataclasses.asdict(cfg).items()
+        if field not in _RUNTIME_FIELDS and value != _DEFAULTS[field]
+      ]
+      raise UserError(f"no family of transformers has {', '.join(others)}")
+    return _written(cfg, name) | {"torch_dtype": dtype}
   like_cfg = config_from_hf(like)
   for field in dataclasses.fields(cfg):
     a, b = getattr(like_cfg, field.name), getattr(cfg, field.name)
@@ -195,20 +206,6 @@ def config_to_hf(
   return raw
 
 
-def _new_config(cfg) -> dict:
-  """Only the keys that the loading classes need, without special tokens."""
-  name = family_name(cfg)
-  if not name:
-    plain = {field.name: field.default for field in dataclasses.fields(cfg)}
-    others = [
-      f"{name}={value}"
-      for name, value in dataclasses.asdict(cfg).items()
-      if name not in _RUNTIME_FIELDS and value != plain[name]
-    ]
-    raise UserError(f"no family of transformers has {', '.join(others)}")
-  return _written(cfg, name)
-
-
 def family_name(cfg: ModelConfig) -> str | None:
   """The first family whose config.json, written and read, gives `cfg` back."""
   path = epath.Path("config.json")
@@ -224,8 +221,7 @@ def family_name(cfg: ModelConfig) -> str | None:
 
 def _plain(cfg: ModelConfig) -> ModelConfig:
   """`cfg` without what tensors and outputs do not depend on."""
-  default = {field.name: field.default for field in dataclasses.fields(cfg)}
-  changes = {name: default[name] for name in (*_RUNTIME_FIELDS, "classifier")}
+  changes = {name: _DEFAULTS[name] for name in (*_RUNTIME_FIELDS, "classifier")}
   changes |= {
     "first": (),
     "pattern": cfg.layers,
@@ -240,6 +236,7 @@ def _plain(cfg: ModelConfig) -> ModelConfig:
 
 
 def _written(cfg, name) -> dict:
+  """Only the keys that the loading classes need, without special tokens."""
   family = FAMILIES[name]
   raw = {
     "architectures": [_architecture(name, cfg)],

@@ -8,15 +8,16 @@ the index of the weights, is written last.
 from etils import epath
 
 from gspo_jax.model.config import DTYPES
-from gspo_jax.model.hf.tensors import INDEX, SINGLE, import_safetensors
+from gspo_jax.model.hf.tensors import INDEX, SINGLE
 from gspo_jax.record.run_files import in_bucket
-from gspo_jax.runtime.errors import UserError, with_reason
+from gspo_jax.runtime.errors import UserError, needs_extra, with_reason
 from gspo_jax.runtime.key import Choice
 
 
 def require_new(folder: epath.PathLike, dtype: str) -> None:
   """Raises UserError unless `save_hf` can write to `folder` in `dtype`."""
-  import_safetensors()
+  with needs_extra("hf", "a Hugging Face checkpoint"):
+    import safetensors.numpy  # noqa: F401
   Choice(DTYPES).check("dtype", dtype)
   with writing(folder):
     path = epath.Path(folder)

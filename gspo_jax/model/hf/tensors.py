@@ -33,7 +33,6 @@ from gspo_jax.runtime.errors import (
   UserError,
   content_of,
   how_to_download,
-  needs_extra,
   with_reason,
 )
 
@@ -243,12 +242,6 @@ def require_tensors(folder, kinds: dict, shapes: dict, dtypes, owner: str):
   ]
   if any(problems):
     raise UserError(f"{folder}: " + "; ".join(filter(None, problems)))
-
-
-def import_safetensors():
-  with needs_extra("hf", "a Hugging Face checkpoint"):
-    import safetensors.numpy
-  return safetensors
 
 
 # (start, end) along each axis of a parameter in HF order.
