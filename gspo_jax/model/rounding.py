@@ -11,7 +11,6 @@ have this form. They set the layout of local arrays only: XLA would gather
 others.
 """
 
-import functools
 import math
 
 import jax
@@ -31,15 +30,12 @@ def recomputed(function):
   Unlike `jax.checkpoint` it leaves no trace in a rematerialised block.
   """
 
-  @jax.custom_vjp
-  def call(*args):
-    return function(*args)
-
   def backward(args, cotangent):
     return jax.vjp(function, *args)[1](cotangent)
 
+  call = jax.custom_vjp(function)
   call.defvjp(lambda *args: (function(*args), args), backward)
-  return functools.wraps(function)(call)
+  return call
 
 
 def rounded(x: jax.Array, dtype) -> jax.Array:
