@@ -14,7 +14,6 @@ from gspo_jax.runtime.key import (
 )
 
 DTYPES = ("float32", "bfloat16")
-SCORES = ("softmax", "sigmoid")
 # How a layer mixes tokens: attention to keys and values, multi-head latent
 # attention (mla.py), or a gated DeltaNet (delta_net.py). Each is a module.
 MIXERS = ("attention", "mla", "delta_net")
@@ -33,9 +32,6 @@ KEPT = (
   "hidden",  # gates and ups of experts split over devices, 1.25 * 4 k F
   "weights",  # experts gathered along `fsdp`: not per token
 )
-
-
-TARGETS = ("attention", "mlp", "all-linear")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +54,7 @@ class LoraConfig:
     "all-linear",
     '"attention" (q, k, v and o), "mlp" (gate, up and down of the MLP or of '
     'every expert), "all-linear": both',
-    Choice(TARGETS),
+    Choice(("attention", "mlp", "all-linear")),
   )
   checkpoint: str = key(
     "",
@@ -200,7 +196,8 @@ class ModelConfig:
       if layer.mixer not in MIXERS:
         hint = nearest(layer.mixer, MIXERS)
         raise UserError(f"mixer={layer.mixer!r} of a layer: {hint}")
-    Choice(SCORES).check("model.scoring_func", self.scoring_func)
+    scores = Choice(("softmax", "sigmoid"))
+    scores.check("model.scoring_func", self.scoring_func)
     Choice(DTYPES).check("model.dtype", self.dtype)
     if self.lora is not None and not self.lora.rank:
       raise UserError("model.lora.rank=0: expected lora=None")

@@ -197,7 +197,6 @@ def copy(pages: Pages, source: jax.Array, target: jax.Array) -> Pages:
 
 def exchange(kv: kv_cache.Arrays, moves: sharding.Moves) -> kv_cache.Arrays:
   """Copies pages between devices; in place if `kv` is donated."""
-
   local = lambda kv, moves: sharding.exchange(kv, moves, *BATCH_AXES, dim=1)
   specs = _specs(kv)
   return sharding.shard_map(local, (specs, _ROWS), specs)(kv, moves)
