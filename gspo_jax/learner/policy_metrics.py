@@ -69,12 +69,18 @@ def _routing_metrics(out: TokenLogprobs, mask_BR, cfg) -> Metrics:
   experts_BLTk, entropy_BLR = (
     x.swapaxes(0, 1) for x in (out.experts, out.router_entropy)
   )
-  tokens = expert_tokens(experts_BLTk, mask_BR, cfg.num_experts)
+  # Compared and summed: a TPU would scatter one number at a time.
+  chosen_BLRk = predicting(experts_BLTk, mask_BR.shape[1])
+  # In the experts' small integer type: this is the largest array of a pass.
+  numbers_E = jnp.arange(cfg.num_experts, dtype=chosen_BLRk.dtype)
+  chosen_BLRkE = chosen_BLRk[..., None] == numbers_E
+  chosen_BLRkE &= mask_BR[:, None, :, None, None]
+  tokens_LE = chosen_BLRkE.sum((0, 2, 3), dtype=jnp.float32)
   total_L = jnp.where(mask_BR[:, None], entropy_BLR, 0.0).sum((0, 2))
   entropy = Mean(total_L, mask_BR.sum(dtype=jnp.float32))
   return {
-    "moe/load_max": MeanLoad(tokens),
-    "moe/layer_load_max": Load(tokens),
+    "moe/load_max": MeanLoad(tokens_LE),
+    "moe/layer_load_max": Load(tokens_LE),
     "moe/router_entropy": over_layers(entropy),
     "moe/layer_router_entropy": entropy,
   }
@@ -120,19 +126,6 @@ class MeanLoad(Load):
 
   def value(self) -> float:
     return float(np.mean(super().value()))
-
-
-def expert_tokens(
-  experts: jax.Array, mask: jax.Array, num_experts: int
-) -> jax.Array:
-  """[L, E] float32: tokens of each expert of [B, L, T, k]; mask [B, R]."""
-  # Compared and summed: a TPU would scatter one number at a time.
-  chosen_BLRk = predicting(experts, mask.shape[1])
-  # In the experts' small integer type: this is the largest array of a pass.
-  numbers_E = jnp.arange(num_experts, dtype=experts.dtype)
-  chosen_BLRkE = chosen_BLRk[..., None] == numbers_E
-  chosen_BLRkE &= mask[:, None, :, None, None]
-  return chosen_BLRkE.sum((0, 2, 3), dtype=jnp.float32)
 
 
 def over_layers(metric: Mean) -> Mean:
