@@ -52,9 +52,7 @@ class CountingSampler:
     block: int,
     tokens_a_step: float,
   ):
-    self._steps = sampler.sizes.segment_steps
-    self._group_size = sampler.config.group_size
-    self._max_new_tokens = sampler.config.max_new_tokens
+    self._sizes, self._config = sampler.sizes, sampler.config
     self._slots, self._shards = sampler.batching.slots, sampler.shards
     self._block, self._tokens_a_step = block, tokens_a_step
     self._lengths = responses  # at their end
@@ -81,7 +79,7 @@ class CountingSampler:
     )
 
   def empty_samples(self, prompts):
-    B = prompts * self._group_size
+    B = prompts * self._config.group_size
     finish = np.full(B, UNFINISHED, np.int8)
     return Samples(None, None, np.zeros(B, np.int32), finish, np.int32(0))
 
@@ -104,7 +102,7 @@ class CountingSampler:
     pace = self._tokens_a_step if drafts else 1.0
     # After s steps, slots with more than s * pace tokens left are active.
     until = np.sort(left)[::-1][int(min_active)] / pace
-    steps = min(self._steps, math.ceil(until))
+    steps = min(self._sizes.segment_steps, math.ceil(until))
     sampled = np.minimum(left, int(steps * pace))
     rows = slice(None) if compute_slots is None else compute_slots
     self._read((self._before + num_tokens)[rows], left[rows], steps, pace)
@@ -114,7 +112,7 @@ class CountingSampler:
       num_tokens=self._num_tokens,
       active=left > sampled,
       response=self._response,
-      stop_at=np.full_like(self._response, self._max_new_tokens),
+      stop_at=np.full_like(self._response, self._sizes.max_new_tokens),
       num_cached=self._before + self._num_tokens,
       num_sampled=sampled.sum(),
       drafts=None,
