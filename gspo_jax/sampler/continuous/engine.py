@@ -318,7 +318,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     programs = self._programs
     if programs.shares_rows:
       size = self._rows * programs.shards
-      own = programs.own_rows(size)
+      own = np.arange(size).reshape(programs.shards, -1)[programs.own].ravel()
 
       def of_all(x):
         whole = np.zeros((size, *x.shape[1:]), x.dtype)

@@ -412,10 +412,7 @@ def scatter_slots(
 
 
 def read_rows(samples: Samples, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Tokens and log-probs [Q, R] of the rows [Q], on their devices.
-
-  -1 reads any row.
-  """
+  """Tokens, log-probs [Q, R] of the rows [Q], on their devices; -1: any row."""
   return _select((samples.tokens, samples.logps), rows, _BATCH)
 
 

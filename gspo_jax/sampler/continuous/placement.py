@@ -159,10 +159,7 @@ class Placement:
   def migrate(
     self, schedulers: Mapping[int, Scheduler], facts: SimpleNamespace
   ) -> Migration | None:
-    """Moves responses between shards; arguments as of `lend`.
-
-    None: nothing moves.
-    """
+    """Moves responses; arguments as of `lend`. None: nothing moves."""
     self._segments = 0
     sizes, D, page_size = self._sizes, self._shards, self._sizes.page_size
     b, n = self._rows, self._few

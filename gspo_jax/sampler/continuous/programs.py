@@ -60,11 +60,6 @@ class Programs(Functions):
     }
     return len(owners) > len({start for start, _ in owners})
 
-  def own_rows(self, size: int) -> list[int]:
-    """The rows on this host's devices, of so many."""
-    n = size // self.shards
-    return [shard * n + i for shard in self.own for i in range(n)]
-
   def played_rows(self, size: int) -> list[int]:
     """The rows, of so many, that no other process answers for."""
     like = multihost.to_global(np.zeros(size, np.int8), self.batch_sharding)
