@@ -88,7 +88,9 @@ def prepare(folder: Path) -> None:
       tensors, partial / "model.safetensors", metadata={"format": "pt"}
     )
     get = lambda key: reader.fields[key].contents()
-    _write(partial / "config.json", _config(get))
+    raw = config_to_hf(variant("smollm2-135m"), "float32", None) | _ids(get)
+    raw["max_position_embeddings"] = get("llama.context_length")
+    _write(partial / "config.json", raw)
     _write_tokenizer(partial, get)
     partial.rename(folder)
 
@@ -142,12 +144,6 @@ def _ids(get) -> dict:
     f"{key}_token_id": get(f"tokenizer.ggml.{_SPECIAL[key]}_token_id")
     for key in ("bos", "eos", "pad")
   }
-
-
-def _config(get) -> dict:
-  raw = config_to_hf(variant("smollm2-135m"), "float32", None)
-  length = get("llama.context_length")
-  return raw | _ids(get) | {"max_position_embeddings": length}
 
 
 def _write_tokenizer(folder: Path, get) -> None:
