@@ -196,11 +196,13 @@ def _iteration(report):
     f"  {'':12}{'time':>12}{'real tokens':>14}{'computed':>14}{'useful':>9}"
     f"{'useful MFU':>12}"
   )
-  for name, part in i["parts"].items():
-    lines.append(_iteration_part(name, part))
-  if transfer := report.get("transfer"):
-    lines.append(_iteration_part("transfer", transfer))
-  lines.append(_iteration_part("all", i))
+  sent = {"transfer": report["transfer"]} if "transfer" in report else {}
+  for name, part in (i["parts"] | sent | {"all": i}).items():
+    cells = f"  {name:12}{_time(part['seconds']):>12}"
+    if "real_tokens" in part:
+      cells += f"{part['real_tokens']:>14}{part['computed_tokens']:>14}"
+      cells += f"{part['useful_fraction']:>9.1%}{part['mfu']:>12.1%}"
+    lines.append(cells)
   if compiler := i["compiler"]:
     lines.append(
       f"  by libtpu's cycles {_time(compiler['seconds'])}, useful MFU "
@@ -225,15 +227,6 @@ def _iteration(report):
     f"{_time(update['optimizer_step_seconds'])} an optimizer step",
   ]
   return "\n".join(lines)
-
-
-def _iteration_part(name, part):
-  cells = f"  {name:12}{_time(part['seconds']):>12}"
-  if "real_tokens" in part:
-    cells += f"{part['real_tokens']:>14}{part['computed_tokens']:>14}"
-    cells += f"{part['useful_fraction']:>9.1%}"
-    cells += f"{part['mfu']:>12.1%}"
-  return cells
 
 
 def _top(name, operations, estimated):
