@@ -2,8 +2,7 @@
 
 Other wings import `generate`, its arguments and its result from here, and the
 modules `samples` (operations on Samples), `functions` (Sampler,
-SamplerFunctions), `static`, `continuous`, `engine` and
-`stop_strings`.
+SamplerFunctions), `static`, `continuous` and `stop_strings`.
 """
 
 from gspo_jax.sampler.samples import (
@@ -24,7 +23,6 @@ __all__ = [
   "SamplerConfig",
   "Samples",
   "continuous",
-  "engine",
   "functions",
   "generate",
   "samples",
