@@ -15,7 +15,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from gspo_jax.model import gpu
-from gspo_jax.model.rounding import rounded, wide
+from gspo_jax.model.rounding import noinline, rounded, wide
 from gspo_jax.runtime import sharding, tpus
 
 _BLOCK = 512  # queries and keys of a tile of scores in VMEM
@@ -162,9 +162,14 @@ def _biases(segments_BT, window):
     visible_QS = query_Q1 >= key_S
     if window is not None:
       visible_QS &= query_Q1 - key_S < window
-    visible_BQS = (q_BQ[:, :, None] == k_BS[:, None]) & visible_QS
-    biases.append(jnp.where(visible_BQS, 0.0, MASKED))
+    biases.append(_bias(q_BQ, k_BS, visible_QS))
   return biases
+
+
+@noinline
+def _bias(q_BQ, k_BS, visible_QS):
+  visible_BQS = (q_BQ[:, :, None] == k_BS[:, None]) & visible_QS
+  return jnp.where(visible_BQS, 0.0, MASKED)
 
 
 def _by_kv_head(x_BTN, K):
@@ -185,12 +190,7 @@ def _scale(scale, H):
 def _scores(q_BKQUH, k_BKSH, bias_BQS, scale):
   """Float32 scores [B, K, Q, U, S], by one product for all queries."""
   B, K, Q, U, H = q_BKQUH.shape
-  scores = jnp.einsum(
-    "bkqh,bksh->bkqs",
-    q_BKQUH.reshape(B, K, Q * U, H),
-    k_BKSH,
-    preferred_element_type=jnp.float32,
-  )
+  scores = products(q_BKQUH.reshape(B, K, Q * U, H), k_BKSH)
   scores_BKQUS = scores.reshape(B, K, Q, U, -1) * _scale(scale, H)
   return scores_BKQUS + bias_BQS[:, None, :, None]
 
@@ -260,6 +260,20 @@ def _backward_rows(queries, k_BTKH, v_BTKV, biases, *, window, scale):
     (tokens_first(dv_BKVT), v_BTKV),
   )
   return tuple(rounded(x, like.dtype) for x, like in gradients)
+
+
+def products(q_XQH, k_XSH):
+  """The products of queries and keys [..., Q, S], summed in float32.
+
+  The second operand is transposed first: of few queries and many keys on a CPU
+  this should be the queries.
+  """
+  multiply = functools.partial(
+    jnp.einsum, "...ah,...bh->...ab", preferred_element_type=jnp.float32
+  )
+  if sharding.platform() == "cpu" and 8 * q_XQH.shape[-2] <= k_XSH.shape[-2]:
+    return noinline(multiply)(k_XSH, q_XQH).swapaxes(-1, -2)
+  return multiply(q_XQH, k_XSH)
 
 
 def weigh(subscripts: str, weights, values):

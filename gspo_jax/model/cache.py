@@ -253,10 +253,9 @@ def _split_groups(x_PKUTH, B, T):
 
 
 def _scores(q_BKUTH, k_BKSH, visible_BTS, scale):
-  scores = jnp.einsum(
-    "bkuth,bksh->bkuts", q_BKUTH, k_BKSH, preferred_element_type=jnp.float32
-  )
-  scores *= scale
+  B, K, U, T, H = q_BKUTH.shape
+  scores = attention.products(q_BKUTH.reshape(B, K, U * T, H), k_BKSH)
+  scores = scores.reshape(B, K, U, T, -1) * scale
   return jnp.where(visible_BTS[:, None, None], scores, attention.MASKED)
 
 

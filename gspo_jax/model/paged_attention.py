@@ -221,10 +221,8 @@ def _last_pages(table_BW, lengths_B, t, window, queries):
 
 
 def _scores(q_KMUH, k_KMtH, visible_MUt, scale):
-  scores_KMUt = jnp.einsum(
-    "kmuh,kmth->kmut", q_KMUH, k_KMtH, preferred_element_type=jnp.float32
-  )
-  return jnp.where(visible_MUt, scores_KMUt * scale, attention.MASKED)
+  scores_KMUt = attention.products(q_KMUH, k_KMtH) * scale
+  return jnp.where(visible_MUt, scores_KMUt, attention.MASKED)
 
 
 def _update_softmax(state, row_M, scores_KMUt, v_KMtH):

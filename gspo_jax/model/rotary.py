@@ -11,7 +11,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from gspo_jax.model.rounding import recomputed, rounded, wide
+from gspo_jax.model.rounding import noinline, recomputed, rounded, wide
 from gspo_jax.runtime.errors import UserError
 
 
@@ -123,10 +123,15 @@ def angles(
   if scaling:
     frequency_H = scaling.scale(frequency_H, theta)
   angle_BTH = positions_BT[..., None].astype(jnp.float32) * frequency_H
-  sin_BTH, cos_BTH = jnp.sin(angle_BTH), jnp.cos(angle_BTH)
+  sin_BTH, cos_BTH = _sin_cos(angle_BTH)
   if not scaling or scaling.amplitude == 1.0:
     return sin_BTH, cos_BTH
   return scaling.amplitude * sin_BTH, scaling.amplitude * cos_BTH
+
+
+@noinline
+def _sin_cos(x):
+  return jnp.sin(x), jnp.cos(x)
 
 
 @recomputed

@@ -11,11 +11,13 @@ have this form. They set the layout of local arrays only: XLA would gather
 others.
 """
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from gspo_jax.runtime import sharding
 
@@ -35,6 +37,23 @@ def recomputed(function):
 
   call = jax.custom_vjp(function)
   call.defvjp(lambda *args: (function(*args), args), backward)
+  return call
+
+
+def noinline(function):
+  """`function`, which XLA on a CPU does not merge with what uses its results.
+
+  It would compute them again for each use of a broadcast element, even behind
+  a `jax.lax.optimization_barrier`.
+  """
+
+  @functools.wraps(function)
+  def call(*args):
+    if sharding.platform() != "cpu":
+      return function(*args)
+    with set_xla_metadata(inlineable="false"):
+      return jax.jit(function)(*args)
+
   return call
 
 
