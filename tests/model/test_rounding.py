@@ -7,7 +7,13 @@ import pytest
 from jax.sharding import PartitionSpec
 from processes import python
 
-from gspo_jax.model.rounding import matmul, matmul_float32, rounded, stored
+from gspo_jax.model.rounding import (
+  matmul,
+  matmul_float32,
+  noinline,
+  rounded,
+  stored,
+)
 from gspo_jax.runtime import sharding
 
 # Elementwise operations, compiled as one program and one by one.
@@ -33,6 +39,18 @@ def test_no_compiler_drops_a_rounding():
   result = python("-c", COMPARE, check=True)
   # 29 % without `rounded`; the rest are sums in another order.
   assert float(result.stdout) < 1e-3
+
+
+@pytest.mark.parametrize(
+  ("function", "times"), [(jnp.sin, 2), (noinline(jnp.sin), 1)]
+)
+def test_what_several_operations_use_is_computed_once(function, times):
+  def twice(x, y):
+    by_column = function(x)[:, None]
+    return (y * by_column) @ (y + by_column)
+
+  compiled = jax.jit(twice).lower(jnp.ones(8), jnp.ones((8, 8))).compile()
+  assert compiled.as_text().count(" sine(") == times
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
