@@ -18,15 +18,16 @@ the same prompts. An iteration is a generation, its rewards, and one optimizer
 step on the batch, for which no trainer computes old log-probs in advance. The
 weights count down (see benchmarks/lengths.py), so that each response has the
 wanted length in each trainer, which is checked: all the most tokens, or a long
-tail. A micro-batch has 16 responses. gspo_jax runs with the static sampler, and
-with continuous batching and packed rows; Tunix with its own sampler, with and
-without sequence packing; TRL with `generate`. (Its continuous batching took
-four times as long on a CPU.)
+tail. A micro-batch has 16 responses. `FULL` has the cases.
+gspo_jax runs with the static sampler, and with continuous batching and packed
+rows; Tunix with its own sampler, with and without sequence packing; TRL with
+`generate`. (Its continuous batching took four times as long on a CPU.)
 
 All share one core, in turns. Seconds are those in which a process computed (CPU
 time), which other processes change little; those of the processes that score
 for gspo_jax, a few milliseconds, are not among them. The first two iterations
-of each are not counted: they compile. `times` is the least seconds of a peer's
+of each are not counted: they compile; `first` is the seconds of the very first,
+with no compilation cache. `times` is the least seconds of a peer's
 best form over those of ours.
 """
 
@@ -67,21 +68,31 @@ METHODS = {"gspo": (2e-3, 3e-4, 4e-4)} | dict.fromkeys(
 )
 
 
-class Size(NamedTuple):
-  """G responses to each of P prompts of S tokens; the most tokens of one."""
+class Case(NamedTuple):
+  """G responses of at most R tokens to each of P prompts of S tokens."""
 
-  P: int
-  G: int
-  S: int
-  equal: int
-  long_tail: int
+  R: int
   vocabulary: int
-  layers: int
-  slots: int
+  width: int  # of the model; heads have 32 columns, an MLP three times as many
+  long_tail: bool = False  # else all responses have R tokens
+  experts: int = 0  # of which a token takes two, with half of an MLP each
+  P: int = 16
+  G: int = 4
+  S: int = 32
+  layers: int = 4
+  slots: int = 16
 
 
-QUICK = Size(2, 2, 8, 8, 16, 64, 1, 2)
-FULL = Size(16, 4, 32, 128, 256, 2048, 4, 16)
+QUICK = {
+  name: Case(R, 64, 64, long_tail, P=2, G=2, S=8, layers=1, slots=2)
+  for name, R, long_tail in (("short", 8, False), ("long tail", 16, True))
+}
+FULL = {
+  "short": Case(64, 512, 128),
+  "short, 8 experts": Case(64, 512, 128, experts=8),
+  "4.2M parameters": Case(128, 2048, 256),
+  "4.2M parameters, long tail": Case(256, 2048, 256, long_tail=True),
+}
 
 
 def losses_given(B: int = 8, T: int = 32) -> dict[str, np.ndarray]:
@@ -97,23 +108,24 @@ def losses_given(B: int = 8, T: int = 32) -> dict[str, np.ndarray]:
   return given
 
 
-def write_model(folder: str, sizes: Size) -> None:
+def write_model(folder: str, case: Case) -> None:
   """A Hugging Face folder: Qwen3 that counts down, a word for each token."""
+  heads = case.width // 32
   cfg = model.variant(
     "tiny",
-    vocab_size=sizes.vocabulary,
-    num_layers=sizes.layers,
-    embed_dim=256,
-    num_heads=8,
-    num_kv_heads=4,
+    vocab_size=case.vocabulary,
+    num_layers=case.layers,
+    embed_dim=case.width,
+    num_heads=heads,
+    num_kv_heads=heads // 2,
     head_dim=32,
-    mlp_dim=768,
-    num_experts=0,
-    experts_per_token=0,
+    mlp_dim=case.width * 3 // (2 if case.experts else 1),
+    num_experts=case.experts,
+    experts_per_token=2 if case.experts else 0,
     dtype="float32",
   )
   hf.save_hf(lengths.countdown(model.init(jax.random.key(0), cfg)), cfg, folder)
-  words = {word(i): i for i in range(sizes.vocabulary)}
+  words = {word(i): i for i in range(case.vocabulary)}
   fast = tokenizers.Tokenizer(
     tokenizers.models.WordLevel(words, unk_token=word(1))
   )
@@ -121,7 +133,7 @@ def write_model(folder: str, sizes: Size) -> None:
   transformers.PreTrainedTokenizerFast(
     tokenizer_object=fast,
     eos_token=word(lengths.STOP),
-    pad_token=word(sizes.vocabulary - 1),
+    pad_token=word(case.vocabulary - 1),
     unk_token=word(1),
   ).save_pretrained(folder)
 
@@ -131,13 +143,14 @@ def word(token: int) -> str:
   return f"t{token:04d}"
 
 
-def plan_of(folder: Path, sizes: Size, kind: str) -> dict:
-  """What the processes read: sizes, and prompts with responses of a kind."""
-  most = sizes.equal if kind == "equal" else sizes.long_tail
-  each = np.full(sizes.P, most)
-  if kind == "long tail":
-    each = lengths.long_tailed(sizes.P, most)
-  starts = [word(1)] * (sizes.S - 1)
+def plan_of(folder: Path, case: Case) -> dict:
+  """What the processes read: the model, and prompts with responses."""
+  folder.mkdir()
+  write_model(f"{folder}/model", case)
+  each = np.full(case.P, case.R)
+  if case.long_tail:
+    each = lengths.long_tailed(case.P, case.R)
+  starts = [word(1)] * (case.S - 1)
   prompts = [" ".join([*starts, word(n)]) for n in each]
   rows = [json.dumps({"question": p, "answer": "#### 1"}) for p in prompts]
   (folder / "problems.jsonl").write_text("\n".join(rows))
@@ -145,12 +158,12 @@ def plan_of(folder: Path, sizes: Size, kind: str) -> dict:
     "model": f"{folder}/model",
     "problems": f"{folder}/problems.jsonl",
     "prompts": prompts,
-    "lengths": sorted(np.repeat(each, sizes.G).tolist()),
-    "group": sizes.G,
-    "prompt_tokens": sizes.S,
-    "max_new_tokens": most,
-    "slots": sizes.slots,
-    "micro_batch": min(16, sizes.P * sizes.G),
+    "lengths": sorted(np.repeat(each, case.G).tolist()),
+    "group": case.G,
+    "prompt_tokens": case.S,
+    "max_new_tokens": case.R,
+    "slots": case.slots,
+    "micro_batch": min(16, case.P * case.G),
   }
   (folder / "plan.json").write_text(json.dumps(plan))
   return plan
@@ -212,9 +225,10 @@ def compare_losses(pythons: dict[str, str], folder: Path) -> list[dict]:
 
 
 def compare_iterations(
-  pythons: dict[str, str], folder: Path, kind: str, plan: dict, repeats: int
+  pythons: dict[str, str], folder: Path, kind: str, case: Case, repeats: int
 ) -> dict:
   """Prints and returns seconds by trainer and form, and how they compare."""
+  plan = plan_of(folder, case)
   trainers = {
     (name, form): Trainer(python, name, form, folder)
     for name, python in pythons.items()
@@ -232,14 +246,18 @@ def compare_iterations(
   found, best = {name: {} for name in pythons}, {}
   for (name, form), every in seconds.items():
     least, middle = min(every[2:]), statistics.median(every[2:])
-    found[name][form] = {"min": round(least, 3), "median": round(middle, 3)}
+    found[name][form] = {
+      "first": round(every[0], 1),
+      "min": round(least, 3),
+      "median": round(middle, 3),
+    }
     best[name] = min(best.get(name, least), least)
-    print(f"{kind} | {name} | {form} | {least:.2f} | {middle:.2f}", flush=True)
+    print(*(kind, name, form, found[name][form]), sep=" | ", flush=True)
   times = {
     n: round(b / best["ours"], 2) for n, b in best.items() if n != "ours"
   }
   print(f"{kind} | times | {times}", flush=True)
-  return {"lengths": kind, "seconds": found, "times": times}
+  return {"case": kind, "seconds": found, "times": times}
 
 
 def versions(python: str) -> dict[str, str]:
@@ -268,20 +286,17 @@ def main() -> None:
   for name in ("tunix", "trl"):
     if path := getattr(args, f"{name}_python"):
       pythons[name] = str(path.absolute())
-  sizes, repeats = (QUICK, 1) if args.quick else (FULL, args.repeats)
+  cases, repeats = (QUICK, 1) if args.quick else (FULL, args.repeats)
   with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
-    write_model(f"{folder}/model", sizes)
-    plan_of(folder, sizes, "equal")
+    plan_of(folder / "losses", next(iter(cases.values())))
     print("peer | method | loss | gradient: largest differences")
     measured = {
       "versions": {n: versions(python) for n, python in pythons.items()},
-      "losses": compare_losses(pythons, folder),
+      "losses": compare_losses(pythons, folder / "losses"),
       "iterations": [
-        compare_iterations(
-          pythons, folder, kind, plan_of(folder, sizes, kind), repeats
-        )
-        for kind in ("equal", "long tail")
+        compare_iterations(pythons, folder / kind, kind, case, repeats)
+        for kind, case in cases.items()
       ],
     }
   record.finish("peers", measured, args.out)

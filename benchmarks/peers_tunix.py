@@ -80,16 +80,21 @@ def losses(given) -> dict[str, np.ndarray]:
 def policy(folder: str, mesh) -> model.Qwen3:
   """Qwen3 with the weights of a Hugging Face folder, in float32."""
   keys = json.loads((Path(folder) / "config.json").read_text())
+  experts = {}
+  if "num_experts" in keys:
+    experts = {k: keys[k] for k in ("num_experts", "num_experts_per_tok")}
+  width = "moe_intermediate_size" if experts else "intermediate_size"
   config = model.ModelConfig(
     num_layers=keys["num_hidden_layers"],
     vocab_size=keys["vocab_size"],
     embed_dim=keys["hidden_size"],
-    hidden_dim=keys["intermediate_size"],
+    hidden_dim=keys[width],
     num_heads=keys["num_attention_heads"],
     head_dim=keys["head_dim"],
     num_kv_heads=keys["num_key_value_heads"],
     rope_theta=int(keys["rope_theta"]),
     norm_eps=keys["rms_norm_eps"],
+    **experts,
   )
   return params.create_model_from_safe_tensors(
     folder, config, mesh, dtype=jnp.float32
