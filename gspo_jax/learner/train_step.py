@@ -255,6 +255,7 @@ def _sums(
 ):
   """((gradient, its divisor, metrics), fields): of `gradient`, not divided."""
   A = len(micro_batches.tokens)
+  loss = jax.jit(learner.loss)  # traced once
   apply_updates = always or applying  # True compiles no conditional
   is_old_policy = first | ~applying
 
@@ -264,7 +265,7 @@ def _sums(
 
     def total(params):
       policy = with_base(base, params)
-      out = learner.loss(policy, micro_batch, is_old_policy)
+      out = loss(policy, micro_batch, is_old_policy)
       return out.loss.total, out
 
     _, pull, out = jax.vjp(total, params, has_aux=True)
@@ -279,7 +280,7 @@ def _sums(
 
   one = jax.tree.map(lambda x: x[0], micro_batches)
   policy = with_base(base, params)
-  out = jax.eval_shape(learner.loss, policy, one, is_old_policy)
+  out = jax.eval_shape(loss, policy, one, is_old_policy)
   metrics = jax.eval_shape(
     lambda out: _counted_once(out, learner, applying, first, first), out
   )
