@@ -89,9 +89,9 @@ QUICK = {
 }
 FULL = {
   "short": Case(64, 512, 128),
-  "short, 8 experts": Case(64, 512, 128, experts=8),
+  "short with 8 experts": Case(64, 512, 128, experts=8),
   "4.2M parameters": Case(128, 2048, 256),
-  "4.2M parameters, long tail": Case(256, 2048, 256, long_tail=True),
+  "4.2M parameters with a long tail": Case(256, 2048, 256, long_tail=True),
 }
 
 
