@@ -89,4 +89,5 @@ class Histogram(NamedTuple):
     return cls(counts.astype(jnp.float32))
 
   def value(self) -> np.ndarray:
+    """The counts on the host."""
     return np.asarray(self.counts)
