@@ -2,11 +2,12 @@
 
   python -m gspo_jax.main --config=configs/tiny_cpu.py --workdir=runs/tiny
 
-Two x86-64 cores, 83 to 89 s: a cold start, then 40 iterations of .6 s.
-Held-out pass@1, seeds 0, 1, 2: .447, .430, .394 before RL and .909, .760, .813
-after (benchmarks/tiny_cpu.json). By an earlier commit GSPO clips 20 to 46 % of
-the tokens in the first six iterations and 6 to 25 % in the last six, and 0.2 %
-to 0.6 % of the experts of seed 0 flip in an iteration.
+A cold start, then 40 iterations: 112 to 149 s on two x86-64 cores beside other
+jobs, 83 to 89 s alone by an earlier commit. Held-out pass@1, seeds 0, 1, 2:
+.407, .431, .396 before RL and .846, .784, .828 after, benchmarks/tiny_cpu.json.
+By an earlier commit GSPO clips 20 to 46 % of the tokens in the first six
+iterations and 6 to 25 % in the last six, and .2 to .6 % of the experts of seed
+0 flip in an iteration.
 
 `configs/tiny_cpu.py:debug` shrinks every size: seconds, and little is learnt.
 """
