@@ -60,7 +60,11 @@ FORMS = {
 }
 PACKAGES = "jax", "flax", "google-tunix", "trl", "torch", "transformers"
 # Of every process.
-PLACE = {"cwd": ROOT, "env": os.environ | {"JAX_PLATFORMS": "cpu"}}
+PLACE = {
+  "cwd": ROOT,
+  "env": os.environ
+  | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"},
+}
 # Of the losses: the spread of log-ratios, and the clip range.
 TOKEN_RATIOS = (0.3, 0.2, 0.28)
 METHODS = {"gspo": (2e-3, 3e-4, 4e-4)} | dict.fromkeys(
@@ -73,7 +77,7 @@ class Case(NamedTuple):
 
   R: int
   vocabulary: int
-  width: int  # of the model; heads have 32 columns, an MLP three times as many
+  width: int  # of the model; heads have 32 columns, an MLP 3 * width
   long_tail: bool = False  # else all responses have R tokens
   experts: int = 0  # of which a token takes two, with half of an MLP each
   P: int = 16

@@ -27,7 +27,9 @@ def finish(name: str, record: dict, out: Path | None) -> None:
 def write(name: str, record: dict, out: Path) -> None:
   """Writes `record` behind the command, the machine and the commit."""
   # Without the folders of this machine.
-  words = [re.sub(r"=/.*?(/bin)?/([^/]*)$", r"=DIR\1/\2", x) for x in sys.argv]
+  words = [
+    re.sub(r"(^|=)/.*?(/bin)?/([^/]*)$", r"\1DIR\2/\3", x) for x in sys.argv
+  ]
   made = {
     "command": " ".join(["python -m", f"benchmarks.{name}", *words[1:]]),
     "machine": f"{len(os.sched_getaffinity(0))} x {platform.machine()}",

@@ -169,7 +169,8 @@ def _biases(segments_BT, window):
 @noinline
 def _bias(q_BQ, k_BS, visible_QS):
   visible_BQS = (q_BQ[:, :, None] == k_BS[:, None]) & visible_QS
-  return jnp.where(visible_BQS, 0.0, MASKED)
+  masked = jnp.full(visible_BQS.shape, MASKED)
+  return jax.lax.select(visible_BQS, jnp.zeros_like(masked), masked)
 
 
 def _by_kv_head(x_BTN, K):
@@ -271,7 +272,8 @@ def products(q_XQH, k_XSH):
   multiply = functools.partial(
     jnp.einsum, "...ah,...bh->...ab", preferred_element_type=jnp.float32
   )
-  if sharding.platform() == "cpu" and 8 * q_XQH.shape[-2] <= k_XSH.shape[-2]:
+  few = q_XQH.shape[-2] <= min(8, k_XSH.shape[-2] // 8)
+  if few and sharding.platform() == "cpu":
     return noinline(multiply)(k_XSH, q_XQH).swapaxes(-1, -2)
   return multiply(q_XQH, k_XSH)
 

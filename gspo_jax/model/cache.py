@@ -255,7 +255,7 @@ def _split_groups(x_PKUTH, B, T):
 def _scores(q_BKUTH, k_BKSH, visible_BTS, scale):
   B, K, U, T, H = q_BKUTH.shape
   scores = attention.products(q_BKUTH.reshape(B, K, U * T, H), k_BKSH)
-  scores = scores.reshape(B, K, U, T, -1) * scale
+  scores = scores.reshape(B, K, U, T, k_BKSH.shape[2]) * scale
   return jnp.where(visible_BTS[:, None, None], scores, attention.MASKED)
 
 

@@ -44,7 +44,7 @@ def noinline(function):
   """`function`, which XLA on a CPU does not merge with what uses its results.
 
   It would compute them again for each use of a broadcast element, even behind
-  a `jax.lax.optimization_barrier`.
+  a `jax.lax.optimization_barrier`. A jit in `function` is not merged, either.
   """
 
   @functools.wraps(function)
