@@ -26,7 +26,7 @@ from gspo_jax.runtime.errors import UserError
 Source = Sequence[Problem] | Mixture
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Batches(Iterator[Batch]):
   """Endless batches of prompts; the state is a position."""
 

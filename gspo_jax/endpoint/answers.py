@@ -28,7 +28,7 @@ from gspo_jax.sampler.stop_strings import (
 _LETTERS = string.ascii_letters + string.digits
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Answer:
   """The answer to a call: n choices, whole or in parts, while they are made."""
 

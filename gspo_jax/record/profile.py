@@ -53,9 +53,12 @@ class Profile(contextlib.ExitStack):
       options.python_tracer_level = 0
       jax.profiler.start_trace(self._folder, profiler_options=options)
       self._runs = True
-      self.callback(print, f"profile: {self._folder}", flush=True)
-      self.callback(jax.profiler.stop_trace)
+      self.callback(self._stop)
     with jax.profiler.StepTraceAnnotation("iteration", step_num=step):
       yield
     if step == self._last:
       self.close()
+
+  def _stop(self) -> None:
+    jax.profiler.stop_trace()
+    print(f"profile: {self._folder}", flush=True)

@@ -27,7 +27,7 @@ MAX_REASONS = 3  # for failures, of this host
 _TICK = 0.25  # seconds between two looks at how many failed
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class ResponseDecoder:
   """Decodes prompts and responses into the text that rewards read.
 
