@@ -26,9 +26,9 @@ rows; Tunix with its own sampler, with and without sequence packing; TRL with
 All share one core, in turns. Seconds are those in which a process computed (CPU
 time), which other processes change little; those of the processes that score
 for gspo_jax, a few milliseconds, are not among them. The first two iterations
-of each are not counted: they compile; `first` is the seconds of the very first,
-with no compilation cache. `times` is the least seconds of a peer's
-best form over those of ours.
+of each are not counted: they compile. `first` is the seconds of the very first,
+with no compilation cache; `times` is the least seconds of a peer's best form
+over the least seconds of ours.
 """
 
 import argparse

@@ -31,6 +31,16 @@ def test_a_record_names_its_command_and_the_commit(path):
   assert [c for c in code if not (ROOT / c).exists()] == []
 
 
+def test_a_command_names_no_folder_of_this_machine(tmp_path, monkeypatch):
+  words = "--tunix=/a/b/bin/python", "--out", "/c/d/e.json", "--quick"
+  monkeypatch.setattr("sys.argv", ["peers.py", *words])
+  record.write("peers", {}, tmp_path / "e.json")
+  command = json.loads((tmp_path / "e.json").read_text())["command"]
+  assert command == (
+    "python -m benchmarks.peers --tunix=DIR/bin/python --out DIR/e.json --quick"
+  )
+
+
 @pytest.fixture
 def git(tmp_path):
   """A command in a new repository."""

@@ -206,13 +206,14 @@ def _run(config, benchmark, sampler, params, file: AnswersFile | None) -> None:
   key = jax.random.key(config.seed)
   key = jax.random.fold_in(key, zlib.crc32(name.encode()))
 
-  def make_scorer():
-    typed, of = f"--reward={benchmark.reward}", [benchmark.reward]
-    scorer = make_reward_model(of, typed, config, sampler.program)
-    needs_pool = file is not None and not scorer
-    return scorer, _reward_pool(config, benchmark) if needs_pool else None
-
-  scorer, reward_pool = multihost.run_on_all(make_scorer)
+  typed, of = f"--reward={benchmark.reward}", [benchmark.reward]
+  scorer = multihost.run_on_all(
+    lambda: make_reward_model(of, typed, config, sampler.program)
+  )
+  # Not before all processes have a scorer: who fails leaves no pool open.
+  reward_pool = multihost.run_on_all(
+    lambda: None if file is None or scorer else _reward_pool(config, benchmark)
+  )
   progress = Progress(
     name,
     len(benchmark.problems) * benchmark.samples,

@@ -69,7 +69,7 @@ def as_dict(section) -> dict[str, Any]:
 def check(section, name: str) -> None:
   """UserError where a key is outside its range; inner sections too.
 
-  `name` is that of the section; "" for the whole config.
+  `name` is the section's name, "" for the whole config.
   """
   for key, field in keys(section).items():
     typed, value = f"{name}.{key}".lstrip("."), getattr(section, key)

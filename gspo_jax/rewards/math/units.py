@@ -51,7 +51,8 @@ celsius: C=celsius 1
 fahrenheit: F=fahrenheit 1
 """
 # Words after a number that are part of the result or make it another one.
-_REFUSED = """
+_REFUSED = frozenset(
+  """
 or and not but if maybe perhaps to than less more least most minus plus over by
 below above half halves third quarter double doubled triple tripled twice
 factorial squared cubed root power inverse reciprocal negative opposite
@@ -60,6 +61,7 @@ wrong pair score gross ten twenty is are was possible answer unknown undefined
 about approximately roughly all when per ago too many few case step
 incorrect invalid
 """.split()
+)
 # Twentieths, say, but neither months nor lengths.
 _PARTS = re.compile(r".*(?:ur|f|x|ven|eigh|nin|te?en|ie|red|sand|lion)ths?")
 _FILLERS = r"a an the of for each \cdot \times * . ( ) - \frac".split()
@@ -156,8 +158,7 @@ def read(tokens: list[str]) -> Unit | None:
 def _is_noun(word, single) -> bool:
   """Whether a word may be something counted, such as apples."""
   is_word = word.isalpha() and word.islower() and len(word) > 2
-  is_allowed = {word, single}.isdisjoint(_REFUSED)
-  return is_word and is_allowed and not _PARTS.fullmatch(word)
+  return is_word and not ({word, single} & _REFUSED or _PARTS.fullmatch(word))
 
 
 def _terms(tokens) -> list[tuple[str, int]] | None:
