@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from gspo_jax.model import gpu
-from gspo_jax.model.rounding import noinline, rounded, wide
+from gspo_jax.model import exact, exact_attention, gpu
+from gspo_jax.model.exact import noinline
+from gspo_jax.model.rounding import rounded, wide
+from gspo_jax.model.scores import MASKED, default_scale, products, weigh
 from gspo_jax.runtime import sharding, tpus
 
 _BLOCK = 512  # queries and keys of a tile of scores in VMEM
@@ -34,7 +36,6 @@ _CPU_BLOCK = 64  # queries of a block on a CPU are a multiple
 _CACHED_SCORES = 2**18  # float32 scores that stay in the cache of a core
 _LANES = 128
 _SPLASH_WIDTH = 64  # of heads that splash takes, or a multiple
-MASKED = -1e30  # finite: a query without any key gives a finite output
 
 
 def attend(
@@ -61,15 +62,17 @@ def attend(
   numbers without sinks; else `in_blocks`. No scores [B, N, T, T] are stored.
   """
   H, operands = q_BTNH.shape[-1], (q_BTNH, k_BTKH, v_BTKV, segments_BT)
+  if exact.is_on():
+    return in_blocks(*operands, window, sinks_N, scale, True)
   if sharding.platform() == "tpu" and H % _SPLASH_WIDTH == 0:
     return splash(*operands, window=window, sinks_N=sinks_N, scale=scale)
   if sinks_N is None and gpu.has_attention(q_BTNH.dtype, H, v_BTKV.shape[-1]):
-    out_BTNV = gpu.attend(*operands, window, _scale(scale, H))
+    out_BTNV = gpu.attend(*operands, window, default_scale(scale, H))
     return checkpoint_name(out_BTNV, "attention")
   return in_blocks(*operands, window, sinks_N, scale)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 6, 7))
 def in_blocks(
   q_BTNH,
   k_BTKH,
@@ -78,6 +81,7 @@ def in_blocks(
   window=None,
   sinks_N=None,
   scale=None,
+  exactly=False,
 ):
   """`attend` in XLA's operations, over blocks of queries.
 
@@ -88,15 +92,26 @@ def in_blocks(
   float32, as in the sampler's caches.
   """
   operands = q_BTNH, k_BTKH, v_BTKV, segments_BT
-  return _forward(*operands, window, sinks_N, scale)[0]
+  return _forward(*operands, window, sinks_N, scale, exactly)[0]
 
 
-def _forward(q_BTNH, k_BTKH, v_BTKV, segments_BT, window, sinks_N, scale):
-  rows = functools.partial(
-    _forward_rows, window=window, scale=scale, sinks_N=sinks_N
-  )
-  operands = q_BTNH, k_BTKH, v_BTKV, _biases(segments_BT, window)
-  out_BTNV, lse_BTN = _map_rows(rows, operands)
+def _forward(
+  q_BTNH, k_BTKH, v_BTKV, segments_BT, window, sinks_N, scale, exactly
+):
+  if exactly:
+    operands = q_BTNH, k_BTKH, v_BTKV, segments_BT
+    out_BTNV, lse_BTN = exact_attention.of_rows(
+      *operands,
+      window=window,
+      sinks_N=sinks_N,
+      scale=default_scale(scale, q_BTNH.shape[-1]),
+    )
+  else:
+    rows = functools.partial(
+      _forward_rows, window=window, scale=scale, sinks_N=sinks_N
+    )
+    biases = _biases(segments_BT, window)
+    out_BTNV, lse_BTN = _map_rows(rows, (q_BTNH, k_BTKH, v_BTKV, biases))
   # A rematerialised block that keeps both computes the scores only twice.
   out_BTNV = checkpoint_name(out_BTNV, "attention")
   lse_BTN = checkpoint_name(lse_BTN, "attention")
@@ -104,7 +119,8 @@ def _forward(q_BTNH, k_BTKH, v_BTKV, segments_BT, window, sinks_N, scale):
   return out_BTNV, (*inputs, out_BTNV, lse_BTN)
 
 
-def _backward(window, scale, residuals, dout_BTNV):
+def _backward(window, scale, exactly, residuals, dout_BTNV):
+  del exactly
   q_BTNH, k_BTKH, v_BTKV, segments_BT, sinks_N, out_BTNV, lse_BTN = residuals
   # sum_s w_s dw_s = sum_s w_s (v_s . dout) = out . dout
   delta_BTN = (wide(out_BTNV) * wide(dout_BTNV)).sum(-1)
@@ -184,15 +200,11 @@ def _by_token(x_BKTU):  # the inverse of `_by_kv_head`
   return jnp.moveaxis(x_BKTU, 1, 2).reshape(B, T, K * U, *rest)
 
 
-def _scale(scale, H):
-  return H**-0.5 if scale is None else scale
-
-
 def _scores(q_BKQUH, k_BKSH, bias_BQS, scale):
   """Float32 scores [B, K, Q, U, S], by one product for all queries."""
   B, K, Q, U, H = q_BKQUH.shape
   scores = products(q_BKQUH.reshape(B, K, Q * U, H), k_BKSH)
-  scores_BKQUS = scores.reshape(B, K, Q, U, -1) * _scale(scale, H)
+  scores_BKQUS = scores.reshape(B, K, Q, U, -1) * default_scale(scale, H)
   return scores_BKQUS + bias_BQS[:, None, :, None]
 
 
@@ -234,7 +246,7 @@ def _backward_rows(queries, k_BTKH, v_BTKV, biases, *, window, scale):
   """
   q_BTNH, K = queries[0], k_BTKH.shape[2]
   B, T, _, H = q_BTNH.shape
-  scale = _scale(scale, H)
+  scale = default_scale(scale, H)
   queries = [_by_kv_head(x, K) for x in queries]
   k_BKTH, v_BKTV = k_BTKH.swapaxes(1, 2), v_BTKV.swapaxes(1, 2)
   dq_blocks = []
@@ -261,35 +273,6 @@ def _backward_rows(queries, k_BTKH, v_BTKV, biases, *, window, scale):
     (tokens_first(dv_BKVT), v_BTKV),
   )
   return tuple(rounded(x, like.dtype) for x, like in gradients)
-
-
-def products(q_XQH, k_XSH):
-  """The products of queries and keys [..., Q, S], summed in float32.
-
-  The second operand is transposed first: of few queries and many keys on a CPU
-  this should be the queries.
-  """
-  multiply = functools.partial(
-    jnp.einsum, "...ah,...bh->...ab", preferred_element_type=jnp.float32
-  )
-  few = q_XQH.shape[-2] <= min(8, k_XSH.shape[-2] // 8)
-  if few and sharding.platform() == "cpu":
-    return noinline(multiply)(k_XSH, q_XQH).swapaxes(-1, -2)
-  return multiply(q_XQH, k_XSH)
-
-
-def weigh(subscripts: str, weights, values):
-  """An einsum of float32 weights with values of any dtype, summed in float32.
-
-  Except on a CPU the weights are rounded anyway; the explicit cast avoids a
-  float32 copy of the values.
-  """
-  if sharding.platform() != "cpu":
-    weights = weights.astype(values.dtype)
-  values = values.astype(weights.dtype)
-  return jnp.einsum(
-    subscripts, weights, values, preferred_element_type=jnp.float32
-  )
 
 
 def splash(
@@ -323,7 +306,7 @@ def splash(
   width = lanes + v_BTKV.shape[-1]
   sizes = _splash_sizes(T + padding, query_bytes, window, width)
   split = lambda x: x.reshape(parts, -1, *x.shape[1:])
-  q_BTNH *= _scale(scale, H)
+  q_BTNH *= default_scale(scale, H)
   repeat = lambda x: jnp.repeat(x, max(parts // K, 1), axis=2)
   qkv = q_BTNH, repeat(k_BTKH), repeat(v_BTKV)
   qkv = (pad(x).swapaxes(1, 2) for x in qkv)

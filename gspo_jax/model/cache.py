@@ -15,9 +15,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from gspo_jax.model import attention
+from gspo_jax.model import exact, exact_attention
 from gspo_jax.model.config import Layer, ModelConfig
 from gspo_jax.model.rounding import rounded, stored, wide
+from gspo_jax.model.scores import MASKED, default_scale, products, weigh
 from gspo_jax.runtime.sharding import BATCH_AXES, constrain
 
 # By layer, its arrays; a layer may have none.
@@ -140,6 +141,12 @@ class Cache:
     )
     new = (k_BTKH,) if v_BTKV is None else (k_BTKH, v_BTKV)
     updated = tuple(map(write, self.kv[layer], new))
+    if exact.is_on() and self.prefix is None:
+      T, H = q_BTNH.shape[1], q_BTNH.shape[3]
+      operands = q_BTNH, self.valid, self.length + T, updated, value_dim
+      scale = default_scale(scale, H)
+      options = {"window": window, "sinks_N": sinks_N, "scale": scale}
+      return exact_attention.of_cache(*operands, **options), updated
     k_BKSH = updated[0]
     # The values of keys, or the values.
     values = lambda arrays: arrays[-1][..., :value_dim]
@@ -147,7 +154,7 @@ class Cache:
     K = k_BKSH.shape[1]
     q_BKUTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
     q_BKUTH = q_BKUTH.astype(k_BKSH.dtype)
-    scale = H**-0.5 if scale is None else scale
+    scale = default_scale(scale, H)
 
     slot_S = jnp.arange(k_BKSH.shape[2])
     query_T1 = self.length + jnp.arange(T)[:, None]  # slots
@@ -254,9 +261,9 @@ def _split_groups(x_PKUTH, B, T):
 
 def _scores(q_BKUTH, k_BKSH, visible_BTS, scale):
   B, K, U, T, H = q_BKUTH.shape
-  scores = attention.products(q_BKUTH.reshape(B, K, U * T, H), k_BKSH)
+  scores = products(q_BKUTH.reshape(B, K, U * T, H), k_BKSH)
   scores = scores.reshape(B, K, U, T, k_BKSH.shape[2]) * scale
-  return jnp.where(visible_BTS[:, None, None], scores, attention.MASKED)
+  return jnp.where(visible_BTS[:, None, None], scores, MASKED)
 
 
 def _combine(parts, B, T, sinks_N):
@@ -277,5 +284,5 @@ def _combine(parts, B, T, sinks_N):
     shift = maximum if rows == B else _join_groups(maximum, rows)
     weights = jnp.exp(scores - shift)
     total += to_rows(weights.sum(-1, keepdims=True))
-    out += to_rows(attention.weigh("bkuts,bksv->bkutv", weights, v_BKSV))
+    out += to_rows(weigh("bkuts,bksv->bkutv", weights, v_BKSV))
   return out / total

@@ -173,6 +173,8 @@ class ModelConfig:
   # Operands of the product that gives the vocabulary logits are float32, too.
   float32_head: bool = False
   float32_router: bool = False  # those of the routers' logits are
+  # A token's log-prob has the same bits in sampler and trainer, see exact.py.
+  exact: bool = False
   # What each block stores for the backward pass, which computes the rest again:
   # names of `KEPT` with commas between, "full" for nothing, "none" for all.
   remat: str = "attention,stream"
@@ -355,6 +357,11 @@ class PolicyConfig:
   )
   float32_router: bool = key(
     False, "multiply hidden states by the routers in float32, as well"
+  )
+  exact: bool = key(
+    False,
+    "the sampler's log-probs equal the trainer's in every bit: the same "
+    "arithmetic in the same order in both",
   )
   remat: str = key(
     "attention,stream",

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from gspo_jax.model import gpu
+from gspo_jax.model import exact, gpu
 from gspo_jax.model.rounding import rounded, wide
 from gspo_jax.runtime import sharding, tpus
 
@@ -178,9 +178,16 @@ def _backward(residuals, dy_AF):
 in_blocks.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def swiglu_in_blocks(
-  x_MD, weights_Mk, experts_Mk, gate_up, down, biases=None, limit=None
+  x_MD,
+  weights_Mk,
+  experts_Mk,
+  gate_up,
+  down,
+  biases=None,
+  limit=None,
+  exactly=False,
 ):
   """The experts on one CPU: `w * down(gated(gate x, up x))`.
 
@@ -191,7 +198,11 @@ def swiglu_in_blocks(
   number of (token, expert) pairs.
   """
   operands = x_MD, weights_Mk, experts_Mk, gate_up, down, biases
-  return _experts(*operands, limit)[0]
+  return _experts(*operands, limit, exactly)[0]
+
+
+def _sum(x, axis):
+  return x.sum(axis, dtype=jnp.float32)
 
 
 def _gate(h_bF, weights_b, limit, dtype):
@@ -199,38 +210,47 @@ def _gate(h_bF, weights_b, limit, dtype):
   return rounded(gated(gate, up, limit) * weights_b[:, None], dtype)
 
 
-def _experts(x_MD, weights_Mk, experts_Mk, gate_up, down, biases, limit):
+def _experts(
+  x_MD, weights_Mk, experts_Mk, gate_up, down, biases, limit, exactly
+):
   gate_up, down = jnp.asarray(gate_up), jnp.asarray(down)
   k, dtype = experts_Mk.shape[1], x_MD.dtype
-  places = _places(experts_Mk, len(gate_up))
+  places = _places(experts_Mk, len(gate_up), exactly)
   n, b = places.pair_nb.shape
   weights_nb = _weights(weights_Mk, places, dtype)
-  if biases:
-    gate_up_bias, down_bias = (jnp.asarray(x).astype(dtype) for x in biases)
+  biases = jax.tree.map(jnp.asarray, biases)
+
+  def expert(x_bD, weights_b, gate_up, down, biases):
+    h_bF = x_bD @ gate_up
+    if biases:
+      h_bF = rounded(wide(h_bF) + wide(biases[0]), dtype)
+    y_bD = _gate(h_bF, weights_b, limit, dtype) @ down
+    if biases:
+      bias_bD = weights_b[:, None] * wide(biases[1])
+      y_bD = rounded(wide(y_bD) + bias_bD, dtype)
+    return y_bD, h_bF
 
   def body(i, state):
     y_nbD, h_nbF = state
     group = places.group_n[i]
     x_bD = jnp.take(x_MD, places.pair_nb[i] // k, axis=0, mode="clip")
-    h_bF = x_bD @ gate_up[group].astype(dtype)
-    if biases:
-      h_bF = rounded(wide(h_bF) + wide(gate_up_bias[group]), dtype)
-    y_bD = _gate(h_bF, weights_nb[i], limit, dtype) @ down[group].astype(dtype)
-    if biases:
-      bias_bD = weights_nb[i][:, None] * wide(down_bias[group])
-      y_bD = rounded(wide(y_bD) + bias_bD, dtype)
+    own = jax.tree.map(lambda x: x[group].astype(dtype), (gate_up, down, biases))
+    run = exact.noinline(expert) if exactly else expert
+    y_bD, h_bF = run(x_bD, weights_nb[i], *own)
     return y_nbD.at[i].set(y_bD), h_nbF.at[i].set(h_bF)
 
   # Without a gradient XLA removes the hidden rows from the loop.
   state = tuple(jnp.zeros((n, b, x.shape[2]), dtype) for x in (down, gate_up))
   y_nbD, h_nbF = jax.lax.fori_loop(0, places.count, body, state)
   y_MkD = _take(y_nbD.reshape(n * b, -1), places.slot_Mk)
-  y_MD = rounded(y_MkD.sum(1, dtype=jnp.float32), dtype)
+  total = exact.sum_in_order if exactly else _sum
+  y_MD = rounded(total(y_MkD, 1), dtype)
   operands = x_MD, weights_Mk, gate_up, down, biases
   return (y_MD, places.num_pairs), (operands, places, h_nbF)
 
 
-def _experts_backward(limit, residuals, cotangents):
+def _experts_backward(limit, exactly, residuals, cotangents):
+  del exactly
   (x_MD, weights_Mk, gate_up, down, biases), places, h_nbF = residuals
   dy_MD, dtype = cotangents[0], x_MD.dtype
   k, (n, b) = weights_Mk.shape[1], places.pair_nb.shape
@@ -298,11 +318,11 @@ class _Places(NamedTuple):
   num_pairs: jax.Array  # [] int32, the pairs that have an expert
 
 
-def _places(experts_Mk, num_experts) -> _Places:
+def _places(experts_Mk, num_experts, exactly) -> _Places:
   A = experts_Mk.size
   order_A = jnp.argsort(experts_Mk.reshape(-1), stable=True)
   sizes_e = jnp.bincount(experts_Mk.reshape(-1), length=num_experts)
-  blocks = _blocks(A, sizes_e, _MAX_EXPERT_BLOCK)
+  blocks = _blocks(A, sizes_e, _MAX_EXPERT_BLOCK, exact.TOKENS if exactly else 0)
   n, b = len(blocks.group_n), blocks.size
   pairs = jnp.full(n * b, A).at[blocks.slot_A].set(order_A, mode="drop")
   slot_A = jnp.zeros(A, jnp.int32).at[order_A].set(blocks.slot_A)
@@ -327,12 +347,13 @@ class _Blocks(NamedTuple):
   size: int  # b
 
 
-def _blocks(A, sizes_e, limit=_MAX_BLOCK) -> _Blocks:
+def _blocks(A, sizes_e, limit=_MAX_BLOCK, size=0) -> _Blocks:
+  """Blocks of `size` rows; 0: of as many as take the least time."""
   e = len(sizes_e)
   # A block reads a matrix, as long as some 20 rows take; a group's last one is
   # padded by half. With A / e rows the sum is least at sqrt(40 A / e).
   b = math.isqrt(40 * A // e) // _MIN_BLOCK * _MIN_BLOCK
-  b = min(limit, max(_MIN_BLOCK, b))
+  b = size or min(limit, max(_MIN_BLOCK, b))
   n = -(-A // b) + min(e, A)
   ends_e, blocks_e = jnp.cumsum(sizes_e), -(-sizes_e // b)
   last_e = jnp.cumsum(blocks_e)

@@ -32,13 +32,13 @@ def rms_norm(x, scale, cfg: ModelConfig, eps: float | None = None):
   return _rms_norm(x, scale, eps)
 
 
-@recomputed
+@functools.partial(recomputed, whole=2)
 def _rms_norm(x, scale, eps):
   h = wide(x)
   return _normed(x, jnp.mean(h * h, -1, keepdims=True), scale, eps)
 
 
-@recomputed
+@functools.partial(recomputed, whole=3)
 def _rms_norm_rounded_last(x, scale, eps, plus):
   h = wide(x)
   h = h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + eps)
@@ -65,7 +65,7 @@ def _sum_of_squares(x_BTNH):
   return jnp.square(wide(x_BTNH)).sum((2, 3), keepdims=True)
 
 
-_rms_norm_of = recomputed(_normed)
+_rms_norm_of = recomputed(_normed, whole=2)
 
 
 def add(x_BTD, y_BTD):

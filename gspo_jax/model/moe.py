@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from gspo_jax.model import experts as ep
-from gspo_jax.model import grouped_matmul, lora, parameters
+from gspo_jax.model import exact, grouped_matmul, lora, parameters
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.rounding import rounded
 from gspo_jax.runtime import sharding
@@ -104,21 +104,26 @@ def _local(
     )
 
   router_dtype = jnp.float32 if cfg.float32_router else x_MD.dtype
-  logits_ME = jnp.matmul(
-    x_MD.astype(router_dtype),
-    gather("router", router_dtype),
+  product = functools.partial(
+    jnp.matmul,
     precision="highest" if cfg.float32_router else None,
     preferred_element_type=jnp.float32,
+  )
+  logits_ME = exact.chosen(product, whole=1, axes=1)(
+    x_MD.astype(router_dtype), gather("router", router_dtype)
   )
   if "router_bias" in weights:
     logits_ME += weights["router_bias"].astype(router_dtype)
   choice_bias_E = weights.get("choice_bias")
+  choose = exact.chosen(
+    lambda logits, routes, bias: route(logits, cfg, bias, routes), 1, axes=1
+  )
   if use_own_experts is not None:
-    _, top_Mk = route(logits_ME, cfg, choice_bias_E)
+    _, top_Mk = choose(logits_ME, None, choice_bias_E)
     top_Mk = top_Mk.astype(routes_Mk.dtype)
     routes_Mk = jnp.where(use_own_experts, top_Mk, routes_Mk)
-  weights_Mk, experts_Mk = route(
-    logits_ME, cfg, choice_bias_E, routes_Mk if replay else None
+  weights_Mk, experts_Mk = choose(
+    logits_ME, routes_Mk if replay else None, choice_bias_E
   )
   # Padding tokens are all alike, and would overload the same k experts.
   real_experts_Mk = jnp.where(real_BT.reshape(-1, 1), experts_Mk, E)
@@ -170,7 +175,7 @@ def _run_experts(x_MD, weights_Mk, experts_Mk, gate_up, down, limit):
     if sharding.platform() == "cpu" and gate_up.a is None:
       biases = None if down.bias is None else (gate_up.bias, down.bias)
       return grouped_matmul.swiglu_in_blocks(
-        *operands, gate_up.weight, down.weight, biases, limit
+        *operands, gate_up.weight, down.weight, biases, limit, exact.is_on()
       )
     return dispatch(*operands, gate_up, down, limit)
   operands = x_MD, weights_Mk.astype(x_MD.dtype), experts_Mk

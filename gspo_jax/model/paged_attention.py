@@ -9,8 +9,9 @@ by side, as one head of width j * H. With T queries as rows, R = B * T.
 import jax
 import jax.numpy as jnp
 
-from gspo_jax.model import attention, gpu
+from gspo_jax.model import exact, exact_attention, gpu
 from gspo_jax.model.rounding import rounded, wide
+from gspo_jax.model.scores import MASKED, default_scale, products, weigh
 from gspo_jax.runtime import sharding
 
 _LANES = 128
@@ -64,13 +65,18 @@ def read(
   its tokens.
   """
   (B, T, N, H), (K, _, t, width) = q_BTNH.shape, k_KntH.shape
+  scale = default_scale(scale, H)
+  if exact.is_on():
+    arrays = [x for x in (k_KntH, v_KntH) if x is not None]
+    operands = q_BTNH, arrays, table_BW, lengths_B, value_dim
+    options = {"window": window, "sinks_N": sinks_N, "scale": scale}
+    return exact_attention.of_pages(*operands, **options)
   # A query is padded with zeros at the other j - 1 heads of its page. The
   # output also has the values of these heads, which the einsum drops.
   j = width // H
   identity_jj = jnp.eye(j, dtype=q_BTNH.dtype)
   q_BTKUH = q_BTNH.reshape(B, T, K, j, -1, 1, H) * identity_jj[:, None, :, None]
   q_BTKUH = q_BTKUH.reshape(B, T, K, -1, width)
-  scale = H**-0.5 if scale is None else scale
   inputs = q_BTKUH, k_KntH, v_KntH, table_BW, lengths_B, scale
   options = {"window": window, "sinks_N": sinks_N}
   low = q_BTNH.dtype == jnp.bfloat16 and v_KntH is not None
@@ -171,7 +177,7 @@ def by_blocks(
   zeros_KBU = jnp.zeros(q_KBUH.shape[:-1])
   V = value_dim or q_KBUH.shape[-1]
   state = (
-    zeros_KBU + attention.MASKED,
+    zeros_KBU + MASKED,
     zeros_KBU,
     jnp.zeros((*zeros_KBU.shape, V)),
   )
@@ -221,8 +227,8 @@ def _last_pages(table_BW, lengths_B, t, window, queries):
 
 
 def _scores(q_KMUH, k_KMtH, visible_MUt, scale):
-  scores_KMUt = attention.products(q_KMUH, k_KMtH) * scale
-  return jnp.where(visible_MUt, scores_KMUt, attention.MASKED)
+  scores_KMUt = products(q_KMUH, k_KMtH) * scale
+  return jnp.where(visible_MUt, scores_KMUt, MASKED)
 
 
 def _update_softmax(state, row_M, scores_KMUt, v_KMtH):
@@ -230,7 +236,7 @@ def _update_softmax(state, row_M, scores_KMUt, v_KMtH):
   old_max_KBU, total_KBU, out_KBUH = state
   max_KBU = old_max_KBU.at[:, row_M].max(scores_KMUt.max(-1))
   weights_KMUt = jnp.exp(scores_KMUt - max_KBU[:, row_M][..., None])
-  part_KMUH = attention.weigh("kmut,kmth->kmuh", weights_KMUt, v_KMtH)
+  part_KMUH = weigh("kmut,kmth->kmuh", weights_KMUt, v_KMtH)
   scale_KBU = jnp.exp(old_max_KBU - max_KBU)
   total_KBU = (total_KBU * scale_KBU).at[:, row_M].add(weights_KMUt.sum(-1))
   out_KBUH = (out_KBUH * scale_KBU[..., None]).at[:, row_M].add(part_KMUH)

@@ -11,7 +11,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from gspo_jax.model.rounding import noinline, recomputed, rounded, wide
+from gspo_jax.model import exact
+from gspo_jax.model.rounding import recomputed, rounded, wide
 from gspo_jax.runtime.errors import UserError
 
 
@@ -123,15 +124,18 @@ def angles(
   if scaling:
     frequency_H = scaling.scale(frequency_H, theta)
   angle_BTH = positions_BT[..., None].astype(jnp.float32) * frequency_H
-  sin_BTH, cos_BTH = _sin_cos(angle_BTH)
+  sin_cos = _exact_sin_cos if exact.is_on() else exact.noinline(_sin_cos)
+  sin_BTH, cos_BTH = sin_cos(angle_BTH)
   if not scaling or scaling.amplitude == 1.0:
     return sin_BTH, cos_BTH
   return scaling.amplitude * sin_BTH, scaling.amplitude * cos_BTH
 
 
-@noinline
 def _sin_cos(x):
   return jnp.sin(x), jnp.cos(x)
+
+
+_exact_sin_cos = exact.by_tokens(_sin_cos)
 
 
 @recomputed

@@ -17,42 +17,32 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.experimental.xla_metadata import set_xla_metadata
 
+from gspo_jax.model import exact
 from gspo_jax.runtime import sharding
 
 # Compiler options of every program that runs a policy.
 OPTIONS = {"xla_allow_excess_precision": False}
 
 
-def recomputed(function):
+def recomputed(function, whole: int = 0):
   """`function`, with a backward pass that starts from its arguments alone.
 
   Computing elementwise results again is faster than storing and reading them.
-  Unlike `jax.checkpoint` it leaves no trace in a rematerialised block.
+  Unlike `jax.checkpoint` it leaves no trace in a rematerialised block. Exact if
+  `model.exact`: for `whole` see `exact.by_tokens`.
   """
 
   def backward(args, cotangent):
     return jax.vjp(function, *args)[1](cotangent)
 
-  call = jax.custom_vjp(function)
-  call.defvjp(lambda *args: (function(*args), args), backward)
-  return call
-
-
-def noinline(function):
-  """`function`, which XLA on a CPU does not merge with what uses its results.
-
-  It would compute them again for each use of a broadcast element, even behind
-  a `jax.lax.optimization_barrier`. A jit in `function` is not merged, either.
-  """
+  ordinary = jax.custom_vjp(function)
+  ordinary.defvjp(lambda *args: (function(*args), args), backward)
+  exactly = exact.by_tokens(function, whole)
 
   @functools.wraps(function)
   def call(*args):
-    if sharding.platform() != "cpu":
-      return function(*args)
-    with set_xla_metadata(inlineable="false"):
-      return jax.jit(function)(*args)
+    return (exactly if exact.is_on() else ordinary)(*args)
 
   return call
 
@@ -85,12 +75,14 @@ def matmul(x, weights, axes: int = 1):
   weights would copy them, a fifth of a dense model's update. There 16-bit
   products support `jax.grad` and `jax.vjp`, but not `jax.jvp`.
   """
-  if sharding.platform() != "cpu":
+  if sharding.platform() != "cpu" and not exact.is_on():
     return jnp.tensordot(x, weights, axes)
   rows, columns = x.shape[:-axes], weights.shape[axes:]
   summed = math.prod(weights.shape[:axes])
   x_MK, w_KN = x.reshape(-1, summed), weights.reshape(summed, -1)
-  if x.dtype == jnp.float32:
+  if exact.is_on():
+    y_MN = _exact_product(x_MK, w_KN)
+  elif x.dtype == jnp.float32:
     y_MN = x_MK @ w_KN
   else:
     y_MN = rounded(_product(x_MK, w_KN), x.dtype)
@@ -103,8 +95,12 @@ def matmul_float32(x, weights):
   The gradient of a 16-bit product is rounded to 16 bits before it is
   multiplied, as a TPU does by default. On a CPU it has no `jax.jvp`.
   """
+  x_MK = x.reshape(-1, x.shape[-1])
+  if exact.is_on():
+    y_MN = _exact_product_float32(x_MK, weights)
+    return y_MN.reshape(*x.shape[:-1], -1)
   if sharding.platform() == "cpu" and x.dtype != jnp.float32:
-    y_MN = _product(x.reshape(-1, x.shape[-1]), weights)
+    y_MN = _product(x_MK, weights)
     return y_MN.reshape(*x.shape[:-1], -1)
   return jnp.matmul(x, weights, preferred_element_type=jnp.float32)
 
@@ -126,3 +122,9 @@ def _backward(operands, dy_MN):
 
 
 _product.defvjp(lambda x, w: (_product(x, w), (x, w)), _backward)
+
+
+_exact_product_float32 = exact.by_tokens(_product, whole=1, axes=1)
+_exact_product = exact.by_tokens(
+  lambda x, w: rounded(_product(x, w), x.dtype), whole=1, axes=1
+)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax.model import cache as kv
-from gspo_jax.model import parameters, rotary
+from gspo_jax.model import exact, parameters, rotary
 from gspo_jax.model.block import block
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.layers import rms_norm
@@ -140,12 +140,13 @@ def prefill(
 
 def _run_blocks(run, params, cfg, tokens, positions, mask) -> HiddenStates:
   x_BTD = _embed(params["embed"], tokens, cfg)
-  angles = rotary.angles(
-    positions, cfg.rotary_width, cfg.rope_theta, cfg.rope_scaling
-  )
-  with _precision(cfg.dtype):
-    x_BTD, routing, cache = run(params, cfg, x_BTD, angles, mask)
-  hidden = rms_norm(x_BTD, params["final_norm"]["scale"], cfg)
+  with exact.exactly(cfg.exact):
+    angles = rotary.angles(
+      positions, cfg.rotary_width, cfg.rope_theta, cfg.rope_scaling
+    )
+    with _precision(cfg.dtype):
+      x_BTD, routing, cache = run(params, cfg, x_BTD, angles, mask)
+    hidden = rms_norm(x_BTD, params["final_norm"]["scale"], cfg)
   return HiddenStates(hidden, routing, cache)
 
 
@@ -315,7 +316,7 @@ def project_logits(
 ) -> jax.Array:
   """Float32 logits [..., V] of operands in `cfg.head_dtype`."""
   dtype = cfg.head_dtype
-  with _precision(dtype):
+  with exact.exactly(cfg.exact), _precision(dtype):
     return matmul_float32(hidden.astype(dtype), head_DV.astype(dtype))
 
 
