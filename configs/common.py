@@ -29,6 +29,9 @@ def get_config() -> ConfigDict:
   c.model.float32_head = False
   # Multiply hidden states by the routers in float32, as well
   c.model.float32_router = False
+  # The sampler's log-probs equal the trainer's in every bit: the same
+  # arithmetic in the same order in both
+  c.model.exact = False
   # What a block stores for the backward pass: "none": no rematerialisation, it
   # stores all; "full": nothing, it computes all again; else names of KEPT in
   # gspo_jax/model/config.py with commas between, and it computes the rest again

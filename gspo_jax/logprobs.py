@@ -156,23 +156,27 @@ def logps_and_entropy(
   rows, so that sums over a sequence are the same on any mesh.
   """
 
+  # An exact sum is of one device.
+  shared = () if cfg.exact else _VOCABULARY_AXES
+
   def local(hidden_BRD, head, targets_BR, wanted_BR, kept_ids_BRK):
-    head_Dv, column_v = _vocabulary_shard(head.astype(cfg.head_dtype))
+    head_Dv, column_v = _vocabulary_shard(head.astype(cfg.head_dtype), shared)
     # Float32, so that its gradient is summed over the chunks in float32.
     head_Dv = head_Dv.astype(jnp.float32)
     flat = lambda x: x.reshape(-1, *x.shape[2:])
-    gather = lambda x: sharding.gather(flat(x), "expert", dim=0)
+    gather = lambda x: sharding.gather(flat(x), *shared[1:], dim=0)
 
     def score_chunk(chunk):
       hidden_CD, targets_C, *kept_ids_CK = chunk
-      logits_Cv = model.project_logits(hidden_CD, head_Dv, cfg) / temperature
-      allowed = column_v >= 0
-      for ids_CK in kept_ids_CK:
-        # Compared one by one, in one fused loop: a TPU would scatter them in
-        # turn.
-        allowed &= (ids_CK[:, None, :] == column_v[:, None]).any(-1)
-      logits_Cv = jnp.where(allowed, logits_Cv, -1e30)
-      return _log_softmax(logits_Cv, targets_C, column_v)
+      return model.target_logps(
+        model.project_logits(hidden_CD, head_Dv, cfg),
+        targets_C,
+        *kept_ids_CK or [None],
+        column_v,
+        cfg=cfg,
+        temperature=temperature,
+        axes=shared,
+      )
 
     operands = [gather(hidden_BRD), gather(targets_BR)]
     if kept_ids_BRK is not None:
@@ -184,7 +188,7 @@ def logps_and_entropy(
 
     def whole_rows(x_M):
       count = targets_BR.size  # this device's share of the tokens
-      start = sharding.index("expert") * count
+      start = sharding.index(*shared[1:]) * count
       local = jax.lax.dynamic_slice_in_dim(x_M, start, count)
       local_BR = local.reshape(targets_BR.shape)
       return sharding.gather(local_BR, "context", dim=1)
@@ -202,8 +206,15 @@ def logps_and_entropy(
   return sharded(hidden_BRD, head_DV, targets_BR, wanted_BR, kept_ids_BRK)
 
 
-def _vocabulary_shard(head):
-  """This device's columns of the head, [D, v], and their token ids, [v]."""
+def _vocabulary_shard(head, shared):
+  """This device's columns of the head, [D, v], and their token ids, [v].
+
+  All columns, unless devices along `shared` share the vocabulary.
+  """
+  if not shared:
+    head_DV = sharding.gather(head, "tensor", dim=1)
+    head_DV = sharding.gather(head_DV, *sharding.RULES["table"], dim=0)
+    return head_DV, jnp.arange(head_DV.shape[1])
   # The head's rows are sharded over `WEIGHT_AXES` and `expert`, its columns
   # over `tensor`. An all-to-all along `expert` exchanges rows for columns,
   # which are padded to divide evenly; padding has the id -1.
@@ -216,17 +227,6 @@ def _vocabulary_shard(head):
   column_v = sharding.index("expert") * v + jnp.arange(v)
   id_v = sharding.index("tensor") * columns + column_v
   return head_Dv, jnp.where(column_v < columns, id_v, -1)
-
-
-def _log_softmax(logits_Cv, targets_C, column_v):
-  """The targets' log-probs [C] and the entropies [C] over all shards."""
-  maximum = jax.lax.stop_gradient(logits_Cv.max(-1))
-  logits_Cv -= sharding.pmax(maximum, *_VOCABULARY_AXES)[:, None]
-  weights_Cv = jnp.exp(logits_Cv)
-  target = jnp.where(column_v == targets_C[:, None], logits_Cv, 0).sum(-1)
-  sums = weights_Cv.sum(-1), target, (weights_Cv * logits_Cv).sum(-1)
-  total, target, weighted = sharding.psum(sums, *_VOCABULARY_AXES)
-  return target - jnp.log(total), jnp.log(total) - weighted / total
 
 
 def _map_wanted(score_chunk, wanted_M, *operands):

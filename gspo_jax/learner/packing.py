@@ -46,6 +46,7 @@ class PackingConfig:
     64, "packed rows of a forward and backward pass, over all devices"
   )
   shards: int = 1  # devices that split micro_batch_size rows; divides it
+  multiple: int = 1  # of the columns at which sequences start; divides `width`
 
 
 class Packing(NamedTuple):
@@ -86,6 +87,7 @@ def pack(lengths: np.ndarray, order: np.ndarray, cfg: PackingConfig) -> Packing:
   its shards have about as many tokens.
   """
   lengths, size = np.asarray(lengths), cfg.micro_batch_size
+  lengths = -(-lengths // cfg.multiple) * cfg.multiple
   if lengths.max(initial=0) > cfg.width:
     raise ValueError(f"a sequence of {lengths.max()} tokens, {cfg.width=}")
   B = len(lengths)

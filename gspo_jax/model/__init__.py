@@ -12,6 +12,7 @@ from gspo_jax.model.config import (
 )
 from gspo_jax.model.parameters import shapes, shardings
 from gspo_jax.model.rotary import Llama3Scaling, YarnScaling
+from gspo_jax.model.target_logps import target_logps
 from gspo_jax.model.transformer import (
   HiddenStates,
   Output,
@@ -60,6 +61,7 @@ __all__ = [
   "scores",
   "shapes",
   "shardings",
+  "target_logps",
   "unembed",
   "unstack_layers",
   "variant",

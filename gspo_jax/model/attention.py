@@ -15,9 +15,14 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from gspo_jax.model import exact, exact_attention, gpu
+from gspo_jax.model.attention_products import (
+  MASKED,
+  default_scale,
+  products,
+  weigh,
+)
 from gspo_jax.model.exact import noinline
 from gspo_jax.model.rounding import rounded, wide
-from gspo_jax.model.scores import MASKED, default_scale, products, weigh
 from gspo_jax.runtime import sharding, tpus
 
 _BLOCK = 512  # queries and keys of a tile of scores in VMEM

@@ -16,9 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax.model import exact, exact_attention
+from gspo_jax.model.attention_products import (
+  MASKED,
+  default_scale,
+  products,
+  weigh,
+)
 from gspo_jax.model.config import Layer, ModelConfig
 from gspo_jax.model.rounding import rounded, stored, wide
-from gspo_jax.model.scores import MASKED, default_scale, products, weigh
 from gspo_jax.runtime.sharding import BATCH_AXES, constrain
 
 # By layer, its arrays; a layer may have none.

@@ -64,8 +64,9 @@ def by_tokens(function: Callable, whole: int = 0, axes: int = 2) -> Callable:
   """`function(*tokens, *whole)`, with the same bits in every program.
 
   Arrays of tokens, and the results, are [B, T, ...], or with one of `axes` [M,
-  ...]; the last `whole` arguments are of all tokens. An argument may be None. The backward pass is that
-  of `function`, of all tokens at a time, and starts from the arguments.
+  ...]; the last `whole` arguments are of all tokens. An argument may be None.
+  The backward pass is that of `function`, of all tokens at a time, and starts
+  from the arguments.
   """
 
   def forward(*args):

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax.model import exact
+from gspo_jax.model.attention_products import MASKED, weigh
 from gspo_jax.model.rounding import rounded, stored, wide
-from gspo_jax.model.scores import MASKED, weigh
 
 KEYS = 64  # S
 # The tokens of a group are of one sequence: in a packed row a sequence starts
@@ -165,6 +165,8 @@ def of_rows(q_BTNH, k_BTKH, v_BTKV, segments_BT, *, window, sinks_N, scale):
   )
   aligned_BT = (start_BT % ALIGN == 0) | (segments_BT == 0)
   out_BTNV = jnp.where(aligned_BT[..., None, None], out_BTNV, jnp.nan)
+  # So the weights of padding are 0 in the backward pass.
+  lse_BTN = jnp.where(segments_BT[..., None] > 0, lse_BTN, -MASKED)
   return out_BTNV, lse_BTN
 
 

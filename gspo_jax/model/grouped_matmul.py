@@ -234,7 +234,9 @@ def _experts(
     y_nbD, h_nbF = state
     group = places.group_n[i]
     x_bD = jnp.take(x_MD, places.pair_nb[i] // k, axis=0, mode="clip")
-    own = jax.tree.map(lambda x: x[group].astype(dtype), (gate_up, down, biases))
+    own = jax.tree.map(
+      lambda x: x[group].astype(dtype), (gate_up, down, biases)
+    )
     run = exact.noinline(expert) if exactly else expert
     y_bD, h_bF = run(x_bD, weights_nb[i], *own)
     return y_nbD.at[i].set(y_bD), h_nbF.at[i].set(h_bF)
@@ -322,7 +324,9 @@ def _places(experts_Mk, num_experts, exactly) -> _Places:
   A = experts_Mk.size
   order_A = jnp.argsort(experts_Mk.reshape(-1), stable=True)
   sizes_e = jnp.bincount(experts_Mk.reshape(-1), length=num_experts)
-  blocks = _blocks(A, sizes_e, _MAX_EXPERT_BLOCK, exact.TOKENS if exactly else 0)
+  blocks = _blocks(
+    A, sizes_e, _MAX_EXPERT_BLOCK, exact.TOKENS if exactly else 0
+  )
   n, b = len(blocks.group_n), blocks.size
   pairs = jnp.full(n * b, A).at[blocks.slot_A].set(order_A, mode="drop")
   slot_A = jnp.zeros(A, jnp.int32).at[order_A].set(blocks.slot_A)

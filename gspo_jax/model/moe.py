@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from gspo_jax.model import experts as ep
 from gspo_jax.model import exact, grouped_matmul, lora, parameters
+from gspo_jax.model import experts as ep
 from gspo_jax.model.config import ModelConfig
 from gspo_jax.model.rounding import rounded
 from gspo_jax.runtime import sharding

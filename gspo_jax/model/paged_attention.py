@@ -10,8 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax.model import exact, exact_attention, gpu
+from gspo_jax.model.attention_products import (
+  MASKED,
+  default_scale,
+  products,
+  weigh,
+)
 from gspo_jax.model.rounding import rounded, wide
-from gspo_jax.model.scores import MASKED, default_scale, products, weigh
 from gspo_jax.runtime import sharding
 
 _LANES = 128

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from gspo_jax.model.scores import MASKED
+from gspo_jax.model.attention_products import MASKED
 from gspo_jax.runtime import sharding
 
 # In VMEM: blocks of keys and values, one of which is computed while others are

@@ -19,6 +19,7 @@ from gspo_jax.learner.packing import PackingConfig
 from gspo_jax.learner.policy_loss import policy_loss
 from gspo_jax.learner.train_step import Learner
 from gspo_jax.model import PolicyConfig, hf
+from gspo_jax.model.exact_attention import ALIGN
 from gspo_jax.program.config import Config, parse_model
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError, how_to_download, with_reason
@@ -26,7 +27,7 @@ from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.samples import SamplerConfig
 
 # Keys of `model` that decide in which dtypes it computes.
-NUMERICS = ("dtype", "float32_head", "float32_router")
+NUMERICS = ("dtype", "float32_head", "float32_router", "exact")
 
 
 def make_meshes(
@@ -162,7 +163,13 @@ def needs_old_logps(config: Config, cfg: model.ModelConfig) -> bool:
 def packing(config: Config, shards: int) -> PackingConfig:
   """The rows of an update: each has room for the longest response."""
   width = config.data.max_prompt_length + config.sampler.max_new_tokens
-  return dataclasses.replace(config.learner, width=width, shards=shards)
+  multiple = ALIGN if config.model.exact else 1
+  return dataclasses.replace(
+    config.learner,
+    width=-(-width // multiple) * multiple,
+    shards=shards,
+    multiple=multiple,
+  )
 
 
 def optim_config(config: Config) -> OptimConfig:

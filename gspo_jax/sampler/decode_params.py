@@ -47,7 +47,7 @@ def decode_params(params: model.Params, cfg: model.ModelConfig) -> model.Params:
   rest = place({k: x for k, x in params.items() if k != "layers"})
   # Two steps, because XLA has no direct path from split rows to split columns.
   head = sharding.constrain(model.output_matrix(rest, cfg), None, "tensor")
-  head = sharding.constrain(head, None, VOCAB_AXES)
+  head = sharding.constrain(head, None, () if cfg.exact else VOCAB_AXES)
   return rest | constrain(layers) | {"head": head}
 
 
@@ -59,8 +59,8 @@ def _merges(cfg: model.ModelConfig, platform: str) -> bool:
   the update multiplies by; then log-probs would differ by 2 to 30 times GSPO's
   clip range.
   """
-  exact = cfg.dtype == "float32" and platform != "gpu"
-  return cfg.lora is not None and exact
+  whole = cfg.dtype == "float32" and platform != "gpu"
+  return cfg.lora is not None and whole and not cfg.exact
 
 
 def decode_params_sharding(cfg: model.ModelConfig, mesh: Mesh) -> model.Params:
@@ -89,4 +89,5 @@ def decode_params_sharding(cfg: model.ModelConfig, mesh: Mesh) -> model.Params:
   # The parts of an array in memory must be equal.
   parts = math.prod(mesh.shape[axis] for axis in VOCAB_AXES)
   vocab = "tensor" if cfg.vocab_size % parts else VOCAB_AXES
+  vocab = () if cfg.exact else vocab
   return places | {"head": NamedSharding(mesh, PartitionSpec(None, vocab))}

@@ -20,9 +20,30 @@ def logits(
   params: model.Params, cfg: model.ModelConfig, hidden_BD: jax.Array
 ) -> jax.Array:
   """Logits [B, V] float32, sharded over `ROW_AXES` and `VOCAB_AXES`."""
+  if cfg.exact:  # an exact sum over the vocabulary is of one device
+    return model.project_logits(hidden_BD, params["head"], cfg)
   hidden_BD = constrain(hidden_BD, ROW_AXES)
   logits_BV = model.project_logits(hidden_BD, params["head"], cfg)
   return constrain(logits_BV, ROW_AXES, VOCAB_AXES)
+
+
+def exact_logps(
+  logits_BV: jax.Array,
+  token_B: jax.Array,
+  kept_ids_BK: jax.Array | None,
+  cfg: model.ModelConfig,
+  sampler: SamplerConfig,
+) -> jax.Array:
+  """The log-probs [B] of `model.exact`, as the trainer computes them."""
+  logps_B, _ = model.target_logps(
+    logits_BV,
+    token_B,
+    kept_ids_BK,
+    jnp.arange(logits_BV.shape[1]),
+    cfg=cfg,
+    temperature=sampler.temperature or 1.0,
+  )
+  return logps_B
 
 
 def sample_token(

@@ -372,10 +372,12 @@ def _feed(params, cfg, state, key, fed_mJ, real_mJ, sampler):
   params = state.params
   if params is not None:
     params = jnp.repeat(params, J, axis=0)
-  *sampled, kept_ids = next_token.sample_token(
+  tokens, logps, kept_ids = next_token.sample_token(
     logits, row_keys, numbers, sampler, params
   )
-  new = dict(zip(("tokens", "logps"), sampled, strict=True))
+  if cfg.exact and params is None:
+    logps = next_token.exact_logps(logits, tokens, kept_ids, cfg, sampler)
+  new = {"tokens": tokens, "logps": logps}
   if kept_ids is not None:
     new["kept_ids"] = kept_ids
   return out, {name: x.reshape(m, J, *x.shape[1:]) for name, x in new.items()}

@@ -1,0 +1,51 @@
+"""The log-probs of given tokens, from logits.
+
+Dimension key: C tokens, V vocabulary, v the part of it of one device, K kept
+ids a token.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax.model import exact
+from gspo_jax.model.config import ModelConfig
+from gspo_jax.runtime import sharding
+
+
+def target_logps(
+  logits_Cv,
+  targets_C,
+  kept_ids_CK,
+  column_v,
+  *,
+  cfg: ModelConfig,
+  temperature: float,
+  axes: tuple[str, ...] = (),
+) -> tuple[jax.Array, jax.Array]:
+  """Log-probs of the targets and entropies, [C] each, in nats.
+
+  They are of softmax(logits / temperature), over a token's kept ids alone if
+  there are any. `column_v` are the ids of the columns, -1 for padding; the
+  devices along `axes` share the vocabulary, with `cfg.exact` none do. So
+  sampler and trainer call one function, whose bits are then the same.
+  """
+
+  def function(logits_Cv, targets_C, kept_ids_CK, column_v):
+    logits_Cv = logits_Cv / temperature
+    allowed = column_v >= 0
+    if kept_ids_CK is not None:
+      # Compared one by one, in one fused loop: a TPU would scatter them in
+      # turn.
+      allowed &= (kept_ids_CK[:, None, :] == column_v[:, None]).any(-1)
+    logits_Cv = jnp.where(allowed, logits_Cv, -1e30)
+    maximum = jax.lax.stop_gradient(logits_Cv.max(-1))
+    logits_Cv -= sharding.pmax(maximum, *axes)[:, None]
+    weights_Cv = jnp.exp(logits_Cv)
+    target = jnp.where(column_v == targets_C[:, None], logits_Cv, 0).sum(-1)
+    sums = weights_Cv.sum(-1), target, (weights_Cv * logits_Cv).sum(-1)
+    total, target, weighted = sharding.psum(sums, *axes)
+    return target - jnp.log(total), jnp.log(total) - weighted / total
+
+  if cfg.exact:
+    function = exact.by_tokens(function, whole=1, axes=1)
+  return function(logits_Cv, targets_C, kept_ids_CK, column_v)
