@@ -111,7 +111,7 @@ def _mix_without_cache(x_BTD, weights, segments_BT, cfg):
 
   heads = PartitionSpec(sharding.ROW_AXES, ("tensor", "context"))
   operands = x_BTD, weights, "delta_net", segments_BT
-  return by_tokens(local, *operands, kept=heads)
+  return by_tokens(local, *operands, out=(sharding.TOKENS, heads))
 
 
 def _mix_all_tokens(inputs, weights, segments_BT, cfg):

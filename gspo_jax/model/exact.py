@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from gspo_jax.runtime import sharding
 
-TOKENS = 32  # C
+TOKENS = 64  # C
 
 _on: contextvars.ContextVar[bool] = contextvars.ContextVar("exact")
 
@@ -73,8 +73,10 @@ def by_tokens(function: Callable, whole: int = 0, axes: int = 2) -> Callable:
     first = len(args) - whole
     local = functools.partial(_in_blocks, function, first, axes)
     if not sharding.is_local():
-      specs = (sharding.TOKENS,) * first + (PartitionSpec(),) * whole
-      local = sharding.shard_map(local, specs, sharding.TOKENS)
+      rows = PartitionSpec(sharding.BATCH_AXES)
+      place = sharding.TOKENS if axes == 2 else rows
+      specs = (place,) * first + (PartitionSpec(),) * whole
+      local = sharding.shard_map(local, specs, place)
     return local(*args)
 
   def backward(args, cotangent):

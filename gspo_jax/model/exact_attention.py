@@ -24,9 +24,9 @@ from gspo_jax.model.rounding import rounded, stored, wide
 KEYS = 64  # S
 # The tokens of a group are of one sequence: in a packed row a sequence starts
 # at a multiple.
-ALIGN = 8
-_GROUPS = 8  # G
-_QUERIES = 8  # the least R
+ALIGN = 4
+_GROUPS = 16  # G
+_QUERIES = 4  # the least R: a decode step of one token fills U of them
 
 
 def attend(q_BTNH, last_BT, heads, fetch, *, window, sinks_N, scale):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from gspo_jax.model import lora
+from gspo_jax.model import exact, lora
 from gspo_jax.model.grouped_matmul import gated
 from gspo_jax.model.rounding import rounded, wide
 from gspo_jax.runtime import sharding
@@ -30,10 +30,13 @@ def project_down(h_AF, weights_A, down, sizes_e, limit):
 
   Rows are sorted by expert; those beyond the sum of `sizes_e` are undefined.
   """
-  gate, up = jnp.split(h_AF, 2, axis=-1)
-  # Weighted here, on F columns, rather than after `down`, on D.
-  h = gated(gate, up, limit) * wide(weights_A)[:, None]
-  h = rounded(h, h_AF.dtype)
+
+  def weigh(h_AF, weights_A):  # on F columns, rather than after `down`, on D
+    gate, up = jnp.split(h_AF, 2, axis=-1)
+    h = gated(gate, up, limit) * wide(weights_A)[:, None]
+    return rounded(h, h_AF.dtype)
+
+  h = exact.chosen(weigh, axes=1)(h_AF, weights_A)
   return lora.grouped_product(h, down, sizes_e, weights_A)
 
 

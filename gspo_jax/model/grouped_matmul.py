@@ -18,6 +18,7 @@ from gspo_jax.model.rounding import rounded, wide
 from gspo_jax.runtime import sharding, tpus
 
 _MIN_BLOCK, _MAX_BLOCK = 8, 64  # rows of a block, a multiple of the first
+_EXACT_BLOCK = 32  # rows of a block, whatever their number
 _MAX_EXPERT_BLOCK = 128  # rows of a block that passes both products
 _LANES = 128  # tiles of a TPU are multiples of this
 _MAX_TILE = 2048 * 768  # bfloat16 numbers of a tile that fits in VMEM
@@ -60,6 +61,8 @@ def matmul(x_AD, weights_eDF, sizes_e):
   GPUs from compute capability 8.0 on tokamax's kernel. Others use `in_blocks`:
   ragged_dot would multiply every row by every matrix there.
   """
+  if exact.is_on():
+    return in_blocks(x_AD, weights_eDF, sizes_e, True)
   if gpu.has_kernels():
     return gpu.grouped_matmul(x_AD, weights_eDF, sizes_e)
   if sharding.platform() != "tpu":
@@ -133,23 +136,25 @@ def _divisor(width, limit):
   return max((tile for tile in tiles if width % tile == 0), default=0)
 
 
-@jax.custom_vjp
-def in_blocks(x_AD, weights_eDF, sizes_e):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def in_blocks(x_AD, weights_eDF, sizes_e, exactly=False):
   """`matmul` in a loop over blocks; all rows of a block are of one group.
 
-  One batched product of all blocks would copy a matrix for each block.
+  One batched product of all blocks would copy a matrix for each block. Exact,
+  if `exactly`: then a block always has as many rows.
   """
-  return _forward(x_AD, weights_eDF, sizes_e)[0]
+  return _forward(x_AD, weights_eDF, sizes_e, exactly)[0]
 
 
-def _forward(x_AD, weights_eDF, sizes_e):
+def _forward(x_AD, weights_eDF, sizes_e, exactly):
   weights_eDF = jnp.asarray(weights_eDF)  # indexed by a traced number
-  blocks = _blocks(len(x_AD), sizes_e)
+  product = exact.noinline(jnp.matmul) if exactly else jnp.matmul
+  blocks = _blocks(len(x_AD), sizes_e, size=_EXACT_BLOCK if exactly else 0)
   slot_A, group_n = blocks.slot_A, blocks.group_n
   x_nbD = _to_blocks(x_AD, slot_A, len(group_n), blocks.size)
 
   def body(i, y_nbF):
-    return y_nbF.at[i].set(x_nbD[i] @ weights_eDF[group_n[i]])
+    return y_nbF.at[i].set(product(x_nbD[i], weights_eDF[group_n[i]]))
 
   shape = (*x_nbD.shape[:2], weights_eDF.shape[2])
   y_nbF = jax.lax.fori_loop(0, blocks.count, body, jnp.zeros(shape, x_AD.dtype))
@@ -157,7 +162,8 @@ def _forward(x_AD, weights_eDF, sizes_e):
   return y_AF, (x_nbD, weights_eDF, slot_A, blocks.count, group_n)
 
 
-def _backward(residuals, dy_AF):
+def _backward(exactly, residuals, dy_AF):
+  del exactly
   x_nbD, weights_eDF, slot_A, count, group_n = residuals
   dy_nbF = _to_blocks(dy_AF, slot_A, *x_nbD.shape[:2])
 
@@ -178,16 +184,9 @@ def _backward(residuals, dy_AF):
 in_blocks.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def swiglu_in_blocks(
-  x_MD,
-  weights_Mk,
-  experts_Mk,
-  gate_up,
-  down,
-  biases=None,
-  limit=None,
-  exactly=False,
+  x_MD, weights_Mk, experts_Mk, gate_up, down, biases=None, limit=None
 ):
   """The experts on one CPU: `w * down(gated(gate x, up x))`.
 
@@ -198,11 +197,7 @@ def swiglu_in_blocks(
   number of (token, expert) pairs.
   """
   operands = x_MD, weights_Mk, experts_Mk, gate_up, down, biases
-  return _experts(*operands, limit, exactly)[0]
-
-
-def _sum(x, axis):
-  return x.sum(axis, dtype=jnp.float32)
+  return _experts(*operands, limit)[0]
 
 
 def _gate(h_bF, weights_b, limit, dtype):
@@ -210,49 +205,38 @@ def _gate(h_bF, weights_b, limit, dtype):
   return rounded(gated(gate, up, limit) * weights_b[:, None], dtype)
 
 
-def _experts(
-  x_MD, weights_Mk, experts_Mk, gate_up, down, biases, limit, exactly
-):
+def _experts(x_MD, weights_Mk, experts_Mk, gate_up, down, biases, limit):
   gate_up, down = jnp.asarray(gate_up), jnp.asarray(down)
   k, dtype = experts_Mk.shape[1], x_MD.dtype
-  places = _places(experts_Mk, len(gate_up), exactly)
+  places = _places(experts_Mk, len(gate_up))
   n, b = places.pair_nb.shape
   weights_nb = _weights(weights_Mk, places, dtype)
-  biases = jax.tree.map(jnp.asarray, biases)
-
-  def expert(x_bD, weights_b, gate_up, down, biases):
-    h_bF = x_bD @ gate_up
-    if biases:
-      h_bF = rounded(wide(h_bF) + wide(biases[0]), dtype)
-    y_bD = _gate(h_bF, weights_b, limit, dtype) @ down
-    if biases:
-      bias_bD = weights_b[:, None] * wide(biases[1])
-      y_bD = rounded(wide(y_bD) + bias_bD, dtype)
-    return y_bD, h_bF
+  if biases:
+    gate_up_bias, down_bias = (jnp.asarray(x).astype(dtype) for x in biases)
 
   def body(i, state):
     y_nbD, h_nbF = state
     group = places.group_n[i]
     x_bD = jnp.take(x_MD, places.pair_nb[i] // k, axis=0, mode="clip")
-    own = jax.tree.map(
-      lambda x: x[group].astype(dtype), (gate_up, down, biases)
-    )
-    run = exact.noinline(expert) if exactly else expert
-    y_bD, h_bF = run(x_bD, weights_nb[i], *own)
+    h_bF = x_bD @ gate_up[group].astype(dtype)
+    if biases:
+      h_bF = rounded(wide(h_bF) + wide(gate_up_bias[group]), dtype)
+    y_bD = _gate(h_bF, weights_nb[i], limit, dtype) @ down[group].astype(dtype)
+    if biases:
+      bias_bD = weights_nb[i][:, None] * wide(down_bias[group])
+      y_bD = rounded(wide(y_bD) + bias_bD, dtype)
     return y_nbD.at[i].set(y_bD), h_nbF.at[i].set(h_bF)
 
   # Without a gradient XLA removes the hidden rows from the loop.
   state = tuple(jnp.zeros((n, b, x.shape[2]), dtype) for x in (down, gate_up))
   y_nbD, h_nbF = jax.lax.fori_loop(0, places.count, body, state)
   y_MkD = _take(y_nbD.reshape(n * b, -1), places.slot_Mk)
-  total = exact.sum_in_order if exactly else _sum
-  y_MD = rounded(total(y_MkD, 1), dtype)
+  y_MD = rounded(y_MkD.sum(1, dtype=jnp.float32), dtype)
   operands = x_MD, weights_Mk, gate_up, down, biases
   return (y_MD, places.num_pairs), (operands, places, h_nbF)
 
 
-def _experts_backward(limit, exactly, residuals, cotangents):
-  del exactly
+def _experts_backward(limit, residuals, cotangents):
   (x_MD, weights_Mk, gate_up, down, biases), places, h_nbF = residuals
   dy_MD, dtype = cotangents[0], x_MD.dtype
   k, (n, b) = weights_Mk.shape[1], places.pair_nb.shape
@@ -320,13 +304,11 @@ class _Places(NamedTuple):
   num_pairs: jax.Array  # [] int32, the pairs that have an expert
 
 
-def _places(experts_Mk, num_experts, exactly) -> _Places:
+def _places(experts_Mk, num_experts) -> _Places:
   A = experts_Mk.size
   order_A = jnp.argsort(experts_Mk.reshape(-1), stable=True)
   sizes_e = jnp.bincount(experts_Mk.reshape(-1), length=num_experts)
-  blocks = _blocks(
-    A, sizes_e, _MAX_EXPERT_BLOCK, exact.TOKENS if exactly else 0
-  )
+  blocks = _blocks(A, sizes_e, _MAX_EXPERT_BLOCK)
   n, b = len(blocks.group_n), blocks.size
   pairs = jnp.full(n * b, A).at[blocks.slot_A].set(order_A, mode="drop")
   slot_A = jnp.zeros(A, jnp.int32).at[order_A].set(blocks.slot_A)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from gspo_jax.model import attention, lora, parameters, rotary
+from gspo_jax.model import attention, exact, lora, parameters, rotary
 from gspo_jax.model.config import Layer, ModelConfig
 from gspo_jax.model.grouped_matmul import gated
 from gspo_jax.model.rounding import matmul, recomputed, rounded, stored, wide
@@ -53,8 +53,9 @@ def _normed(x, mean_square, scale, eps):
 
 def rms_norm_over_heads(x_BTNH, scale, eps, heads):
   """`rms_norm` over all heads; `x` and `scale` may have this device's heads."""
-  split = ("tensor",) if x_BTNH.shape[2] < heads else ()
-  squares_BT11 = sharding.psum(_sum_of_squares(x_BTNH), *split)
+  squares_BT11 = _sum_of_squares(x_BTNH)
+  if x_BTNH.shape[2] < heads:
+    squares_BT11 = sum_over_tensor(squares_BT11)
   mean_square_BT11 = squares_BT11 / (heads * x_BTNH.shape[3])
   scale_NH = scale.reshape(x_BTNH.shape[2:])
   return _rms_norm_of(x_BTNH, mean_square_BT11, scale_NH, jnp.float32(eps))
@@ -66,6 +67,14 @@ def _sum_of_squares(x_BTNH):
 
 
 _rms_norm_of = recomputed(_normed, whole=2)
+
+
+def sum_over_tensor(y):
+  """The sum over the devices that share heads or hidden columns."""
+  if not exact.is_on():
+    return sharding.psum(y, "tensor")
+  parts = sharding.gather(y[None], "tensor", dim=0)
+  return rounded(exact.sum_in_order(parts, 0), y.dtype)
 
 
 def add(x_BTD, y_BTD):
@@ -82,12 +91,21 @@ def project(x, weights, name, axes: int = 1):
   return add(y, matmul(matmul(x, cast(lora.A), axes), cast(lora.B)))
 
 
-def by_tokens(local, x_BTD, weights, module: str, *others, kept=None, **specs):
+def by_tokens(
+  local,
+  x_BTD,
+  weights,
+  module: str,
+  *others,
+  place=sharding.TOKENS,
+  out=sharding.TOKENS,
+  **specs,
+):
   """`local(x_BTD, weights, *others)` in a shard_map over rows and tokens.
 
   It gets the module's weights rounded, and of all devices along `WEIGHT_AXES`.
-  `specs` are of weights that are not split as the table says, `kept` is of a
-  second result.
+  `place` is the spec of `x_BTD`, `out` of the results; `specs` are of weights
+  that are not split as the table says.
   """
   specs = parameters.partition_specs(module, weights) | specs
   axes, tokens = sharding.WEIGHT_AXES, sharding.TOKENS
@@ -104,8 +122,8 @@ def by_tokens(local, x_BTD, weights, module: str, *others, kept=None, **specs):
 
   layer = sharding.shard_map(
     run,
-    in_specs=(tokens, specs, *(tokens for _ in others)),
-    out_specs=tokens if kept is None else (tokens, kept),
+    in_specs=(place, specs, *(tokens for _ in others)),
+    out_specs=out,
   )
   return layer(x_BTD, weights, *others)
 
@@ -120,11 +138,13 @@ def self_attention(
   tokens and heads.
   """
 
+  # A norm over all heads is whole in memory, and split where the heads are.
+  names = ("q_norm", "k_norm") if cfg.qk_norm_over_heads else ()
+  split = dict.fromkeys(names, PartitionSpec("tensor"))
+
   def run(x_BTD, weights, angles, attend):
     qkv, gate_BTNH = _project(x_BTD, weights, angles, cfg)
-    sinks_N = weights.get("sinks")
-    if sinks_N is not None:  # float32, but rounded as activations
-      sinks_N = wide(sinks_N.astype(x_BTD.dtype))
+    sinks_N = _sinks(weights, x_BTD.dtype)
     out_BTNH, updated = attend(*qkv, window=layer.window, sinks_N=sinks_N)
     y_BTD = project(gate(out_BTNH, gate_BTNH), weights, "o", axes=2)
     return y_BTD, updated
@@ -135,22 +155,41 @@ def self_attention(
       qkv[1:],
     )
     y_BTD, kv = run(x_BTD, weights, angles, attend)
-    return sharding.psum(y_BTD, "tensor"), tuple(map(to_cache, kv))
+    return sum_over_tensor(y_BTD), tuple(map(to_cache, kv))
 
   if cache is None:
-    # A norm over all heads is whole in memory, and split where the heads are.
-    split = ("q_norm", "k_norm") if cfg.qk_norm_over_heads else ()
+    kept = PartitionSpec(sharding.ROW_AXES, "tensor", "context")
     y_BTD, updated = by_tokens(
       *(local, x_BTD, weights, "attention", angles, segments_BT),
-      kept=PartitionSpec(sharding.ROW_AXES, "tensor", "context"),
-      **dict.fromkeys(split, PartitionSpec("tensor")),
+      out=(sharding.TOKENS, kept),
+      **split,
     )
+  elif exact.is_on():
+    # XLA would not split the loops over tokens.
+    heads = PartitionSpec(sharding.ROW_AXES, "context", "tensor")
+    projected = functools.partial(_project, cfg=cfg)
+    operands = projected, x_BTD, weights, "attention", angles
+    qkv, gate_BTNH = by_tokens(*operands, out=heads, **split)
+    out_BTNH, updated = cache.attend(
+      i, *qkv, window=layer.window, sinks_N=_sinks(weights, x_BTD.dtype)
+    )
+    combine = lambda x, weights: sum_over_tensor(
+      project(x, weights, "o", axes=2)
+    )
+    operands = combine, gate(out_BTNH, gate_BTNH), weights, "attention"
+    y_BTD = by_tokens(*operands, place=heads)
   else:
     attend = functools.partial(cache.attend, i)
     y_BTD, updated = run(x_BTD, weights, angles, attend)
   if cfg.output_bias:
     y_BTD = add(y_BTD, weights["o_bias"].astype(y_BTD.dtype))
   return y_BTD, updated
+
+
+def _sinks(weights, dtype):
+  """Float32, but rounded as activations; or None."""
+  sinks_N = weights.get("sinks")
+  return None if sinks_N is None else wide(sinks_N.astype(dtype))
 
 
 def gate(x, logits):
@@ -234,7 +273,7 @@ def mlp(x_BTD, weights, module: str):
   def local(x_BTD, weights):
     gate_up = (project(x_BTD, weights, name) for name in ("gate", "up"))
     y_BTD = project(swiglu(*gate_up), weights, "down")
-    y_BTD = sharding.psum(y_BTD, "tensor")
+    y_BTD = sum_over_tensor(y_BTD)
     if "expert_gate" in weights:
       y_BTD = gate(y_BTD, project(x_BTD, weights, "expert_gate"))
     return y_BTD

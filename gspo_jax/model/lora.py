@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gspo_jax.model import grouped_matmul, parameters
+from gspo_jax.model import exact, grouped_matmul, parameters
 from gspo_jax.model.config import LoraConfig, ModelConfig
 from gspo_jax.model.parameters import A, B
 from gspo_jax.model.rounding import rounded, wide
@@ -114,6 +114,10 @@ def grouped_product(x_AD, experts: Experts, sizes_e, weights_A=None):
     return y
   bias = cast(experts.bias)
   bias_AF = grouped_matmul.bias_of_rows(bias, sizes_e, len(x_AD))
-  if weights_A is not None:
-    bias_AF *= wide(weights_A)[:, None]
-  return rounded(wide(y) + bias_AF, x_AD.dtype)
+
+  def add(y, bias_AF, weights_A):
+    if weights_A is not None:
+      bias_AF *= wide(weights_A)[:, None]
+    return rounded(wide(y) + bias_AF, x_AD.dtype)
+
+  return exact.chosen(add, axes=1)(y, bias_AF, weights_A)

@@ -20,6 +20,7 @@ from gspo_jax.model.layers import (
   by_tokens,
   project,
   rms_norm,
+  sum_over_tensor,
   to_cache,
 )
 from gspo_jax.runtime import sharding
@@ -127,10 +128,10 @@ def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
       segments_BT,
       scale=_scale(cfg),
     )
-    y_BTD = sharding.psum(project(out_BTNV, weights, "o", axes=2), "tensor")
+    y_BTD = sum_over_tensor(project(out_BTNV, weights, "o", axes=2))
     latents = jnp.concatenate([latent_BTC[:, :, None], key_BT1R], -1)
     return y_BTD, (to_cache(latents),)
 
   kept = PartitionSpec(sharding.ROW_AXES, None, "context")
   operands = x_BTD, weights, "mla", angles, segments_BT
-  return by_tokens(local, *operands, kept=kept)
+  return by_tokens(local, *operands, out=(sharding.TOKENS, kept))

@@ -170,15 +170,17 @@ def _router_losses(logits_ME, cfg, experts_Mk, num_rows):
 def _run_experts(x_MD, weights_Mk, experts_Mk, gate_up, down, limit):
   """The weighted sum over all experts; rows processed (sum over batch axes)."""
   ranks = ("expert", "tensor")
+  operands = x_MD, weights_Mk.astype(x_MD.dtype), experts_Mk
+  if exact.is_on():
+    return _run_exactly(*operands, gate_up, down, limit)
   if sharding.size(*ranks) == 1:
     operands = x_MD, weights_Mk, experts_Mk
     if sharding.platform() == "cpu" and gate_up.a is None:
       biases = None if down.bias is None else (gate_up.bias, down.bias)
       return grouped_matmul.swiglu_in_blocks(
-        *operands, gate_up.weight, down.weight, biases, limit, exact.is_on()
+        *operands, gate_up.weight, down.weight, biases, limit
       )
     return dispatch(*operands, gate_up, down, limit)
-  operands = x_MD, weights_Mk.astype(x_MD.dtype), experts_Mk
   few = sharding.size("expert") * x_MD.nbytes <= _FEW_BYTES
   join = _gather_together if few else _gather
   x_MD, weights_Mk, experts_Mk = join(*operands)
@@ -193,6 +195,22 @@ def _run_experts(x_MD, weights_Mk, experts_Mk, gate_up, down, limit):
   )
   y_MD = sharding.scatter(y, "expert", dim=0)
   return sharding.psum(y_MD, "tensor"), sharding.psum(num_rows, "tensor")
+
+
+def _run_exactly(x_MD, weights_Mk, experts_Mk, gate_up, down, limit):
+  """`_run_experts`, wherever the experts are: the same bits on any mesh.
+
+  The results of a token's k experts stay apart until all are on its device.
+  """
+  x_MD, weights_Mk, experts_Mk = _gather(x_MD, weights_Mk, experts_Mk)
+  e = len(gate_up.weight)
+  experts_Mk -= sharding.index("expert", "tensor") * e
+  experts_Mk = jnp.where((experts_Mk >= 0) & (experts_Mk < e), experts_Mk, e)
+  y_MkD, num_rows = apart(x_MD, weights_Mk, experts_Mk, gate_up, down, limit)
+  # Sums of one number and zeros.
+  y_MkD = sharding.psum(sharding.scatter(y_MkD, "expert", dim=0), "tensor")
+  y_MD = rounded(exact.sum_in_order(y_MkD, 1), x_MD.dtype)
+  return y_MD, sharding.psum(num_rows, "tensor")
 
 
 def _gather(*arrays):
@@ -300,7 +318,13 @@ def _routing_records(logits_ME, cfg, experts_Mk, routes_Mk):
 
 
 def dispatch(x_MD, weights_Mk, experts_Mk, gate_up, down, limit=None):
-  """Sends tokens through their experts: sort, two grouped matmuls, unsort.
+  """The weighted sum of the experts of each token: [M, D]; rows processed."""
+  y_MkD, rows = apart(x_MD, weights_Mk, experts_Mk, gate_up, down, limit)
+  return rounded(y_MkD.sum(1, dtype=jnp.float32), x_MD.dtype), rows
+
+
+def apart(x_MD, weights_Mk, experts_Mk, gate_up, down, limit):
+  """[M, k, D], the weighted results of the experts: sort, two products, unsort.
 
   Expert number E means no expert, for padding.
   """
@@ -313,5 +337,4 @@ def dispatch(x_MD, weights_Mk, experts_Mk, gate_up, down, limit=None):
   num_rows = sizes_E.sum(dtype=jnp.int32)
   y = jnp.where(jnp.arange(M * k)[:, None] < num_rows, y, 0)
   # A gather by the inverse permutation, whose gradient is a permutation, too.
-  y = y[jnp.argsort(order)].reshape(M, k, -1).sum(1, dtype=jnp.float32)
-  return rounded(y, x_MD.dtype), num_rows
+  return y[jnp.argsort(order)].reshape(M, k, -1), num_rows
