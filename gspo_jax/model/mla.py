@@ -7,12 +7,14 @@ Dimension key: B rows, T tokens, D model width, N heads, H width of a query or a
 key, V of a value, R rotated columns of a key, C width of the latent.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from gspo_jax.model import lora, rotary
+from gspo_jax.model import exact, lora, rotary
 from gspo_jax.model.config import Layer, ModelConfig
 from gspo_jax.model.layers import (
   add,
@@ -45,18 +47,27 @@ def latent_attention(
   del layer
   if cache is None:
     return _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg)
+  q_BTNH, key_BT1H = _absorbed(x_BTD, weights, angles, cfg)
+  options = {"value_dim": cfg.kv_lora_rank, "scale": _scale(cfg)}
+  out_BTNC, updated = cache.attend(i, q_BTNH, key_BT1H, **options)
+  return _output(out_BTNC, weights, cfg), updated
+
+
+def _absorbed(x_BTD, weights, angles, cfg):
+  """Queries of all heads to one key a token, whose first columns are a value."""
   q_BTNH, latent_BTC, key_BT1R = _project(x_BTD, weights, angles, cfg)
   split = cfg.head_dim - cfg.rotary_width
   q_BTNC = _to_latent(q_BTNH[..., :split], weights, split)
-  out_BTNC, updated = cache.attend(
-    i,
+  return (
     jnp.concatenate([q_BTNC, q_BTNH[..., split:]], -1),
     jnp.concatenate([latent_BTC[:, :, None], key_BT1R], -1),
-    value_dim=cfg.kv_lora_rank,
-    scale=_scale(cfg),
   )
+
+
+def _output(out_BTNC, weights, cfg):
+  split = cfg.head_dim - cfg.rotary_width
   out_BTNV = _from_latent(out_BTNC, weights, split)
-  return project(out_BTNV, weights, "o", axes=2), updated
+  return project(out_BTNV, weights, "o", axes=2)
 
 
 def _scale(cfg):
@@ -89,23 +100,28 @@ def _project(x_BTD, weights, angles, cfg):
 def _to_latent(q_BTNH, weights, split):
   """Queries whose products with latents are those of queries with keys."""
   cast = lambda end: weights["kv_b" + end][..., :split].astype(q_BTNH.dtype)
-  y = jnp.einsum("btnh,cnh->btnc", q_BTNH, cast(""))
+  y = _einsum("btnh,cnh->btnc", q_BTNH, cast(""))
   if "kv_b" + lora.A not in weights:
     return y
   a_Cr = weights["kv_b" + lora.A].astype(q_BTNH.dtype)
-  low = jnp.einsum("btnh,rnh->btnr", q_BTNH, cast(lora.B))
-  return add(y, jnp.einsum("btnr,cr->btnc", low, a_Cr))
+  low = _einsum("btnh,rnh->btnr", q_BTNH, cast(lora.B))
+  return add(y, _einsum("btnr,cr->btnc", low, a_Cr))
+
+
+def _einsum(subscripts, x, weights):
+  product = functools.partial(jnp.einsum, subscripts)
+  return exact.chosen(product, whole=1)(x, weights)
 
 
 def _from_latent(out_BTNC, weights, split):
   """Weighted sums of values, of weighted sums of latents."""
   cast = lambda end: weights["kv_b" + end][..., split:].astype(out_BTNC.dtype)
-  y = jnp.einsum("btnc,cnv->btnv", out_BTNC, cast(""))
+  y = _einsum("btnc,cnv->btnv", out_BTNC, cast(""))
   if "kv_b" + lora.A not in weights:
     return y
   a_Cr = weights["kv_b" + lora.A].astype(out_BTNC.dtype)
-  low = jnp.einsum("btnc,cr->btnr", out_BTNC, a_Cr)
-  return add(y, jnp.einsum("btnr,rnv->btnv", low, cast(lora.B)))
+  low = _einsum("btnc,cr->btnr", out_BTNC, a_Cr)
+  return add(y, _einsum("btnr,rnv->btnv", low, cast(lora.B)))
 
 
 def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
@@ -114,6 +130,18 @@ def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
   Every device along `tensor` computes all latents of its tokens.
   """
   split = cfg.head_dim - cfg.rotary_width
+
+  def exactly(x_BTD, weights, angles, segments_BT):
+    q_BTNH, key_BT1H = _absorbed(x_BTD, weights, angles, cfg)
+    out_BTNC = attend_to_all_tokens(
+      q_BTNH,
+      key_BT1H,
+      key_BT1H[..., : cfg.kv_lora_rank],
+      segments_BT,
+      scale=_scale(cfg),
+    )
+    y_BTD = sum_over_tensor(_output(out_BTNC, weights, cfg))
+    return y_BTD, (to_cache(key_BT1H),)
 
   def local(x_BTD, weights, angles, segments_BT):
     q_BTNH, latent_BTC, key_BT1R = _project(x_BTD, weights, angles, cfg)
@@ -134,4 +162,5 @@ def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
 
   kept = PartitionSpec(sharding.ROW_AXES, None, "context")
   operands = x_BTD, weights, "mla", angles, segments_BT
+  local = exactly if exact.is_on() else local
   return by_tokens(local, *operands, out=(sharding.TOKENS, kept))
