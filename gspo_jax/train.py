@@ -22,6 +22,7 @@ from gspo_jax.evaluate.estimators import correct
 from gspo_jax.learner import cold_start
 from gspo_jax.learner.health import (
   HealthChecks,
+  require_exact,
   require_finite,
   require_responses,
 )
@@ -319,6 +320,8 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   metrics["optim/learning_rate"] = float(learner.learning_rate(updates - 1))
   require_responses(config.objective, metrics["response/truncated"], step)
   require_finite(metrics, step)
+  if config.is_exact:
+    require_exact(metrics, step)
   samples = []
   if _due(_SAMPLES_EVERY, step, config.num_steps):
     samples = _first_samples(scored, config.log.samples)

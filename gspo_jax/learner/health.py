@@ -27,6 +27,19 @@ def require_finite(metrics: Mapping[str, float], step: int) -> None:
       )
 
 
+def require_exact(metrics: Mapping[str, float], step: int) -> None:
+  """Raises ArithmeticError if a sampler of the same weights is not exact."""
+  differ = metrics["mismatch/exact_tokens_differ"]
+  if differ:
+    gap = metrics["mismatch/token_abs_mean"]
+    raise ArithmeticError(
+      f"model.exact=True: at step {step} the log-probs of {differ:.1%} of the "
+      f"tokens differ between sampler and trainer, on average by {gap:.1e} "
+      "nats; that step was not saved. Expected none: please report it, and go "
+      "on with --config.model.exact=False"
+    )
+
+
 def require_responses(
   objective: ObjectiveConfig, truncated: float, step: int
 ) -> None:

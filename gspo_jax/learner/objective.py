@@ -117,10 +117,11 @@ class ObjectiveConfig:
     "'gspo:clip_low=3e-4,clip_high=4e-4'",
   )
   old_logps: str = key(
-    "recompute",
+    "auto",
     '"recompute": by the forward pass of the update; "sampler": as sampled, '
-    "with no further pass",
-    Choice(("sampler", "recompute")),
+    'with no further pass; "auto": "sampler" with model.exact if all responses '
+    'are of the newest weights, else "recompute"',
+    Choice(("auto", "sampler", "recompute")),
   )
   kl_coef: float = key(
     0.0, "of the KL to a reference policy; 0: no reference", ZERO_OR_MORE

@@ -45,6 +45,9 @@ def old_policy_metrics(
     "mismatch/sequence_gap": Histogram.of(gap_BN, has_tokens_BN),
     "policy/entropy": Mean.of(out.entropy, mask),
   }
+  if cfg.exact:
+    differ_BR = (out.logps != batch.sampler_logps).astype(jnp.float32)
+    metrics["mismatch/exact_tokens_differ"] = Mean.of(differ_BR, mask)
   if out.dropped is not None:
     metrics |= _routing_metrics(out, mask, cfg)
     dropped = out.dropped.sum(dtype=jnp.float32)

@@ -54,7 +54,7 @@ def latent_attention(
 
 
 def _absorbed(x_BTD, weights, angles, cfg):
-  """Queries of all heads to one key a token, whose first columns are a value."""
+  """Queries of all heads to one key a token; its first columns are a value."""
   q_BTNH, latent_BTC, key_BT1R = _project(x_BTD, weights, angles, cfg)
   split = cfg.head_dim - cfg.rotary_width
   q_BTNC = _to_latent(q_BTNH[..., :split], weights, split)

@@ -99,6 +99,13 @@ class Config:
   def __post_init__(self):
     check(self, "")
 
+  @property
+  def is_exact(self) -> bool:
+    """Whether the sampler's log-probs equal those of the weights to update."""
+    c = self.rollout
+    stale = c.max_staleness or c.max_tokens_per_iteration
+    return self.model.exact and not stale
+
   def as_json(self) -> dict:
     """The keys as nested dicts of JSON's types, for a checkpoint."""
     tree = as_dict(self)
@@ -118,7 +125,11 @@ class Config:
 
 def parse(config: ConfigDict) -> Config:
   """The checked config of a file of configs/; UserError for any mistake."""
-  return _section(Config(), config, "")
+  parsed = _section(Config(), config, "")
+  if parsed.objective.old_logps != "auto":
+    return parsed
+  old_logps = "sampler" if parsed.is_exact else "recompute"
+  return parsed.replace(objective={"old_logps": old_logps})
 
 
 def _section(default, values, prefix: str):

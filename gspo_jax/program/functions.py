@@ -92,6 +92,7 @@ def build_program(
   cfg = settings.model_config(config.model)
   check_heads(cfg, mesh)
   _check_dtype(cfg, mesh)
+  _check_exact(cfg, mesh)
   tokenizer = settings.load_tokenizer(config, cfg)
   params, policy = abstract.params(cfg, mesh), abstract.policy(cfg, mesh)
   learner = cold_start = None
@@ -190,6 +191,23 @@ def _check_dtype(cfg, mesh):
       f"model.dtype=bfloat16: {device.device_kind} has compute capability "
       f"{device.compute_capability}, and bfloat16 needs 8.0; expected float32 "
       "(float16 would need scaled losses)"
+    )
+
+
+def _check_exact(cfg, mesh):
+  """UserError where log-probs are not known to be exact."""
+  platform, tensor = mesh.devices.flat[0].platform, mesh.shape["tensor"]
+  has_mla = any(layer.mixer == "mla" for layer in cfg.layers)
+  expected = "model.exact=True: expected False"
+  if cfg.exact and platform != "cpu":
+    raise UserError(
+      f"{expected} on a {platform.upper()}: that sampler and trainer agree in "
+      "every bit is shown on CPUs alone"
+    )
+  if cfg.exact and has_mla and tensor > 1:
+    raise UserError(
+      f"{expected}, or mesh.tensor=1 (it is {tensor}): with MLA the sampler "
+      "multiplies for all heads together"
     )
 
 

@@ -166,7 +166,7 @@ def learner_functions(
         packing.train_batch_from_samples,
         cfg=cfg,
         objective=config.objective,
-        instruments=config.log.instruments,
+        instruments=settings.compares_routers(config),
         packing_config=rows,
       ),
       mesh,

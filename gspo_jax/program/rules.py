@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from gspo_jax.model import exact_attention
 from gspo_jax.program.config import Config
 from gspo_jax.rewards.pool import MODEL
 from gspo_jax.runtime.errors import UserError
@@ -101,6 +102,25 @@ _LORA = _where(
     ),
   },
   " ({model.lora.rank})",
+)
+
+_EXACT = _where(
+  lambda c: c.model.exact,
+  {
+    "{continuous_batching.slots}: expected 1 or more, for the static sampler "
+    "is not exact": _has_no_slots,
+    "{continuous_batching.page_size}: expected a divisor of "
+    f"{exact_attention.KEYS}": lambda c: (
+      exact_attention.KEYS % c.continuous_batching.page_size
+    ),
+    "{sampler_mesh.tensor}: expected 0, for sampler and trainer must sum over "
+    "the same devices": lambda c: (
+      c.sampler_mesh.tensor not in (0, c.mesh.tensor)
+    ),
+    "{mesh.context}: expected 1, for all tokens of a sequence must be on one "
+    "device": lambda c: c.mesh.context != 1,
+  },
+  " ({model.exact})",
 )
 
 _ENVIRONMENT = _where(
@@ -206,6 +226,7 @@ TRAINING: Rules = {
     },
   ),
   **_LORA,
+  **_EXACT,
   "{sampler.temperature}: expected more than 0": lambda c: (
     c.sampler.temperature == 0
   ),

@@ -148,9 +148,18 @@ def prompt_config(c: DataConfig, tokenizer: Tokenizer) -> PromptConfig:
   )
 
 
+def compares_routers(config: Config) -> bool:
+  """Whether a run measures how far the routers moved.
+
+  Not where the old log-probs are exact: this alone would take a scoring pass.
+  """
+  spared = config.is_exact and config.objective.has_sampler_logps
+  return config.log.instruments and not spared
+
+
 def needs_old_logps(config: Config, cfg: model.ModelConfig) -> bool:
   """Whether a forward pass of the old policy comes before an update."""
-  objective, instruments = config.objective, config.log.instruments
+  objective, instruments = config.objective, compares_routers(config)
   lacks_logps = not objective.has_sampler_logps
   unknown = lacks_logps or objective.reads_old_experts(cfg, instruments)
   # An update computes the old log-probs of its first minibatch. Without a pass

@@ -88,6 +88,9 @@ def decode_params_sharding(cfg: model.ModelConfig, mesh: Mesh) -> model.Params:
   places = jax.tree.map_with_path(place, model.shardings(shapes, mesh))
   # The parts of an array in memory must be equal.
   parts = math.prod(mesh.shape[axis] for axis in VOCAB_AXES)
-  vocab = "tensor" if cfg.vocab_size % parts else VOCAB_AXES
-  vocab = () if cfg.exact else vocab
+  vocab: tuple[str, ...] = VOCAB_AXES
+  if cfg.vocab_size % parts:
+    vocab = ("tensor",)
+  if cfg.exact:
+    vocab = ()
   return places | {"head": NamedSharding(mesh, PartitionSpec(None, vocab))}
