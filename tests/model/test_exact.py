@@ -1,0 +1,102 @@
+"""Operators of `model.exact` against ordinary ones, and in other shapes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax import model
+from gspo_jax.model import attention, exact, rounding
+from gspo_jax.model.variants import variant
+
+KEYS = jax.random.split(jax.random.key(0), 9)
+jit = functools.partial(jax.jit, compiler_options=rounding.OPTIONS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_token_does_not_depend_on_how_many_there_are(dtype):
+  """A softmax, alone and within a longer batch at another place."""
+  x = jax.random.normal(KEYS[0], (1, 200, 48), dtype)
+  weights = jax.random.normal(KEYS[1], (48, 40), dtype)
+
+  def function(x, weights):
+    y = jnp.tanh(x @ weights)
+    return rounding.rounded(jax.nn.softmax(rounding.wide(y)), x.dtype)
+
+  run = jit(exact.by_tokens(function, whole=1))
+  whole = run(x, weights)
+  np.testing.assert_allclose(whole, function(x, weights), rtol=2e-2)
+  for start, end in ((0, 1), (3, 10), (100, 165)):
+    part = run(x[:, start:end], weights)
+    np.testing.assert_array_equal(part, whole[:, start:end])
+
+
+def test_the_gradient_is_the_functions_own():
+  x, weights = jax.random.normal(KEYS[0], (3, 30, 8)), jnp.arange(8.0)
+  function = lambda x, weights: jnp.sin(x * weights)
+  loss = lambda f: lambda *args: jnp.cos(f(*args)).sum()
+  gradients = (
+    jax.grad(loss(f), argnums=(0, 1))(x, weights)
+    for f in (exact.by_tokens(function, whole=1), function)
+  )
+  jax.tree.map(np.testing.assert_array_equal, *gradients)
+
+
+SEGMENTS = np.array([[1] * 90 + [0] * 2 + [2] * 71 + [0] * 9, [1] * 172])
+
+
+def operands(heads, key_heads):
+  shape = lambda heads: (2, SEGMENTS.shape[1], heads, 16)
+  shapes = map(shape, (heads, key_heads, key_heads))
+  return [jax.random.normal(key, x) for key, x in zip(KEYS, shapes)]
+
+
+@pytest.mark.parametrize(
+  ("heads", "window", "sinks"),
+  [((4, 2), None, False), ((6, 1), 30, True), ((3, 3), 70, False)],
+)
+def test_attention_is_ordinary_attention_up_to_rounding(heads, window, sinks):
+  qkv = operands(*heads)
+  sinks_N = jax.random.normal(KEYS[5], heads[:1]) if sinks else None
+  real = (SEGMENTS > 0)[..., None, None]
+
+  def loss(exactly, *qkv):
+    with exact.exactly(exactly):
+      out = attention.attend(*qkv, SEGMENTS, window=window, sinks_N=sinks_N)
+    return jnp.sin(jnp.where(real, out, 0)).sum(), jnp.where(real, out, 0)
+
+  grad = jax.grad(loss, argnums=(1, 2, 3), has_aux=True)
+  found, expected = (jax.jit(grad, static_argnums=0)(x, *qkv) for x in (1, 0))
+  for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+def test_a_sequence_that_starts_within_a_group_of_queries_is_no_number():
+  segments = np.where(np.arange(24) < 13, 1, 2)[None]
+  qkv = [x[:1, :24] for x in operands(2, 2)]
+  with exact.exactly(True):
+    out = attention.attend(*qkv, segments)
+  assert np.isfinite(out[:, :13]).all() and np.isnan(out[:, 13:]).all()
+
+
+def test_log_probs_of_kept_ids_do_not_depend_on_the_batch():
+  cfg = variant("tiny", exact=True)
+  logits = 3 * jax.random.normal(KEYS[0], (70, 100))
+  targets, kept = jnp.arange(70), jnp.arange(70)[:, None] + jnp.arange(9)
+
+  @jit
+  def run(logits, targets, kept):
+    columns = jnp.arange(100)
+    return model.target_logps(
+      logits, targets, kept, columns, cfg=cfg, temperature=0.7
+    )
+
+  logps, entropy = run(logits, targets, kept)
+  for i in (0, 69):
+    kept_logps = jax.nn.log_softmax(logits[i, kept[i]] / 0.7)
+    np.testing.assert_allclose(logps[i], kept_logps[0], rtol=1e-5)
+    part = slice(i, i + 1)
+    one = run(logits[part], targets[part], kept[part])
+    np.testing.assert_array_equal(one, [logps[part], entropy[part]])
