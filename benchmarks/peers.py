@@ -2,10 +2,13 @@
 
   python -m benchmarks.peers [--quick] [--out=FILE.json] [--repeats=5]
     [--tunix_python=DIR/bin/python] [--trl_python=DIR/bin/python]
+    [--cases=NAME,NAME]
 
-Both are optional. Make one virtual environment for each:
+With `--cases` only these are measured; the record in FILE.json keeps others.
+Both peers are optional. Make one virtual environment for each:
   python3 -m venv DIR && DIR/bin/pip install google-tunix==0.1.7
-  python3 -m venv DIR && DIR/bin/pip install torch==2.13.0 trl==1.16.0
+  python3 -m venv DIR &&
+    DIR/bin/pip install torch==2.13.0 trl==1.16.0 peft==0.21.2
 Needs `pip install -e '.[hf]'`.
 
 Losses: the same log-probs, advantages and mask for all; TRL computes in
@@ -58,7 +61,10 @@ FORMS = {
   "tunix": ("padded", "packed"),
   "trl": ("generate",),
 }
-PACKAGES = "jax", "flax", "google-tunix", "trl", "torch", "transformers"
+PACKAGES = (
+  *("jax", "flax", "google-tunix", "qwix"),
+  *("trl", "torch", "peft", "transformers"),
+)
 # Of every process.
 PLACE = {
   "cwd": ROOT,
@@ -80,6 +86,7 @@ class Case(NamedTuple):
   width: int  # of the model; heads have 32 columns, an MLP 3 * width
   long_tail: bool = False  # else all responses have R tokens
   experts: int = 0  # of which a token takes two, with half of an MLP each
+  lora_rank: int = 0  # of adapters of all linear layers; 0: weights are trained
   P: int = 16
   G: int = 4
   S: int = 32
@@ -96,6 +103,10 @@ FULL = {
   "short with 8 experts": Case(64, 512, 128, experts=8),
   "4.2M parameters": Case(128, 2048, 256),
   "4.2M parameters with a long tail": Case(256, 2048, 256, long_tail=True),
+  "4.2M parameters with LoRA": Case(128, 2048, 256, lora_rank=8),
+  "4.2M parameters with 512 tokens": Case(512, 2048, 256, P=8),
+  "60M parameters": Case(64, 2048, 768, P=4, layers=8),
+  "vocabulary of 32768": Case(64, 32768, 128),
 }
 
 
@@ -144,7 +155,7 @@ def write_model(folder: str, case: Case) -> None:
 
 def word(token: int) -> str:
   """Of one width: a special token is found inside of longer words, too."""
-  return f"t{token:04d}"
+  return f"t{token:05d}"
 
 
 def plan_of(folder: Path, case: Case) -> dict:
@@ -167,6 +178,7 @@ def plan_of(folder: Path, case: Case) -> dict:
     "prompt_tokens": case.S,
     "max_new_tokens": case.R,
     "slots": case.slots,
+    "lora_rank": case.lora_rank,
     "micro_batch": min(16, case.P * case.G),
   }
   (folder / "plan.json").write_text(json.dumps(plan))
@@ -261,7 +273,19 @@ def compare_iterations(
     n: round(b / best["ours"], 2) for n, b in best.items() if n != "ours"
   }
   print(f"{kind} | times | {times}", flush=True)
-  return {"case": kind, "seconds": found, "times": times}
+  return {
+    "case": kind,
+    "commit": record.commit(),
+    "seconds": found,
+    "times": times,
+  }
+
+
+def with_others(rows: list[dict], out: Path) -> list[dict]:
+  """These rows and those of a record's other cases, in the order of `FULL`."""
+  others = json.loads(out.read_text())["iterations"] if out.exists() else []
+  by_case = {row["case"]: row for row in [*others, *rows]}
+  return [by_case[case] for case in FULL if case in by_case]
 
 
 def versions(python: str) -> dict[str, str]:
@@ -284,6 +308,7 @@ def main() -> None:
   parser.add_argument("--repeats", type=int, default=5)
   parser.add_argument("--tunix_python", type=Path)
   parser.add_argument("--trl_python", type=Path)
+  parser.add_argument("--cases", help="names, by comma")
   args = parser.parse_args()
   os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
   pythons = {"ours": sys.executable}
@@ -291,6 +316,8 @@ def main() -> None:
     if path := getattr(args, f"{name}_python"):
       pythons[name] = str(path.absolute())
   cases, repeats = (QUICK, 1) if args.quick else (FULL, args.repeats)
+  if args.cases:
+    cases = {name: FULL[name] for name in args.cases.split(",")}
   with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
     plan_of(folder / "losses", next(iter(cases.values())))
@@ -303,6 +330,8 @@ def main() -> None:
         for kind, case in cases.items()
       ],
     }
+  if args.cases and args.out:
+    measured["iterations"] = with_others(measured["iterations"], args.out)
   record.finish("peers", measured, args.out)
 
 
