@@ -4,7 +4,7 @@
     [--tunix_python=DIR/bin/python] [--trl_python=DIR/bin/python]
     [--cases=NAME,NAME]
 
-With `--cases` only these are measured; the record in FILE.json keeps others.
+With `--cases` only these are measured; all else in FILE.json stays.
 Both peers are optional. Make one virtual environment for each:
   python3 -m venv DIR && DIR/bin/pip install google-tunix==0.1.7
   python3 -m venv DIR &&
@@ -105,7 +105,7 @@ FULL = {
   "4.2M parameters with a long tail": Case(256, 2048, 256, long_tail=True),
   "4.2M parameters with LoRA": Case(128, 2048, 256, lora_rank=8),
   "4.2M parameters with 512 tokens": Case(512, 2048, 256, P=8),
-  "60M parameters": Case(64, 2048, 768, P=4, layers=8),
+  "60M parameters": Case(64, 2048, 768, P=2, layers=8, slots=8),
   "vocabulary of 32768": Case(64, 32768, 128),
 }
 
@@ -219,8 +219,12 @@ def command(python: str, name: str, part: str, folder: Path) -> list[str]:
   return [python, "-m", f"benchmarks.peers_{name}", str(folder), part]
 
 
-def compare_losses(pythons: dict[str, str], folder: Path) -> list[dict]:
+def compare_losses(
+  pythons: dict[str, str], folder: Path, case: Case
+) -> list[dict]:
   """Prints and returns the largest differences by peer and method."""
+  print("peer | method | loss | gradient: largest differences")
+  plan_of(folder, case)
   np.savez(folder / "losses.npz", **losses_given())
   found = {}
   for name, python in pythons.items():
@@ -281,11 +285,10 @@ def compare_iterations(
   }
 
 
-def with_others(rows: list[dict], out: Path) -> list[dict]:
-  """These rows and those of a record's other cases, in the order of `FULL`."""
-  others = json.loads(out.read_text())["iterations"] if out.exists() else []
-  by_case = {row["case"]: row for row in [*others, *rows]}
-  return [by_case[case] for case in FULL if case in by_case]
+def with_others(rows: list[dict], kept: list[dict]) -> list[dict]:
+  """These rows, and those of other cases that are kept."""
+  by_case = {row["case"]: row for row in [*kept, *rows]}
+  return [*by_case.values()]
 
 
 def versions(python: str) -> dict[str, str]:
@@ -308,7 +311,7 @@ def main() -> None:
   parser.add_argument("--repeats", type=int, default=5)
   parser.add_argument("--tunix_python", type=Path)
   parser.add_argument("--trl_python", type=Path)
-  parser.add_argument("--cases", help="names, by comma")
+  parser.add_argument("--cases", help="names, by comma; needs --out")
   args = parser.parse_args()
   os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
   pythons = {"ours": sys.executable}
@@ -316,22 +319,25 @@ def main() -> None:
     if path := getattr(args, f"{name}_python"):
       pythons[name] = str(path.absolute())
   cases, repeats = (QUICK, 1) if args.quick else (FULL, args.repeats)
+  kept = {}
   if args.cases:
     cases = {name: FULL[name] for name in args.cases.split(",")}
+    kept = json.loads(args.out.read_text())
   with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
-    plan_of(folder / "losses", next(iter(cases.values())))
-    print("peer | method | loss | gradient: largest differences")
-    measured = {
-      "versions": {n: versions(python) for n, python in pythons.items()},
-      "losses": compare_losses(pythons, folder / "losses"),
-      "iterations": [
-        compare_iterations(pythons, folder / kind, kind, case, repeats)
-        for kind, case in cases.items()
-      ],
-    }
-  if args.cases and args.out:
-    measured["iterations"] = with_others(measured["iterations"], args.out)
+    first = next(iter(cases.values()))
+    losses = kept.get("losses") or compare_losses(
+      pythons, folder / "losses", first
+    )
+    rows = [
+      compare_iterations(pythons, folder / kind, kind, case, repeats)
+      for kind, case in cases.items()
+    ]
+  measured = {
+    "versions": {name: versions(path) for name, path in pythons.items()},
+    "losses": losses,
+    "iterations": with_others(rows, kept.get("iterations", [])),
+  }
   record.finish("peers", measured, args.out)
 
 
