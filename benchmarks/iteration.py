@@ -99,7 +99,9 @@ class Iterations:
       if workdir:
         params = load_params.load(parsed, run.program, workdir)
       else:
-        params = run.program.init_params(run.keys.init)
+        params = load_params.first_policy(
+          parsed.model, run.program, run.program.init_params(run.keys.init)
+        )
       if long_tails:
         params = lengths.countdown(params)
       self._state = run.program.learner.init_state(params)
@@ -109,7 +111,7 @@ class Iterations:
     key, seconds = jax.random.key(step), {}
     with jax.set_mesh(self._mesh):
       samples, seconds["generate"] = self._timed(
-        self._program.sampler.generate, self._state.params, self.prompts, key
+        self._program.sampler.generate, self._state.policy, self.prompts, key
       )
       self.samples = samples
       rewards, seconds["score"] = self._timed(self._rewards, samples)

@@ -2,10 +2,13 @@
 
   python -m benchmarks.peers [--quick] [--out=FILE.json] [--repeats=5]
     [--tunix_python=DIR/bin/python] [--trl_python=DIR/bin/python]
+    [--cases=NAME,NAME]
 
-Both are optional. Make one virtual environment for each:
+With `--cases` only these are measured; all else in FILE.json stays.
+Both peers are optional. Make one virtual environment for each:
   python3 -m venv DIR && DIR/bin/pip install google-tunix==0.1.7
-  python3 -m venv DIR && DIR/bin/pip install torch==2.13.0 trl==1.16.0
+  python3 -m venv DIR &&
+    DIR/bin/pip install torch==2.13.0 trl==1.16.0 peft==0.21.2
 Needs `pip install -e '.[hf]'`.
 
 Losses: the same log-probs, advantages and mask for all; TRL computes in
@@ -58,7 +61,10 @@ FORMS = {
   "tunix": ("padded", "packed"),
   "trl": ("generate",),
 }
-PACKAGES = "jax", "flax", "google-tunix", "trl", "torch", "transformers"
+PACKAGES = (
+  *("jax", "flax", "google-tunix", "qwix"),
+  *("trl", "torch", "peft", "transformers"),
+)
 # Of every process.
 PLACE = {
   "cwd": ROOT,
@@ -80,6 +86,7 @@ class Case(NamedTuple):
   width: int  # of the model; heads have 32 columns, an MLP 3 * width
   long_tail: bool = False  # else all responses have R tokens
   experts: int = 0  # of which a token takes two, with half of an MLP each
+  lora_rank: int = 0  # of adapters of all linear layers; 0: weights are trained
   P: int = 16
   G: int = 4
   S: int = 32
@@ -96,6 +103,10 @@ FULL = {
   "short with 8 experts": Case(64, 512, 128, experts=8),
   "4.2M parameters": Case(128, 2048, 256),
   "4.2M parameters with a long tail": Case(256, 2048, 256, long_tail=True),
+  "4.2M parameters with LoRA": Case(128, 2048, 256, lora_rank=8),
+  "4.2M parameters with 512 tokens": Case(512, 2048, 256, P=8),
+  "60M parameters": Case(64, 2048, 768, P=2, layers=8, slots=8),
+  "vocabulary of 32768": Case(64, 32768, 128),
 }
 
 
@@ -144,7 +155,7 @@ def write_model(folder: str, case: Case) -> None:
 
 def word(token: int) -> str:
   """Of one width: a special token is found inside of longer words, too."""
-  return f"t{token:04d}"
+  return f"t{token:05d}"
 
 
 def plan_of(folder: Path, case: Case) -> dict:
@@ -167,6 +178,7 @@ def plan_of(folder: Path, case: Case) -> dict:
     "prompt_tokens": case.S,
     "max_new_tokens": case.R,
     "slots": case.slots,
+    "lora_rank": case.lora_rank,
     "micro_batch": min(16, case.P * case.G),
   }
   (folder / "plan.json").write_text(json.dumps(plan))
@@ -207,8 +219,12 @@ def command(python: str, name: str, part: str, folder: Path) -> list[str]:
   return [python, "-m", f"benchmarks.peers_{name}", str(folder), part]
 
 
-def compare_losses(pythons: dict[str, str], folder: Path) -> list[dict]:
+def compare_losses(
+  pythons: dict[str, str], folder: Path, case: Case
+) -> list[dict]:
   """Prints and returns the largest differences by peer and method."""
+  print("peer | method | loss | gradient: largest differences")
+  plan_of(folder, case)
   np.savez(folder / "losses.npz", **losses_given())
   found = {}
   for name, python in pythons.items():
@@ -261,7 +277,18 @@ def compare_iterations(
     n: round(b / best["ours"], 2) for n, b in best.items() if n != "ours"
   }
   print(f"{kind} | times | {times}", flush=True)
-  return {"case": kind, "seconds": found, "times": times}
+  return {
+    "case": kind,
+    "commit": record.commit(),
+    "seconds": found,
+    "times": times,
+  }
+
+
+def with_others(rows: list[dict], kept: list[dict]) -> list[dict]:
+  """These rows, and those of other cases that are kept."""
+  by_case = {row["case"]: row for row in [*kept, *rows]}
+  return [*by_case.values()]
 
 
 def versions(python: str) -> dict[str, str]:
@@ -284,6 +311,7 @@ def main() -> None:
   parser.add_argument("--repeats", type=int, default=5)
   parser.add_argument("--tunix_python", type=Path)
   parser.add_argument("--trl_python", type=Path)
+  parser.add_argument("--cases", help="names, by comma; needs --out")
   args = parser.parse_args()
   os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
   pythons = {"ours": sys.executable}
@@ -291,18 +319,25 @@ def main() -> None:
     if path := getattr(args, f"{name}_python"):
       pythons[name] = str(path.absolute())
   cases, repeats = (QUICK, 1) if args.quick else (FULL, args.repeats)
+  kept = {}
+  if args.cases:
+    cases = {name: FULL[name] for name in args.cases.split(",")}
+    kept = json.loads(args.out.read_text())
   with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
-    plan_of(folder / "losses", next(iter(cases.values())))
-    print("peer | method | loss | gradient: largest differences")
-    measured = {
-      "versions": {n: versions(python) for n, python in pythons.items()},
-      "losses": compare_losses(pythons, folder / "losses"),
-      "iterations": [
-        compare_iterations(pythons, folder / kind, kind, case, repeats)
-        for kind, case in cases.items()
-      ],
-    }
+    first = next(iter(cases.values()))
+    losses = kept.get("losses") or compare_losses(
+      pythons, folder / "losses", first
+    )
+    rows = [
+      compare_iterations(pythons, folder / kind, kind, case, repeats)
+      for kind, case in cases.items()
+    ]
+  measured = {
+    "versions": {name: versions(path) for name, path in pythons.items()},
+    "losses": losses,
+    "iterations": with_others(rows, kept.get("iterations", [])),
+  }
   record.finish("peers", measured, args.out)
 
 

@@ -40,6 +40,7 @@ def config_of(plan, continuous: bool):
   """All the keys of configs/common.py: GSPO, one optimizer step a batch."""
   c = hugging_face.get_config(plan["model"])
   c.model.dtype, c.model.remat = "float32", "none"
+  c.model.lora.rank = plan["lora_rank"]
   c.data.source = c.data.eval_source = f"jsonl:{plan['problems']}"
   c.data.instruction = "{problem}"
   c.data.prompts = len(plan["prompts"])

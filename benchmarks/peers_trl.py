@@ -7,6 +7,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import peft
 import torch
 import transformers
 from trl import GRPOConfig, GRPOTrainer
@@ -26,7 +27,12 @@ METHODS = {
 
 def trainer(plan, reward, callbacks=(), **arguments) -> GRPOTrainer:
   """GRPO of the model in this folder, in float32."""
-  folder, micro = plan["model"], plan["micro_batch"]
+  folder, micro, rank = plan["model"], plan["micro_batch"], plan["lora_rank"]
+  adapters = (
+    peft.LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear")
+    if rank
+    else None
+  )
   rows = len(plan["prompts"]) * plan["group"]
   return GRPOTrainer(
     transformers.AutoModelForCausalLM.from_pretrained(
@@ -53,6 +59,7 @@ def trainer(plan, reward, callbacks=(), **arguments) -> GRPOTrainer:
     datasets.Dataset.from_dict({"prompt": plan["prompts"]}),
     processing_class=transformers.AutoTokenizer.from_pretrained(folder),
     callbacks=[*callbacks],
+    peft_config=adapters,
   )
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import qwix
 import transformers
 from flax import nnx
 from tunix.models.qwen3 import model, params
@@ -77,7 +78,7 @@ def losses(given) -> dict[str, np.ndarray]:
   return found
 
 
-def policy(folder: str, mesh) -> model.Qwen3:
+def policy(folder: str, mesh, lora_rank: int = 0) -> model.Qwen3:
   """Qwen3 with the weights of a Hugging Face folder, in float32."""
   keys = json.loads((Path(folder) / "config.json").read_text())
   experts = {}
@@ -96,8 +97,16 @@ def policy(folder: str, mesh) -> model.Qwen3:
     norm_eps=keys["rms_norm_eps"],
     **experts,
   )
-  return params.create_model_from_safe_tensors(
+  weights = params.create_model_from_safe_tensors(
     folder, config, mesh, dtype=jnp.float32
+  )
+  if not lora_rank:
+    return weights
+  adapters = qwix.LoraProvider(
+    module_path=".*_proj", rank=lora_rank, alpha=32.0
+  )
+  return qwix.apply_lora_to_model(
+    weights, adapters, **weights.get_model_input(), rngs=nnx.Rngs(0)
   )
 
 
@@ -139,7 +148,7 @@ def iterate(plan, packed: bool) -> None:
   mesh = jax.make_mesh(
     (1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2
   )
-  actor, lengths = policy(plan["model"], mesh), []
+  actor, lengths = policy(plan["model"], mesh, plan["lora_rank"]), []
 
   def reward(prompts, completions, **_):
     # Its responses lack the stop token.

@@ -133,6 +133,14 @@ def test_peers_without_peers():
     assert all(0 < s["min"] <= s["median"] for s in forms.values())
 
 
+def test_a_case_measured_again_takes_its_place():
+  row = lambda case, seconds: {"case": case, "seconds": seconds}
+  rows = peers.with_others(
+    [row("b", 3), row("c", 4)], kept=[row("a", 1), row("b", 2)]
+  )
+  assert rows == [row("a", 1), row("b", 3), row("c", 4)]
+
+
 def test_a_process_answers_each_turn_with_what_it_was(capsys):
   done = []
   for turn, _ in enumerate(turns.turns(["\n", "\n"], lambda: done)):
