@@ -59,6 +59,7 @@ class Iterations:
     reward_pool: to be entered before the first call.
     prompts: of each iteration.
     samples: of the last one.
+    metrics: of the last one, the scalars.
 
   Args:
     config: all the keys of configs/common.py.
@@ -122,6 +123,7 @@ class Iterations:
         self._program.learner.update, self._state, batch
       )
     _, seconds["write"] = self._timed(_write, self._writer, step, old, metrics)
+    self.metrics, _ = metric_writer.to_scalars(old, metrics)
     return seconds
 
   def _rewards(self, samples):

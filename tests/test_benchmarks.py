@@ -243,6 +243,15 @@ def test_overlap():
 
 
 @pytest.mark.slow
+def test_exact():
+  """A word of each phase, and what the mode is for."""
+  case = quick("exact")["cases"]["dense"]
+  assert {"generate", "update", "iteration", "first"} == {*case["times"]}
+  assert case["seconds"]["exact"]["logps"] < case["seconds"]["exact"]["update"]
+  assert case["gap"]["exact"] == 0 < case["gap"]["ordinary"]
+
+
+@pytest.mark.slow
 def test_sampler_gap():
   """What is rounded to int8 is further from the trainer than what is not."""
   models = quick("sampler_gap")["models"]

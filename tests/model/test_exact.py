@@ -50,7 +50,7 @@ SEGMENTS = np.array([[1] * 90 + [0] * 2 + [2] * 71 + [0] * 9, [1] * 172])
 def operands(heads, key_heads):
   shape = lambda heads: (2, SEGMENTS.shape[1], heads, 16)
   shapes = map(shape, (heads, key_heads, key_heads))
-  return [jax.random.normal(key, x) for key, x in zip(KEYS, shapes, strict=False)]
+  return [jax.random.normal(KEYS[i], x) for i, x in enumerate(shapes)]
 
 
 @pytest.mark.parametrize(
