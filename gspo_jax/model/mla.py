@@ -7,8 +7,6 @@ Dimension key: B rows, T tokens, D model width, N heads, H width of a query or a
 key, V of a value, R rotated columns of a key, C width of the latent.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -17,7 +15,6 @@ from jax.sharding import PartitionSpec
 from gspo_jax.model import exact, lora, rotary
 from gspo_jax.model.config import Layer, ModelConfig
 from gspo_jax.model.layers import (
-  add,
   attend_to_all_tokens,
   by_tokens,
   project,
@@ -25,6 +22,7 @@ from gspo_jax.model.layers import (
   sum_over_tensor,
   to_cache,
 )
+from gspo_jax.model.rounding import rounded, stored
 from gspo_jax.runtime import sharding
 
 # Of the norms of latents, whatever `norm_eps`: so have DeepSeek's own code and
@@ -67,7 +65,7 @@ def _absorbed(x_BTD, weights, angles, cfg):
 def _output(out_BTNC, weights, cfg):
   split = cfg.head_dim - cfg.rotary_width
   out_BTNV = _from_latent(out_BTNC, weights, split)
-  return project(out_BTNV, weights, "o", axes=2)
+  return project(rounded(out_BTNV, jnp.dtype(cfg.dtype)), weights, "o", axes=2)
 
 
 def _scale(cfg):
@@ -99,29 +97,47 @@ def _project(x_BTD, weights, angles, cfg):
 
 def _to_latent(q_BTNH, weights, split):
   """Queries whose products with latents are those of queries with keys."""
-  cast = lambda end: weights["kv_b" + end][..., :split].astype(q_BTNH.dtype)
-  y = _einsum("btnh,cnh->btnc", q_BTNH, cast(""))
-  if "kv_b" + lora.A not in weights:
-    return y
-  a_Cr = weights["kv_b" + lora.A].astype(q_BTNH.dtype)
-  low = _einsum("btnh,rnh->btnr", q_BTNH, cast(lora.B))
-  return add(y, _einsum("btnr,cr->btnc", low, a_Cr))
-
-
-def _einsum(subscripts, x, weights):
-  product = functools.partial(jnp.einsum, subscripts)
-  return exact.chosen(product, whole=1)(x, weights)
+  w_CNH = weights["kv_b"][..., :split]
+  y_BTNC = _einsum("btnh,cnh->btnc", q_BTNH, w_CNH)
+  if "kv_b" + lora.A in weights:
+    a_Cr, b_rNH = weights["kv_b" + lora.A], weights["kv_b" + lora.B]
+    low = _einsum("btnh,rnh->btnr", q_BTNH, b_rNH[..., :split])
+    y_BTNC += _einsum("btnr,cr->btnc", low, a_Cr)
+  return y_BTNC
 
 
 def _from_latent(out_BTNC, weights, split):
   """Weighted sums of values, of weighted sums of latents."""
-  cast = lambda end: weights["kv_b" + end][..., split:].astype(out_BTNC.dtype)
-  y = _einsum("btnc,cnv->btnv", out_BTNC, cast(""))
-  if "kv_b" + lora.A not in weights:
-    return y
-  a_Cr = weights["kv_b" + lora.A].astype(out_BTNC.dtype)
-  low = _einsum("btnc,cr->btnr", out_BTNC, a_Cr)
-  return add(y, _einsum("btnr,rnv->btnv", low, cast(lora.B)))
+  w_CNV = weights["kv_b"][..., split:]
+  y_BTNV = _einsum("btnc,cnv->btnv", out_BTNC, w_CNV)
+  if "kv_b" + lora.A in weights:
+    a_Cr, b_rNV = weights["kv_b" + lora.A], weights["kv_b" + lora.B]
+    low = _einsum("btnc,cr->btnr", out_BTNC, a_Cr)
+    y_BTNV += _einsum("btnr,rnv->btnv", low, b_rNV[..., split:])
+  return y_BTNV
+
+
+def _expand(latent_BTC, weights):
+  """Keys and values of all heads."""
+  y_BTNH = _einsum("btc,cnh->btnh", latent_BTC, weights["kv_b"])
+  if "kv_b" + lora.A in weights:
+    low = _einsum("btc,cr->btr", latent_BTC, weights["kv_b" + lora.A])
+    y_BTNH += _einsum("btr,rnh->btnh", low, weights["kv_b" + lora.B])
+  return y_BTNH
+
+
+def _einsum(subscripts, x, weights):
+  """Rounded to the dtype of caches, float32 on a CPU.
+
+  So training does not round the keys and values that decoding never makes.
+  """
+  dtype = stored(weights.dtype)
+
+  def product(x, weights):
+    y = jnp.einsum(subscripts, x, weights, preferred_element_type=jnp.float32)
+    return rounded(y, dtype)
+
+  return exact.chosen(product, whole=1)(x, weights)
 
 
 def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
@@ -145,7 +161,7 @@ def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
 
   def local(x_BTD, weights, angles, segments_BT):
     q_BTNH, latent_BTC, key_BT1R = _project(x_BTD, weights, angles, cfg)
-    kv_BTNH = project(latent_BTC, weights, "kv_b")
+    kv_BTNH = _expand(latent_BTC, weights)
     k_BTNH, v_BTNV = jnp.split(kv_BTNH, [split], -1)
     shape = *k_BTNH.shape[:3], cfg.rotary_width
     k_BTNR = jnp.broadcast_to(key_BT1R, shape)

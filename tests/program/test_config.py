@@ -110,6 +110,7 @@ def test_a_profile_is_of_a_first_and_a_last_iteration(debug_config, value):
 # Keys that do not go together.
 
 
+EXACT = "model.exact=True"
 LORA = "model.lora.rank=4"
 LIMIT = "rollout.max_tokens_per_iteration=4"
 STALE = "rollout.max_staleness"
@@ -140,6 +141,13 @@ KL1 = "objective.kl_coef=.1 objective.kl_estimator=k1"
     (f"{LIMIT} {ROUNDS}", f"{LIMIT}: expected 0 with {ROUNDS}"),
     (f"data.drop_solved=True sampler_mesh.devices=4 {STALE}=1",
      "data.drop_solved=True: expected False with sampler_mesh.devices=4"),
+    (EXACT, r"slots=0: expected 1 or more, for the static .*exact=True\)"),
+    (f"{EXACT} {SLOTS} continuous_batching.page_size=48 "
+     "continuous_batching.prefill_chunk=48",
+     "page_size=48: expected a divisor of 64"),
+    (f"{EXACT} {SLOTS} sampler_mesh.tensor=2", "tensor=2: expected 0, for sam"),
+    (f"{EXACT} {SLOTS} model.variant=tiny-qwen3.5",
+     "model.exact=True: expected False: a gated DeltaNet decodes by"),
     (GAME, "slots=0: expected 1 or more, .*environment='guessing'"),
     (f"rollout.environment=guessing {SLOTS}",
      r"reward.names=\('final_answer',\): expected \(\), for the environment"),

@@ -148,6 +148,7 @@ ROWS = (
       ("dtype", ("float32", "bfloat16")),
       ("float32_head", (False, True)),
       ("float32_router", (False, True)),
+      ("exact", (False, True)),
       ("remat", ("none", "full", "attention, stream")),
     )
   ),
