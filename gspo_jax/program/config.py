@@ -106,6 +106,13 @@ class Config:
     stale = c.max_staleness or c.max_tokens_per_iteration
     return self.model.exact and not stale
 
+  def with_old_logps(self) -> "Config":
+    """The config with what "auto" stands for."""
+    if self.objective.old_logps != "auto":
+      return self
+    old_logps = "sampler" if self.is_exact else "recompute"
+    return self.replace(objective={"old_logps": old_logps})
+
   def as_json(self) -> dict:
     """The keys as nested dicts of JSON's types, for a checkpoint."""
     tree = as_dict(self)
@@ -125,11 +132,7 @@ class Config:
 
 def parse(config: ConfigDict) -> Config:
   """The checked config of a file of configs/; UserError for any mistake."""
-  parsed = _section(Config(), config, "")
-  if parsed.objective.old_logps != "auto":
-    return parsed
-  old_logps = "sampler" if parsed.is_exact else "recompute"
-  return parsed.replace(objective={"old_logps": old_logps})
+  return _section(Config(), config, "")
 
 
 def _section(default, values, prefix: str):

@@ -18,9 +18,7 @@ def test_common_is_what_the_command_writes():
 
 
 def test_common_has_the_defaults():
-  assert parse(common.get_config()) == Config().replace(
-    objective={"old_logps": "recompute"}  # what "auto" is without model.exact
-  )
+  assert parse(common.get_config()) == Config()
 
 
 def test_every_key_and_section_is_described():
