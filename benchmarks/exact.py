@@ -50,17 +50,19 @@ def config_of(case: Case, *, exact: bool):
   c = tiny_cpu.get_config()
   c.model.dtype, c.model.exact = case.dtype, exact
   heads = case.width // 32
-  c.model |= {
-    "vocab_size": case.vocabulary,
-    "num_layers": case.layers,
-    "embed_dim": case.width,
-    "num_heads": heads,
-    "num_kv_heads": heads // 2,
-    "head_dim": 32,
-    "mlp_dim": case.width * 3 // (2 if case.experts else 1),
-    "num_experts": case.experts,
-    "experts_per_token": 2 if case.experts else 0,
-  }
+  c.model.update(
+    {
+      "vocab_size": case.vocabulary,
+      "num_layers": case.layers,
+      "embed_dim": case.width,
+      "num_heads": heads,
+      "num_kv_heads": heads // 2,
+      "head_dim": 32,
+      "mlp_dim": case.width * 3 // (2 if case.experts else 1),
+      "num_experts": case.experts,
+      "experts_per_token": 2 if case.experts else 0,
+    }
+  )
   c.data.prompts, c.data.max_prompt_length = case.prompts, 32
   c.rollout.group_size = 4
   c.sampler.max_new_tokens = case.tokens

@@ -75,7 +75,8 @@ def token_logprobs(
     tokens: [B, T] int32, prompts then responses.
     positions: [B, T] int32.
     mask: [B, T], 0 at padding; integers pack several sequences in a row, as in
-      `model.hidden_states`.
+      `model.hidden_states`. With `cfg.exact` a sequence starts at a multiple of
+      `model.exact_attention.ALIGN`, else its log-probs are no numbers.
     response_length: R < T; static.
     temperature: the sampler's; 0 (greedy) gives the log-probs at 1.
     routes: [L, B, T, k], experts of an earlier pass; `router_logps` are their
@@ -156,15 +157,16 @@ def logps_and_entropy(
   rows, so that sums over a sequence are the same on any mesh.
   """
 
-  # An exact sum is of one device.
+  # An exact sum is of one device; so is then the whole vocabulary.
   shared = () if cfg.exact else _VOCABULARY_AXES
+  splits = () if cfg.exact else ("expert",)  # of rows that read its parts
 
   def local(hidden_BRD, head, targets_BR, wanted_BR, kept_ids_BRK):
     head_Dv, column_v = _vocabulary_shard(head.astype(cfg.head_dtype), shared)
     # Float32, so that its gradient is summed over the chunks in float32.
     head_Dv = head_Dv.astype(jnp.float32)
     flat = lambda x: x.reshape(-1, *x.shape[2:])
-    gather = lambda x: sharding.gather(flat(x), *shared[1:], dim=0)
+    gather = lambda x: sharding.gather(flat(x), *splits, dim=0)
 
     def score_chunk(chunk):
       hidden_CD, targets_C, *kept_ids_CK = chunk
@@ -188,7 +190,7 @@ def logps_and_entropy(
 
     def whole_rows(x_M):
       count = targets_BR.size  # this device's share of the tokens
-      start = sharding.index(*shared[1:]) * count
+      start = sharding.index(*splits) * count
       local = jax.lax.dynamic_slice_in_dim(x_M, start, count)
       local_BR = local.reshape(targets_BR.shape)
       return sharding.gather(local_BR, "context", dim=1)

@@ -29,7 +29,8 @@ def require_finite(metrics: Mapping[str, float], step: int) -> None:
 
 def require_exact(metrics: Mapping[str, float], step: int) -> None:
   """Raises ArithmeticError if a sampler of the same weights is not exact."""
-  differ = metrics["mismatch/exact_tokens_differ"]
+  # Absent if the first minibatch has no token to learn from.
+  differ = metrics.get("mismatch/exact_tokens_differ", 0.0)
   if differ:
     gap = metrics["mismatch/token_abs_mean"]
     raise ArithmeticError(

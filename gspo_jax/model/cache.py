@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from gspo_jax.model import exact, exact_attention
 from gspo_jax.model.attention_products import (
@@ -24,6 +25,7 @@ from gspo_jax.model.attention_products import (
 )
 from gspo_jax.model.config import Layer, ModelConfig
 from gspo_jax.model.rounding import rounded, stored, wide
+from gspo_jax.runtime import sharding
 from gspo_jax.runtime.sharding import BATCH_AXES, constrain
 
 # By layer, its arrays; a layer may have none.
@@ -146,12 +148,26 @@ class Cache:
     )
     new = (k_BTKH,) if v_BTKV is None else (k_BTKH, v_BTKV)
     updated = tuple(map(write, self.kv[layer], new))
-    if exact.is_on() and self.prefix is None:
-      T, H = q_BTNH.shape[1], q_BTNH.shape[3]
-      operands = q_BTNH, self.valid, self.length + T, updated, value_dim
-      scale = default_scale(scale, H)
-      options = {"window": window, "sinks_N": sinks_N, "scale": scale}
-      return exact_attention.of_cache(*operands, **options), updated
+    if exact.is_on():
+      heads = heads_axis(updated)
+      attend = sharding.shard_map(
+        functools.partial(
+          exact_attention.of_cache,
+          value_dim=value_dim,
+          window=window,
+          scale=default_scale(scale, q_BTNH.shape[3]),
+        ),
+        (
+          PartitionSpec(BATCH_AXES, None, "tensor"),
+          PartitionSpec(BATCH_AXES),
+          PartitionSpec(),
+          PartitionSpec(BATCH_AXES, heads),
+          PartitionSpec("tensor"),
+        ),
+        PartitionSpec(BATCH_AXES, None, "tensor"),
+      )
+      length = self.length + q_BTNH.shape[1]
+      return attend(q_BTNH, self.valid, length, updated, sinks_N), updated
     k_BKSH = updated[0]
     # The values of keys, or the values.
     values = lambda arrays: arrays[-1][..., :value_dim]

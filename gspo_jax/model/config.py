@@ -362,8 +362,8 @@ class PolicyConfig:
   )
   exact: bool = key(
     False,
-    "the sampler's log-probs equal the trainer's in every bit: the same "
-    "arithmetic in the same order in both",
+    "the log-probs of sampled responses equal the trainer's in every bit: the "
+    "same arithmetic in the same order in both",
   )
   remat: str = key(
     "attention,stream",

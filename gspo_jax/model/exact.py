@@ -39,6 +39,7 @@ def exactly(on: bool):
 
 
 def is_on() -> bool:
+  """Not for the forward rule of a `jax.custom_vjp`: JAX may trace it later."""
   return _on.get(False)
 
 

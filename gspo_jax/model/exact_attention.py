@@ -24,9 +24,8 @@ from gspo_jax.model.rounding import rounded, stored, wide
 KEYS = 64  # S
 # The tokens of a group are of one sequence: in a packed row a sequence starts
 # at a multiple.
-ALIGN = 4
+ALIGN = _QUERIES = 4  # the least R: a decode step of one token fills U of them
 _GROUPS = 16  # G
-_QUERIES = 4  # the least R: a decode step of one token fills U of them
 
 
 def attend(q_BTNH, last_BT, heads, fetch, *, window, sinks_N, scale):
@@ -170,7 +169,9 @@ def of_rows(q_BTNH, k_BTKH, v_BTKV, segments_BT, *, window, sinks_N, scale):
   return out_BTNV, lse_BTN
 
 
-def of_cache(q_BTNH, valid_BS, length, arrays, value_dim, **options):
+def of_cache(
+  q_BTNH, valid_BS, length, arrays, sinks_N, *, value_dim, **options
+):
   """`attend` of the last T of `length` slots, of keys and values [B, K, S, H].
 
   `valid_BS` is false at padding, on either side of a row's tokens. Without
@@ -195,6 +196,7 @@ def of_cache(q_BTNH, valid_BS, length, arrays, value_dim, **options):
     )
 
   heads = arrays[0].shape[1], value_dim or arrays[-1].shape[3]
+  options |= {"sinks_N": sinks_N}
   return attend(q_BTNH, last_BT, heads, fetch, **options)[0]
 
 

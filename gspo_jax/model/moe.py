@@ -170,8 +170,8 @@ def _router_losses(logits_ME, cfg, experts_Mk, num_rows):
 def _run_experts(x_MD, weights_Mk, experts_Mk, gate_up, down, limit):
   """The weighted sum over all experts; rows processed (sum over batch axes)."""
   ranks = ("expert", "tensor")
-  operands = x_MD, weights_Mk.astype(x_MD.dtype), experts_Mk
   if exact.is_on():
+    operands = x_MD, weights_Mk, experts_Mk
     return _run_exactly(*operands, gate_up, down, limit)
   if sharding.size(*ranks) == 1:
     operands = x_MD, weights_Mk, experts_Mk
@@ -181,6 +181,7 @@ def _run_experts(x_MD, weights_Mk, experts_Mk, gate_up, down, limit):
         *operands, gate_up.weight, down.weight, biases, limit
       )
     return dispatch(*operands, gate_up, down, limit)
+  operands = x_MD, weights_Mk.astype(x_MD.dtype), experts_Mk
   few = sharding.size("expert") * x_MD.nbytes <= _FEW_BYTES
   join = _gather_together if few else _gather
   x_MD, weights_Mk, experts_Mk = join(*operands)
@@ -202,6 +203,7 @@ def _run_exactly(x_MD, weights_Mk, experts_Mk, gate_up, down, limit):
 
   The results of a token's k experts stay apart until all are on its device.
   """
+  weights_Mk = weights_Mk.astype(x_MD.dtype)
   x_MD, weights_Mk, experts_Mk = _gather(x_MD, weights_Mk, experts_Mk)
   e = len(gate_up.weight)
   experts_Mk -= sharding.index("expert", "tensor") * e
@@ -253,7 +255,9 @@ def route(
   """
   score = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
   scores_ME = score[cfg.scoring_func](logits_ME)
-  if routes_Mk is None and not (cfg.choice_bias or cfg.n_group > 1):
+  # Exact weights are by one formula, whoever chose the experts.
+  choice = cfg.choice_bias or cfg.n_group > 1 or cfg.exact
+  if routes_Mk is None and not choice:
     weights_Mk, experts_Mk = jax.lax.top_k(scores_ME, cfg.experts_per_token)
     if cfg.norm_topk_prob:
       weights_Mk /= weights_Mk.sum(-1, keepdims=True)

@@ -123,19 +123,27 @@ def angles(
   frequency_H = theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
   if scaling:
     frequency_H = scaling.scale(frequency_H, theta)
-  angle_BTH = positions_BT[..., None].astype(jnp.float32) * frequency_H
-  sin_cos = _exact_sin_cos if exact.is_on() else exact.noinline(_sin_cos)
-  sin_BTH, cos_BTH = sin_cos(angle_BTH)
+  if exact.is_on():
+    sin_BTH, cos_BTH = _exact_sin_cos(positions_BT, frequency_H)
+  else:
+    angle_BTH = _angles(positions_BT, frequency_H)
+    sin_BTH, cos_BTH = exact.noinline(_sin_cos)(angle_BTH)
   if not scaling or scaling.amplitude == 1.0:
     return sin_BTH, cos_BTH
   return scaling.amplitude * sin_BTH, scaling.amplitude * cos_BTH
+
+
+def _angles(positions_BT, frequency_H):
+  return positions_BT[..., None].astype(jnp.float32) * frequency_H
 
 
 def _sin_cos(x):
   return jnp.sin(x), jnp.cos(x)
 
 
-_exact_sin_cos = exact.by_tokens(_sin_cos)
+_exact_sin_cos = exact.by_tokens(
+  lambda *args: _sin_cos(_angles(*args)), whole=1
+)
 
 
 @recomputed

@@ -95,12 +95,10 @@ def matmul_float32(x, weights):
   The gradient of a 16-bit product is rounded to 16 bits before it is
   multiplied, as a TPU does by default. On a CPU it has no `jax.jvp`.
   """
-  x_MK = x.reshape(-1, x.shape[-1])
-  if exact.is_on():
-    y_MN = _exact_product_float32(x_MK, weights)
-    return y_MN.reshape(*x.shape[:-1], -1)
-  if sharding.platform() == "cpu" and x.dtype != jnp.float32:
-    y_MN = _product(x_MK, weights)
+  narrow = sharding.platform() == "cpu" and x.dtype != jnp.float32
+  if exact.is_on() or narrow:
+    product = _exact_product_float32 if exact.is_on() else _product
+    y_MN = product(x.reshape(-1, x.shape[-1]), weights)
     return y_MN.reshape(*x.shape[:-1], -1)
   return jnp.matmul(x, weights, preferred_element_type=jnp.float32)
 

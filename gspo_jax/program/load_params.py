@@ -29,7 +29,7 @@ _FIRST_FIELDS = (
 )
 _LATER_FIELDS = ("mixer", "mscale_all_dim")
 # They do not change the weights; a cold start comes before the adapters.
-_OF_RUNS = ("remat", "unroll", "lora")
+_OF_RUNS = ("remat", "unroll", "lora", "exact")
 
 
 def identity(program: Program) -> dict:

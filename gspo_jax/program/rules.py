@@ -113,8 +113,11 @@ _EXACT = _where(
     f"{exact_attention.KEYS}": lambda c: (
       exact_attention.KEYS % c.continuous_batching.page_size
     ),
-    "{sampler_mesh.tensor}: expected 0, for sampler and trainer must sum over "
-    "the same devices": lambda c: (
+    "{objective.mismatch}: expected 'none', for there is no mismatch": (
+      lambda c: c.is_exact and c.objective.mismatch != "none"
+    ),
+    "{sampler_mesh.tensor}: expected 0 or {mesh.tensor}, for sampler and "
+    "trainer sum over as many devices": lambda c: (
       c.sampler_mesh.tensor not in (0, c.mesh.tensor)
     ),
     "{mesh.context}: expected 1, for all tokens of a sequence must be on one "
@@ -217,6 +220,7 @@ _ADVANTAGES = {
 
 # In this order: the first broken rule is the error.
 TRAINING: Rules = {
+  **_EXACT,
   **_OBJECTIVE,
   **_where(
     _has_rounds,
@@ -226,7 +230,6 @@ TRAINING: Rules = {
     },
   ),
   **_LORA,
-  **_EXACT,
   "{sampler.temperature}: expected more than 0": lambda c: (
     c.sampler.temperature == 0
   ),

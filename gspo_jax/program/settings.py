@@ -27,7 +27,7 @@ from gspo_jax.sampler import stop_strings
 from gspo_jax.sampler.samples import SamplerConfig
 
 # Keys of `model` that decide in which dtypes it computes.
-NUMERICS = ("dtype", "float32_head", "float32_router", "exact")
+NUMERICS = ("dtype", "float32_head", "float32_router")
 
 
 def make_meshes(
@@ -47,7 +47,7 @@ def model_config(c: PolicyConfig) -> model.ModelConfig:
       "model.classifier: expected a policy; a reward model is named in "
       "reward.names=model:FOLDER"
     )
-  changes = dict(c.sizes) | {"remat": c.remat, "lora": lora}
+  changes = dict(c.sizes) | {"remat": c.remat, "lora": lora, "exact": c.exact}
   changes |= {name: getattr(c, name) for name in NUMERICS}
   if not c.checkpoint:
     return model.variant(c.variant, **changes)
@@ -66,7 +66,7 @@ def teacher_config(config: Config, folder: str) -> Config:
 
   `folder` is a Hugging Face folder, whose model computes in the policy's
   dtypes; or a run's workdir or a step in it, whose model is as in its
-  run_config.json.
+  run_config.json. No teacher is exact: nothing is compared with it.
   """
   tokenizer = {"tokenizer": "", "template_args": ""}
   if (epath.Path(folder) / "config.json").exists():
@@ -81,7 +81,8 @@ def teacher_config(config: Config, folder: str) -> Config:
     )
   saved = json.loads(path.read_text())
   tokenizer["tokenizer"] = saved["data"]["tokenizer"]
-  return config.replace(model=parse_model(saved["model"]), data=tokenizer)
+  policy = parse_model(saved["model"] | {"exact": False})
+  return config.replace(model=policy, data=tokenizer)
 
 
 def run_and_step(checkpoint: str) -> tuple[epath.Path, int | None]:

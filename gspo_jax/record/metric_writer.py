@@ -52,7 +52,8 @@ from gspo_jax.runtime.key import ZERO_OR_MORE, Range, key
 class LogConfig:
   instruments: bool = key(
     True,
-    "how far the routing moved, and histograms of ratios; False saves memory",
+    "how far the routing moved (not with model.exact, where this alone would "
+    "take a scoring pass), and histograms of ratios; False saves memory",
   )
   samples: int = key(
     4,

@@ -74,6 +74,7 @@ def generate(
     Samples of B = P * G responses, STOPPED or TRUNCATED.
   """
   sampler.require_stops()
+  cfg = dataclasses.replace(cfg, exact=False)  # only continuous batching is
   params = decode_params(params, cfg)
   logits, cache, prompt_experts = _prefill(params, cfg, prompts, sampler)
   params = model.unstack_layers(params, cfg)

@@ -74,7 +74,7 @@ def sampled(cfg, params, sampler=SAMPLER, batching=BATCHING, **axes):
   return jax.device_get(samples)
 
 
-def scored(cfg, params, samples, rows=PACKING, mesh=None):
+def scored(cfg, params, samples, rows=PACKING, mesh=None, *, replay=False):
   """Log-probs of the responses by trainer and sampler, their tokens alone."""
   lengths = np.repeat(prompts().lengths, G) + samples.lengths
   places = packing.pack(lengths, np.random.default_rng(1).permutation(B), rows)
@@ -89,12 +89,18 @@ def scored(cfg, params, samples, rows=PACKING, mesh=None):
       rows,
       logps=samples.logps,
       kept_ids=samples.kept_ids,
+      experts=samples.experts,
     )
     batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), batch)
 
     def loss(params):
       out = train_batch.response_logps(
-        params, cfg, batch, temperature=SAMPLER.temperature
+        params,
+        cfg,
+        batch,
+        temperature=SAMPLER.temperature,
+        routes=batch.experts.swapaxes(0, 1) if replay else None,
+        replay=replay,
       )
       return (out.logps * batch.response_mask).sum(), out.logps
 
@@ -140,7 +146,6 @@ def test_how_the_backward_pass_is_made_changes_no_bit(changes):
   [
     {"top_p": 0.8, "kept_ids": 16},
     {"speculation": 3},
-    {"record_routing": True},
   ],
 )
 def test_each_way_to_sample_is_exact(sampler):
@@ -148,6 +153,18 @@ def test_each_way_to_sample_is_exact(sampler):
   params, config = weights(cfg), dataclasses.replace(SAMPLER, **sampler)
   samples = sampled(cfg, params, config)
   np.testing.assert_array_equal(*scored(cfg, params, samples))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-moe", "glm-4.5"])
+def test_a_replay_of_the_samplers_experts_is_exact(name):
+  """They are the trainer's own."""
+  cfg = dataclasses.replace(MODELS[name], dtype="float32")
+  config = dataclasses.replace(SAMPLER, record_routing=True)
+  samples = sampled(cfg, weights(cfg), config)
+  for replay in (False, True):
+    found = scored(cfg, weights(cfg), samples, replay=replay)
+    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.slow
@@ -175,7 +192,23 @@ def test_meshes_that_split_rows_and_experts_differently_are_exact(name):
   np.testing.assert_array_equal(*found)
 
 
+def other_blocks_of_keys(patch):
+  """Steps of 32 keys in the trainer, and of 64 in the sampler."""
+  rows, pages = exact_attention.of_rows, exact_attention.of_pages
+
+  def of(function, keys):
+    def call(*args, **options):
+      patch.setattr(exact_attention, "KEYS", keys)
+      return function(*args, **options)
+
+    return call
+
+  patch.setattr(exact_attention, "of_rows", of(rows, 32))
+  patch.setattr(exact_attention, "of_pages", of(pages, 64))
+
+
 FORMS = {
+  "blocks of keys": other_blocks_of_keys,
   "blocks of tokens": lambda patch: patch.setattr(
     exact, "_in_blocks", lambda function, first, axes, *args: function(*args)
   ),

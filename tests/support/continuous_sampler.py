@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from gspo_jax import model
+from gspo_jax.model import lora
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler import continuous
 
@@ -15,7 +16,10 @@ def build(
   cfg, config, batching, max_prompt_length, *, devices=1, by_row=False, **axes
 ):
   mesh = sharding.make_mesh(jax.devices()[:devices], **axes)
-  shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
+  key = jax.random.key(0)
+  shapes = jax.eval_shape(
+    lambda: lora.join(model.init(key, cfg), lora.init(key, cfg))
+  )
   return continuous.build_continuous_sampler(
     cfg,
     config,
