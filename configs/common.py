@@ -29,8 +29,8 @@ def get_config() -> ConfigDict:
   c.model.float32_head = False
   # Multiply hidden states by the routers in float32, as well
   c.model.float32_router = False
-  # The sampler's log-probs equal the trainer's in every bit: the same
-  # arithmetic in the same order in both
+  # The log-probs of sampled responses equal the trainer's in every bit: the
+  # same arithmetic in the same order in both
   c.model.exact = False
   # What a block stores for the backward pass: "none": no rematerialisation, it
   # stores all; "full": nothing, it computes all again; else names of KEPT in
@@ -298,7 +298,8 @@ def get_config() -> ConfigDict:
   c.checkpoint.keep = 3  # newest checkpoints to keep [at least 1]
 
   c.log = ConfigDict()  # what a run writes besides its scalars
-  # How far the routing moved, and histograms of ratios; False saves memory
+  # How far the routing moved (not with model.exact, where this alone would take
+  # a scoring pass), and histograms of ratios; False saves memory
   c.log.instruments = True
   # Responses to write, every 10 iterations and after the last [0 or more]
   c.log.samples = 4

@@ -9,6 +9,7 @@ from gspo_jax.data import tokenizers
 from gspo_jax.learner.health import (
   HealthChecks,
   clip_range_warnings,
+  require_exact,
   require_finite,
   require_responses,
 )
@@ -190,6 +191,15 @@ def test_a_number_that_is_not_finite_stops_the_run():
   metrics = {"reward/mean": 0.5, "grad/norm": float("nan")}
   with pytest.raises(FloatingPointError, match="grad/norm is nan at step 7"):
     require_finite(metrics, 7)
+
+
+def test_a_token_whose_bits_differ_stops_an_exact_run():
+  name = "mismatch/exact_tokens_differ"
+  require_exact({name: 0.0}, 7)
+  require_exact({}, 7)  # no token of the first minibatch is learned from
+  gap = {"mismatch/token_abs_mean": 3e-4}
+  with pytest.raises(ArithmeticError, match=r"step 7 .* 1.5% of .* 3.0e-04"):
+    require_exact({name: 0.015} | gap, 7)
 
 
 def test_overlong_filtering_of_all_responses_stops_the_run():

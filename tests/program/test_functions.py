@@ -30,6 +30,25 @@ def test_a_gpu_without_bfloat16(debug_config):
 
 
 @pytest.mark.parametrize(
+  ("variant", "platform", "tensor", "words"),
+  [
+    ("tiny", "gpu", 1, "model.exact=True: expected False on a GPU"),
+    ("tiny", "tpu", 1, "model.exact=True: expected False on a TPU"),
+    ("tiny-moonlight", "cpu", 2, r"or mesh.tensor=1 \(it is 2\): with MLA"),
+  ],
+)
+def test_what_is_not_exact_is_refused(
+  debug_config, variant, platform, tensor, words
+):
+  debug_config.model.update(variant=variant, exact=True)
+  device = types.SimpleNamespace(platform=platform, compute_capability="9.0")
+  shape = sharding.make_mesh(jax.devices()[:1]).shape | {"tensor": tensor}
+  mesh = types.SimpleNamespace(shape=shape, devices=np.array([device]), size=1)
+  with pytest.raises(UserError, match=words):
+    build_program(parse(debug_config), mesh, training=False)
+
+
+@pytest.mark.parametrize(
   ("sampler_mesh", "words"),
   [
     ({"expert": 3}, "expert=3 times tensor=1 does not divide the 8 devices"),

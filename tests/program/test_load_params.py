@@ -117,7 +117,8 @@ def test_runs_saved_before_layers_differed_are_found(program):
 
 def test_other_settings_of_the_same_model(debug_config, params, run):
   debug_config.model.remat = "full"
-  debug_config.model.dtype = "bfloat16"
+  debug_config.model.update(dtype="bfloat16", exact=True)
+  debug_config.continuous_batching.slots = 8
   debug_config.sampler.max_new_tokens = 9
   other = program_of(debug_config)
   require_equal(load(debug_config, other, run), params[2])

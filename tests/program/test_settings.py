@@ -42,6 +42,31 @@ def test_old_logps_are_computed_where_an_update_lacks_them(
   )
 
 
+@pytest.mark.parametrize(
+  ("changes", "old_logps"),
+  [
+    ({}, "sampler"),
+    ({"objective.old_logps": "recompute"}, "recompute"),
+    ({"rollout.max_staleness": 1}, "recompute"),
+    ({"rollout.max_tokens_per_iteration": 4}, "recompute"),
+    ({"model.exact": False}, "recompute"),
+  ],
+)
+def test_exact_log_probs_of_the_newest_weights_are_the_old_ones(
+  debug_config, changes, old_logps
+):
+  """Then no pass compares the routers, either."""
+  debug_config.model.exact = True
+  debug_config.continuous_batching.slots = 4
+  debug_config.update_from_flattened_dict(changes)
+  config = parse(debug_config).with_old_logps()
+  assert config.objective.old_logps == old_logps
+  cfg = settings.model_config(config.model)
+  recomputed = old_logps == "recompute"
+  assert settings.needs_old_logps(config, cfg) == recomputed
+  assert settings.compares_routers(config) == recomputed
+
+
 def test_responses_are_sampled_as_the_config_says(debug_config):
   sampler = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "kept_ids": 7}
   debug_config.sampler.update(sampler)
