@@ -204,9 +204,9 @@ def get_config() -> ConfigDict:
   # numbers follow: 'gspo:clip_low=3e-4,clip_high=4e-4'
   c.objective.name = "gspo"
   # "recompute": by the forward pass of the update; "sampler": as sampled, with
-  # no further pass; "auto": "sampler" with model.exact if all responses are of
-  # the newest weights, else "recompute"
-  c.objective.old_logps = "auto"
+  # no further pass. With model.exact both are the same numbers if all responses
+  # are of the newest weights: then no pass runs
+  c.objective.old_logps = "recompute"
   # Of the KL to a reference policy; 0: no reference [0 or more]
   c.objective.kl_coef = 0.0
   # "k2", "k3", "k3_unbiased": in the loss; "k1": in the reward

@@ -117,11 +117,11 @@ class ObjectiveConfig:
     "'gspo:clip_low=3e-4,clip_high=4e-4'",
   )
   old_logps: str = key(
-    "auto",
+    "recompute",
     '"recompute": by the forward pass of the update; "sampler": as sampled, '
-    'with no further pass; "auto": "sampler" with model.exact if all responses '
-    'are of the newest weights, else "recompute"',
-    Choice(("auto", "sampler", "recompute")),
+    "with no further pass. With model.exact both are the same numbers if all "
+    "responses are of the newest weights: then no pass runs",
+    Choice(("sampler", "recompute")),
   )
   kl_coef: float = key(
     0.0, "of the KL to a reference policy; 0: no reference", ZERO_OR_MORE

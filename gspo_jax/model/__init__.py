@@ -43,6 +43,7 @@ __all__ = [
   "YarnScaling",
   "attention",
   "cache",
+  "exact_attention",
   "experts",
   "forward",
   "gpu",

@@ -106,12 +106,11 @@ class Config:
     stale = c.max_staleness or c.max_tokens_per_iteration
     return self.model.exact and not stale
 
-  def with_old_logps(self) -> "Config":
-    """The config with what "auto" stands for."""
-    if self.objective.old_logps != "auto":
-      return self
-    old_logps = "sampler" if self.is_exact else "recompute"
-    return self.replace(objective={"old_logps": old_logps})
+  def with_exact_logps(self) -> "Config":
+    """The config that takes the sampler's log-probs where it is exact."""
+    return self.replace(
+      objective={"old_logps": "sampler"} if self.is_exact else {}
+    )
 
   def as_json(self) -> dict:
     """The keys as nested dicts of JSON's types, for a checkpoint."""

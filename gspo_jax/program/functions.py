@@ -84,7 +84,7 @@ def build_program(
   made, and without `sampling` not the sampler's. `sampler_devices` come from
   `sharding.split_devices`; without them the sampler uses the devices of `mesh`.
   """
-  config = config.with_old_logps()
+  config = config.with_exact_logps()
   if training:
     shards = sharding.batch_shards(mesh)
     rules.check_training(config, shards, mesh.shape["context"])

@@ -7,10 +7,10 @@ import pytest
 from jax.sharding import PartitionSpec
 from processes import python
 
+from gspo_jax.model.exact import noinline
 from gspo_jax.model.rounding import (
   matmul,
   matmul_float32,
-  noinline,
   rounded,
   stored,
 )

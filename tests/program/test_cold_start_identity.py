@@ -47,7 +47,8 @@ PREPARED = {
 # They round a cold start, or its gate's greedy decoding; or nobody would miss
 # a cold start that is kept for each value.
 ROUNDED = {
-  *("model.remat", "model.lora.rank", "model.lora.alpha", "model.lora.targets"),
+  *("model.remat", "model.exact", "model.lora.rank", "model.lora.alpha"),
+  "model.lora.targets",
   *("model.lora.checkpoint", "mesh.data", "mesh.fsdp", "mesh.context"),
   *("mesh.expert", "mesh.tensor", "sampler_mesh.devices"),
   *("sampler_mesh.expert", "sampler_mesh.tensor", "data.prompts"),

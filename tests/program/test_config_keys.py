@@ -93,7 +93,7 @@ OPTIM = "clip_norm, decay, freeze_moe_router, learning_rate, name, warmup_steps"
     ("optim.momentum", f"optim has {OPTIM}"),
     (
       "model.scan",
-      "model has checkpoint, dtype, float32_head, float32_router, ",
+      "model has checkpoint, dtype, exact, float32_head, float32_router, ",
     ),
     ("optim.b3.x", f"optim has {OPTIM}"),
     # A last part that means another thing in each section.

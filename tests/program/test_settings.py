@@ -46,7 +46,6 @@ def test_old_logps_are_computed_where_an_update_lacks_them(
   ("changes", "old_logps"),
   [
     ({}, "sampler"),
-    ({"objective.old_logps": "recompute"}, "recompute"),
     ({"rollout.max_staleness": 1}, "recompute"),
     ({"rollout.max_tokens_per_iteration": 4}, "recompute"),
     ({"model.exact": False}, "recompute"),
@@ -59,7 +58,7 @@ def test_exact_log_probs_of_the_newest_weights_are_the_old_ones(
   debug_config.model.exact = True
   debug_config.continuous_batching.slots = 4
   debug_config.update_from_flattened_dict(changes)
-  config = parse(debug_config).with_old_logps()
+  config = parse(debug_config).with_exact_logps()
   assert config.objective.old_logps == old_logps
   cfg = settings.model_config(config.model)
   recomputed = old_logps == "recompute"
