@@ -42,7 +42,7 @@ CASES = {
   "8 experts, width 128, bfloat16": Case("bfloat16", 128, 512, experts=8),
 }
 QUICK = {
-  "dense": Case("float32", 64, 256, layers=1, prompts=4, tokens=8),
+  "dense": Case("float32", 64, 300, layers=1, prompts=4, tokens=8),
 }
 
 
