@@ -1,6 +1,6 @@
 """How far sampler and trainer are apart in bfloat16, layer by layer.
 
-  python -m benchmarks.sampler_gap [--quick] [--out=FILE.json]
+  python -m benchmarks.sampler_gap [--quick] [--families] [--out=FILE.json]
 
 The same tokens go through the model twice: all at one time, as the trainer
 scores them, and one after the other against a cache, as the sampler decodes.
@@ -18,6 +18,7 @@ Random weights.
 import argparse
 import dataclasses
 import functools
+import json
 from pathlib import Path
 
 import jax
@@ -166,6 +167,9 @@ def of_family(cfg, tokens) -> dict:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--quick", action="store_true", help="two layers")
+  parser.add_argument(
+    "--families", action="store_true", help="alone; the rest of FILE stays"
+  )
   parser.add_argument("--out", type=Path)
   args = parser.parse_args()
   size = {"num_layers": 2 if args.quick else 6, "dtype": "bfloat16"}
@@ -177,7 +181,7 @@ def main() -> None:
   shape = (8, 16) if args.quick else (64, 128)
   tokens = np.random.default_rng(0).integers(0, 256, shape).astype(np.int32)
   found = {}
-  for name, cfg in models.items():
+  for name, cfg in () if args.families else models.items():
     variants = [*OPTIONS, *INT8] if cfg.num_experts else [*OPTIONS, INT8[1]]
     found[name] = {v: measure(cfg, tokens, v) for v in variants}
     for variant, one in found[name].items():
@@ -193,6 +197,10 @@ def main() -> None:
     print(name)
     print_gap(families[name])
   results = {"shape": shape, "models": found, "families": families}
+  if args.families:
+    results["families_commit"] = record.commit()
+    if args.out:
+      results["models"] = json.loads(args.out.read_text())["models"]
   record.finish("sampler_gap", results, args.out)
 
 
