@@ -28,8 +28,8 @@ _UNITS = {
   "%": (
     *("eval/pass@*", "clip_frac/*", "*/mixed_groups", "*fraction*", "*_share"),
     *("reward/failed", "response/truncated", "response/useful_steps"),
-    *("ratio/moved", "mismatch/cut", "mismatch/off_policy", "moe/*flip_rate"),
-    "throughput/goodput",
+    *("ratio/moved", "mismatch/cut", "mismatch/off_policy", "*_differ"),
+    *("throughput/goodput", "moe/*flip_rate"),
     *("conversation/tool_use", "conversation/tool_errors"),
   ),
   "nats": (

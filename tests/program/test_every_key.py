@@ -148,9 +148,14 @@ ROWS = (
       ("dtype", ("float32", "bfloat16")),
       ("float32_head", (False, True)),
       ("float32_router", (False, True)),
-      ("exact", (False, True)),
       ("remat", ("none", "full", "attention, stream")),
     )
+  ),
+  Row(
+    "model.exact",
+    lambda c: c.program.learner.needs_old_logps,
+    {False: True, True: False},
+    PAGED | {"learner.minibatches": 2, "learner.micro_batch_size": B // 2},
   ),
   Row(
     "mesh.fsdp",
