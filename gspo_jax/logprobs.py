@@ -76,7 +76,7 @@ def token_logprobs(
     positions: [B, T] int32.
     mask: [B, T], 0 at padding; integers pack several sequences in a row, as in
       `model.hidden_states`. With `cfg.exact` a sequence starts at a multiple of
-      `model.exact_attention.ALIGN`, else its log-probs are no numbers.
+      `model.exact_attention.align`, else its log-probs are no numbers.
     response_length: R < T; static.
     temperature: the sampler's; 0 (greedy) gives the log-probs at 1.
     routes: [L, B, T, k], experts of an earlier pass; `router_logps` are their

@@ -67,6 +67,14 @@ def attend(
   numbers without sinks; else `in_blocks`. No scores [B, N, T, T] are stored.
   """
   H, operands = q_BTNH.shape[-1], (q_BTNH, k_BTKH, v_BTKV, segments_BT)
+  if exact.has_kernels():
+    options = {"window": window, "scale": default_scale(scale, H)}
+    rows = exact_attention.of_rows
+    out_BTNV = exact.with_gradient_of(
+      lambda *qkv: attend(*qkv[:4], sinks_N=qkv[4], **options),
+      lambda *qkv: rows(*qkv[:4], sinks_N=qkv[4], **options)[0],
+    )(*operands, sinks_N)
+    return checkpoint_name(out_BTNV, "attention")
   if exact.is_on():
     return in_blocks(*operands, window, sinks_N, scale, True)
   if sharding.platform() == "tpu" and H % _SPLASH_WIDTH == 0:

@@ -26,6 +26,7 @@ from gspo_jax.runtime import sharding
 TOKENS = 64  # C
 
 _on: contextvars.ContextVar[bool] = contextvars.ContextVar("exact")
+_kernel = contextvars.ContextVar("kernel", default=False)
 
 
 @contextlib.contextmanager
@@ -41,6 +42,15 @@ def exactly(on: bool):
 def is_on() -> bool:
   """Not for the forward rule of a `jax.custom_vjp`: JAX may trace it later."""
   return _on.get(False)
+
+
+def has_kernels() -> bool:
+  """Whether exact products and sums are those of `exact_kernels`."""
+  return is_on() and sharding.platform() == "tpu"
+
+
+def in_kernel() -> bool:
+  return _kernel.get()
 
 
 def noinline(function: Callable) -> Callable:
@@ -67,25 +77,63 @@ def by_tokens(function: Callable, whole: int = 0, axes: int = 2) -> Callable:
   Arrays of tokens, and the results, are [B, T, ...], or with one of `axes` [M,
   ...]; the last `whole` arguments are of all tokens. An argument may be None.
   The backward pass is that of `function`, of all tokens at a time, and starts
-  from the arguments.
+  from the arguments. On a TPU `function` has all tokens, too: what its products
+  and `sums` do not do is done number by number.
   """
 
   def forward(*args):
-    first = len(args) - whole
-    local = functools.partial(_in_blocks, function, first, axes)
+    local = functools.partial(_in_blocks, function, len(args) - whole, axes)
+    if sharding.platform() == "tpu":
+      local = exactly(True)(function)
     if not sharding.is_local():
       rows = PartitionSpec(sharding.BATCH_AXES)
       place = sharding.TOKENS if axes == 2 else rows
-      specs = (place,) * first + (PartitionSpec(),) * whole
+      specs = (place,) * (len(args) - whole) + (PartitionSpec(),) * whole
       local = sharding.shard_map(local, specs, place)
     return local(*args)
 
+  return with_gradient_of(function, forward)
+
+
+def with_gradient_of(function: Callable, forward: Callable) -> Callable:
+  """`forward`, with a backward pass that starts `function` from the arguments.
+
+  Unlike `jax.checkpoint` it leaves no trace in a rematerialised block.
+  """
+
+  @exactly(False)
   def backward(args, cotangent):
     return jax.vjp(function, *args)[1](cotangent)
 
   call = jax.custom_vjp(forward)
   call.defvjp(lambda *args: (forward(*args), args), backward)
   return call
+
+
+def sums(function: Callable) -> Callable:
+  """`function(x, *whole)`, which sums along the last axis of `x`: [..., D]."""
+
+  @functools.wraps(function)
+  def call(x, *whole):
+    if not has_kernels():
+      return function(x, *whole)
+    from gspo_jax.model import exact_kernels
+
+    token = _kernel.set(True)
+    try:
+      out = exact_kernels.rows(function, x.reshape(-1, x.shape[-1]), *whole)
+    finally:
+      _kernel.reset(token)
+    return out.reshape(*x.shape[:-1], -1)
+
+  return call
+
+
+def product(x_MK, w_KN, dtype):
+  """`x @ w` in float32, rounded once to `dtype`: where `has_kernels`."""
+  from gspo_jax.model import exact_kernels
+
+  return exact_kernels.product(x_MK, w_KN, jnp.dtype(dtype))
 
 
 def _in_blocks(function, first, axes, *args):

@@ -4,7 +4,7 @@ Each step takes `KEYS` keys, counted from the start of a sequence, for `_GROUPS`
 groups of queries, whatever the program; one block of keys comes after the
 other, with a running maximum (arXiv 2205.14135, algorithm 1). A query does not
 depend on the others of its step. A block of which it sees no key changes
-nothing, exactly.
+nothing, exactly. On a TPU the kernel of pages does this, for any keys.
 
 Dimension key: B rows, T tokens of a row, N query heads, K key-value heads, U =
 N / K, H head width, V width of a value head, n tokens of a group, p groups of
@@ -20,12 +20,21 @@ import jax.numpy as jnp
 from gspo_jax.model import exact
 from gspo_jax.model.attention_products import MASKED, weigh
 from gspo_jax.model.rounding import rounded, stored, wide
+from gspo_jax.runtime import sharding
 
 KEYS = 64  # S
-# The tokens of a group are of one sequence: in a packed row a sequence starts
-# at a multiple.
-ALIGN = _QUERIES = 4  # the least R: a decode step of one token fills U of them
+_QUERIES = 4  # the least R: a decode step of one token fills U of them
 _GROUPS = 16  # G
+_PAGE = 128  # tokens of a page of contiguous keys on a TPU
+_ROW = 32  # queries of a row of the kernel there
+
+
+def align(platform: str) -> int:
+  """In a packed row a sequence starts at a multiple.
+
+  So the tokens of a group, and of a page, are of one sequence.
+  """
+  return _PAGE if platform == "tpu" else _QUERIES
 
 
 def attend(q_BTNH, last_BT, heads, fetch, *, window, sinks_N, scale):
@@ -132,7 +141,8 @@ def _end(state, *, dtype):
 def of_rows(q_BTNH, k_BTKH, v_BTKV, segments_BT, *, window, sinks_N, scale):
   """`attend` among the tokens of each segment, as `attention.attend`.
 
-  No number where a segment does not start at a multiple of `ALIGN`.
+  No number where a segment does not start at a multiple of `align`. On a TPU
+  there is no log-sum-exp.
   """
   column_T = jnp.arange(segments_BT.shape[1])
   before_BT = jnp.pad(segments_BT, ((0, 0), (1, 0)))[:, :-1]
@@ -144,6 +154,14 @@ def of_rows(q_BTNH, k_BTKH, v_BTKV, segments_BT, *, window, sinks_N, scale):
     x = jnp.pad(x_BTKH.swapaxes(1, 2), ((0, 0), (0, 0), (0, KEYS), (0, 0)))
     return x.astype(stored(x.dtype))
 
+  multiple = align(sharding.platform())
+  aligned_BT = (start_BT % multiple == 0) | (segments_BT == 0)
+  aligned_BT11 = aligned_BT[..., None, None]
+  options = {"window": window, "sinks_N": sinks_N, "scale": scale}
+  if sharding.platform() == "tpu":
+    kv = (x.swapaxes(1, 2) for x in (k_BTKH, v_BTKV))
+    out_BTNV = _in_pages(q_BTNH, *kv, start_BT, last_BT, **options)
+    return jnp.where(aligned_BT11, out_BTNV, jnp.nan), None
   arrays = keys_first(k_BTKH), keys_first(v_BTKV)
 
   def fetch(row, token, block):
@@ -158,12 +176,9 @@ def of_rows(q_BTNH, k_BTKH, v_BTKV, segments_BT, *, window, sinks_N, scale):
     last_BT,
     (k_BTKH.shape[2], v_BTKV.shape[3]),
     fetch,
-    window=window,
-    sinks_N=sinks_N,
-    scale=scale,
+    **options,
   )
-  aligned_BT = (start_BT % ALIGN == 0) | (segments_BT == 0)
-  out_BTNV = jnp.where(aligned_BT[..., None, None], out_BTNV, jnp.nan)
+  out_BTNV = jnp.where(aligned_BT11, out_BTNV, jnp.nan)
   # So the weights of padding are 0 in the backward pass.
   lse_BTN = jnp.where(segments_BT[..., None] > 0, lse_BTN, -MASKED)
   return out_BTNV, lse_BTN
@@ -181,6 +196,10 @@ def of_cache(
   T = q_BTNH.shape[1]
   slot_T = length - T + jnp.arange(T)
   last_BT = jnp.where(valid_BS[:, slot_T], slot_T - start_B[:, None], -1)
+  options |= {"sinks_N": sinks_N}
+  if sharding.platform() == "tpu":  # a row starts at slot 0
+    start_BT = jnp.zeros_like(last_BT)
+    return _in_pages(q_BTNH, *arrays, start_BT, last_BT, **options)
   pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, KEYS), (0, 0)))
   arrays = tuple(map(pad, arrays))
 
@@ -196,24 +215,57 @@ def of_cache(
     )
 
   heads = arrays[0].shape[1], value_dim or arrays[-1].shape[3]
-  options |= {"sinks_N": sinks_N}
   return attend(q_BTNH, last_BT, heads, fetch, **options)[0]
 
 
+def _in_pages(q_BTNH, k_BKSH, v_BKSH, start_BT, last_BT, *, scale, **options):
+  """`attend` of contiguous keys, by `paged_kernel`."""
+  from gspo_jax.model import paged_kernel
+
+  (B, T, N, H), K, t = q_BTNH.shape, k_BKSH.shape[1], _PAGE
+  n = min(_ROW, T)
+  tail = lambda x, axis, size: jnp.pad(
+    x, [(0, -x.shape[i] % size * (i == axis)) for i in range(x.ndim)]
+  )
+  q_BTNH = tail(q_BTNH, 1, n)
+
+  def pages(x_BKSH):
+    x = tail(x_BKSH, 2, t).reshape(B, K, -1, t, H)
+    return x.swapaxes(0, 1).reshape(K, -1, t, H)
+
+  k_KntH, v_KntH = pages(k_BKSH), pages(v_BKSH)
+  W = k_KntH.shape[1] // B
+  page_BpW = start_BT[:, ::n, None] // t + jnp.arange(W)
+  page_BpW = jnp.minimum(page_BpW, W - 1) + W * jnp.arange(B)[:, None, None]
+  out_RnKUH = paged_kernel.attend(
+    q_BTNH.reshape(-1, n, K, N // K, H),
+    k_KntH,
+    v_KntH,
+    page_BpW.reshape(-1, W).astype(jnp.int32),
+    last_BT[:, ::n].reshape(-1) + 1,
+    scale,
+    **options,
+  )
+  return out_RnKUH.reshape(B, -1, N, H)[:, :T]
+
+
 def of_pages(q_BTNH, arrays, table_BW, lengths_B, value_dim, **options):
-  """`paged_attention.read`, whose pages have a divisor of `KEYS` tokens."""
+  """`paged_attention.read`; tokens of a page divide `KEYS`, or are multiples."""
   (_, T, _, H), (K, _, t, width) = q_BTNH.shape, arrays[0].shape
-  j, W, pages = width // H, table_BW.shape[1], KEYS // t
+  W, blocks = table_BW.shape[1], max(1, t // KEYS)  # of a page
+  j, pages, S = width // H, max(1, KEYS // t), min(t, KEYS)
   most_BT = jnp.minimum(lengths_B[:, None] + jnp.arange(T), W * t)
   last_BT = jnp.where(lengths_B[:, None] > 0, most_BT, 0) - 1
 
   def fetch(row, token, block):
     del token
-    index = jnp.minimum(block * pages + jnp.arange(pages), W - 1)
-    page = table_BW[row, index]
+    index = block // blocks * pages + jnp.arange(pages)
+    page = table_BW[row, jnp.minimum(index, W - 1)]
+    token = block % blocks * S
 
     def read(x_KntH):
-      x = x_KntH[:, page].reshape(K, KEYS, j, -1)
+      x = jax.lax.dynamic_slice_in_dim(x_KntH[:, page], token, S, axis=2)
+      x = x.reshape(K, KEYS, j, -1)
       return x.swapaxes(1, 2).reshape(K * j, KEYS, -1)
 
     return _keys_and_values([*map(read, arrays)], value_dim)

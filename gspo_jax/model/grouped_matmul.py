@@ -61,6 +61,9 @@ def matmul(x_AD, weights_eDF, sizes_e):
   GPUs from compute capability 8.0 on tokamax's kernel. Others use `in_blocks`:
   ragged_dot would multiply every row by every matrix there.
   """
+  if exact.has_kernels():  # tiles of 128 rows, whose terms only widths divide
+    rows = jnp.pad(x_AD, ((0, -len(x_AD) % _LANES), (0, 0)))
+    return in_tiles(rows, weights_eDF, sizes_e)[: len(x_AD)]
   if exact.is_on():
     return in_blocks(x_AD, weights_eDF, sizes_e, True)
   if gpu.has_kernels():

@@ -33,12 +33,14 @@ def rms_norm(x, scale, cfg: ModelConfig, eps: float | None = None):
 
 
 @functools.partial(recomputed, whole=2)
+@exact.sums
 def _rms_norm(x, scale, eps):
   h = wide(x)
   return _normed(x, jnp.mean(h * h, -1, keepdims=True), scale, eps)
 
 
 @functools.partial(recomputed, whole=3)
+@exact.sums
 def _rms_norm_rounded_last(x, scale, eps, plus):
   h = wide(x)
   h = h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + eps)

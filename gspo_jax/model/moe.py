@@ -104,11 +104,17 @@ def _local(
     )
 
   router_dtype = jnp.float32 if cfg.float32_router else x_MD.dtype
-  product = functools.partial(
-    jnp.matmul,
-    precision="highest" if cfg.float32_router else None,
-    preferred_element_type=jnp.float32,
-  )
+
+  def product(x_MD, router_DE):
+    if exact.has_kernels():
+      return exact.product(x_MD, router_DE, jnp.float32)
+    return jnp.matmul(
+      x_MD,
+      router_DE,
+      precision="highest" if cfg.float32_router else None,
+      preferred_element_type=jnp.float32,
+    )
+
   logits_ME = exact.chosen(product, whole=1, axes=1)(
     x_MD.astype(router_dtype), gather("router", router_dtype)
   )
@@ -171,8 +177,11 @@ def _run_experts(x_MD, weights_Mk, experts_Mk, gate_up, down, limit):
   """The weighted sum over all experts; rows processed (sum over batch axes)."""
   ranks = ("expert", "tensor")
   if exact.is_on():
-    operands = x_MD, weights_Mk, experts_Mk
-    return _run_exactly(*operands, gate_up, down, limit)
+    run = functools.partial(_run_experts, limit=limit)
+    exactly = exact.exactly(True)(functools.partial(_run_exactly, limit=limit))
+    return exact.with_gradient_of(run, exactly)(
+      x_MD, weights_Mk, experts_Mk, gate_up, down
+    )
   if sharding.size(*ranks) == 1:
     operands = x_MD, weights_Mk, experts_Mk
     if sharding.platform() == "cpu" and gate_up.a is None:
@@ -201,16 +210,62 @@ def _run_experts(x_MD, weights_Mk, experts_Mk, gate_up, down, limit):
 def _run_exactly(x_MD, weights_Mk, experts_Mk, gate_up, down, limit):
   """`_run_experts`, wherever the experts are: the same bits on any mesh.
 
-  The results of a token's k experts stay apart until all are on its device.
+  The results of a token's k experts stay apart until all are on its device. A
+  pass sends `c` results to each of the X devices along `expert`, more than most
+  loads need; there are as many passes as the largest load needs.
   """
   weights_Mk = weights_Mk.astype(x_MD.dtype)
-  x_MD, weights_Mk, experts_Mk = _gather(x_MD, weights_Mk, experts_Mk)
-  e = len(gate_up.weight)
-  experts_Mk -= sharding.index("expert", "tensor") * e
-  experts_Mk = jnp.where((experts_Mk >= 0) & (experts_Mk < e), experts_Mk, e)
-  y_MkD, num_rows = apart(x_MD, weights_Mk, experts_Mk, gate_up, down, limit)
+  ranks, X = ("expert", "tensor"), sharding.size("expert")
+  (M, k), e = experts_Mk.shape, len(gate_up.weight)
+  if sharding.size(*ranks) == 1:
+    operands = x_MD, weights_Mk, experts_Mk
+    y_MkD, num_rows = apart(*operands, gate_up, down, limit)
+    return rounded(exact.sum_in_order(y_MkD, 1), x_MD.dtype), num_rows
+  c = min(M * k, -(-int(ep.SLACK * M * k) // sharding.size(*ranks)))
+  rank_XP = (_gather(experts_Mk)[0] // e).reshape(X, M * k)
+  loads = (rank_XP[..., None] == jnp.arange(sharding.size(*ranks))).sum(1)
+  mine_XP = rank_XP == sharding.index(*ranks)
+  # The numbers of the results that this device sends, its own first.
+  order_XP = jnp.argsort(~mine_XP, stable=True)
+  order_XP = jnp.pad(order_XP, ((0, 0), (0, c)))
+  x_XMD, weights_XP, expert_XP = (
+    x.reshape(X, -1, *x.shape[1:])
+    for x in _gather(x_MD, weights_Mk.reshape(-1), experts_Mk.reshape(-1))
+  )
+  # Where this device's results come from, and their place among all of there.
+  source_P, tensor_P = jnp.divmod(
+    rank_XP[sharding.index("expert")], sharding.size("tensor")
+  )
+  source_P = jnp.where(tensor_P == sharding.index("tensor"), source_P, X)
+  is_source_PX = source_P[:, None] == jnp.arange(X)
+  place_P = (jnp.cumsum(is_source_PX, 0) * is_source_PX).sum(1) - 1
+
+  def one_pass(i, state):
+    y_PD, num_rows = state
+    pair_Xc = jax.lax.dynamic_slice_in_dim(order_XP, i * c, c, axis=1)
+    at = lambda x, index: jax.vmap(lambda x, i: x[i])(x, index)
+    real_Xc = i * c + jnp.arange(c) < mine_XP.sum(1, keepdims=True)
+    local_Xc = jnp.where(real_Xc, at(expert_XP, pair_Xc) % e, e)
+    y_X1D, count = apart(
+      at(x_XMD, pair_Xc // k).reshape(X * c, -1),
+      at(weights_XP, pair_Xc).reshape(-1, 1),
+      local_Xc.reshape(-1, 1),
+      gate_up,
+      down,
+      limit,
+    )
+    y_XcD = y_X1D.reshape(X, c, -1)
+    y_XcD = sharding.all_to_all(y_XcD, "expert", split=0, join=0)
+    here_P = (place_P // c == i) & (source_P < X)
+    sent_PD = y_XcD[source_P, place_P % c]
+    return jnp.where(here_P[:, None], sent_PD, y_PD), num_rows + count
+
+  start = jnp.zeros((M * k, x_MD.shape[1]), x_MD.dtype), jnp.int32(0)
+  # All devices must agree: a pass has collectives.
+  passes = -(-sharding.pmax(loads.max(), *sharding.BATCH_AXES) // c)
+  y_PD, num_rows = jax.lax.fori_loop(0, passes, one_pass, start)
   # Sums of one number and zeros.
-  y_MkD = sharding.psum(sharding.scatter(y_MkD, "expert", dim=0), "tensor")
+  y_MkD = sharding.psum(y_PD.reshape(M, k, -1), "tensor")
   y_MD = rounded(exact.sum_in_order(y_MkD, 1), x_MD.dtype)
   return y_MD, sharding.psum(num_rows, "tensor")
 
@@ -253,7 +308,8 @@ def route(
   weights are the scores, divided by their sum if `norm_topk_prob`, times
   `routed_scaling_factor` (arXiv 2412.19437, eq. 12 to 16).
   """
-  score = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
+  softmax = exact.sums(jax.nn.softmax)
+  score = {"softmax": softmax, "sigmoid": jax.nn.sigmoid}
   scores_ME = score[cfg.scoring_func](logits_ME)
   # Exact weights are by one formula, whoever chose the experts.
   choice = cfg.choice_bias or cfg.n_group > 1 or cfg.exact
@@ -268,7 +324,7 @@ def route(
     experts_Mk = experts_Mk.astype(jnp.int32)
     if cfg.norm_topk_prob:  # unlikely experts would divide 0 by 0
       log_scores_Mk = _at(_log_scores(logits_ME, cfg), experts_Mk)
-      weights_Mk = jax.nn.softmax(log_scores_Mk)
+      weights_Mk = softmax(log_scores_Mk)
     else:
       weights_Mk = _at(scores_ME, experts_Mk)
   if cfg.routed_scaling_factor != 1:

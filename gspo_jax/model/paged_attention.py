@@ -71,7 +71,7 @@ def read(
   """
   (B, T, N, H), (K, _, t, width) = q_BTNH.shape, k_KntH.shape
   scale = default_scale(scale, H)
-  if exact.is_on():
+  if exact.is_on() and not exact.has_kernels():
     arrays = [x for x in (k_KntH, v_KntH) if x is not None]
     operands = q_BTNH, arrays, table_BW, lengths_B, value_dim
     options = {"window": window, "sinks_N": sinks_N, "scale": scale}

@@ -29,15 +29,9 @@ def recomputed(function, whole: int = 0):
   """`function`, with a backward pass that starts from its arguments alone.
 
   Computing elementwise results again is faster than storing and reading them.
-  Unlike `jax.checkpoint` it leaves no trace in a rematerialised block. Exact if
-  `model.exact`: for `whole` see `exact.by_tokens`.
+  Exact if `model.exact`: for `whole` see `exact.by_tokens`.
   """
-
-  def backward(args, cotangent):
-    return jax.vjp(function, *args)[1](cotangent)
-
-  ordinary = jax.custom_vjp(function)
-  ordinary.defvjp(lambda *args: (function(*args), args), backward)
+  ordinary = exact.with_gradient_of(function, function)
   exactly = exact.by_tokens(function, whole)
 
   @functools.wraps(function)
@@ -51,6 +45,8 @@ def rounded(x: jax.Array, dtype) -> jax.Array:
   """Rounds float32 numbers to `dtype` in a way that no compiler drops."""
   if dtype == jnp.float32:
     return x
+  if exact.in_kernel():  # Mosaic drops no rounding
+    return x.astype(dtype)
   info = jnp.finfo(dtype)
   return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
 
@@ -105,6 +101,8 @@ def matmul_float32(x, weights):
 
 @jax.custom_vjp
 def _product(x_MK, w_KN):
+  if exact.has_kernels():
+    return exact.product(x_MK, w_KN, jnp.float32)
   if sharding.is_local():
     by_rows = Layout(major_to_minor=(0, 1))
     x_MK, w_KN = (with_layout_constraint(a, by_rows) for a in (x_MK, w_KN))
@@ -122,7 +120,11 @@ def _backward(operands, dy_MN):
 _product.defvjp(lambda x, w: (_product(x, w), (x, w)), _backward)
 
 
+def _rounded_product(x_MK, w_KN):
+  if exact.has_kernels():
+    return exact.product(x_MK, w_KN, x_MK.dtype)
+  return rounded(_product(x_MK, w_KN), x_MK.dtype)
+
+
 _exact_product_float32 = exact.by_tokens(_product, whole=1, axes=1)
-_exact_product = exact.by_tokens(
-  lambda x, w: rounded(_product(x, w), x.dtype), whole=1, axes=1
-)
+_exact_product = exact.by_tokens(_rounded_product, whole=1, axes=1)

@@ -42,7 +42,8 @@ def target_logps(
     logits_Cv -= sharding.pmax(maximum, *axes)[:, None]
     weights_Cv = jnp.exp(logits_Cv)
     target = jnp.where(column_v == targets_C[:, None], logits_Cv, 0).sum(-1)
-    sums = weights_Cv.sum(-1), target, (weights_Cv * logits_Cv).sum(-1)
+    total = exact.sums(lambda x: jnp.exp(x).sum(-1, keepdims=True))
+    sums = total(logits_Cv)[:, 0], target, (weights_Cv * logits_Cv).sum(-1)
     total, target, weighted = sharding.psum(sums, *axes)
     return target - jnp.log(total), jnp.log(total) - weighted / total
 

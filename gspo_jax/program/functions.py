@@ -25,7 +25,7 @@ from gspo_jax.program.learner_functions import (
   learner_functions,
 )
 from gspo_jax.program.sampler_functions import sampler_functions
-from gspo_jax.runtime import mesh_jit, sharding
+from gspo_jax.runtime import mesh_jit, sharding, tpus
 from gspo_jax.runtime.errors import UserError, prefixed
 from gspo_jax.runtime.mesh_jit import MeshJit
 from gspo_jax.sampler.functions import SamplerFunctions
@@ -197,19 +197,41 @@ def _check_dtype(cfg, mesh):
 
 def _check_exact(cfg, mesh):
   """UserError where log-probs are not known to be exact."""
-  platform, tensor = mesh.devices.flat[0].platform, mesh.shape["tensor"]
+  device, tensor = mesh.devices.flat[0], mesh.shape["tensor"]
   has_mla = any(layer.mixer == "mla" for layer in cfg.layers)
   expected = "model.exact=True: expected False"
-  if cfg.exact and platform != "cpu":
+  if not cfg.exact or device.platform == "cpu":
+    pass
+  elif not tpus.of_kind(device.device_kind).chooses_tiles:
     raise UserError(
-      f"{expected} on a {platform.upper()}: that sampler and trainer agree in "
-      "every bit is shown on CPUs alone"
+      f"{expected} on a {device.device_kind}: sampler and trainer are known to "
+      "add in one order on CPUs, and on TPU v5e and v5p"
     )
+  else:
+    _check_kernels(cfg, expected)
   if cfg.exact and has_mla and tensor > 1:
     raise UserError(
       f"{expected}, or mesh.tensor=1 (it is {tensor}): with MLA the sampler "
       "multiplies for all heads together"
     )
+
+
+def _check_kernels(cfg, expected):
+  """UserError for a model whose sums TPU kernels do not take all."""
+  widths = {
+    "head_dim": cfg.head_dim,
+    "embed_dim": cfg.embed_dim,
+    "mlp_dim": cfg.mlp_dim,
+  }
+  lacking = {
+    "model.dtype=bfloat16": cfg.dtype == "bfloat16",
+    "model.lora.rank=0": cfg.lora is None,
+    "a norm of each head": not cfg.qk_norm_over_heads,
+    "layers of attention alone": {x.mixer for x in cfg.layers} == {"attention"},
+  } | {f"model.{k}: a multiple of 128": v % 128 == 0 for k, v in widths.items()}
+  for what, holds in lacking.items():
+    if not holds:
+      raise UserError(f"{expected} on a TPU, or {what}")
 
 
 def check_heads(cfg: model.ModelConfig, mesh: jax.sharding.Mesh) -> None:

@@ -147,7 +147,7 @@ def learner_functions(
   )
   taught = [abstract.shardings(weights), sharding.batch_sharding(mesh)]
   states = abstract.shardings(state)
-  rows = settings.packing(config, sharding.row_shards(mesh))
+  rows = settings.packing(config, mesh)
   replicated = sharding.replicated(mesh)
   # The rows of a micro-batch are split.
   by_row = NamedSharding(mesh, PartitionSpec(None, None, *sharding.ROWS))
@@ -227,7 +227,7 @@ def cold_start_functions(
     loss=functools.partial(cross_entropy, cfg=cfg),
     optimizer=optimizer.optimizer(config.cold_start.optim),
   )
-  rows = settings.packing(config, sharding.row_shards(mesh))
+  rows = settings.packing(config, mesh)
   micro = min(rows.micro_batch_size, config.cold_start.batch)
   rows = dataclasses.replace(rows, minibatches=1, micro_batch_size=micro)
   make_state = functools.partial(

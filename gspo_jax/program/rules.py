@@ -109,9 +109,10 @@ _EXACT = _where(
   {
     "{continuous_batching.slots}: expected 1 or more, for the static sampler "
     "is not exact": _has_no_slots,
-    "{continuous_batching.page_size}: expected a divisor of "
+    "{continuous_batching.page_size}: expected a divisor or a multiple of "
     f"{exact_attention.KEYS}": lambda c: (
       exact_attention.KEYS % c.continuous_batching.page_size
+      and c.continuous_batching.page_size % exact_attention.KEYS
     ),
     "{objective.mismatch}: expected 'none', for there is no mismatch": (
       lambda c: c.is_exact and c.objective.mismatch != "none"

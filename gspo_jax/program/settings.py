@@ -19,7 +19,7 @@ from gspo_jax.learner.packing import PackingConfig
 from gspo_jax.learner.policy_loss import policy_loss
 from gspo_jax.learner.train_step import Learner
 from gspo_jax.model import PolicyConfig, hf
-from gspo_jax.model.exact_attention import ALIGN
+from gspo_jax.model.exact_attention import align
 from gspo_jax.program.config import Config, parse_model
 from gspo_jax.runtime import sharding
 from gspo_jax.runtime.errors import UserError, how_to_download, with_reason
@@ -170,14 +170,15 @@ def needs_old_logps(config: Config, cfg: model.ModelConfig) -> bool:
   return objective.recompute_first_minibatch or (several and unknown)
 
 
-def packing(config: Config, shards: int) -> PackingConfig:
+def packing(config: Config, mesh: jax.sharding.Mesh) -> PackingConfig:
   """The rows of an update: each has room for the longest response."""
   width = config.data.max_prompt_length + config.sampler.max_new_tokens
-  multiple = ALIGN if config.model.exact else 1
+  platform = mesh.devices.flat[0].platform
+  multiple = align(platform) if config.model.exact else 1
   return dataclasses.replace(
     config.learner,
     width=-(-width // multiple) * multiple,
-    shards=shards,
+    shards=sharding.row_shards(mesh),
     multiple=multiple,
   )
 

@@ -1,6 +1,8 @@
 """Operators of `model.exact` against ordinary ones, and in other shapes."""
 
+import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,9 @@ import numpy as np
 import pytest
 
 from gspo_jax import model
-from gspo_jax.model import attention, exact, rounding
+from gspo_jax.model import attention, exact, moe, rounding
 from gspo_jax.model.variants import variant
+from gspo_jax.runtime import sharding
 
 KEYS = jax.random.split(jax.random.key(0), 9)
 jit = functools.partial(jax.jit, compiler_options=rounding.OPTIONS)
@@ -101,3 +104,46 @@ def test_log_probs_of_kept_ids_do_not_depend_on_the_batch():
     part = slice(i, i + 1)
     one = run(logits[part], targets[part], kept[part])
     np.testing.assert_array_equal(one, [logps[part], entropy[part]])
+
+
+@pytest.mark.parametrize("load", ["even", "all to one"])
+def test_experts_are_exact_wherever_they_are(load):
+  """On meshes that split tokens and experts unlike; one expert needs passes."""
+  cfg = variant("tiny", dtype="float32", exact=True, num_experts=8)
+  D, F = cfg.embed_dim, cfg.mlp_dim
+  weights = {
+    "router": jax.random.normal(KEYS[0], (D, 8)),
+    "gate_up": jax.random.normal(KEYS[1], (8, D, 2 * F)) / 8,
+    "down": jax.random.normal(KEYS[2], (8, F, D)) / 8,
+  }
+  x = jax.random.normal(KEYS[3], (8, 20, D))
+  if load == "all to one":
+    x, weights["router"] = (
+      x.at[..., 0].set(9),
+      weights["router"].at[0, 3].set(9),
+    )
+  real = jnp.arange(20) < jnp.arange(13, 21)[:, None]
+
+  def loss(weights, x, cfg):
+    with exact.exactly(cfg.exact):
+      y, routing = moe.sparse_mlp(x, weights, cfg, real)
+    return jnp.sin(y).sum(), (y, routing.dropped)
+
+  run = jit(jax.grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
+
+  def on(cfg, **axes):
+    devices = jax.devices()[: math.prod(axes.values())]
+    with jax.set_mesh(sharding.make_mesh(devices, **axes)):
+      return jax.device_get(run(weights, x, cfg))
+
+  gradients, (y, dropped) = on(cfg, data=1)
+  assert dropped == 0
+  ordinary = on(dataclasses.replace(cfg, exact=False), data=1)
+  for found, expected in zip(
+    jax.tree.leaves((gradients, y)), jax.tree.leaves(ordinary)[:-1], strict=True
+  ):
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+  for axes in ({"expert": 4, "data": 2}, {"expert": 2, "tensor": 2, "fsdp": 2}):
+    _, (elsewhere, dropped) = on(cfg, **axes)
+    assert dropped == 0
+    np.testing.assert_array_equal(elsewhere, y)
