@@ -250,7 +250,7 @@ def _in_pages(q_BTNH, k_BKSH, v_BKSH, start_BT, last_BT, *, scale, **options):
 
 
 def of_pages(q_BTNH, arrays, table_BW, lengths_B, value_dim, **options):
-  """`paged_attention.read`; tokens of a page divide `KEYS`, or are multiples."""
+  """`paged_attention.read`; a page has a divisor or a multiple of `KEYS`."""
   (_, T, _, H), (K, _, t, width) = q_BTNH.shape, arrays[0].shape
   W, blocks = table_BW.shape[1], max(1, t // KEYS)  # of a page
   j, pages, S = width // H, max(1, KEYS // t), min(t, KEYS)

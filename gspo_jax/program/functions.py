@@ -218,11 +218,9 @@ def _check_exact(cfg, mesh):
 
 def _check_kernels(cfg, expected):
   """UserError for a model whose sums TPU kernels do not take all."""
-  widths = {
-    "head_dim": cfg.head_dim,
-    "embed_dim": cfg.embed_dim,
-    "mlp_dim": cfg.mlp_dim,
-  }
+  widths = {"head_dim": cfg.head_dim}
+  if cfg.num_experts:
+    widths |= {"embed_dim": cfg.embed_dim, "mlp_dim": cfg.mlp_dim}
   lacking = {
     "model.dtype=bfloat16": cfg.dtype == "bfloat16",
     "model.lora.rank=0": cfg.lora is None,

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from gspo_jax.model import exact_attention
 from gspo_jax.program.config import Config
 from gspo_jax.rewards.pool import MODEL
 from gspo_jax.runtime.errors import UserError
@@ -109,10 +108,8 @@ _EXACT = _where(
   {
     "{continuous_batching.slots}: expected 1 or more, for the static sampler "
     "is not exact": _has_no_slots,
-    "{continuous_batching.page_size}: expected a divisor or a multiple of "
-    f"{exact_attention.KEYS}": lambda c: (
-      exact_attention.KEYS % c.continuous_batching.page_size
-      and c.continuous_batching.page_size % exact_attention.KEYS
+    "{continuous_batching.page_size}: expected a power of two": lambda c: (
+      c.continuous_batching.page_size.bit_count() > 1
     ),
     "{objective.mismatch}: expected 'none', for there is no mismatch": (
       lambda c: c.is_exact and c.objective.mismatch != "none"
