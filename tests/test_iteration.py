@@ -254,7 +254,9 @@ def compiled(config):
       cfg=CFG,
       objective=objective,
       instruments=config.log.instruments,
-      packing_config=settings.packing(config, 1),
+      packing_config=settings.packing(
+        config, sharding.make_mesh(jax.devices()[:1])
+      ),
     )
     assign_advantages = functools.partial(
       credit.assign_advantages, objective=objective, group_size=G
@@ -280,7 +282,7 @@ class TabularPolicy:
       learning_rate=lambda step: 1.0,
       group_size=G,
       make_train_batch=make_train_batch,
-      packing=settings.packing(config, 1),
+      packing=settings.packing(config, sharding.make_mesh(jax.devices()[:1])),
       needs_old_logps=settings.needs_old_logps(config, CFG),
       add_reference_and_values=None,
       assign_advantages=self.assign_advantages,

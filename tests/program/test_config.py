@@ -144,7 +144,7 @@ KL1 = "objective.kl_coef=.1 objective.kl_estimator=k1"
     (EXACT, r"slots=0: expected 1 or more, for the static .*exact=True\)"),
     (f"{EXACT} {SLOTS} continuous_batching.page_size=48 "
      "continuous_batching.prefill_chunk=48",
-     "page_size=48: expected a divisor of 64"),
+     "page_size=48: expected a power of two"),
     (f"{EXACT} {SLOTS} sampler_mesh.tensor=2", "tensor=2: expected 0 or"),
     (f"{EXACT} {SLOTS} objective.mismatch=icepop",
      "objective.mismatch='icepop': expected 'none', for there is no mis"),

@@ -35,7 +35,7 @@ BATCHING = ContinuousBatchingConfig(
   slots=8, page_size=8, num_pages=24, segment_steps=7, prefill_chunk=16
 )
 PACKING = PackingConfig(
-  W, minibatches=1, micro_batch_size=2, multiple=exact_attention.ALIGN
+  W, minibatches=1, micro_batch_size=2, multiple=exact_attention.align("cpu")
 )
 SMALL = {"vocab_size": 64, "num_layers": 2, "exact": True}
 WINDOWS = model.variant("tiny-gpt-oss", dtype="bfloat16", **SMALL)
