@@ -25,13 +25,14 @@ from gspo_jax.runtime import sharding
 
 TOKENS = 64  # C
 
-_on: contextvars.ContextVar[bool] = contextvars.ContextVar("exact")
-_kernel = contextvars.ContextVar("kernel", default=False)
+_on: contextvars.ContextVar[bool | str] = contextvars.ContextVar(
+  "exact", default=False
+)
 
 
 @contextlib.contextmanager
-def exactly(on: bool):
-  """Inside, operators are exact, or not."""
+def exactly(on: bool | str):
+  """Inside, operators are exact, or not; "kernel": in a kernel, too."""
   token = _on.set(on)
   try:
     yield
@@ -41,7 +42,7 @@ def exactly(on: bool):
 
 def is_on() -> bool:
   """Not for the forward rule of a `jax.custom_vjp`: JAX may trace it later."""
-  return _on.get(False)
+  return bool(_on.get())
 
 
 def has_kernels() -> bool:
@@ -50,7 +51,7 @@ def has_kernels() -> bool:
 
 
 def in_kernel() -> bool:
-  return _kernel.get()
+  return _on.get() == "kernel"
 
 
 def noinline(function: Callable) -> Callable:
@@ -119,11 +120,8 @@ def sums(function: Callable) -> Callable:
       return function(x, *whole)
     from gspo_jax.model import exact_kernels
 
-    token = _kernel.set(True)
-    try:
+    with exactly("kernel"):
       out = exact_kernels.rows(function, x.reshape(-1, x.shape[-1]), *whole)
-    finally:
-      _kernel.reset(token)
     return out.reshape(*x.shape[:-1], -1)
 
   return call
