@@ -132,19 +132,13 @@ def test_a_wing_offers_what_others_take(wing):
 
 @pytest.mark.parametrize(
   ("modules", "allowed"),
-  [
-    ("configs/*", {"ml_collections", "gspo_jax"}),
-    ("losses/*", {"jax", "numpy", "gspo_jax"}),
-    ("rewards/numbers", {"gspo_jax"}),
-    ("rewards/format", {"gspo_jax"}),
-    ("rewards/thinking", set()),
-    ("rewards/reward", {"gspo_jax"}),
-    ("rollout/environment", {"gspo_jax"}),
-    ("data/problem", set()),
-    ("runtime/errors", set()),
-    ("model/config", {"gspo_jax"}),
-  ],
-)
+  [("configs/*", {"ml_collections", "gspo_jax"}),
+   ("losses/*", {"jax", "numpy", "gspo_jax"}),
+   ("rewards/numbers", {"gspo_jax"}), ("rewards/format", {"gspo_jax"}),
+   ("rewards/thinking", set()), ("rewards/reward", {"gspo_jax"}),
+   ("rollout/environment", {"gspo_jax"}), ("data/problem", set()),
+   ("runtime/errors", set()), ("model/config", {"gspo_jax"})],
+)  # fmt: skip
 def test_the_lowest_modules_import_nothing_else(modules, allowed):
   found = [*PACKAGE.glob(f"{modules}.py")]
   assert found

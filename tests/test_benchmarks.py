@@ -195,11 +195,9 @@ def test_losses_are_clipped_in_part():
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "forms"),
-  [
-    ("iteration", {"static", "continuous"}),
-    ("instruments", {"with", "without"}),
-  ],
-)
+  [("iteration", {"static", "continuous"}),
+   ("instruments", {"with", "without"})],
+)  # fmt: skip
 def test_the_phases_of_an_iteration_are_parts_of_it(name, forms):
   record = quick(name)
   seconds = record.get("seconds", record)
@@ -446,13 +444,10 @@ def test_rows_of_a_gpu_are_saved_and_kept(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
   ("does", "found"),
-  [
-    ("echo noise; echo '{\"x\": 1}'", {"x": 1}),
-    ("echo it ran out of memory >&2; exit 3", {"failed": ".* 3: .*ran out"}),
-    ("exit 0", {"failed": "exit code 0"}),
-    ("exec sleep 60", None),
-  ],
-)
+  [("echo noise; echo '{\"x\": 1}'", {"x": 1}),
+   ("echo it ran out of memory >&2; exit 3", {"failed": ".* 3: .*ran out"}),
+   ("exit 0", {"failed": "exit code 0"}), ("exec sleep 60", None)],
+)  # fmt: skip
 def test_a_row_of_a_gpu_says_why_it_failed(does, found, tmp_path, monkeypatch):
   replace_python(tmp_path, monkeypatch, does)
   got = gpu._measure("a", False, seconds=1)

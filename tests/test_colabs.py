@@ -76,25 +76,15 @@ def test_starts_with_a_title_and_the_installation(script):
 
 # By model_type.
 NAMES = {
-  "deepseek_v3": "DeepSeek-V3, Moonlight",
-  "glm4_moe": "GLM-4.5 to 4.7",
-  "glm4_moe_lite": "GLM-4.7-Flash",
-  "gpt_oss": "gpt-oss",
-  "kimi_k2": "Kimi K2",
-  "llama": "Llama 3, SmolLM2",
-  "minimax_m2": "MiniMax-M2",
-  "mixtral": "Mixtral",
-  "olmoe": "OLMoE",
-  "qwen2": "Qwen2, Qwen2.5",
-  "qwen2_moe": "Qwen2, MoE",
-  "qwen3": "Qwen3",
-  "qwen3_5": "Qwen3.5",
+  "deepseek_v3": "DeepSeek-V3, Moonlight", "glm4_moe": "GLM-4.5 to 4.7",
+  "glm4_moe_lite": "GLM-4.7-Flash", "gpt_oss": "gpt-oss", "kimi_k2": "Kimi K2",
+  "llama": "Llama 3, SmolLM2", "minimax_m2": "MiniMax-M2",
+  "mixtral": "Mixtral", "olmoe": "OLMoE", "qwen2": "Qwen2, Qwen2.5",
+  "qwen2_moe": "Qwen2, MoE", "qwen3": "Qwen3", "qwen3_5": "Qwen3.5",
   "qwen3_5_moe": "Qwen3.5, Qwen3.6, MoE",
-  "qwen3_5_moe_text": "Qwen3.5, Qwen3.6, MoE",
-  "qwen3_5_text": "Qwen3.5",
-  "qwen3_moe": "Qwen3, MoE",
-  "qwen3_next": "Qwen3-Next",
-}
+  "qwen3_5_moe_text": "Qwen3.5, Qwen3.6, MoE", "qwen3_5_text": "Qwen3.5",
+  "qwen3_moe": "Qwen3, MoE", "qwen3_next": "Qwen3-Next",
+}  # fmt: skip
 
 
 def test_all_list_the_families():
@@ -193,11 +183,9 @@ print(*(f"{name} {found[name]}" for name in names if name in found))
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("version", "image", "imports"),
-  [
-    *((v, image, "") for v in VERSIONS for image in IMAGES),
-    ("3.12", "gpu", "import jax"),
-  ],
-)
+  [*((v, image, "") for v in VERSIONS for image in IMAGES),
+   ("3.12", "gpu", "import jax")],
+)  # fmt: skip
 def test_takes_a_step_in_an_image_of_colab(
   version, image, imports, wheel, tmp_path
 ):

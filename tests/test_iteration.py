@@ -146,12 +146,10 @@ class TwoRewards:
 
 @pytest.mark.parametrize(
   ("estimator", "expected"),
-  [
-    ("rloo", [1.1, 0.2, 0.5, 0.8]),
-    ("gdpo", [[1, 0.1], [0, 0.2], [0.5, np.nan], [0.4, 0.4]]),
-    ("pass_at_k:k=2", [1, 0, 1, 0]),
-  ],
-)
+  [("rloo", [1.1, 0.2, 0.5, 0.8]),
+   ("gdpo", [[1, 0.1], [0, 0.2], [0.5, np.nan], [0.4, 0.4]]),
+   ("pass_at_k:k=2", [1, 0, 1, 0])],
+)  # fmt: skip
 def test_the_estimator_gets_the_rewards_that_it_compares(
   config, estimator, expected
 ):

@@ -142,11 +142,9 @@ YAML_RULES = "{extends: default, rules: {line-length: {max: 80}}}"
 
 @pytest.mark.parametrize(
   "command",
-  [
-    *([BIN / "shellcheck", "-x", script] for script in SCRIPTS),
-    [BIN / "yamllint", "--strict", "-d", YAML_RULES, "gke_jobset.yaml"],
-  ],
-)
+  [*([BIN / "shellcheck", "-x", script] for script in SCRIPTS),
+   [BIN / "yamllint", "--strict", "-d", YAML_RULES, "gke_jobset.yaml"]],
+)  # fmt: skip
 def test_the_files_are_clean(command):
   done = captured(command, cwd=LAUNCH)
   assert done.returncode == 0, done.stdout + done.stderr
@@ -320,14 +318,11 @@ def test_the_script_has_the_slices_of_the_table(shell, kind):
 # The beginning of the one command that each verb is; of `setup` there are more.
 WORDS = {
   "create": "tpu-vm create n --accelerator-type=v5p-128",
-  "queue": "queued-resources create n --node-id=n",
-  "setup": "",
-  "logs": "tpu-vm ssh n --worker=0",
-  "stop": "tpu-vm ssh n --worker=all",
-  "run": "tpu-vm ssh n --worker=all",
-  "delete": "tpu-vm delete n",
+  "queue": "queued-resources create n --node-id=n", "setup": "",
+  "logs": "tpu-vm ssh n --worker=0", "stop": "tpu-vm ssh n --worker=all",
+  "run": "tpu-vm ssh n --worker=all", "delete": "tpu-vm delete n",
   "unqueue": "queued-resources delete n --force",
-}
+}  # fmt: skip
 
 
 def dry(shell, verb, *more):
@@ -419,17 +414,15 @@ def test_secrets_are_passed_on_and_not_printed(shell, script, settings, more):
 
 @pytest.mark.parametrize(
   ("word", "shown"),
-  [
-    ("--env=wandb_api_key=0a1b2c", "wandb_api_key=... python"),
-    ("--env=HEADERS=Bearer: 'it's 0a1b2c'", "HEADERS=... python"),
-    ("--env=A=& --env=B=0a1b2c", "A=... python"),
-    ("--config=db://u:p@0a1b2c@h/x", "db://...@h/x"),
-    ("--env=WANDB-API-KEY=0a1b2c", "error: --env=..."),
-    ("--env=hf_0a1b2c", "error: --env=..."),
-    ("0a1b2c", "error: ...: no such setting"),
-    ("--evn=WANDB_API_KEY=0a1b2c", "error: --evn: no such setting"),
-  ],
-)
+  [("--env=wandb_api_key=0a1b2c", "wandb_api_key=... python"),
+   ("--env=HEADERS=Bearer: 'it's 0a1b2c'", "HEADERS=... python"),
+   ("--env=A=& --env=B=0a1b2c", "A=... python"),
+   ("--config=db://u:p@0a1b2c@h/x", "db://...@h/x"),
+   ("--env=WANDB-API-KEY=0a1b2c", "error: --env=..."),
+   ("--env=hf_0a1b2c", "error: --env=..."),
+   ("0a1b2c", "error: ...: no such setting"),
+   ("--evn=WANDB_API_KEY=0a1b2c", "error: --evn: no such setting")],
+)  # fmt: skip
 @pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["wet", "dry"])
 def test_a_secret_by_another_name_is_not_printed(shell, word, shown, more):
   done = shell("xpk.sh", "run", *flags(XPK_RUN), word, *more)
@@ -455,16 +448,14 @@ def test_the_commands_of_the_readme_are_valid(shell, line):
 
 @pytest.mark.parametrize(
   ("script", "verb", "missing"),
-  [
-    ("tpu_vm.sh", "stop", ["name", "project", "zone"]),
-    ("tpu_vm.sh", "create", ["accelerator-type"]),
-    ("tpu_vm.sh", "queue", ["accelerator-type"]),
-    ("tpu_vm.sh", "run", ["workdir"]),
-    ("xpk.sh", "list", ["cluster", "project", "zone"]),
-    ("xpk.sh", "delete", ["name"]),
-    ("xpk.sh", "run", ["name", "accelerator-type", "image", "workdir"]),
-  ],
-)
+  [("tpu_vm.sh", "stop", ["name", "project", "zone"]),
+   ("tpu_vm.sh", "create", ["accelerator-type"]),
+   ("tpu_vm.sh", "queue", ["accelerator-type"]),
+   ("tpu_vm.sh", "run", ["workdir"]),
+   ("xpk.sh", "list", ["cluster", "project", "zone"]),
+   ("xpk.sh", "delete", ["name"]),
+   ("xpk.sh", "run", ["name", "accelerator-type", "image", "workdir"])],
+)  # fmt: skip
 @pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["wet", "dry"])
 def test_missing_settings_are_named(shell, script, verb, missing, more):
   other = {"tpu_vm.sh": {"cluster", "image"}, "xpk.sh": set()}[script]
@@ -479,13 +470,10 @@ def test_missing_settings_are_named(shell, script, verb, missing, more):
 
 # (accelerator type, what the error has)
 IMPOSSIBLE = (
-  ("v5p-72", "64 or a multiple of 128"),
-  ("v5p-0", "a number"),
-  ("v5e-64", "v5litepod-64"),
-  ("v5litepod-48", "1, 4, 8, 16"),
-  ("v6e-512", "128 or 256"),
-  ("v4-64", "--runtime-version"),
-)
+  ("v5p-72", "64 or a multiple of 128"), ("v5p-0", "a number"),
+  ("v5e-64", "v5litepod-64"), ("v5litepod-48", "1, 4, 8, 16"),
+  ("v6e-512", "128 or 256"), ("v4-64", "--runtime-version"),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

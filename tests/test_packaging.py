@@ -61,22 +61,15 @@ def test_the_embedded_task_needs_no_extra():
 
 @pytest.mark.parametrize(
   ("package", "extra", "use"),
-  [
-    ("safetensors", "hf", lambda folder: hf.require_new(folder, "float32")),
-    ("jinja2", "hf", lambda folder: tokenizers.load(str(folder))),
-    ("transformers", "hf", lambda folder: Bytes().save(folder)),
-    ("datasets", "datasets", lambda _: readers.read("hf:squad")),
-    ("datasets", "datasets", lambda _: readers.read("parquet:a.parquet")),
-    ("tensorflow_datasets", "tfds", lambda _: readers.tfds("gsm8k")),
-    (
-      "tensorflow_datasets",
-      "tfds",
-      lambda folder: prepare_tfds.prepare(
-        "new", {"train": folder / "train.jsonl"}, folder
-      ),
-    ),
-  ],
-)
+  [("safetensors", "hf", lambda folder: hf.require_new(folder, "float32")),
+   ("jinja2", "hf", lambda folder: tokenizers.load(str(folder))),
+   ("transformers", "hf", lambda folder: Bytes().save(folder)),
+   ("datasets", "datasets", lambda _: readers.read("hf:squad")),
+   ("datasets", "datasets", lambda _: readers.read("parquet:a.parquet")),
+   ("tensorflow_datasets", "tfds", lambda _: readers.tfds("gsm8k")),
+   ("tensorflow_datasets", "tfds", lambda folder: prepare_tfds.prepare("new",
+    {"train": folder / "train.jsonl"}, folder))],
+)  # fmt: skip
 def test_a_package_that_is_missing_gets_the_line_that_installs_it(
   monkeypatch, tmp_path, package, extra, use
 ):

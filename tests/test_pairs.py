@@ -69,11 +69,9 @@ CELLS = [
 
 @pytest.mark.parametrize(
   ("play", "features"),
-  [
-    *((play, TOGETHER) for play in PLAYS),
-    *(pytest.param(*cell, marks=pytest.mark.slow) for cell in CELLS),
-  ],
-)
+  [*((play, TOGETHER) for play in PLAYS),
+   *(pytest.param(*cell, marks=pytest.mark.slow) for cell in CELLS)],
+)  # fmt: skip
 def test_a_run_learns_from_what_was_sampled(
   play, features, debug_config, tmp_path
 ):

@@ -109,12 +109,9 @@ def test_arguments_are_read_in_the_type_of_their_default():
 # What measuring depends on besides the config of a run.
 KEPT = {
   "gradient_noise": gradient_noise.FULL._asdict(),
-  "ratio_spread": {
-    "first": ratio_spread.FIRST,
-    "bins": ratio_spread.BINS,
-    "batches": ratio_spread.BATCHES,
-  },
-}
+  "ratio_spread": {"first": ratio_spread.FIRST, "bins": ratio_spread.BINS,
+   "batches": ratio_spread.BATCHES},
+}  # fmt: skip
 
 
 @each_study
@@ -309,14 +306,12 @@ def test_collapse(scores, rewards, failure, collapsed):
 
 @pytest.mark.parametrize(
   ("rewards", "rates", "chosen"),
-  [
-    ({}, ["1e-5", "3e-5"], "1e-5"),
-    ({"1e-5": 0.3, "3e-5": 0.3}, ["1e-5", "3e-5"], "1e-5"),
-    ({"1e-5": 0.3, "3e-5": 0.4}, ["1e-5", "3e-5", "1e-4"], "3e-5"),
-    ({"1e-5": 0.3, "3e-5": 0.4, "1e-4": 0.5}, ["1e-5", "3e-5", "1e-4"], "1e-4"),
-    ({"1e-5": 0.3, "3e-5": 0.4, "1e-4": 0.4}, ["1e-5", "3e-5", "1e-4"], "3e-5"),
-  ],
-)
+  [({}, ["1e-5", "3e-5"], "1e-5"),
+   ({"1e-5": 0.3, "3e-5": 0.3}, ["1e-5", "3e-5"], "1e-5"),
+   ({"1e-5": 0.3, "3e-5": 0.4}, ["1e-5", "3e-5", "1e-4"], "3e-5"),
+   ({"1e-5": 0.3, "3e-5": 0.4, "1e-4": 0.5}, ["1e-5", "3e-5", "1e-4"], "1e-4"),
+   ({"1e-5": 0.3, "3e-5": 0.4, "1e-4": 0.4}, ["1e-5", "3e-5", "1e-4"], "3e-5")],
+)  # fmt: skip
 def test_published_model_chooses_a_learning_rate(rewards, rates, chosen):
   trial = {"method": "gmpo", "seed": published_model.CHOICE, "iterations": 5}
   results = [

@@ -76,15 +76,10 @@ def test_bootstrap_of_a_mean_is_near_students_interval():
 
 @pytest.mark.parametrize(
   ("ends", "where"),
-  [
-    ((0.1, 0.2), "within"),
-    ((0.0, 0.04), "below"),
-    ((0.3, 0.4), "above"),
-    ((0.04, 0.1), "undecided"),
-    ((0.1, 0.3), "undecided"),
-    ((math.nan, math.nan), "undecided"),
-  ],
-)
+  [((0.1, 0.2), "within"), ((0.0, 0.04), "below"), ((0.3, 0.4), "above"),
+   ((0.04, 0.1), "undecided"), ((0.1, 0.3), "undecided"),
+   ((math.nan, math.nan), "undecided")],
+)  # fmt: skip
 def test_place(ends, where):
   found = dict(zip(("low", "high"), ends, strict=True))
   assert intervals.place(found, 0.05, 0.2) == where
@@ -272,12 +267,9 @@ def direct(loss, params, rows, old=None):
 
 @pytest.mark.parametrize(
   "name",
-  [
-    "gspo",
-    pytest.param("grpo", marks=pytest.mark.slow),
-    pytest.param("grpo unclipped", marks=pytest.mark.slow),
-  ],
-)
+  ["gspo", pytest.param("grpo", marks=pytest.mark.slow),
+   pytest.param("grpo unclipped", marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_grams_are_those_of_the_losses(name):
   params, rows = policy_and_pairs(0.3)
   grams, _ = grams_of(params, rows)

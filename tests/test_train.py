@@ -605,15 +605,12 @@ def test_a_sampler_that_fails_ends_the_run(
 
 
 GUESSING = {
-  **CONTINUOUS,
-  "continuous_batching__slots": 16,
+  **CONTINUOUS, "continuous_batching__slots": 16,
   "data__source": "gspo_jax.tasks.games.guessing_problems",
-  "rollout__environment": "guessing",
-  "rollout__max_turns": 3,
-  "reward__names": (),
-  "sampler__max_new_tokens": 32,
+  "rollout__environment": "guessing", "rollout__max_turns": 3,
+  "reward__names": (), "sampler__max_new_tokens": 32,
   "objective__name": "gspo_token",
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow  # its parts run in tests/rollout, learner and sampler
@@ -650,15 +647,11 @@ def test_a_changed_setting_is_printed_and_taken(run, workdir):
 
 @pytest.mark.parametrize(
   ("overrides", "words"),
-  [
-    ({"model__dtype": "bfloat16"}, "has model.dtype='float32', this run"),
-    ({"seed": 1}, "has seed=0, this run seed=1"),
-    (
-      {"data__source": "chain:steps=2,demonstrated=1"},
-      "data.source, the content of what it names",
-    ),
-  ],
-)
+  [({"model__dtype": "bfloat16"}, "has model.dtype='float32', this run"),
+   ({"seed": 1}, "has seed=0, this run seed=1"),
+   ({"data__source": "chain:steps=2,demonstrated=1"},
+    "data.source, the content of what it names")],
+)  # fmt: skip
 def test_a_workdir_of_another_run_is_refused(run, reference, overrides, words):
   with pytest.raises(UserError) as error:
     run(reference[0], **overrides)

@@ -140,13 +140,10 @@ def test_the_numbers_of_the_embedded_task(debug_config):
 
 @pytest.mark.parametrize(
   ("source", "words"),
-  [
-    ("chain:step=2", "'chain' has no argument 'step': did you mean 'steps'"),
-    ("chain:steps=2-4", "chain:steps=2-4: expected lengths, such as 2|4|8"),
-    ("chain:steps=99", "99"),
-    ("chain:noise=2", "2: expected"),
-  ],
-)
+  [("chain:step=2", "'chain' has no argument 'step': did you mean 'steps'"),
+   ("chain:steps=2-4", "chain:steps=2-4: expected lengths, such as 2|4|8"),
+   ("chain:steps=99", "99"), ("chain:noise=2", "2: expected")],
+)  # fmt: skip
 def test_a_mistaken_chain(debug_config, source, words):
   debug_config.data.source = source
   with pytest.raises(UserError, match=re.escape(words)):

@@ -71,24 +71,16 @@ NUMBERS = {
 
 @pytest.mark.parametrize(
   ("value", "schema", "error"),
-  [
-    ({"xs": [1, "2"]}, NUMBERS, 'xs.1: expected integer, got "2"'),
-    ({"xs": {}}, NUMBERS, "xs: expected array, got an object"),
-    (
-      None,
-      {"type": ["integer", "string"]},
-      "expected integer or string, got n",
-    ),
-    (3, {"enum": ["a", "b"]}, 'expected one of ["a", "b"], got 3'),
-    ({}, {"required": ["x"]}, "expected 'x', got an object"),
-    (
-      3,
-      {"anyOf": [{"type": "string"}, {"type": "null"}]},
-      "string, got 3; exp",
-    ),
-    ({"y": 1}, {"additionalProperties": False}, "y: expected nothing, got 1"),
-  ],
-)
+  [({"xs": [1, "2"]}, NUMBERS, 'xs.1: expected integer, got "2"'),
+   ({"xs": {}}, NUMBERS, "xs: expected array, got an object"),
+   (None, {"type": ["integer", "string"]},
+    "expected integer or string, got n"),
+   (3, {"enum": ["a", "b"]}, 'expected one of ["a", "b"], got 3'),
+   ({}, {"required": ["x"]}, "expected 'x', got an object"),
+   (3, {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "string, got 3; exp"),
+   ({"y": 1}, {"additionalProperties": False}, "y: expected nothing, got 1")],
+)  # fmt: skip
 def test_an_error_names_the_place_what_was_expected_and_the_value(
   value, schema, error
 ):

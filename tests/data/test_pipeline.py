@@ -80,13 +80,10 @@ def text_of(problem, cfg):
 
 @pytest.mark.parametrize(
   ("history", "text"),
-  [
-    ((), "Add.\n\nQ: 2+2?"),
-    ((SYSTEM,), "Be brief.\n\nQ: 2+2?"),
-    ((("user", "1+1?"), ("assistant", " 2")), "Add.\n\n1+1? 2\n\nQ: 2+2?"),
-    ((SYSTEM, ("user", "Hi")), "Be brief.\n\nHi\n\nQ: 2+2?"),
-  ],
-)
+  [((), "Add.\n\nQ: 2+2?"), ((SYSTEM,), "Be brief.\n\nQ: 2+2?"),
+   ((("user", "1+1?"), ("assistant", " 2")), "Add.\n\n1+1? 2\n\nQ: 2+2?"),
+   ((SYSTEM, ("user", "Hi")), "Be brief.\n\nHi\n\nQ: 2+2?")],
+)  # fmt: skip
 def test_the_prompt_of_a_conversation(history, text):
   cfg = config(64, system="Add.", instruction="Q: {problem}")
   assert text_of(Problem("2+2?", "4", "", {}, history), cfg) == text

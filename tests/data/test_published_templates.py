@@ -173,21 +173,12 @@ ALL = {*TURNS}
 # What is accepted; of a template for training, at least what is accepted of the
 # template for inference.
 ACCEPTED = {
-  "glm4moe": {"calls"},
-  "gptoss": {"calls"},
-  "llama3": {"user", "tool"},
-  "llama3_1": ALL,
-  "llama3_2": ALL,
-  "qwen2_5": ALL,
-  "qwen2_5_vl": {"user", "tool"},
-  "qwen3": {"tool", "calls"},
-  "qwen3_5_think": {"calls"},
-  "qwen3_6": {"calls"},
-  "qwen3_8": {"calls"},
-  "qwen3_instruct_2507": ALL,
-  "qwen3_training": {"calls"},
-  "qwen3_vl": ALL,
-}
+  "glm4moe": {"calls"}, "gptoss": {"calls"}, "llama3": {"user", "tool"},
+  "llama3_1": ALL, "llama3_2": ALL, "qwen2_5": ALL,
+  "qwen2_5_vl": {"user", "tool"}, "qwen3": {"tool", "calls"},
+  "qwen3_5_think": {"calls"}, "qwen3_6": {"calls"}, "qwen3_8": {"calls"},
+  "qwen3_instruct_2507": ALL, "qwen3_training": {"calls"}, "qwen3_vl": ALL,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", STOPS)

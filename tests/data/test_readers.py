@@ -205,17 +205,15 @@ def test_images_are_left_out(tmp_path, folder):
 
 @pytest.mark.parametrize(
   ("spec", "words"),
-  [
-    ("parquet:", "expected parquet:FILE"),
-    ("hf:", r"expected hf:NAME\[:SPLIT\]"),
-    ("parquet:none.parquet", "parquet:none.parquet: Unable to find .*none"),
-    ("parquet:text.parquet", "parquet:text.parquet: Parquet file size is 4"),
-    ("hf:sums:tset", "hf:sums:tset: Unknown split .tset.*'train', 'test'"),
-    ("hf:empty", "hf:empty: .*empty doesn't contain any data files"),
-    ("hf:./none", "hf:./none: no such file or folder"),
-    ("hf:a/b/c/d", "hf:a/b/c/d: no such file or folder"),
-  ],
-)
+  [("parquet:", "expected parquet:FILE"),
+   ("hf:", r"expected hf:NAME\[:SPLIT\]"),
+   ("parquet:none.parquet", "parquet:none.parquet: Unable to find .*none"),
+   ("parquet:text.parquet", "parquet:text.parquet: Parquet file size is 4"),
+   ("hf:sums:tset", "hf:sums:tset: Unknown split .tset.*'train', 'test'"),
+   ("hf:empty", "hf:empty: .*empty doesn't contain any data files"),
+   ("hf:./none", "hf:./none: no such file or folder"),
+   ("hf:a/b/c/d", "hf:a/b/c/d: no such file or folder")],
+)  # fmt: skip
 def test_data_sets_that_cannot_be_read(folder, tmp_path, spec, words):
   (tmp_path / "text.parquet").write_text("text")
   (tmp_path / "empty").mkdir()

@@ -83,14 +83,12 @@ NAN, INFINITE = float("nan"), float("inf")
 
 @pytest.mark.parametrize(
   ("column", "key", "value"),
-  [
-    *(("question", "problem", value) for value in (None, NAN, " ")),
-    *(("answer", "reference", value) for value in (None, NAN, INFINITE, " ")),
-    *(("answer", "reference", value) for value in ([], ["1", None], [NAN])),
-    *(("answer", "reference", value) for value in ([[1, NAN]], {"a": NAN}, {})),
-    *(("answer", "reference", value) for value in ({"a": None}, "nan", "NaN")),
-  ],
-)
+  [*(("question", "problem", value) for value in (None, NAN, " ")),
+   *(("answer", "reference", value) for value in (None, NAN, INFINITE, " ")),
+   *(("answer", "reference", value) for value in ([], ["1", None], [NAN])),
+   *(("answer", "reference", value) for value in ([[1, NAN]], {"a": NAN}, {})),
+   *(("answer", "reference", value) for value in ({"a": None}, "nan", "NaN"))],
+)  # fmt: skip
 def test_a_missing_value_is_named_with_its_row_and_key(
   tmp_path, column, key, value
 ):
@@ -102,12 +100,10 @@ def test_a_missing_value_is_named_with_its_row_and_key(
 
 @pytest.mark.parametrize(
   ("answer", "words"),
-  [
-    ("5 ####", "has nothing after its last ####"),
-    (1.2345678901234567e16, r"is 1.23.*e\+16, a float, .*: write the numb"),
-    ([1, 2e30], "is 2e\\+30, a float, .*: write the number as text"),
-  ],
-)
+  [("5 ####", "has nothing after its last ####"),
+   (1.2345678901234567e16, r"is 1.23.*e\+16, a float, .*: write the numb"),
+   ([1, 2e30], "is 2e\\+30, a float, .*: write the number as text")],
+)  # fmt: skip
 def test_a_reference_that_has_lost_something(tmp_path, answer, words):
   name = r"a.jsonl:1: 'answer' \(data.reference_field\)"
   with pytest.raises(UserError, match=f"{name} {words}"):
@@ -132,14 +128,10 @@ def test_fields_by_name(tmp_path):
 
 @pytest.mark.parametrize(
   "bad",
-  [
-    "{",
-    {"question": "only"},
-    {"answer": "only"},
-    {"question": 3, "answer": "3"},
-    {"question": "half a pair \ud83d", "answer": "3"},
-  ],
-)
+  ["{", {"question": "only"}, {"answer": "only"},
+   {"question": 3, "answer": "3"},
+   {"question": "half a pair \ud83d", "answer": "3"}],
+)  # fmt: skip
 def test_a_bad_line_is_named(tmp_path, bad):
   spec = write(tmp_path / "a.jsonl", row(1), "", bad, row(2))
   with pytest.raises(UserError, match=r"a\.jsonl:3: ") as error:

@@ -417,15 +417,12 @@ PIECES = [
   *("Köln", "罗马", "\u2028", "😀", "</", "a", "7", "null", "True", "x" * 40),
 ]
 KINDS = {
-  "text": TEXT,
-  "perhaps": {"anyOf": [TEXT, NULL]},
-  "count": INT,
-  "share": {"type": "number"},
-  "is_on": {"type": "boolean"},
+  "text": TEXT, "perhaps": {"anyOf": [TEXT, NULL]}, "count": INT,
+  "share": {"type": "number"}, "is_on": {"type": "boolean"},
   "words": {"type": "array", "items": TEXT},
   "sums": {"type": "object", "additionalProperties": INT},
   "any": {"$ref": "#/$defs/any"},
-}
+}  # fmt: skip
 ANY = {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/any"}}, INT]}
 
 

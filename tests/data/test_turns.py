@@ -141,15 +141,13 @@ def test_a_response_without_its_stop_token_gets_it(family, name):
 
 @pytest.mark.parametrize(
   ("name", "role", "reason"),
-  [
-    ("qwen3", "user", "<think>.*becomes .*assistant"),
-    ("qwen3.5", "user", "<think>.*becomes .*assistant"),
-    ("olmoe", "tool", "leaves them out"),
-    ("mixtral", "tool", "roles must alternate"),
-    ("harmony", "user", r"becomes .*assistant<\|channel\|>final"),
-    ("harmony", "tool", "template raised: .*no call before this tool"),
-  ],
-)
+  [("qwen3", "user", "<think>.*becomes .*assistant"),
+   ("qwen3.5", "user", "<think>.*becomes .*assistant"),
+   ("olmoe", "tool", "leaves them out"),
+   ("mixtral", "tool", "roles must alternate"),
+   ("harmony", "user", r"becomes .*assistant<\|channel\|>final"),
+   ("harmony", "tool", "template raised: .*no call before this tool")],
+)  # fmt: skip
 def test_a_template_that_changes_earlier_turns_is_refused(
   family, name, role, reason
 ):

@@ -161,20 +161,11 @@ def test_a_tool_call_goes_to_the_agent_and_its_result_behind_it(
 
 @pytest.mark.parametrize(
   ("text", "options"),
-  [
-    (CALL, {}),
-    (CALL, {"tools": [CALC], "tool_choice": "none"}),
-    *(
-      (text, {"tools": [CALC]})
-      for text in (
-        "<tool_call>{nonsense</tool_call>",
-        CALL.replace("1+1", "\\ud800"),
-        CALL.replace('"1+1"', "NaN"),
-        CALL.replace('"1+1"', "1e999"),
-      )
-    ),
-  ],
-)
+  [(CALL, {}), (CALL, {"tools": [CALC], "tool_choice": "none"}),
+   *((text, {"tools": [CALC]}) for text in ("<tool_call>{nonsense</tool_call>",
+    CALL.replace("1+1", "\\ud800"), CALL.replace('"1+1"', "NaN"),
+    CALL.replace('"1+1"', "1e999")))],
+)  # fmt: skip
 def test_calls_stay_text_that_nobody_asked_for_or_that_cannot_be_read(
   ask, text, options
 ):
@@ -289,9 +280,7 @@ def test_an_answer_that_was_cut_goes_on_with_its_own_ids(ask, tokenizer):
 
 
 WRONG = [
-  ({"n": 0}, "n"),
-  ({"n": True}, "n"),
-  ({"stop": ["x", ""]}, "stop"),
+  ({"n": 0}, "n"), ({"n": True}, "n"), ({"stop": ["x", ""]}, "stop"),
   ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
   ({"tools": [CALC], "tool_choice": "required"}, "tool_choice"),
   ({"tools": [{"type": "function"}]}, "tools"),
@@ -301,22 +290,19 @@ WRONG = [
   ({"response_format": {"type": "json_object"}}, "response_format"),
   ({"max_tokens": 0}, "max_tokens"),
   ({"max_completion_tokens": "x"}, "max_completion_tokens"),
-  ({"logit_bias": {"3": 4}}, "logit_bias"),
-  ({"best_of": True}, "best_of"),
-  ({"stream": 1}, "stream"),
-  ({"stream": "yes"}, "stream"),
+  ({"logit_bias": {"3": 4}}, "logit_bias"), ({"best_of": True}, "best_of"),
+  ({"stream": 1}, "stream"), ({"stream": "yes"}, "stream"),
   ({"stream_options": {"include_usage": 1}}, "include_usage"),
   ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
   ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
   ({"chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking"),
   ({"reasoning_effort": "low"}, "reasoning_effort"),
-  ({"guided_json": {}}, "guided_json"),
-  ({"ignore_eos": True}, "ignore_eos"),
+  ({"guided_json": {}}, "guided_json"), ({"ignore_eos": True}, "ignore_eos"),
   ({"continue_final_message": True}, "continue_final_message"),
   ({"truncate_prompt_tokens": 8}, "truncate_prompt_tokens"),
   ({"presence_penalty": 0.5}, "presence_penalty"),
   ({"min_tokens": 2}, "min_tokens"),
-]
+]  # fmt: skip
 PICTURE = {"type": "image_url"}
 WRONG_MESSAGES = [
   ([], "messages"),

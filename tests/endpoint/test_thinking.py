@@ -295,15 +295,13 @@ def test_results_come_in_the_order_of_their_calls(family, name, order):
 
 @pytest.mark.parametrize(
   ("results", "param", "says"),
-  [
-    ("ax", "messages[3].tool_call_id", '"a", "b"'),
-    ("aab", "messages[3].tool_call_id", '"a", "b"'),
-    ("a-", "messages[3].tool_call_id", '"a", "b"'),
-    ("a", "messages[1].tool_calls", "'b'"),
-    ("", "messages[1].tool_calls", "'a'"),
-    ("abu", "messages[5].tool_call_id", '"u"'),
-  ],
-)
+  [("ax", "messages[3].tool_call_id", '"a", "b"'),
+   ("aab", "messages[3].tool_call_id", '"a", "b"'),
+   ("a-", "messages[3].tool_call_id", '"a", "b"'),
+   ("a", "messages[1].tool_calls", "'b'"),
+   ("", "messages[1].tool_calls", "'a'"),
+   ("abu", "messages[5].tool_call_id", '"u"')],
+)  # fmt: skip
 def test_a_result_without_its_call_is_refused_and_a_missing_one(
   family, results, param, says
 ):
@@ -332,18 +330,15 @@ def test_a_result_without_its_call_is_refused_and_a_missing_one(
 
 
 STREAMED = (
-  *(
-    "5 and <b>",
-    " <think>\n a < b\n\n</thin></think>\n\n so 5 \n",
-    "\n",
-    "<think",
-  ),
-  *("<think></think>5", "<think>never", "<", "a<think>b</think>c", "</think>d"),
+  *("5 and <b>", " <think>\n a < b\n\n</thin></think>\n\n so 5 \n", "\n",
+   "<think"),
+  *("<think></think>5", "<think>never", "<", "a<think>b</think>c",
+   "</think>d"),
   "<|channel|>analysis<|message|>a<|end|><|start|>assistant" + FINAL + "b <|x",
   "<|channel|>analysis<|message|>a<|end|><|start|>assistant to=functions.f",
   f"{FINAL}5<|end|><|start|>assistant{FINAL}6",
   "<think>a</think> <think>b</think>\n<think>c <think></think>d",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("opening", ["", "<think>\n"])

@@ -19,23 +19,15 @@ from gspo_jax.runtime.errors import UserError
 TEST = {"input": "1 2\n", "output": "3\n"}
 PUBLIC = json.dumps([TEST | {"testtype": "stdin"}])
 CODE = {
-  "question_content": "Add.",
-  "starter_code": "",
-  "public_test_cases": PUBLIC,
-  "private_test_cases": "[]",
-  "question_id": "abc_a",
-}
+  "question_content": "Add.", "starter_code": "", "public_test_cases": PUBLIC,
+  "private_test_cases": "[]", "question_id": "abc_a",
+}  # fmt: skip
 CODEFORCES = {
-  "id": "1/A",
-  "description": "Add two numbers.",
-  "input_format": "Two.",
-  "output_format": "One.",
-  "note": None,
-  "examples": [TEST],
-  "official_tests": [TEST, {"input": "5 5", "output": "10"}],
-  "rating": 800.0,
+  "id": "1/A", "description": "Add two numbers.", "input_format": "Two.",
+  "output_format": "One.", "note": None, "examples": [TEST],
+  "official_tests": [TEST, {"input": "5 5", "output": "10"}], "rating": 800.0,
   "input_mode": "stdio",
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -253,14 +245,12 @@ def test_tests_are_a_list_or_its_json():
 
 @pytest.mark.parametrize(
   ("value", "words"),
-  [
-    ([{"input": "1"}], "expected a list of {'input', 'output'}, got"),
-    ({"input": "1", "output": "2"}, "expected a list of {'input', 'output'}"),
-    (["1"], "expected a list of {'input', 'output'}"),
-    ("3", "expected a list of {'input', 'output'}, got 3"),
-    ([{"input": 1, "output": "2"}], "expected text as 'input' and 'output'"),
-  ],
-)
+  [([{"input": "1"}], "expected a list of {'input', 'output'}, got"),
+   ({"input": "1", "output": "2"}, "expected a list of {'input', 'output'}"),
+   (["1"], "expected a list of {'input', 'output'}"),
+   ("3", "expected a list of {'input', 'output'}, got 3"),
+   ([{"input": 1, "output": "2"}], "expected text as 'input' and 'output'")],
+)  # fmt: skip
 def test_other_tests_are_an_error(value, words):
   with pytest.raises(UserError, match=f"file:7: column 't': {words}"):
     parsed(value)

@@ -177,13 +177,11 @@ def test_a_step_of_the_run(whole, workdir, files):
 
 @pytest.mark.parametrize(
   ("change", "words"),
-  [
-    ({"samples": 5}, r"chain' .*--samples.=6, this run .*=5"),
-    ({"limit": 3}, r"chain' .*--limit.=11, this run .*=3"),
-    ({"reward": "gsm8k"}, r"chain' .*--reward.='final_answer'"),
-    ({"seconds": 3.0}, r"chain' .*reward.seconds.=10.0, this run .*=3.0"),
-  ],
-)
+  [({"samples": 5}, r"chain' .*--samples.=6, this run .*=5"),
+   ({"limit": 3}, r"chain' .*--limit.=11, this run .*=3"),
+   ({"reward": "gsm8k"}, r"chain' .*--reward.='final_answer'"),
+   ({"seconds": 3.0}, r"chain' .*reward.seconds.=10.0, this run .*=3.0")],
+)  # fmt: skip
 def test_other_settings_are_not_mixed_in(whole, workdir, files, change, words):
   with pytest.raises(UserError, match=words):
     run(workdir, files, whole[0], **change)
@@ -191,16 +189,14 @@ def test_other_settings_are_not_mixed_in(whole, workdir, files, change, words):
 
 @pytest.mark.parametrize(
   ("sets", "options", "words"),
-  [
-    (["AIME24"], {}, "--set=AIME24: expected NAME=FILE"),
-    (["a/b=x"], {}, "--set=a/b=x: expected NAME=FILE, where NAME names a fo"),
-    (["..=FILE"], {}, r"--set=\.\.=.*: expected NAME=FILE"),
-    ([f"a=hf:{os.__file__}:train"], {}, "--set=a=.*: expected a path outside"),
-    (["a=FILE", "A=FILE", "a=FILE"], {}, "--set=a=.*: a is there twice"),
-    (["a=FILE"], {"reward": ""}, "--set=a: no such bench.*needs --reward"),
-    (["a=FILE"], {"reward": "final"}, "unknown reward 'final': .*final_answer"),
-  ],
-)
+  [(["AIME24"], {}, "--set=AIME24: expected NAME=FILE"),
+   (["a/b=x"], {}, "--set=a/b=x: expected NAME=FILE, where NAME names a fo"),
+   (["..=FILE"], {}, r"--set=\.\.=.*: expected NAME=FILE"),
+   ([f"a=hf:{os.__file__}:train"], {}, "--set=a=.*: expected a path outside"),
+   (["a=FILE", "A=FILE", "a=FILE"], {}, "--set=a=.*: a is there twice"),
+   (["a=FILE"], {"reward": ""}, "--set=a: no such bench.*needs --reward"),
+   (["a=FILE"], {"reward": "final"}, "unknown reward 'final': .*final_answer")],
+)  # fmt: skip
 def test_mistakes(workdir, files, tmp_path, sets, options, words):
   path = files[0].partition("=")[2]
   sets = [s.replace("FILE", path) for s in sets]
@@ -446,14 +442,12 @@ def test_the_command(workdir, files, tmp_path):
 
 @pytest.mark.parametrize(
   ("arguments", "words"),
-  [
-    ([TINY, "--set=a=b"], "--checkpoint is missing; for a start: python -m gs"),
-    ([TINY, "--checkpoint=x"], "--set is missing; for a start"),
-    ([TINY, "--chekpoint=x"], "; see python -m gspo_jax.evaluate --help"),
-    ([TINY, "--checkpoint=x", "--set=a=b", "--samples=0"], "--samples=0"),
-    ([TINY, "--checkpoint=x", "--set=AMIE24=b"], "did you mean 'AIME24"),
-  ],
-)
+  [([TINY, "--set=a=b"], "--checkpoint is missing; for a start: python -m gs"),
+   ([TINY, "--checkpoint=x"], "--set is missing; for a start"),
+   ([TINY, "--chekpoint=x"], "; see python -m gspo_jax.evaluate --help"),
+   ([TINY, "--checkpoint=x", "--set=a=b", "--samples=0"], "--samples=0"),
+   ([TINY, "--checkpoint=x", "--set=AMIE24=b"], "did you mean 'AIME24")],
+)  # fmt: skip
 def test_flags(arguments, words):
   assert words in mistake(__main__.main, *arguments)
 

@@ -85,12 +85,10 @@ def test_programs_have_no_majority_but_an_elo():
 
 @pytest.mark.parametrize(
   ("reward", "texts", "kinds"),
-  [
-    ("math", [r"\boxed{\frac12}", r"#### \dfrac{1}{2}", r"\boxed{2}"], 2),
-    ("gsm8k", ["#### 1,800", r"\boxed{1800.00}", "#### $1800", "#### 18"], 2),
-    ("final_answer", ["# 1,800", "x#### 1800", "#18"], 2),
-  ],
-)
+  [("math", [r"\boxed{\frac12}", r"#### \dfrac{1}{2}", r"\boxed{2}"], 2),
+   ("gsm8k", ["#### 1,800", r"\boxed{1800.00}", "#### $1800", "#### 18"], 2),
+   ("final_answer", ["# 1,800", "x#### 1800", "#18"], 2)],
+)  # fmt: skip
 def test_equal_results_vote_alike(reward, texts, kinds):
   votes = [summary.vote(reward, text) for text in texts]
   assert None not in votes

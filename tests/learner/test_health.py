@@ -19,16 +19,11 @@ from gspo_jax.program.config import parse
 from gspo_jax.runtime.errors import UserError
 
 HEALTHY = {
-  "ratio/moved": 0.5,
-  "ratio/sequence_std": 2e-4,
-  "clip_frac/token": 0.1,
-  "mismatch/sequence_abs_mean": 1e-7,
-  "ratio/first_minibatch_std": 0.0,
-  "grad/norm": 1.0,
-  "optim/learning_rate": 1e-6,
-  "reward/mean": 0.25,
+  "ratio/moved": 0.5, "ratio/sequence_std": 2e-4, "clip_frac/token": 0.1,
+  "mismatch/sequence_abs_mean": 1e-7, "ratio/first_minibatch_std": 0.0,
+  "grad/norm": 1.0, "optim/learning_rate": 1e-6, "reward/mean": 0.25,
   "reward/mixed_groups": 0.1,
-}
+}  # fmt: skip
 
 
 def checks(name="gspo", *, minibatches=4, **keys):

@@ -45,11 +45,9 @@ def test_warmup_is_a_line_that_starts_above_zero():
 @pytest.mark.parametrize("warmup", [0, 1, 20])
 @pytest.mark.parametrize(
   ("decay", "left"),
-  [
-    ("cosine", lambda t: (1 + np.cos(np.pi * t)) / 2),
-    ("linear", lambda t: 1 - t),
-  ],
-)
+  [("cosine", lambda t: (1 + np.cos(np.pi * t)) / 2),
+   ("linear", lambda t: 1 - t)],
+)  # fmt: skip
 def test_a_decay_goes_from_the_peak_to_its_end(decay, left, warmup):
   for end in (0.0, 0.1):
     rate = rates(130, decay=f"{decay}:min_lr_ratio={end}", warmup_steps=warmup)
@@ -197,17 +195,15 @@ def test_frozen_routers_are_left_out(name):
 
 @pytest.mark.parametrize(
   ("option", "value", "words"),
-  [
-    ("decay", "cosinus", "did you mean 'cosine'"),
-    ("name", "adam", "did you mean 'adamw'"),
-    ("decay", "constant:min_lr_ratio=.1", "'min_lr_ratio': it takes none"),
-    ("decay", "cosine:min_lr_ratio=2", "min_lr_ratio=2: expected 0 to 1"),
-    ("name", "adamw:b2=1.5", "optim.name: b2=1.5: expected 0 or more, under 1"),
-    ("name", "adamw:b1=x", "optim.name=adamw:b1=x: b1: expected a number"),
-    ("name", "muon:weight_decay=-1", "weight_decay=-1: expected 0 or more"),
-    ("name", "adamw:eps=0", "optim.name: eps=0: expected more than 0"),
-  ],
-)
+  [("decay", "cosinus", "did you mean 'cosine'"),
+   ("name", "adam", "did you mean 'adamw'"),
+   ("decay", "constant:min_lr_ratio=.1", "'min_lr_ratio': it takes none"),
+   ("decay", "cosine:min_lr_ratio=2", "min_lr_ratio=2: expected 0 to 1"),
+   ("name", "adamw:b2=1.5", "optim.name: b2=1.5: expected 0 or more, under 1"),
+   ("name", "adamw:b1=x", "optim.name=adamw:b1=x: b1: expected a number"),
+   ("name", "muon:weight_decay=-1", "weight_decay=-1: expected 0 or more"),
+   ("name", "adamw:eps=0", "optim.name: eps=0: expected more than 0")],
+)  # fmt: skip
 def test_bad_settings(option, value, words):
   with pytest.raises(UserError, match=words):
     dataclasses.replace(PLAIN, **{option: value})

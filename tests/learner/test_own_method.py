@@ -65,17 +65,15 @@ def test_a_function_is_a_method_and_its_keywords_are_its_numbers(my_methods):
 
 @pytest.mark.parametrize(
   ("name", "words"),
-  [
-    ("my_methods.soft_loss:wdth=1", "no argument 'wdth': did you mean 'width'"),
-    ("my_methods.soft_los", "no function 'soft_los': did you mean 'soft_loss'"),
-    ("my_method.soft_loss", "importing 'my_method' failed"),
-    ("my_methods.no_default", "expected width=..., which has no default"),
-    ("my_methods.no_terms", "no keyword-only argument 'terms'"),
-    ("my_methods.soft_loss:dual_clip=3", "no argument 'dual_clip'"),
-    ("my_methods.soft_loss:width=wide", "width=wide: expected a finite number"),
-    ("my_methods.own_dual_clip", "an argument 'dual_clip', which `terms`"),
-  ],
-)
+  [("my_methods.soft_loss:wdth=1", "no argument 'wdth': did you mean 'width'"),
+   ("my_methods.soft_los", "no function 'soft_los': did you mean 'soft_loss'"),
+   ("my_method.soft_loss", "importing 'my_method' failed"),
+   ("my_methods.no_default", "expected width=..., which has no default"),
+   ("my_methods.no_terms", "no keyword-only argument 'terms'"),
+   ("my_methods.soft_loss:dual_clip=3", "no argument 'dual_clip'"),
+   ("my_methods.soft_loss:width=wide", "width=wide: expected a finite number"),
+   ("my_methods.own_dual_clip", "an argument 'dual_clip', which `terms`")],
+)  # fmt: skip
 def test_what_is_wrong_is_named_as_typed(debug_config, my_methods, name, words):
   debug_config.objective.name = name
   config = parse(debug_config)  # a policy may be evaluated without the module
@@ -112,13 +110,11 @@ def test_a_run_learns_by_it(debug_config, my_methods, tmp_path):
 
 @pytest.mark.parametrize(
   ("fields", "words"),
-  [
-    ({"clips": "ratio"}, "the loss has no 'clip_low' with a default"),
-    ({"clips": "ratios"}, "clips='ratios': expected one of"),
-    ({"unit": "response"}, "unit='response': expected one of"),
-    ({"critic": True, "advantages": len}, "advantages: expected critic=False"),
-  ],
-)
+  [({"clips": "ratio"}, "the loss has no 'clip_low' with a default"),
+   ({"clips": "ratios"}, "clips='ratios': expected one of"),
+   ({"unit": "response"}, "unit='response': expected one of"),
+   ({"critic": True, "advantages": len}, "advantages: expected critic=False")],
+)  # fmt: skip
 def test_a_row_that_contradicts_itself_is_refused(fields, words):
   with pytest.raises(ValueError, match=words):
     losses.Method(losses.cispo_loss, **fields)

@@ -17,19 +17,13 @@ def measure(mesh="1", apart=False, **options):
 # The slow ones are the whole table of `benchmarks.ratio_one` and two more.
 @pytest.mark.parametrize(
   "options",
-  [
-    {"mesh": "8 fsdp, expert, tensor"},
-    *[
-      pytest.param(options, marks=pytest.mark.slow)
-      for options in (
-        {"experts": False, "remat": False, "micro": 8, "objective": "ppo"},
-        {"remat": False, "replay": "r3", "objective": "rspo"},
-        *ratio_one.table(quick=False),
-      )
-    ],
-  ],
+  [{"mesh": "8 fsdp, expert, tensor"},
+   *[pytest.param(options,
+    marks=pytest.mark.slow) for options in ({"experts": False, "remat": False,
+    "micro": 8, "objective": "ppo"}, {"remat": False, "replay": "r3",
+    "objective": "rspo"}, *ratio_one.table(quick=False))]],
   ids=str,
-)
+)  # fmt: skip
 def test_an_unmoved_policy_has_ratio_one(options):
   metrics = measure(**options)
   for unit in ("sequence", "token"):

@@ -170,12 +170,9 @@ def test_rows_are_cut_into_minibatches_and_micro_batches(batch):
 
 @pytest.mark.parametrize(
   "mesh",
-  [
-    {"data": 8},
-    {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2},
-    {"data": 2, "context": 2, "expert": 2},
-  ],
-)
+  [{"data": 8}, {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2},
+   {"data": 2, "context": 2, "expert": 2}],
+)  # fmt: skip
 def test_on_eight_devices_the_batch_is_the_same(mesh):
   """Each packs its own rows; experts and kept ids at padding are any."""
   turns = np.random.default_rng(2).integers(0, 3, (B, R), np.int16)

@@ -231,11 +231,9 @@ OTHER_FAMILIES = {
 
 @pytest.mark.parametrize(
   ("variant", "replay", "dtype"),
-  [
-    DEFAULT_FAMILY,
-    *(pytest.param(*x, marks=pytest.mark.slow) for x in sorted(OTHER_FAMILIES)),
-  ],
-)
+  [DEFAULT_FAMILY,
+   *(pytest.param(*x, marks=pytest.mark.slow) for x in sorted(OTHER_FAMILIES))],
+)  # fmt: skip
 def test_an_iteration_of_a_family(variant, replay, dtype):
   """Its layers without experts have no routes and no metrics."""
   _, one = one_of_family(variant, replay, dtype)
@@ -265,13 +263,11 @@ def test_an_iteration_of_a_family(variant, replay, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("devices", "mesh"),
-  [
-    (8, {"data": 2, "fsdp": 2, "context": 2}),
-    (8, {"data": 1, "context": 2, "expert": 2, "tensor": 2}),
-    (8, {"data": 1, "fsdp": 2, "expert": 4}),
-  ],
+  [(8, {"data": 2, "fsdp": 2, "context": 2}),
+   (8, {"data": 1, "context": 2, "expert": 2, "tensor": 2}),
+   (8, {"data": 1, "fsdp": 2, "expert": 4})],
   ids=str,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_many_devices_do_as_one_of_a_family(variant, devices, mesh):
   config, one = one_of_family(variant)

@@ -19,12 +19,8 @@ def test_values_of_metrics(scalar):
 
 @pytest.mark.parametrize(
   ("count", "expected"),
-  [
-    (4.0, [1, 1.5, 0]),
-    ([4.0, 2.0, 0.0], [1, 3, np.nan]),
-    (0.0, [np.nan] * 3),
-  ],
-)
+  [(4.0, [1, 1.5, 0]), ([4.0, 2.0, 0.0], [1, 3, np.nan]), (0.0, [np.nan] * 3)],
+)  # fmt: skip
 def test_mean_of_vectors(count, expected):
   mean = Mean(jnp.array([4.0, 6.0, 0.0]), jnp.array(count)).value()
   np.testing.assert_array_equal(mean, expected)

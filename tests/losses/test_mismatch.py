@@ -87,13 +87,9 @@ def test_there_is_no_gradient():
 
 @pytest.mark.parametrize(
   ("keywords", "message"),
-  [
-    ({"method": "is"}, "method='is'"),
-    ({"unit": "batch"}, "unit='batch'"),
-    ({"cap": 0.4}, "cap=0.4"),
-    ({"floor": -0.1}, "floor=-0.1"),
-  ],
-)
+  [({"method": "is"}, "method='is'"), ({"unit": "batch"}, "unit='batch'"),
+   ({"cap": 0.4}, "cap=0.4"), ({"floor": -0.1}, "floor=-0.1")],
+)  # fmt: skip
 def test_wrong_settings_are_refused(keywords, message):
   with pytest.raises(ValueError, match=message):
     mismatch_weights(*random_case(), **keywords)

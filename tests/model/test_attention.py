@@ -145,11 +145,8 @@ def random_segments(rng, tokens):
 
 @pytest.mark.parametrize(
   ("tokens", "window", "sinks_N", "apart", "K"),
-  [
-    (500, None, None, False, 1),
-    (512, 150, SINKS, True, 4),
-  ],
-)
+  [(500, None, None, False, 1), (512, 150, SINKS, True, 4)],
+)  # fmt: skip
 def test_splash_that_skips_blocks_is_splash(
   tokens, window, sinks_N, apart, K, monkeypatch
 ):
@@ -289,18 +286,12 @@ def test_gradients_end_where_the_window_or_the_segment_does(name):
 
 @pytest.mark.parametrize(
   ("tokens", "window", "blocks"),
-  [
-    (640, None, (128, 128)),
-    (4096, None, (1024, 1024)),
-    (16384, None, (1024, 2048)),
-    (16384, 128, (512, 2048)),
-    (16384, 1024, (512, 2048)),
-    (16384, 2048, (1024, 2048)),
-    (16896, None, (512, 512)),
-    (17408, None, (1024, 1024)),
-    (65536, None, (1024, 2048)),
-  ],
-)
+  [(640, None, (128, 128)), (4096, None, (1024, 1024)),
+   (16384, None, (1024, 2048)), (16384, 128, (512, 2048)),
+   (16384, 1024, (512, 2048)), (16384, 2048, (1024, 2048)),
+   (16896, None, (512, 512)), (17408, None, (1024, 1024)),
+   (65536, None, (1024, 2048))],
+)  # fmt: skip
 def test_long_blocks_of_keys_are_at_most_an_eighth_of_a_row(
   tokens, window, blocks
 ):

@@ -64,11 +64,9 @@ def in_passes(cfg, ends=(S + 1, S + 2, S + R)):
 
 @pytest.mark.parametrize(
   "cfg",
-  [
-    pytest.param(MOE, id="moe"),
-    *(family(name, cfg) for name, cfg in SHORT.items()),
-  ],
-)
+  [pytest.param(MOE, id="moe"),
+   *(family(name, cfg) for name, cfg in SHORT.items())],
+)  # fmt: skip
 def test_prefill_and_decode_equal_the_full_forward(cfg):
   *_, mask = inputs = rows()
   full = jax.device_get(forward(weights(cfg), cfg, *inputs))

@@ -59,14 +59,10 @@ PUBLISHED = {
   "kimi-k2": (1_026_408_232_448, 64, 64, 192, 8, 5e4),
 }
 ACTIVE = {
-  "qwen3-30b-a3b": 3.3e9,
-  "qwen3-235b-a22b": 22e9,
-  "qwen3-coder-30b-a3b": 3.3e9,
-  "qwen3-coder-480b-a35b": 35e9,
-  "mixtral-8x7b": 12.9e9,
-  "qwen3.5-122b-a10b": 10e9,
-  "kimi-k2": 32e9,
-}
+  "qwen3-30b-a3b": 3.3e9, "qwen3-235b-a22b": 22e9,
+  "qwen3-coder-30b-a3b": 3.3e9, "qwen3-coder-480b-a35b": 35e9,
+  "mixtral-8x7b": 12.9e9, "qwen3.5-122b-a10b": 10e9, "kimi-k2": 32e9,
+}  # fmt: skip
 
 
 def parameters(cfg):
@@ -110,26 +106,24 @@ def test_every_published_variant_is_named():
 
 @pytest.mark.parametrize(
   ("name", "changes", "words"),
-  [
-    ("qwen3-30b-a3", {}, ["'qwen3-30b-a3'", "mean 'qwen3-30b-a3b'?"]),
-    ("zzz", {}, ["'zzz'", "choose one of", "qwen3-0.6b", "tiny"]),
-    ("tiny", {"num_layer": 3}, ["num_layer:", "mean 'num_layers'?"]),
-    ("tiny", {"dtype": "bflaot16"}, ["'bflaot16'", "mean 'bfloat16'?"]),
-    ("tiny", {"dtype": "int8"}, ["'int8'", "bfloat16, float32"]),
-    ("tiny", {"num_heads": 6}, ["num_heads=6", "num_kv_heads=4"]),
-    ("tiny", {"head_dim": 7}, ["head_dim=7", "even"]),
-    ("tiny", {"rope_scaling": (8, 1, 4)}, ["(8, 1, 4)", "YarnScaling"]),
-    ("tiny", {"qk_norm": False, "qk_norm_over_heads": True}, ["qk_norm=True"]),
-    ("tiny", {"experts_per_token": 0}, ["per_token=0", "num_experts=8"]),
-    ("tiny", {"n_group": 3}, ["n_group=3", "divisor of model.num_experts=8"]),
-    ("tiny", {"n_group": 2, "topk_group": 3}, ["topk_group=3", "1 to"]),
-    ("tiny", {"scoring_func": "sigmoidal"}, ["mean 'sigmoid'?"]),
-    ("tiny", {"rotary_dim": 18}, ["rotary_dim=18", "head_dim=16"]),
-    ("tiny-gpt-oss", {"num_layers": 3}, ["num_layers=3", "multiple of 2"]),
-    ("tiny-glm-4.5", {"num_layers": 1}, ["num_experts=8", "none of the 1 "]),
-    ("tiny", {"experts_per_token": 9}, ["per_token=9", "num_experts=8"]),
-  ],
-)
+  [("qwen3-30b-a3", {}, ["'qwen3-30b-a3'", "mean 'qwen3-30b-a3b'?"]),
+   ("zzz", {}, ["'zzz'", "choose one of", "qwen3-0.6b", "tiny"]),
+   ("tiny", {"num_layer": 3}, ["num_layer:", "mean 'num_layers'?"]),
+   ("tiny", {"dtype": "bflaot16"}, ["'bflaot16'", "mean 'bfloat16'?"]),
+   ("tiny", {"dtype": "int8"}, ["'int8'", "bfloat16, float32"]),
+   ("tiny", {"num_heads": 6}, ["num_heads=6", "num_kv_heads=4"]),
+   ("tiny", {"head_dim": 7}, ["head_dim=7", "even"]),
+   ("tiny", {"rope_scaling": (8, 1, 4)}, ["(8, 1, 4)", "YarnScaling"]),
+   ("tiny", {"qk_norm": False, "qk_norm_over_heads": True}, ["qk_norm=True"]),
+   ("tiny", {"experts_per_token": 0}, ["per_token=0", "num_experts=8"]),
+   ("tiny", {"n_group": 3}, ["n_group=3", "divisor of model.num_experts=8"]),
+   ("tiny", {"n_group": 2, "topk_group": 3}, ["topk_group=3", "1 to"]),
+   ("tiny", {"scoring_func": "sigmoidal"}, ["mean 'sigmoid'?"]),
+   ("tiny", {"rotary_dim": 18}, ["rotary_dim=18", "head_dim=16"]),
+   ("tiny-gpt-oss", {"num_layers": 3}, ["num_layers=3", "multiple of 2"]),
+   ("tiny-glm-4.5", {"num_layers": 1}, ["num_experts=8", "none of the 1 "]),
+   ("tiny", {"experts_per_token": 9}, ["per_token=9", "num_experts=8"])],
+)  # fmt: skip
 def test_a_user_error_names_the_mistake(name, changes, words):
   with pytest.raises(UserError) as error:
     model.variant(name, **changes)
@@ -140,15 +134,13 @@ def test_a_user_error_names_the_mistake(name, changes, words):
 
 @pytest.mark.parametrize(
   ("kind", "numbers", "words"),
-  [
-    (model.Llama3Scaling, (8, 4, 1, 64), "low=4, high=1, .* 0 < low < high"),
-    (model.Llama3Scaling, (0.5, 1, 4, 64), "factor=0.5, .* factor >= 1"),
-    (model.YarnScaling, (0.5, 64), "factor=0.5, .* factor >= 1"),
-    (model.YarnScaling, (8, 0), "length=0, .* length > 0"),
-    (model.YarnScaling, (8, 64, 1, 2), "0 < beta_slow <= beta_fast"),
-    (model.YarnScaling, (8, 64, 32, 1, 0.0), "attention_factor > 0"),
-  ],
-)
+  [(model.Llama3Scaling, (8, 4, 1, 64), "low=4, high=1, .* 0 < low < high"),
+   (model.Llama3Scaling, (0.5, 1, 4, 64), "factor=0.5, .* factor >= 1"),
+   (model.YarnScaling, (0.5, 64), "factor=0.5, .* factor >= 1"),
+   (model.YarnScaling, (8, 0), "length=0, .* length > 0"),
+   (model.YarnScaling, (8, 64, 1, 2), "0 < beta_slow <= beta_fast"),
+   (model.YarnScaling, (8, 64, 32, 1, 0.0), "attention_factor > 0")],
+)  # fmt: skip
 def test_impossible_scalings_are_refused(kind, numbers, words):
   with pytest.raises(UserError, match=words):
     kind(*numbers)

@@ -131,16 +131,10 @@ def compiled(cfg, mesh, few=None):
 @pytest.mark.parametrize("skew", [0, 30], ids=["even", "all to expert 5"])
 @pytest.mark.parametrize(
   ("mesh", "cfg", "few"),
-  [
-    *((mesh, CFG, moe._FEW_BYTES) for mesh in MESHES),
-    pytest.param(
-      next(iter(MESHES)),
-      BIASED,
-      0,
-      id="tokens gathered apart, biases, adapters",
-    ),
-  ],
-)
+  [*((mesh, CFG, moe._FEW_BYTES) for mesh in MESHES),
+   pytest.param(next(iter(MESHES)), BIASED, 0,
+    id="tokens gathered apart, biases, adapters")],
+)  # fmt: skip
 def test_the_layer_on_a_mesh_equals_the_layer_on_one_device(
   mesh, cfg, few, skew, monkeypatch
 ):

@@ -132,11 +132,9 @@ def test_first_layers_are_computed_again_in_the_backward_pass():
 
 @pytest.mark.parametrize(
   ("name", "ends"),
-  [
-    ("glm-4.5", ["moe/choice_bias"]),
-    ("qwen3.5", ["delta_net/A_log", "delta_net/dt_bias"]),
-  ],
-)
+  [("glm-4.5", ["moe/choice_bias"]),
+   ("qwen3.5", ["delta_net/A_log", "delta_net/dt_bias"])],
+)  # fmt: skip
 def test_some_parameters_are_never_rounded(name, ends, tmp_path):
   cfg = dataclasses.replace(FAMILIES[name], dtype="bfloat16")
   decoding = model.unstack_layers(weights(cfg), cfg)

@@ -770,29 +770,16 @@ MSCALES = {"mscale": 0.5, "mscale_all_dim": 0.5}
 
 @pytest.mark.parametrize(
   ("scaling", "changes", "expected"),
-  [
-    ({}, {}, Yarn(4.0, 256)),
-    (AT_64, {}, Yarn(4.0, 64)),
-    (AT_64, {"original_max_position_embeddings": 32}, Yarn(4.0, 32)),
-    (
-      AT_64 | {"factor": None},
-      {"max_position_embeddings": 192},
-      Yarn(3.0, 64),
-    ),
-    (
-      {"beta_fast": 16, "beta_slow": 2, "truncate": False},
-      {},
-      Yarn(4.0, 256, 16.0, 2.0, truncate=False),
-    ),
-    (
-      {"attention_factor": 1.5, "mscale": 1.0, "mscale_all_dim": 1.0},
-      {},
-      Yarn(4.0, 256, attention_factor=1.5, mscale_all_dim=1.0),
-    ),
-    (MSCALES, {}, Yarn(4.0, 256, attention_factor=1.0, mscale_all_dim=0.5)),
-    ({"mscale": 0.5}, {}, Yarn(4.0, 256)),
-  ],
-)
+  [({}, {}, Yarn(4.0, 256)), (AT_64, {}, Yarn(4.0, 64)),
+   (AT_64, {"original_max_position_embeddings": 32}, Yarn(4.0, 32)),
+   (AT_64 | {"factor": None}, {"max_position_embeddings": 192}, Yarn(3.0, 64)),
+   ({"beta_fast": 16, "beta_slow": 2, "truncate": False}, {},
+    Yarn(4.0, 256, 16.0, 2.0, truncate=False)),
+   ({"attention_factor": 1.5, "mscale": 1.0, "mscale_all_dim": 1.0}, {},
+    Yarn(4.0, 256, attention_factor=1.5, mscale_all_dim=1.0)),
+   (MSCALES, {}, Yarn(4.0, 256, attention_factor=1.0, mscale_all_dim=0.5)),
+   ({"mscale": 0.5}, {}, Yarn(4.0, 256))],
+)  # fmt: skip
 def test_yarn_is_read_and_written(scaling, changes, expected, tmp_path):
   new = {"rope_parameters": YARN | scaling, "max_position_embeddings": 256}
   cfg = config_with(tmp_path, **new | changes)

@@ -27,15 +27,10 @@ FP8 = {
   "weight_block_size": [128, 128],
 }
 CHANNELS = {
-  "quant_method": "compressed-tensors",
-  "format": "float-quantized",
-  "config_groups": {
-    "group_0": {
-      "weights": {"strategy": "channel"},
-      "input_activations": {"strategy": "token", "dynamic": True},
-    }
-  },
-}
+  "quant_method": "compressed-tensors", "format": "float-quantized",
+  "config_groups": {"group_0": {"weights": {"strategy": "channel"},
+   "input_activations": {"strategy": "token", "dynamic": True}}},
+}  # fmt: skip
 NAMES = {"float8_e4m3fn": "F8_E4M3", "bfloat16": "BF16", "float32": "F32"}
 NAMES |= {"uint8": "U8", "int64": "I64"}
 
@@ -402,12 +397,9 @@ def test_a_layer_too_many_is_no_multi_token_prediction(in_blocks):
 
 @pytest.mark.parametrize(
   ("change", "words"),
-  [
-    (None, "no such tensor"),
-    (np.ones((2, 1), np.float32), "F32 (2, 1)"),
-    (np.ones((2, 2), np.uint8), "U8 (2, 2)"),
-  ],
-)
+  [(None, "no such tensor"), (np.ones((2, 1), np.float32), "F32 (2, 1)"),
+   (np.ones((2, 2), np.uint8), "U8 (2, 2)")],
+)  # fmt: skip
 def test_scales_that_are_missing_or_wrong_are_named(change, words, in_blocks):
   folder, stored, _ = in_blocks
   name = "model.layers.1.mlp.experts.3.down_proj.weight"
@@ -450,24 +442,18 @@ def test_a_shape_that_is_not_that_of_its_bytes_is_damage(in_blocks):
 
 @pytest.mark.parametrize(
   ("config", "words"),
-  [
-    (
-      {"quant_method": "awq", "bits": 4},
-      "quant_method='awq': expected 'fp8', ",
-    ),
-    ({}, "quant_method=None: expected 'fp8', 'mxfp4' or 'compressed-tensors'"),
-    (FP8 | {"weight_block_size": None}, "size=None: expected [128, 128]"),
-    (FP8 | {"weight_block_size": [64, 64]}, "=[64, 64]: expected [128, 128]"),
-    (FP8 | {"activation_scheme": "static"}, "scheme='static': expected 'dyn"),
-    (CHANNELS | {"format": "pack-quantized"}, "format='pack-quantized': exp"),
-    (
-      CHANNELS | {"config_groups": {"g": {"weights": {"strategy": "group"}}}},
-      "config_groups.g.weights.strategy='group': expected 'channel'",
-    ),
-    (CHANNELS | {"config_groups": [1]}, "config.json: AttributeError"),
-    ("fp8", "config.json: AttributeError"),
-  ],
-)
+  [({"quant_method": "awq", "bits": 4},
+    "quant_method='awq': expected 'fp8', "),
+   ({}, "quant_method=None: expected 'fp8', 'mxfp4' or 'compressed-tensors'"),
+   (FP8 | {"weight_block_size": None}, "size=None: expected [128, 128]"),
+   (FP8 | {"weight_block_size": [64, 64]}, "=[64, 64]: expected [128, 128]"),
+   (FP8 | {"activation_scheme": "static"}, "scheme='static': expected 'dyn"),
+   (CHANNELS | {"format": "pack-quantized"}, "format='pack-quantized': exp"),
+   (CHANNELS | {"config_groups": {"g": {"weights": {"strategy": "group"}}}},
+    "config_groups.g.weights.strategy='group': expected 'channel'"),
+   (CHANNELS | {"config_groups": [1]}, "config.json: AttributeError"),
+   ("fp8", "config.json: AttributeError")],
+)  # fmt: skip
 def test_other_quantisations_are_refused(config, words, plain, tmp_path):
   raw = json.loads((plain / "config.json").read_text())
   raw["quantization_config"] = config

@@ -153,12 +153,10 @@ def test_adapters_are_sharded_as_their_weights():
 
 @pytest.mark.parametrize(
   ("values", "words"),
-  [
-    ((-1, 1.0), "model.lora.rank=-1: expected 0 or more"),
-    ((4, 0.0), "model.lora.alpha=0.0: expected more than 0"),
-    ((4, 1.0, "mpl"), "model.lora.targets='mpl'.*'mlp'"),
-  ],
-)
+  [((-1, 1.0), "model.lora.rank=-1: expected 0 or more"),
+   ((4, 0.0), "model.lora.alpha=0.0: expected more than 0"),
+   ((4, 1.0, "mpl"), "model.lora.targets='mpl'.*'mlp'")],
+)  # fmt: skip
 def test_mistakes(values, words):
   with pytest.raises(UserError, match=words):
     model.LoraConfig(*values)

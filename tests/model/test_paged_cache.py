@@ -319,16 +319,12 @@ def test_donated_pages_are_written_in_place(name):
 @needs_libtpu
 @pytest.mark.parametrize(
   ("name", "dtype", "H"),
-  [
-    ("steps", "bfloat16", 128),
-    ("store", "bfloat16", 128),
-    ("copy", "bfloat16", 128),
-    ("steps", "bfloat16", 64),
-    pytest.param("store", "bfloat16", 64, marks=pytest.mark.slow),
-    pytest.param("steps", "float32", 128, marks=pytest.mark.slow),
-    pytest.param("steps", "float32", 64, marks=pytest.mark.slow),
-  ],
-)
+  [("steps", "bfloat16", 128), ("store", "bfloat16", 128),
+   ("copy", "bfloat16", 128), ("steps", "bfloat16", 64),
+   pytest.param("store", "bfloat16", 64, marks=pytest.mark.slow),
+   pytest.param("steps", "float32", 128, marks=pytest.mark.slow),
+   pytest.param("steps", "float32", 64, marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_a_tpu_writes_in_place_too(name, dtype, H):
   """It does not copy all pages between the writes and the kernel either."""
   device = absent_devices("v5e:2x2")[0]

@@ -199,16 +199,14 @@ def change(folder, **keys):
 
 @pytest.mark.parametrize(
   ("keys", "words"),
-  [
-    ({"r": 8}, r"model.lora.rank=3: expected 8, which is r in .*json"),
-    ({"lora_alpha": 16}, r"model.lora.alpha=5.0: expected 16"),
-    ({"use_rslora": True}, "use_rslora=True: expected False"),
-    ({"peft_type": "IA3"}, "peft_type=IA3: expected 'LORA'"),
-    ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa: expected True"),
-    ({"alora_invocation_tokens": [7]}, r"tokens=\[7\]: expected None"),
-    ({"rank_pattern": {"q_proj": 8}}, "rank_pattern=.*expected {}"),
-  ],
-)
+  [({"r": 8}, r"model.lora.rank=3: expected 8, which is r in .*json"),
+   ({"lora_alpha": 16}, r"model.lora.alpha=5.0: expected 16"),
+   ({"use_rslora": True}, "use_rslora=True: expected False"),
+   ({"peft_type": "IA3"}, "peft_type=IA3: expected 'LORA'"),
+   ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa: expected True"),
+   ({"alora_invocation_tokens": [7]}, r"tokens=\[7\]: expected None"),
+   ({"rank_pattern": {"q_proj": 8}}, "rank_pattern=.*expected {}")],
+)  # fmt: skip
 def test_other_settings_are_refused(saved, keys, words):
   change(saved, **keys)
   with pytest.raises(UserError, match=words):

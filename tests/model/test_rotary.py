@@ -16,18 +16,15 @@ from gspo_jax.model import rotary
 # Of Qwen3's model cards, and with every other key.
 QWEN3 = 128, 1e6, model.YarnScaling(4.0, 32768)
 CASES = {
-  "qwen3": QWEN3,
-  "llama": (64, 5e5, model.YarnScaling(8.0, 8192, 24.0, 2.0)),
+  "qwen3": QWEN3, "llama": (64, 5e5, model.YarnScaling(8.0, 8192, 24.0, 2.0)),
   "not truncated": (64, 1e4, model.YarnScaling(32.0, 4096, truncate=False)),
-  "attention factor": (
-    *(64, 1e4),
-    model.YarnScaling(2.0, 4096, attention_factor=1.25),
-  ),
+  "attention factor": (*(64, 1e4),
+   model.YarnScaling(2.0, 4096, attention_factor=1.25)),
   "short": (8, 1000.0, model.YarnScaling(8.0, 32, 3.0, 0.1)),
   "one index": (8, 1e4, model.YarnScaling(4.0, 300, 4.0, 4.0, truncate=False)),
   "no frequency is fast": (8, 1000.0, model.YarnScaling(8.0, 32)),
   "no frequency is slow": (8, 100.0, model.YarnScaling(8.0, 4096)),
-}
+}  # fmt: skip
 
 
 def frequencies(head_dim, theta, scaling):

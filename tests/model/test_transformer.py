@@ -127,14 +127,9 @@ def test_bf16_is_close_and_its_logits_are_float32():
 
 @pytest.mark.parametrize(
   ("platform", "layers", "unroll", "scans"),
-  [
-    ("cpu", 2, None, 0),
-    ("cpu", 9, None, 1),
-    ("tpu", 2, None, 1),
-    ("cpu", 2, 1, 1),
-    ("tpu", 2, 2, 0),
-  ],
-)
+  [("cpu", 2, None, 0), ("cpu", 9, None, 1), ("tpu", 2, None, 1),
+   ("cpu", 2, 1, 1), ("tpu", 2, 2, 0)],
+)  # fmt: skip
 def test_a_small_model_on_a_cpu_has_no_scan_over_layers(
   platform, layers, unroll, scans, monkeypatch
 ):

@@ -192,13 +192,9 @@ def test_a_kernel_takes_its_bundles_or_its_bytes(bundles, both, window):
 @needs_libtpu
 @pytest.mark.parametrize(
   ("mode", "page", "tokens", "issued", "renewed"),
-  [
-    (None, 128, 512, 544, 544),
-    (None, 512, 512, 316, 264),
-    (None, 512, 1024, 2 * 271, 476),
-    ("kv_head", 512, 1024, 2 * 271, 477),
-  ],
-)
+  [(None, 128, 512, 544, 544), (None, 512, 512, 316, 264),
+   (None, 512, 1024, 2 * 271, 476), ("kv_head", 512, 1024, 2 * 271, 477)],
+)  # fmt: skip
 def test_the_paged_kernel_of_a_v5p(mode, page, tokens, issued, renewed):
   """Counted before by hand, in another dump of libtpu 0.0.51, by jax 0.10.
 

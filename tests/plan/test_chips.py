@@ -18,15 +18,10 @@ def box(*ranges, of_slice=0):
 
 @pytest.mark.parametrize(
   ("topology", "kind", "shape"),
-  [
-    ("v5p:4x4x4", "v5p", (4, 4, 4)),
-    ("tpu7x:2x2x1", "tpu7x", (2, 2, 1)),
-    ("v5e:1x4", "v5e", (1, 4)),
-    ("v6e-1", "v6e", (1, 1)),
-    ("v5p-1536", "v5p", (8, 8, 12)),
-    ("v5p-12288", "v5p", (16, 16, 24)),
-  ],
-)
+  [("v5p:4x4x4", "v5p", (4, 4, 4)), ("tpu7x:2x2x1", "tpu7x", (2, 2, 1)),
+   ("v5e:1x4", "v5e", (1, 4)), ("v6e-1", "v6e", (1, 1)),
+   ("v5p-1536", "v5p", (8, 8, 12)), ("v5p-12288", "v5p", (16, 16, 24))],
+)  # fmt: skip
 def test_parse(topology, kind, shape):
   assert parse(topology) == chips.Slice(kind, shape)
 

@@ -102,20 +102,14 @@ ATTENTION = "attention.pallas_mosaic_gpu.PallasMosaicGpuFlashAttention"
 
 @pytest.mark.parametrize(
   ("operands", "result", "target", "operation", "flops"),
-  [
-    (QKV, "bf16[4,128,16,64]", MOSAIC, ATTENTION, 2 * PAIRS * 128),
-    (QKV, "bf16[4,128,16,64]", MOSAIC, f"{ATTENTION}Vjp", 3 * PAIRS * 128),
-    (QKV.replace("[4,", "["), "bf16[]", MOSAIC, ATTENTION, PAIRS * 64),
-    (
-      *(QKV, "(bf16[4,128,8,64], bf16[4,128,8,64])"),
-      *(MOSAIC, f"{ATTENTION}Vjp", 4 * PAIRS * 128),
-    ),
-    (
-      *(QKV, "(bf16[4,128,16,64], bf16[4,128,8,64], bf16[4,128,8,64])"),
-      *(TRITON, f"{ATTENTION}Vjp", 7 * PAIRS * 128),
-    ),
-  ],
-)
+  [(QKV, "bf16[4,128,16,64]", MOSAIC, ATTENTION, 2 * PAIRS * 128),
+   (QKV, "bf16[4,128,16,64]", MOSAIC, f"{ATTENTION}Vjp", 3 * PAIRS * 128),
+   (QKV.replace("[4,", "["), "bf16[]", MOSAIC, ATTENTION, PAIRS * 64),
+   (*(QKV, "(bf16[4,128,8,64], bf16[4,128,8,64])"),
+    *(MOSAIC, f"{ATTENTION}Vjp", 4 * PAIRS * 128)),
+   (*(QKV, "(bf16[4,128,16,64], bf16[4,128,8,64], bf16[4,128,8,64])"),
+    *(TRITON, f"{ATTENTION}Vjp", 7 * PAIRS * 128))],
+)  # fmt: skip
 def test_attention_is_the_causal_half(
   operands, result, target, operation, flops
 ):

@@ -58,16 +58,9 @@ def test_only_arrays_in_hbm_count_as_hbm_bytes(module):
 
 @pytest.mark.parametrize(
   ("text", "size"),
-  [
-    ("pred[10]{0}", 10),
-    ("s4[10]", 5),
-    ("f8e4m3fn[2,3]", 6),
-    ("bf16[]", 2),
-    ("f64[0,7]", 0),
-    ("token[]", 0),
-    ("((f32[2], u32[]), s8[1]{0:S(3)})", 13),
-  ],
-)
+  [("pred[10]{0}", 10), ("s4[10]", 5), ("f8e4m3fn[2,3]", 6), ("bf16[]", 2),
+   ("f64[0,7]", 0), ("token[]", 0), ("((f32[2], u32[]), s8[1]{0:S(3)})", 13)],
+)  # fmt: skip
 def test_bytes_of_types(text, size):
   assert sum(a.bytes for a in hlo_module.arrays(text)) == size
 
@@ -84,11 +77,9 @@ def test_called_computations(module):
 
 @pytest.mark.parametrize(
   ("text", "words"),
-  [
-    ("", "no ENTRY"),
-    ("ENTRY %m () -> s32[] {\n  %x = nonsense\n}", "not an HLO instruction"),
-  ],
-)
+  [("", "no ENTRY"),
+   ("ENTRY %m () -> s32[] {\n  %x = nonsense\n}", "not an HLO instruction")],
+)  # fmt: skip
 def test_text_that_is_not_hlo_is_an_error(text, words):
   with pytest.raises(ValueError, match=words):
     hlo_module.parse(text)

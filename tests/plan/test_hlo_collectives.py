@@ -9,13 +9,11 @@ from gspo_jax.plan.hlo.collectives import Collective, awaited, group, started
 
 @pytest.mark.parametrize(
   ("text", "members"),
-  [
-    ("replica_groups={{0,4,8},{1,5,9}}", (0, 4, 8)),
-    ("replica_groups=[2,4]<=[8]", (0, 1, 2, 3)),
-    ("source_target_pairs={{3,7},{7,3}}", (3, 7)),
-    ("to_apply=%sum", tuple(range(16))),
-  ],
-)
+  [("replica_groups={{0,4,8},{1,5,9}}", (0, 4, 8)),
+   ("replica_groups=[2,4]<=[8]", (0, 1, 2, 3)),
+   ("source_target_pairs={{3,7},{7,3}}", (3, 7)),
+   ("to_apply=%sum", tuple(range(16)))],
+)  # fmt: skip
 def test_the_first_group(text, members):
   assert group(f", channel_id=1, {text}, x=1", 16) == members
 
@@ -36,14 +34,9 @@ def test_iota_groups_against_numpy(shape, order, size):
 
 @pytest.mark.parametrize(
   ("axes", "taken"),
-  [
-    ("'a'", np.s_[:, 0]),
-    ("'b'", np.s_[0, :]),
-    ("'a','b'", np.s_[:, :]),
-    ("'a':(2)4", np.s_[0:8:2, 0]),
-    ("'a':(1)2,'b'", np.s_[0:16:8, :]),
-  ],
-)
+  [("'a'", np.s_[:, 0]), ("'b'", np.s_[0, :]), ("'a','b'", np.s_[:, :]),
+   ("'a':(2)4", np.s_[0:8:2, 0]), ("'a':(1)2,'b'", np.s_[0:16:8, :])],
+)  # fmt: skip
 def test_mesh_groups_against_numpy(axes, taken):
   text = f"replica_groups=mesh['a'=16,'b'=4] {{{axes}}}, use_global=true"
   whole = np.arange(64).reshape(16, 4)
@@ -115,18 +108,14 @@ PERMUTE = Collective("collective-permute", (0, 1), 64, "send-start")
 
 @pytest.mark.parametrize(
   ("name", "expected"),
-  [
-    ("gather", [Collective("all-gather", FOUR, 256)]),
-    ("scatter", [Collective("reduce-scatter", FOUR, 64)]),
-    ("send-start", [PERMUTE]),
-    ("async-start", [Collective("all-gather", FOUR, 256, "channel 7")]),
-    ("both-start", [Collective("all-gather", FOUR, 256 + 64, "both-start")]),
-    ("middle", []),
-    ("async-done", []),
-    ("away", [Collective("network", (0, 7), 64, "away")]),
-    ("out", []),
-  ],
-)
+  [("gather", [Collective("all-gather", FOUR, 256)]),
+   ("scatter", [Collective("reduce-scatter", FOUR, 64)]),
+   ("send-start", [PERMUTE]),
+   ("async-start", [Collective("all-gather", FOUR, 256, "channel 7")]),
+   ("both-start", [Collective("all-gather", FOUR, 256 + 64, "both-start")]),
+   ("middle", []), ("async-done", []),
+   ("away", [Collective("network", (0, 7), 64, "away")]), ("out", [])],
+)  # fmt: skip
 def test_the_collectives_of_an_instruction(name, expected):
   module = hlo_module.parse(TEXT)
   assert started(module, module.entry, module.entry.get(name), 8) == expected
@@ -134,14 +123,9 @@ def test_the_collectives_of_an_instruction(name, expected):
 
 @pytest.mark.parametrize(
   ("name", "key"),
-  [
-    ("send-done", "send-start"),
-    ("async-done", "channel 7"),
-    ("middle", None),
-    ("async-start", None),
-    ("scatter", None),
-  ],
-)
+  [("send-done", "send-start"), ("async-done", "channel 7"), ("middle", None),
+   ("async-start", None), ("scatter", None)],
+)  # fmt: skip
 def test_the_collective_that_an_instruction_waits_for(name, key):
   module = hlo_module.parse(TEXT)
   assert awaited(module, module.entry.get(name)) == key

@@ -62,11 +62,9 @@ def test_overlaps_against_brute_force():
 
 @pytest.mark.parametrize(
   ("stated", "flops"),
-  [
-    ("", 0),
-    (', backend_config={"cost_estimate":{"bytes":"1","flops":"42"}}', 42),
-  ],
-)
+  [("", 0),
+   (', backend_config={"cost_estimate":{"bytes":"1","flops":"42"}}', 42)],
+)  # fmt: skip
 def test_a_kernel_that_states_no_flops_is_unknown(stated, flops):
   work = first_of(
     "  %a = f32[4]{0} parameter(0)\n"
@@ -98,17 +96,15 @@ def scores(T, window, rows, columns):
 @pytest.mark.parametrize("T", [128, 640, 768, 1024, 8192])
 @pytest.mark.parametrize(
   ("name", "results", "products", "window"),
-  [
-    ("splash_mha_fwd_segmented", "bf16[8,{T},32]", 2, None),
-    ("splash_mha_fwd_segmented", "bf16[8,{T},32]", 2, 128),
-    ("splash_mha_fwd_segmented", "bf16[8,{T},32]", 2, 1300),
-    ("splash_mqa_dkv", "(bf16[2,{T},32], bf16[2,{T},32])", 4, None),
-    ("splash_mqa_dkv", "(bf16[2,{T},32], bf16[2,{T},32])", 4, 1300),
-    ("splash_mha_dkv", "(bf16[{n},8,{T},32], bf16[2,{T},32])", 5, None),
-    ("splash_mha_dq", "bf16[8,{T},32]", 3, None),
-    ("splash_mha_dq", "bf16[8,{T},32]", 3, 128),
-  ],
-)
+  [("splash_mha_fwd_segmented", "bf16[8,{T},32]", 2, None),
+   ("splash_mha_fwd_segmented", "bf16[8,{T},32]", 2, 128),
+   ("splash_mha_fwd_segmented", "bf16[8,{T},32]", 2, 1300),
+   ("splash_mqa_dkv", "(bf16[2,{T},32], bf16[2,{T},32])", 4, None),
+   ("splash_mqa_dkv", "(bf16[2,{T},32], bf16[2,{T},32])", 4, 1300),
+   ("splash_mha_dkv", "(bf16[{n},8,{T},32], bf16[2,{T},32])", 5, None),
+   ("splash_mha_dq", "bf16[8,{T},32]", 3, None),
+   ("splash_mha_dq", "bf16[8,{T},32]", 3, 128)],
+)  # fmt: skip
 def test_attention_kernels_by_counting_blocks(
   name, results, products, window, T
 ):

@@ -128,20 +128,18 @@ def test_lengths_of_a_group_correlate(correlation):
 
 @pytest.mark.parametrize(
   ("spec", "words"),
-  [
-    ("lognormal", "lognormal: mean is missing; expected a file, or lognormal:"),
-    ("lognormal:mean=.2", "sigma is missing"),
-    ("lognormal:men=.2,sigma=1", "men: did you mean 'mean'?"),
-    ("lognormal:mean=a,sigma=1", "mean=a: expected a number"),
-    ("lognormal:mean=1,sigma=1", "mean=1: expected a share of sampler.max_new"),
-    ("lognormal:mean=nan,sigma=1", "mean=nan: expected a share"),
-    ("lognormal:mean=.2,sigma=0", "sigma=0: expected a number above 0"),
-    ("lognormal:mean=.2,sigma=1,group=2", "group=2: expected a correlation"),
-    ("lognormal:mean=.2,sigma=1,prompt_mean=2", "prompt_mean=2: expected a s"),
-    ("nowhere.txt", "cannot read 'nowhere.txt': No such file"),
-    ("nowhere.txt:mean=.2", "mean: choose one of prompt_mean"),
-  ],
-)
+  [("lognormal", "lognormal: mean is missing; expected a file, or lognormal:"),
+   ("lognormal:mean=.2", "sigma is missing"),
+   ("lognormal:men=.2,sigma=1", "men: did you mean 'mean'?"),
+   ("lognormal:mean=a,sigma=1", "mean=a: expected a number"),
+   ("lognormal:mean=1,sigma=1", "mean=1: expected a share of sampler.max_new"),
+   ("lognormal:mean=nan,sigma=1", "mean=nan: expected a share"),
+   ("lognormal:mean=.2,sigma=0", "sigma=0: expected a number above 0"),
+   ("lognormal:mean=.2,sigma=1,group=2", "group=2: expected a correlation"),
+   ("lognormal:mean=.2,sigma=1,prompt_mean=2", "prompt_mean=2: expected a s"),
+   ("nowhere.txt", "cannot read 'nowhere.txt': No such file"),
+   ("nowhere.txt:mean=.2", "mean: choose one of prompt_mean")],
+)  # fmt: skip
 def test_a_mistaken_spec_is_named(spec, words):
   with pytest.raises(UserError) as error:
     draw(spec)

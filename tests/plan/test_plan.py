@@ -213,20 +213,14 @@ def test_what_does_not_fit_is_refused_on_one_screen():
 
 @pytest.mark.parametrize(
   ("arguments", "words"),
-  [
-    ([*TINY], "--topology is missing; for a start: python -m gspo_jax.plan"),
-    ([*TINY, "--topology=v5x:2x4"], "did you mean 'v5e' or 'v5p'?"),
-    (
-      [*TINY, SLICE, "--functions="],
-      "choose one of decode_params, generate, old_logps, prefill, ",
-    ),
-    ([*TINY, SLICE, "--lengths=nowhere"], "--lengths=nowhere: cannot read "),
-    (
-      [*TINY, SLICE, "--lengths=lognormal", "--functions=update"],
-      "--functions=update: expected all of them, the default, with --lengths",
-    ),
-  ],
-)
+  [([*TINY], "--topology is missing; for a start: python -m gspo_jax.plan"),
+   ([*TINY, "--topology=v5x:2x4"], "did you mean 'v5e' or 'v5p'?"),
+   ([*TINY, SLICE, "--functions="],
+    "choose one of decode_params, generate, old_logps, prefill, "),
+   ([*TINY, SLICE, "--lengths=nowhere"], "--lengths=nowhere: cannot read "),
+   ([*TINY, SLICE, "--lengths=lognormal", "--functions=update"],
+    "--functions=update: expected all of them, the default, with --lengths")],
+)  # fmt: skip
 def test_a_mistake_is_told_in_one_line(arguments, words, capsys):
   assert words in mistake(door.main, *arguments)
   assert not capsys.readouterr().out

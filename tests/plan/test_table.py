@@ -62,44 +62,33 @@ def narrow(text):
 
 @pytest.mark.parametrize(
   "line",
-  [
-    "configs/some.py on 2 x v5p:4x4x4, 128 devices",
-    "mesh: data 2, fsdp 16, expert 4; sampler mesh: data 32, expert 4",
-    "jax 0.10.2, libtpu 0.0.51; compiler roofline, nothing ran on a chip",
-    "peak, by the compiler 9.00 9.00 9.00",
-    "free of 40.00 75% 75% 75%",
-    "HBM, GB 3000 3000 3000",
-    "of which not covered 250 ms 250 ms 250 ms",
-    "MFU: as scheduled 37.5% 37.5% 37.5%",
-    "all-gather, asynchronous 16 96 2.5 500 ms",
-    "more, of experts' padding 3.000e+14 3.000e+14 3.000e+14",
-    "by libtpu's cycles, 1.75 GHz update old logps generate",
-    "operations 2 s 2 s 2 s",
-    "of which it estimates 90% 90% 90%",
-    "time: as scheduled 2.25 s 2.25 s 2.25 s",
-    "MFU: as scheduled 12.5% 12.5% 12.5%",
-    "dot 1 s 1.5 s 1.00e+15 2",
-    "experts/while 4 x 3 us, counted once",
-    f"...{'x' * 45} 48 x 5 s, not counted",
-    "7 x kernel mystery of unknown FLOPs, not counted",
-    "verdict: fits, 75% of the HBM free at least",
-  ],
-)
+  ["configs/some.py on 2 x v5p:4x4x4, 128 devices",
+   "mesh: data 2, fsdp 16, expert 4; sampler mesh: data 32, expert 4",
+   "jax 0.10.2, libtpu 0.0.51; compiler roofline, nothing ran on a chip",
+   "peak, by the compiler 9.00 9.00 9.00", "free of 40.00 75% 75% 75%",
+   "HBM, GB 3000 3000 3000", "of which not covered 250 ms 250 ms 250 ms",
+   "MFU: as scheduled 37.5% 37.5% 37.5%",
+   "all-gather, asynchronous 16 96 2.5 500 ms",
+   "more, of experts' padding 3.000e+14 3.000e+14 3.000e+14",
+   "by libtpu's cycles, 1.75 GHz update old logps generate",
+   "operations 2 s 2 s 2 s", "of which it estimates 90% 90% 90%",
+   "time: as scheduled 2.25 s 2.25 s 2.25 s",
+   "MFU: as scheduled 12.5% 12.5% 12.5%", "dot 1 s 1.5 s 1.00e+15 2",
+   "experts/while 4 x 3 us, counted once",
+   f"...{'x' * 45} 48 x 5 s, not counted",
+   "7 x kernel mystery of unknown FLOPs, not counted",
+   "verdict: fits, 75% of the HBM free at least"],
+)  # fmt: skip
 def test_a_line(line):
   assert line in narrow(render(REPORT, top=1))
 
 
 @pytest.mark.parametrize(
   ("share", "verdict"),
-  [
-    (
-      0.07,
-      "verdict: fits, but only 7% of the HBM free: executables and "
-      "fragmentation need some",
-    ),
-    (0.09, "verdict: fits, 9% of the HBM free at least"),
-  ],
-)
+  [(0.07, "verdict: fits, but only 7% of the HBM free: executables and "
+    "fragmentation need some"),
+   (0.09, "verdict: fits, 9% of the HBM free at least")],
+)  # fmt: skip
 def test_a_tight_fit_has_a_warning(share, verdict):
   report = copy.deepcopy(REPORT)
   report["functions"]["update"]["memory"]["free"] = share * report["hbm"]
@@ -122,22 +111,13 @@ PAGES = {"pages_bytes": 8e9, "pages_seconds": 3e-3}
 
 @pytest.mark.parametrize(
   ("more", "expected"),
-  [
-    ({}, ["step at the longest cache", "above: the prefill and 32 such steps"]),
-    (
-      PAGES | {"kernel": True},
-      [
-        "step with every page full",
-        "8 GB, 3 ms of it to read all pages; less if fewer are full",
-        "above: a segment of 32 such steps",
-      ],
-    ),
-    (
-      PAGES | {"kernel": False},
-      ["not counted: 8 GB, 3 ms to read all pages in blocks"],
-    ),
-  ],
-)
+  [({}, ["step at the longest cache", "above: the prefill and 32 such steps"]),
+   (PAGES | {"kernel": True}, ["step with every page full",
+    "8 GB, 3 ms of it to read all pages; less if fewer are full",
+    "above: a segment of 32 such steps"]),
+   (PAGES | {"kernel": False},
+    ["not counted: 8 GB, 3 ms to read all pages in blocks"])],
+)  # fmt: skip
 def test_the_decode_step(more, expected):
   report = copy.deepcopy(REPORT)
   generate = copy.deepcopy(FUNCTION)
@@ -230,28 +210,24 @@ ITERATION = {
 
 @pytest.mark.parametrize(
   "line",
-  [
-    "iteration, lognormal:mean=.25,sigma=1",
-    "512 prompts: 262144 tokens, mean 512, median 512, longest 1023",
-    "8192 responses: 31457280 tokens, mean 3840, median 2400, longest 15360",
-    "responses that continue in later iterations are counted as if each ended "
+  ["iteration, lognormal:mean=.25,sigma=1",
+   "512 prompts: 262144 tokens, mean 512, median 512, longest 1023",
+   "8192 responses: 31457280 tokens, mean 3840, median 2400, longest 15360",
+   "responses that continue in later iterations are counted as if each ended "
     "in this one",
-    "time real tokens computed useful useful MFU",
-    "generate 185 s 31457280 62914560 50.0% 1.2%",
-    "weights 56 ms",
-    "score 86 s 8 10 80.0% 37.5%",
-    "update 227 s 9 10 90.0% 43.8%",
-    "all 498 s 31457297 62914580 50.0% 28.1%",
-    "by libtpu's cycles 602 s, useful MFU 21.9%: generate 202 s",
-    "at best: 63166 sampled tokens/s, 987 a chip; with prompts 1020 a chip",
-    "by libtpu's cycles: 52254 sampled tokens/s, 816 a chip; with prompts 844 "
+   "time real tokens computed useful useful MFU",
+   "generate 185 s 31457280 62914560 50.0% 1.2%", "weights 56 ms",
+   "score 86 s 8 10 80.0% 37.5%", "update 227 s 9 10 90.0% 43.8%",
+   "all 498 s 31457297 62914580 50.0% 28.1%",
+   "by libtpu's cycles 602 s, useful MFU 21.9%: generate 202 s",
+   "at best: 63166 sampled tokens/s, 987 a chip; with prompts 1020 a chip",
+   "by libtpu's cycles: 52254 sampled tokens/s, 816 a chip; with prompts 844 "
     "a chip",
-    "generate: prefill 1 s, steps 84 s, reading 60 s, waiting 40 s",
-    "20480 decode steps in 640 segments; of 2048 slots in use, by tenths:",
-    "100% 100% 100% 100% 100% 100% 100% 100% 100% 12%",
-    "43 micro-batches of 5.25 s in the update, and 35 ms an optimizer step",
-  ],
-)
+   "generate: prefill 1 s, steps 84 s, reading 60 s, waiting 40 s",
+   "20480 decode steps in 640 segments; of 2048 slots in use, by tenths:",
+   "100% 100% 100% 100% 100% 100% 100% 100% 100% 12%",
+   "43 micro-batches of 5.25 s in the update, and 35 ms an optimizer step"],
+)  # fmt: skip
 def test_an_iteration(line):
   report = REPORT | {"lengths": "lognormal:mean=.25,sigma=1"}
   assert line in narrow(render(report | {"iteration": ITERATION}))

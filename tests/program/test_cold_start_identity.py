@@ -31,19 +31,13 @@ GATED = {
 GATED_TURNS = {"rollout.max_turns", "rollout.max_sequences"}
 # Another value of what decides the model, the tokenizer and the problems.
 PREPARED = {
-  "seed": 1,
-  "model.variant": "small",
-  "model.dtype": "bfloat16",
-  "model.float32_head": True,
-  "model.float32_router": True,
-  "data.source": "jsonl:{files}/B.jsonl",
-  "data.weights": (3.0, 1.0),
-  "data.eval_source": "jsonl:{files}/A.jsonl",
-  "data.problem_field": "spoken",
-  "data.reference_field": "result",
-  "data.demonstration_field": "worked",
+  "seed": 1, "model.variant": "small", "model.dtype": "bfloat16",
+  "model.float32_head": True, "model.float32_router": True,
+  "data.source": "jsonl:{files}/B.jsonl", "data.weights": (3.0, 1.0),
+  "data.eval_source": "jsonl:{files}/A.jsonl", "data.problem_field": "spoken",
+  "data.reference_field": "result", "data.demonstration_field": "worked",
   "data.tokenizer": "bytes",
-}
+}  # fmt: skip
 # They round a cold start, or its gate's greedy decoding; or nobody would miss
 # a cold start that is kept for each value.
 ROUNDED = {
@@ -118,16 +112,12 @@ def test_each_key_decides_rounds_or_does_neither():
 
 @pytest.mark.parametrize(
   ("given", "decide"),
-  [
-    ({"cold_start.gate": 0.0}, IMITATED),
-    ({"cold_start.gate": 0.5}, IMITATED | GATED),
-    (
-      {"cold_start.gate": 0.5, "rollout.environment": "guessing"},
-      IMITATED | GATED | GATED_TURNS,
-    ),
-  ],
+  [({"cold_start.gate": 0.0}, IMITATED),
+   ({"cold_start.gate": 0.5}, IMITATED | GATED),
+   ({"cold_start.gate": 0.5, "rollout.environment": "guessing"},
+    IMITATED | GATED | GATED_TURNS)],
   ids=["no gate", "gate", "conversations"],
-)
+)  # fmt: skip
 def test_what_decides_a_cold_start_is_in_its_identity(base, given, decide):
   base = changed(base, **given)
   assert deciding(base, cold_start_identity) == decide
@@ -207,21 +197,19 @@ def test_a_saved_one_is_the_same_or_the_error_names_the_key(base):
 
 @pytest.mark.parametrize(
   ("given", "kept"),
-  [
-    ({}, True),
-    ({"data.source": "gspo_jax.tasks.games.calculator_problems"}, True),
-    ({"rollout.environment": "calculator"}, True),
-    ({"model.checkpoint": "folder"}, False),
-    ({"data.source": "jsonl:problems"}, False),
-    ({"data.source": "gspo_jax_of_mine.problems"}, False),
-    ({"data.eval_source": "hf:problems"}, False),
-    ({"rollout.environment": "tools:functions=mine.f"}, False),
-    ({"reward.names": ("final_answer", "mine.f")}, False),
-    ({"reward.names": ("final_answer", "model:folder")}, False),
-    ({"reward.names": ("mine.f",), "cold_start.gate": 0.0}, True),
-  ],
+  [({}, True),
+   ({"data.source": "gspo_jax.tasks.games.calculator_problems"}, True),
+   ({"rollout.environment": "calculator"}, True),
+   ({"model.checkpoint": "folder"}, False),
+   ({"data.source": "jsonl:problems"}, False),
+   ({"data.source": "gspo_jax_of_mine.problems"}, False),
+   ({"data.eval_source": "hf:problems"}, False),
+   ({"rollout.environment": "tools:functions=mine.f"}, False),
+   ({"reward.names": ("final_answer", "mine.f")}, False),
+   ({"reward.names": ("final_answer", "model:folder")}, False),
+   ({"reward.names": ("mine.f",), "cold_start.gate": 0.0}, True)],
   ids=lambda x: x if isinstance(x, bool) else " ".join(map(str, x.values())),
-)
+)  # fmt: skip
 def test_none_is_kept_whose_parts_may_change(base, given, kept):
   key = cold_start_key(changed(base, **{"cold_start.gate": 0.5} | given))
   assert (key is not None) == kept

@@ -48,11 +48,9 @@ def assert_one_line(text):
 
 @pytest.mark.parametrize(
   ("line", "words"),
-  [
-    ("c.beta = 8", "beta: no .* 'objective.kl_coef'"),
-    ("c.optim.lr = 2", "lr: no .* 'optim.learning_rate'"),
-  ],
-)
+  [("c.beta = 8", "beta: no .* 'objective.kl_coef'"),
+   ("c.optim.lr = 2", "lr: no .* 'optim.learning_rate'")],
+)  # fmt: skip
 def test_a_key_that_a_config_file_may_not_set_is_named(
   parse, tmp_path, line, words
 ):
@@ -281,13 +279,11 @@ train.train_and_evaluate = train_and_evaluate
 
 @pytest.mark.parametrize(
   ("at", "signals", "code", "words"),
-  [
-    ("loading jax", [signal.SIGTERM], 75, "stopped before training"),
-    ("loading jax", [signal.SIGINT], 75, "stopped before training"),
-    ("training", [signal.SIGINT], 75, "saves after this iteration"),
-    ("training", [signal.SIGINT] * 2, 130, "a second Ctrl-C"),
-  ],
-)
+  [("loading jax", [signal.SIGTERM], 75, "stopped before training"),
+   ("loading jax", [signal.SIGINT], 75, "stopped before training"),
+   ("training", [signal.SIGINT], 75, "saves after this iteration"),
+   ("training", [signal.SIGINT] * 2, 130, "a second Ctrl-C")],
+)  # fmt: skip
 def test_a_signal_ends_a_run_in_one_line(tmp_path, at, signals, code, words):
   code_of = EARLY + TRAINING * (at == "training") + "main.main()"
   process = subprocess.Popen(

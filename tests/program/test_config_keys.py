@@ -56,30 +56,25 @@ def test_a_suggestion_says_what_its_number_counts():
 
 @pytest.mark.parametrize(
   ("typed", "meant"),
-  [
-    ("optim.b1", "optim.name=adamw:b1=0.9"),
-    ("min_lr", "optim.decay=cosine:min_lr_ratio=0.1"),
-    ("objective.clip_low", "objective.name=gspo:clip_low=3e-4"),
-    ("critic.clip", "objective.name=ppo:critic_clip=0.2"),
-    ("objective.cap", "objective.name=cispo:cap=5.0"),
-    ("tis_imp_ratio_cap", "objective.mismatch=tis_token:cap=2.0"),
-  ],
-)
+  [("optim.b1", "optim.name=adamw:b1=0.9"),
+   ("min_lr", "optim.decay=cosine:min_lr_ratio=0.1"),
+   ("objective.clip_low", "objective.name=gspo:clip_low=3e-4"),
+   ("critic.clip", "objective.name=ppo:critic_clip=0.2"),
+   ("objective.cap", "objective.name=cispo:cap=5.0"),
+   ("tis_imp_ratio_cap", "objective.mismatch=tis_token:cap=2.0")],
+)  # fmt: skip
 def test_a_number_may_belong_to_a_spec(typed, meant):
   assert hint(typed, KEYS) == f"did you mean {meant!r}?"
 
 
 @pytest.mark.parametrize(
   ("typed", "keys"),
-  [
-    ("temperature", "'sampler.temperature'"),
-    ("log.every", "'checkpoint.every' or 'eval.every'"),
-    ("evals.samples", "'eval.samples'"),
-    ("optim.learning_rat", "'optim.learning_rate'"),
-    ("sed", "'seed'"),
-    ("objective.names", "'objective.name' or 'reward.names'"),
-  ],
-)
+  [("temperature", "'sampler.temperature'"),
+   ("log.every", "'checkpoint.every' or 'eval.every'"),
+   ("evals.samples", "'eval.samples'"),
+   ("optim.learning_rat", "'optim.learning_rate'"), ("sed", "'seed'"),
+   ("objective.names", "'objective.name' or 'reward.names'")],
+)  # fmt: skip
 def test_another_section_and_a_typo(typed, keys):
   assert meant(hint(typed, KEYS)) == keys
 

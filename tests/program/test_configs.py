@@ -71,11 +71,9 @@ RECIPES = {"dapo": ("dapo", 3, False), "srpo": ("grpo", 1, True)}
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
   ("name", "folder", "argument"),
-  [
-    ("hugging_face", "./d", "./d"),
-    ("moe_tpu", "./d", "checkpoint=./d,questions=q"),
-  ],
-)
+  [("hugging_face", "./d", "./d"),
+   ("moe_tpu", "./d", "checkpoint=./d,questions=q")],
+)  # fmt: skip
 def test_a_recipe_goes_with_a_model(name, folder, argument, recipe):
   plain, c = load(name, argument), load(name, f"{argument},recipe={recipe}")
   method = (
@@ -101,13 +99,11 @@ def test_the_configs_of_recipes_are_these_recipes():
 
 @pytest.mark.parametrize(
   ("name", "argument"),
-  [
-    ("hugging_face", "./d,recipe=grpo"),
-    ("hugging_face", "./d,recipe=dapo,recipe=srpo"),
-    ("hugging_face", "./d,dapo"),
-    ("moe_tpu", "checkpoint=./d,questions=q,recipe=grpo"),
-  ],
-)
+  [("hugging_face", "./d,recipe=grpo"),
+   ("hugging_face", "./d,recipe=dapo,recipe=srpo"),
+   ("hugging_face", "./d,dapo"),
+   ("moe_tpu", "checkpoint=./d,questions=q,recipe=grpo")],
+)  # fmt: skip
 def test_a_recipe_that_there_is_not_is_refused(name, argument):
   words = rf"configs/{name}.py:{argument}: .*expected .*dapo.*srpo"
   with pytest.raises(ValueError, match=words):
@@ -197,12 +193,10 @@ def test_a_config_for_gpus_divides_on_its_cards(variant, memory):
 
 @pytest.mark.parametrize(
   ("argument", "message"),
-  [
-    ("variant=qwen3-8b", "variant=qwen3-8b: expected one of qwen3-0.6b, "),
-    ("memory=40", "memory=40: expected 24 or 80 with variant=qwen3-0.6b"),
-    ("variant=olmoe-1b-7b,memory=24", "memory=24: expected 80 with variant=ol"),
-  ],
-)
+  [("variant=qwen3-8b", "variant=qwen3-8b: expected one of qwen3-0.6b, "),
+   ("memory=40", "memory=40: expected 24 or 80 with variant=qwen3-0.6b"),
+   ("variant=olmoe-1b-7b,memory=24", "memory=24: expected 80 with variant=ol")],
+)  # fmt: skip
 def test_gpus_that_a_model_has_no_config_for_are_refused(argument, message):
   with pytest.raises(
     ValueError, match=rf"configs/gpu.py:{argument}: {message}"
@@ -238,19 +232,15 @@ def test_the_first_slice_of_a_variant_is_its_default():
 
 @pytest.mark.parametrize(
   ("argument", "message"),
-  [
-    ("variant=qwen3-moe", "variant=qwen3-moe: expected one of qwen3-30b-a3b,"),
-    ("topology=v5p:3x3x3", "topology=v5p:3x3x3: expected one of v5p:4x4"),
-    (
-      "variants=qwen3-30b-a3b",
-      "variants: expected one of debug, long, checkpoint",
-    ),
-    ("long,variant=qwen3-30b-a3b", "qwen3-coder-30b-a3b with long"),
-    ("checkpoint=./folder", "checkpoint= and questions="),
-    ("questions=q.jsonl", "checkpoint= and questions="),
-    ("eval=q.jsonl", "no eval="),
-  ],
-)
+  [("variant=qwen3-moe", "variant=qwen3-moe: expected one of qwen3-30b-a3b,"),
+   ("topology=v5p:3x3x3", "topology=v5p:3x3x3: expected one of v5p:4x4"),
+   ("variants=qwen3-30b-a3b",
+    "variants: expected one of debug, long, checkpoint"),
+   ("long,variant=qwen3-30b-a3b", "qwen3-coder-30b-a3b with long"),
+   ("checkpoint=./folder", "checkpoint= and questions="),
+   ("questions=q.jsonl", "checkpoint= and questions="),
+   ("eval=q.jsonl", "no eval=")],
+)  # fmt: skip
 def test_a_wrong_argument_is_refused_with_those_there_are(argument, message):
   with pytest.raises(ValueError, match=message):
     load("moe_tpu", argument)
@@ -258,13 +248,11 @@ def test_a_wrong_argument_is_refused_with_those_there_are(argument, message):
 
 @pytest.mark.parametrize(
   ("file", "source"),
-  [
-    ("q.jsonl", "jsonl:q.jsonl"),
-    ("gs://bucket/q.jsonl", "jsonl:gs://bucket/q.jsonl"),
-    ("gs://bucket/q.parquet", "parquet:gs://bucket/q.parquet"),
-    ("parquet:gs://bucket/q", "parquet:gs://bucket/q"),
-  ],
-)
+  [("q.jsonl", "jsonl:q.jsonl"),
+   ("gs://bucket/q.jsonl", "jsonl:gs://bucket/q.jsonl"),
+   ("gs://bucket/q.parquet", "parquet:gs://bucket/q.parquet"),
+   ("parquet:gs://bucket/q", "parquet:gs://bucket/q")],
+)  # fmt: skip
 def test_a_recipe_takes_a_checkpoint_and_questions(file, source):
   c = load("moe_tpu", f"checkpoint=./folder,questions={file}")
   assert (c.model.checkpoint, c.data.source) == ("./folder", source)

@@ -31,12 +31,10 @@ def test_a_gpu_without_bfloat16(debug_config):
 
 @pytest.mark.parametrize(
   ("variant", "platform", "tensor", "words"),
-  [
-    ("tiny", "gpu", 1, "model.exact=True: expected False on a GPU"),
-    ("tiny", "tpu", 1, "model.exact=True: expected False on a TPU"),
-    ("tiny-moonlight", "cpu", 2, r"or mesh.tensor=1 \(it is 2\): with MLA"),
-  ],
-)
+  [("tiny", "gpu", 1, "model.exact=True: expected False on a GPU"),
+   ("tiny", "tpu", 1, "model.exact=True: expected False on a TPU"),
+   ("tiny-moonlight", "cpu", 2, r"or mesh.tensor=1 \(it is 2\): with MLA")],
+)  # fmt: skip
 def test_what_is_not_exact_is_refused(
   debug_config, variant, platform, tensor, words
 ):
@@ -50,12 +48,10 @@ def test_what_is_not_exact_is_refused(
 
 @pytest.mark.parametrize(
   ("sampler_mesh", "words"),
-  [
-    ({"expert": 3}, "expert=3 times tensor=1 does not divide the 8 devices"),
-    ({"tensor": 8}, "on sampler_mesh: vocab=258 of embed .* by mesh.tensor=8"),
-    ({"expert": -1}, "sampler_mesh.expert=-1: expected 0 or more"),
-  ],
-)
+  [({"expert": 3}, "expert=3 times tensor=1 does not divide the 8 devices"),
+   ({"tensor": 8}, "on sampler_mesh: vocab=258 of embed .* by mesh.tensor=8"),
+   ({"expert": -1}, "sampler_mesh.expert=-1: expected 0 or more")],
+)  # fmt: skip
 def test_a_sampler_mesh_that_does_not_fit(debug_config, sampler_mesh, words):
   debug_config.sampler_mesh.update(sampler_mesh)
   debug_config.data.prompts = debug_config.learner.micro_batch_size = 8

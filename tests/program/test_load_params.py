@@ -83,11 +83,9 @@ def test_a_hugging_face_folder(debug_config, program, params, tmp_path):
 
 @pytest.mark.parametrize(
   ("changes", "words"),
-  [
-    ({"norm_eps": 1e-5}, "model.norm_eps=1e-06"),
-    ({"vocab_size": 2048}, "model.vocab_size=258"),
-  ],
-)
+  [({"norm_eps": 1e-5}, "model.norm_eps=1e-06"),
+   ({"vocab_size": 2048}, "model.vocab_size=258")],
+)  # fmt: skip
 def test_weights_of_another_model_are_refused(
   debug_config, program, run, changes, words
 ):

@@ -230,12 +230,10 @@ def test_a_run_gives_its_adapters_and_the_weights_below(run):
 
 @pytest.mark.parametrize(
   ("keys", "words"),
-  [
-    ({"model.lora.alpha": 3.0}, "model.lora.alpha=32.0, this run .*=3.0"),
-    ({"model.lora.rank": 0}, "model.lora.*, this run model.lora.*=None"),
-    ({"model.dtype": "bfloat16"}, "model.dtype='float32', this run"),
-  ],
-)
+  [({"model.lora.alpha": 3.0}, "model.lora.alpha=32.0, this run .*=3.0"),
+   ({"model.lora.rank": 0}, "model.lora.*, this run model.lora.*=None"),
+   ({"model.dtype": "bfloat16"}, "model.dtype='float32', this run")],
+)  # fmt: skip
 def test_adapters_of_another_kind_are_refused(run, keys, words):
   with pytest.raises(UserError, match=words):
     load(run, **keys)

@@ -44,13 +44,10 @@ def test_old_logps_are_computed_where_an_update_lacks_them(
 
 @pytest.mark.parametrize(
   ("changes", "old_logps"),
-  [
-    ({}, "sampler"),
-    ({"rollout.max_staleness": 1}, "recompute"),
-    ({"rollout.max_tokens_per_iteration": 4}, "recompute"),
-    ({"model.exact": False}, "recompute"),
-  ],
-)
+  [({}, "sampler"), ({"rollout.max_staleness": 1}, "recompute"),
+   ({"rollout.max_tokens_per_iteration": 4}, "recompute"),
+   ({"model.exact": False}, "recompute")],
+)  # fmt: skip
 def test_exact_log_probs_of_the_newest_weights_are_the_old_ones(
   debug_config, changes, old_logps
 ):

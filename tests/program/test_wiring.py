@@ -50,18 +50,14 @@ NUMBERS = {
   "gspo": {"clip_low": 2e-4, "clip_high": 8e-4},
   "gspo_token": {"clip_low": 2e-4, "clip_high": 8e-4},
   "gmpo": {"clip_low": 0.2, "clip_high": 0.5},
-  "rspo": {"clip_low": 0.2, "clip_high": 0.5},
-  "cispo": {"cap": 1.5},
+  "rspo": {"clip_low": 0.2, "clip_high": 0.5}, "cispo": {"cap": 1.5},
   "sapo": {"tau_positive": 0.5, "tau_negative": 2.0},
   "luspo": {"clip_low": 1e-3, "clip_high": 4e-3},
-  "vespo": {
-    **{"k_positive": 1.5, "lambda_positive": 2.0},
-    **{"k_negative": 4.0, "lambda_negative": 1.0},
-  },
-  "dppo_tv": {"delta": 0.02},
-  "dppo_kl": {"delta": 0.2},
+  "vespo": {**{"k_positive": 1.5, "lambda_positive": 2.0},
+   **{"k_negative": 4.0, "lambda_negative": 1.0}},
+  "dppo_tv": {"delta": 0.02}, "dppo_kl": {"delta": 0.2},
   "ctpo": {"clip_low": 0.01, "clip_high": 0.1},
-}
+}  # fmt: skip
 OTHERS = {"clip_low": 0.1, "clip_high": 0.35}
 NUMBERS_OF_ORACLES = ("clip", "cap", "tau", "k_", "lambda_", "delta")
 # Ratios of sequences spread less than those of tokens.
@@ -489,11 +485,9 @@ def test_a_first_minibatch_is_on_policy_or_has_the_samplers_logps(
 
 @pytest.mark.parametrize(
   ("minibatches", "term"),
-  [
-    *((1, term) for term in ("nothing", "k1")),
-    *((2, term) for term in ("k1", "r2", "everything")),
-  ],
-)
+  [*((1, term) for term in ("nothing", "k1")),
+   *((2, term) for term in ("k1", "r2", "everything"))],
+)  # fmt: skip
 def test_an_update_after_old_logps_is_on_policy(policy, minibatches, term):
   """The rows of a minibatch move only in its step, so all ratios are 1."""
   config = make_config("gspo", term)

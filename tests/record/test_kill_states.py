@@ -160,11 +160,9 @@ def written(workdir):
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 @pytest.mark.parametrize(
   ("mode", "states"),
-  [
-    ("plain", 2),
-    *(pytest.param(mode, 12, marks=pytest.mark.slow) for mode in MODES),
-  ],
-)
+  [("plain", 2),
+   *(pytest.param(mode, 12, marks=pytest.mark.slow) for mode in MODES)],
+)  # fmt: skip
 def test_a_copy_of_any_moment_goes_on_to_the_same_end(mode, states, tmp_path):
   changes, whole = SIZES | MODES[mode], tmp_path / "whole"
   moments = random.Random(0)

@@ -25,14 +25,10 @@ from gspo_jax.record.progress import Progress
 from gspo_jax.runtime.errors import UserError
 
 SCALARS = {
-  "reward/mean": -0.5312,
-  "eval/avg@8": 0.412,
-  "response/length": 12345.6,
-  "ratio/sequence_std": 2.14e-4,
-  "clip_frac/token": 0.0013,
-  "throughput/tokens_per_second": 123456.7,
-  "grad/norm": 3.0,
-}
+  "reward/mean": -0.5312, "eval/avg@8": 0.412, "response/length": 12345.6,
+  "ratio/sequence_std": 2.14e-4, "clip_frac/token": 0.0013,
+  "throughput/tokens_per_second": 123456.7, "grad/norm": 3.0,
+}  # fmt: skip
 
 
 def open_writer(folder, *, resume=0, total=100):

@@ -301,16 +301,10 @@ def test_a_distribution_of_one_run_and_of_several():
 
 @pytest.mark.parametrize(
   ("value", "unit", "text"),
-  [
-    (0.0, "", "0"),
-    (-12.345, "", "-12.3"),
-    (999.7, "", "1,000"),
-    (12345.0, "tokens", "12,345 tokens"),
-    (1.26e-7, "", "1.26e-07"),
-    (0.0013, "%", "0.13%"),
-    (float("nan"), "%", "-"),
-  ],
-)
+  [(0.0, "", "0"), (-12.345, "", "-12.3"), (999.7, "", "1,000"),
+   (12345.0, "tokens", "12,345 tokens"), (1.26e-7, "", "1.26e-07"),
+   (0.0013, "%", "0.13%"), (float("nan"), "%", "-")],
+)  # fmt: skip
 def test_number(value, unit, text):
   assert number(value, unit) == text
 

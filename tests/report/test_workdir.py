@@ -60,19 +60,15 @@ def test_steps_without_signal_are_those_without_a_mixed_group(tmp_path):
 
 @pytest.mark.parametrize(
   ("objective", "unit", "ratios"),
-  [
-    ({"name": "gspo_token:clip_low=0.01"}, "sequence", (0.99, 1 + 4e-4)),
-    ({"name": "grpo:dual_clip=3"}, "token", (0.8, 1.27)),
-    ({"name": "ppo:clip_low=1.0"}, "token", (0, 1.2)),
-    ({"name": "rspo:clip_low=2"}, "token", (math.exp(-2), math.exp(0.4))),
-    ({"name": "luspo"}, "sequence", (0.998, 1.0025)),
-    ({"name": "cispo"}, "neither", ()),
-    ({"name": "dppo_tv"}, "neither", ()),
-    ({"name": "sapo"}, "neither", ()),
-    ({"name": "new.loss:clip_low=1"}, "neither", ()),
-    ({}, "neither", ()),
-  ],
-)
+  [({"name": "gspo_token:clip_low=0.01"}, "sequence", (0.99, 1 + 4e-4)),
+   ({"name": "grpo:dual_clip=3"}, "token", (0.8, 1.27)),
+   ({"name": "ppo:clip_low=1.0"}, "token", (0, 1.2)),
+   ({"name": "rspo:clip_low=2"}, "token", (math.exp(-2), math.exp(0.4))),
+   ({"name": "luspo"}, "sequence", (0.998, 1.0025)),
+   ({"name": "cispo"}, "neither", ()), ({"name": "dppo_tv"}, "neither", ()),
+   ({"name": "sapo"}, "neither", ()),
+   ({"name": "new.loss:clip_low=1"}, "neither", ()), ({}, "neither", ())],
+)  # fmt: skip
 def test_clips_are_log_ratios_of_what_is_clipped(
   tmp_path, objective, unit, ratios
 ):
@@ -104,40 +100,32 @@ def test_outside_the_clip_range_the_loss_has_no_gradient(tmp_path, method):
 
 @pytest.mark.parametrize(
   ("workdirs", "names"),
-  [
-    (["runs/a"], ["a"]),
-    (["runs/a/", "gs://b/c"], ["a", "c"]),
-    (["x/run", "y/run"], ["x/run", "y/run"]),
-    (["run", "run"], ["run (1)", "run (2)"]),
-  ],
-)
+  [(["runs/a"], ["a"]), (["runs/a/", "gs://b/c"], ["a", "c"]),
+   (["x/run", "y/run"], ["x/run", "y/run"]),
+   (["run", "run"], ["run (1)", "run (2)"])],
+)  # fmt: skip
 def test_names_tell_one_from_another(workdirs, names):
   assert workdir.names(workdirs) == names
 
 
 @pytest.mark.parametrize(
   ("file", "text", "words"),
-  [
-    ("metrics.jsonl", '{"step": 1, "x": "y"}', "x=y: expected a number or"),
-    ("metrics.jsonl", '{"step": 1, "x": {}}', "x={}: expected a number or"),
-    ("metrics.jsonl", f'{{"step": 1, "x": 1{"0" * 400}}}', "x=1000"),
-    ("metrics.jsonl", f'{{"step": 1{"0" * 400}}}', "expected a step"),
-    ("metrics.jsonl", '{"step": -1}', "expected a step"),
-    ("distributions.jsonl", '{"step": 1, "x": 3}', "x=3: expected a list"),
-    ("distributions.jsonl", '{"step": 1, "x": []}', "expected a list"),
-    ("distributions.jsonl", '{"edges": null}', "edges=None: expected a list"),
-    (
-      "distributions.jsonl",
-      '{"step": 1, "x": [[]]}',
-      r"x=\[\]: expected a num",
-    ),
-    ("run_config.json", "[]", "expected a JSON object"),
-    ("run_config.json", "[" * 100_000, "not JSON"),
-    ("run_config.json", '{"objective": []}', r"objective=\[\]: expected dict"),
-    ("run_config.json", '{"num_steps": "x"}', "num_steps=x: expected int"),
-    ("run_config.json", '{"model": {"variant": 3}}', "variant=3: expected str"),
-  ],
-)
+  [("metrics.jsonl", '{"step": 1, "x": "y"}', "x=y: expected a number or"),
+   ("metrics.jsonl", '{"step": 1, "x": {}}', "x={}: expected a number or"),
+   ("metrics.jsonl", f'{{"step": 1, "x": 1{"0" * 400}}}', "x=1000"),
+   ("metrics.jsonl", f'{{"step": 1{"0" * 400}}}', "expected a step"),
+   ("metrics.jsonl", '{"step": -1}', "expected a step"),
+   ("distributions.jsonl", '{"step": 1, "x": 3}', "x=3: expected a list"),
+   ("distributions.jsonl", '{"step": 1, "x": []}', "expected a list"),
+   ("distributions.jsonl", '{"edges": null}', "edges=None: expected a list"),
+   ("distributions.jsonl", '{"step": 1, "x": [[]]}',
+    r"x=\[\]: expected a num"),
+   ("run_config.json", "[]", "expected a JSON object"),
+   ("run_config.json", "[" * 100_000, "not JSON"),
+   ("run_config.json", '{"objective": []}', r"objective=\[\]: expected dict"),
+   ("run_config.json", '{"num_steps": "x"}', "num_steps=x: expected int"),
+   ("run_config.json", '{"model": {"variant": 3}}', "variant=3: expected str")],
+)  # fmt: skip
 def test_damaged_files_are_named(file, text, words, tmp_path):
   (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
   (tmp_path / file).write_text(f"{text}\n")

@@ -126,15 +126,12 @@ UNCLEAR = (
 
 @pytest.mark.parametrize(
   ("reply", "expected"),
-  [
-    *((reply, 0.7) for reply in SEVEN),
-    *((reply, None) for reply in UNCLEAR),
-    ("The score is **7.5** of 10", 0.75),
-    ("Step 3 has score 2, step 4 none. Score: 0", 0.0),
-    ("<think>A score of 3? Score: 3</think> Score: 10", 1.0),
-    ("<think>2 or 3</think>8", 0.8),
-  ],
-)
+  [*((reply, 0.7) for reply in SEVEN), *((reply, None) for reply in UNCLEAR),
+   ("The score is **7.5** of 10", 0.75),
+   ("Step 3 has score 2, step 4 none. Score: 0", 0.0),
+   ("<think>A score of 3? Score: 3</think> Score: 10", 1.0),
+   ("<think>2 or 3</think>8", 0.8)],
+)  # fmt: skip
 def test_the_score_of_a_reply(reply, expected):
   if expected is None:
     with pytest.raises(judge.JudgeError, match=r"^url: expected "):
@@ -145,17 +142,15 @@ def test_the_score_of_a_reply(reply, expected):
 
 @pytest.mark.parametrize(
   ("response", "message"),
-  [
-    ("say good", "'Score: NUMBER' at the end of the reply, got 'good'"),
-    ("say null", "'Score: NUMBER' at the end of the reply, got ''"),
-    ("cut Score: 7", "the reply is longer than max_tokens=1024"),
-    ("say Score: 11", r"expected a score in 0..10, got 11"),
-    ("say Score: -1", r"expected a score in 0..10, got -1"),
-    ("status 401 9", r"HTTP status 401: the server's reason \(try 1\)"),
-    ("moved", r"HTTP status 302: .*\(try 1\)"),
-    ("odd", 'expected a chat completion, got \'{"no": "choices"}'),
-  ],
-)
+  [("say good", "'Score: NUMBER' at the end of the reply, got 'good'"),
+   ("say null", "'Score: NUMBER' at the end of the reply, got ''"),
+   ("cut Score: 7", "the reply is longer than max_tokens=1024"),
+   ("say Score: 11", r"expected a score in 0..10, got 11"),
+   ("say Score: -1", r"expected a score in 0..10, got -1"),
+   ("status 401 9", r"HTTP status 401: the server's reason \(try 1\)"),
+   ("moved", r"HTTP status 302: .*\(try 1\)"),
+   ("odd", 'expected a chat completion, got \'{"no": "choices"}')],
+)  # fmt: skip
 def test_failures_name_the_url_and_are_not_tried_again(
   server, template, response, message
 ):
@@ -175,11 +170,9 @@ def test_a_busy_server_is_asked_again(server, template, response):
 
 @pytest.mark.parametrize(
   ("response", "message"),
-  [
-    ("status 500 99", r"HTTP status 500: the server's reason \(try \d+\)"),
-    ("silent", r"no answer within 0\.\d s \(try 1\)"),
-  ],
-)
+  [("status 500 99", r"HTTP status 500: the server's reason \(try \d+\)"),
+   ("silent", r"no answer within 0\.\d s \(try 1\)")],
+)  # fmt: skip
 def test_it_gives_up_in_time(server, template, response, message):
   began = time.monotonic()
   with pytest.raises(judge.JudgeError, match=message):
@@ -268,23 +261,21 @@ def test_a_pool_asks_several_times_at_once(server, template):
 
 @pytest.mark.parametrize(
   ("arguments", "message"),
-  [
-    ("", "'judge:url=http://HOST:PORT/v1/chat/completions,model=NAME'"),
-    ("url={url}", "model=NAME', got .*model=None"),
-    ("url=localhost:80/v1,model=m", "url='localhost:80/v1'"),
-    ("url=file:///etc/passwd,model=m", "url='file:///etc/passwd'"),
-    ("url={url},model=m,scale=0", "scale to be a number above 0, got 0"),
-    ("url={url},model=m,total=x", "total to be a number above 0, got x"),
-    ("url={url},model=m,temperature=-1", "temperature to be 0 or more"),
-    ("url={url},model=m,max_tokens=0", "max_tokens to be 1 token or more"),
-    ("url={url},model=m,template=nowhere.txt", "template to be a text file"),
-    ("url={url},model=m,template=setup.cfg", "with {{response}} in it"),
-    ("url={url},model=m,key_variable=NO_SUCH", "variable that is set.*NO_SUCH"),
-    ("url={url},model=m,total=9", "total=9 seconds .*reward.seconds"),
-    ("url={url},model=m,modle=1", "no argument 'modle': did you mean 'model'"),
-    ("url=http://127.0.0.1:1/v1,model=m", "Connection refused .*running Open"),
-  ],
-)
+  [("", "'judge:url=http://HOST:PORT/v1/chat/completions,model=NAME'"),
+   ("url={url}", "model=NAME', got .*model=None"),
+   ("url=localhost:80/v1,model=m", "url='localhost:80/v1'"),
+   ("url=file:///etc/passwd,model=m", "url='file:///etc/passwd'"),
+   ("url={url},model=m,scale=0", "scale to be a number above 0, got 0"),
+   ("url={url},model=m,total=x", "total to be a number above 0, got x"),
+   ("url={url},model=m,temperature=-1", "temperature to be 0 or more"),
+   ("url={url},model=m,max_tokens=0", "max_tokens to be 1 token or more"),
+   ("url={url},model=m,template=nowhere.txt", "template to be a text file"),
+   ("url={url},model=m,template=setup.cfg", "with {{response}} in it"),
+   ("url={url},model=m,key_variable=NO_SUCH", "variable that is set.*NO_SUCH"),
+   ("url={url},model=m,total=9", "total=9 seconds .*reward.seconds"),
+   ("url={url},model=m,modle=1", "no argument 'modle': did you mean 'model'"),
+   ("url=http://127.0.0.1:1/v1,model=m", "Connection refused .*running Open")],
+)  # fmt: skip
 def test_mistakes_are_reported_before_training(
   server, arguments, message, monkeypatch
 ):

@@ -9,15 +9,9 @@ from gspo_jax.rewards.reward import Response
 
 @pytest.mark.parametrize(
   ("tokens", "expected"),
-  [
-    (16_384, 0),
-    (16_385, -1 / 4096),
-    (18_432, -0.5),
-    (20_479, -4095 / 4096),
-    (20_480, -1),
-    (30_000, -1),
-  ],
-)
+  [(16_384, 0), (16_385, -1 / 4096), (18_432, -0.5), (20_479, -4095 / 4096),
+   (20_480, -1), (30_000, -1)],
+)  # fmt: skip
 def test_overlong_at_the_numbers_of_the_paper(tokens, expected):
   more = {"tokens": tokens, "limit": 20_480, "buffer": 4096}
   assert overlong("", "", "", **more) == pytest.approx(expected)

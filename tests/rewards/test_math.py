@@ -13,48 +13,24 @@ from gspo_jax.rewards.math import equivalent
 
 @pytest.mark.parametrize(
   ("one", "other"),
-  [
-    ("1,234", "1234"),
-    ("1{,}234.50", "1234.5"),
-    ("18.00", "18"),
-    ("-0", "0"),
-    ("007", "7"),
-    ("\\frac12", "\\frac{1}{2}"),
-    ("\\dfrac{1}{2}", "\\tfrac{1}{2}"),
-    ("\\left( 1, 2 \\right)", "(1,2)"),
-    ("90^\\circ", "90"),
-    ("\\$18", "18"),
-    ("18\\%", "18"),
-    ("$x$", "x"),
-    ("\\text{Evelyn}", "Evelyn"),
-    ("x + 1", "x+1"),
-    ("5\\!", "5"),
-    ("\N{MINUS SIGN}3", "-3"),
-    ("3.", "3"),
-    ("1\\,234", "1234"),
-  ],
-)
+  [("1,234", "1234"), ("1{,}234.50", "1234.5"), ("18.00", "18"), ("-0", "0"),
+   ("007", "7"), ("\\frac12", "\\frac{1}{2}"),
+   ("\\dfrac{1}{2}", "\\tfrac{1}{2}"), ("\\left( 1, 2 \\right)", "(1,2)"),
+   ("90^\\circ", "90"), ("\\$18", "18"), ("18\\%", "18"), ("$x$", "x"),
+   ("\\text{Evelyn}", "Evelyn"), ("x + 1", "x+1"), ("5\\!", "5"),
+   ("\N{MINUS SIGN}3", "-3"), ("3.", "3"), ("1\\,234", "1234")],
+)  # fmt: skip
 def test_spellings_of_the_same(one, other):
   assert math.normalised(one) == math.normalised(other)
 
 
 @pytest.mark.parametrize(
   ("one", "other"),
-  [
-    ("1 2", "12"),
-    ("1\\ 2", "12"),
-    ("1~2", "12"),
-    ("1\\,2", "12"),
-    ("1\\,23", "123"),
-    ("1,2", "12"),
-    ("(1,234)", "1234"),
-    ("\\leftarrow", "arrow"),
-    ("0.1", "0.10000000000000000000000000000000001"),
-    ("1" + "0" * 40, "1" + "0" * 39 + "1"),
-    ("Evelyn", "evelyn"),
-    ("-3", "3"),
-  ],
-)
+  [("1 2", "12"), ("1\\ 2", "12"), ("1~2", "12"), ("1\\,2", "12"),
+   ("1\\,23", "123"), ("1,2", "12"), ("(1,234)", "1234"),
+   ("\\leftarrow", "arrow"), ("0.1", "0.10000000000000000000000000000000001"),
+   ("1" + "0" * 40, "1" + "0" * 39 + "1"), ("Evelyn", "evelyn"), ("-3", "3")],
+)  # fmt: skip
 def test_spellings_of_others(one, other):
   assert math.normalised(one) != math.normalised(other)
 
@@ -166,29 +142,22 @@ def test_nothing_that_is_written_raises():
 
 @pytest.mark.parametrize(
   ("result", "reference"),
-  [
-    ("\\ln^{-1}(x)", "e^x"),
-    ("\\lfloor ix\\rfloor", "\\lfloor x\\rfloor"),
-    ("x \\ne", "x>3"),
-    ("6.02\\times10^{2310}", "6.02\\times10^{23}"),
-  ],
-)
+  [("\\ln^{-1}(x)", "e^x"), ("\\lfloor ix\\rfloor", "\\lfloor x\\rfloor"),
+   ("x \\ne", "x>3"), ("6.02\\times10^{2310}", "6.02\\times10^{23}")],
+)  # fmt: skip
 def test_what_is_not_defined_is_wrong(result, reference):
   assert equivalent("", f"\\boxed{{{result}}}", reference) == 0.0
 
 
 # Wrong verdicts on the pairs, all of them refusals of right results.
 REFUSED = {
-  ("-1 - 0i", "-1"),
-  ("15\\text{ dollars and }50\\text{ cents}", "15.50"),
+  ("-1 - 0i", "-1"), ("15\\text{ dollars and }50\\text{ cents}", "15.50"),
   ("20\\text{ N}", "20\\text{ kg}\\cdot\\text{m/s}^2"),
   ("3\\text{ out of }5", "\\frac35"),
   ("2\\text{ hours }30\\text{ minutes}", "150\\text{ minutes}"),
-  ("\\binom{n}{2}", "\\frac{n(n-1)}{2}"),
-  ("(0,\\infty)", "\\mathbb{R}^+"),
-  ("xy=1", "y=\\frac1x"),
-  ("xy", "yx"),
-}
+  ("\\binom{n}{2}", "\\frac{n(n-1)}{2}"), ("(0,\\infty)", "\\mathbb{R}^+"),
+  ("xy=1", "y=\\frac1x"), ("xy", "yx"),
+}  # fmt: skip
 
 
 def test_pairs():

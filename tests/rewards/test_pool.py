@@ -117,18 +117,14 @@ def test_rewards_of_columns_and_of_groups(pool):
 
 
 FAILS = {
-  "raises": "ValueError: this",
-  "ends": "its process ended",
-  "sleeps": "took over 1 s",
-  "nan": "expected a number up to 1e9, got nan",
+  "raises": "ValueError: this", "ends": "its process ended",
+  "sleeps": "took over 1 s", "nan": "expected a number up to 1e9, got nan",
   "infinite": "expected a number up to 1e9, got -inf",
   "large": "expected a number up to 1e9, got 1e+30",
-  "enormous": "OverflowError",
-  "odd": "OverflowError: no float",
-  "text": "expected a number, got str",
-  "list": "expected a number, got list",
+  "enormous": "OverflowError", "odd": "OverflowError: no float",
+  "text": "expected a number, got str", "list": "expected a number, got list",
   "imaginary": "expected a number, got complex",
-}
+}  # fmt: skip
 
 
 def test_failing_responses_affect_no_others():
@@ -147,12 +143,10 @@ def test_failing_responses_affect_no_others():
 
 @pytest.mark.parametrize(
   ("text", "reason"),
-  [
-    ("few", "expected a list of floats, 4 for as many responses, got 1 of"),
-    ("words", "user_rewards.ranks: expected a number, got str"),
-    ("exit", "user_rewards.ranks: its process ended"),
-  ],
-)
+  [("few", "expected a list of floats, 4 for as many responses, got 1 of"),
+   ("words", "user_rewards.ranks: expected a number, got str"),
+   ("exit", "user_rewards.ranks: its process ended")],
+)  # fmt: skip
 def test_a_failing_group_affects_no_other(pool, text, reason):
   rewards, parts = rewards_of(pool, "x", "x", text, "x", *["x"] * 4)
   np.testing.assert_array_equal(rewards.failed, [True] * 4 + [False] * 4)
@@ -244,12 +238,10 @@ def test_a_failure_gets_no_more_than_a_wrong_response():
 
 @pytest.mark.parametrize(
   ("name", "got"),
-  [
-    ("returns_text", "a number, got str"),
-    ("one_float", "a list of floats, 2 for as many responses, got float"),
-    ("too_few", "a list of floats, 2 for as many responses, got 1 of them"),
-  ],
-)
+  [("returns_text", "a number, got str"),
+   ("one_float", "a list of floats, 2 for as many responses, got float"),
+   ("too_few", "a list of floats, 2 for as many responses, got 1 of them")],
+)  # fmt: skip
 def test_a_wrong_return_type_is_refused_at_the_start(name, got):
   message = f"reward 'user_rewards.{name}': expected {got} for an example"
   with pytest.raises(UserError, match=message):
@@ -311,11 +303,9 @@ def test_how_many_responses_may_fail(failed, size, share, allowed):
 
 @pytest.mark.parametrize(
   ("parts", "failed", "first"),
-  [
-    ([-3, 0, -2], [False, True, False], [-3, -3, -2]),
-    ([1, 0, 0], [True, True, False], [1, 0, 0]),
-  ],
-)
+  [([-3, 0, -2], [False, True, False], [-3, -3, -2]),
+   ([1, 0, 0], [True, True, False], [1, 0, 0])],
+)  # fmt: skip
 def test_a_failure_is_no_better_than_the_worst_of_its_group(
   parts, failed, first
 ):

@@ -53,25 +53,22 @@ def test_a_users_reward_by_dotted_name_with_arguments(module):
 
 @pytest.mark.parametrize(
   ("text", "message"),
-  [
-    ("final_anser", "did you mean 'final_answer'"),
-    ("", "unknown reward ''"),
-    ("no_such_package.f", "importing 'no_such_package' failed: ModuleNot"),
-    ("gspo_jax.rewards.numbers.gms8k", "did you mean 'gsm8k'"),
-    ("gspo_jax.rewards.numbers.x", "no function 'x': choose one of final_"),
-    ("errno.x", "'errno' has no function 'x': it has none"),
-    ("final_answer:scale=2", "no argument 'scale': it takes none"),
-    ("overlong:bufer=2", "no argument 'bufer': did you mean 'buffer'"),
-    ("overlong:buffer", "expected key=value once each, got 'buffer'"),
-    ("overlong:buffer=1,buffer=2", "once each, got 'buffer=2'"),
-    ("overlong", "expected a buffer of 1 token or more"),
-    ("overlong:buffer=0", "buffer of 1 token or more.*got 0"),
-    ("overlong:buffer=8,limit=4", "limit of buffer=8 tokens or more, got 4"),
-    ("code:seconds=0", "seconds above 0, got 0"),
-    ("gspo_jax.rewards.code.CODEE", "did you mean 'CODE'"),
-    ("code:memory=1", "memory of 32 MiB or more, got 1"),
-  ],
-)
+  [("final_anser", "did you mean 'final_answer'"), ("", "unknown reward ''"),
+   ("no_such_package.f", "importing 'no_such_package' failed: ModuleNot"),
+   ("gspo_jax.rewards.numbers.gms8k", "did you mean 'gsm8k'"),
+   ("gspo_jax.rewards.numbers.x", "no function 'x': choose one of final_"),
+   ("errno.x", "'errno' has no function 'x': it has none"),
+   ("final_answer:scale=2", "no argument 'scale': it takes none"),
+   ("overlong:bufer=2", "no argument 'bufer': did you mean 'buffer'"),
+   ("overlong:buffer", "expected key=value once each, got 'buffer'"),
+   ("overlong:buffer=1,buffer=2", "once each, got 'buffer=2'"),
+   ("overlong", "expected a buffer of 1 token or more"),
+   ("overlong:buffer=0", "buffer of 1 token or more.*got 0"),
+   ("overlong:buffer=8,limit=4", "limit of buffer=8 tokens or more, got 4"),
+   ("code:seconds=0", "seconds above 0, got 0"),
+   ("gspo_jax.rewards.code.CODEE", "did you mean 'CODE'"),
+   ("code:memory=1", "memory of 32 MiB or more, got 1")],
+)  # fmt: skip
 def test_mistakes_in_a_spec_are_errors(text, message):
   with pytest.raises(UserError, match=message):
     rewards.named(text)

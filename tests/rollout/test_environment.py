@@ -131,17 +131,14 @@ def test_reset_sees_the_problem_and_the_seed(pool):
 
 
 HOSTILE = {
-  "raise": "KeyError",
-  "hang": "took over 1 s",
-  "memory": "MemoryError",
-  "number": "expected a Step, got int",
-  "role": "with roles .*user.*tool",
+  "raise": "KeyError", "hang": "took over 1 s", "memory": "MemoryError",
+  "number": "expected a Step, got int", "role": "with roles .*user.*tool",
   "huge": "more than 1048576 characters",
   "nan": "expected a reward up to 1e9, got nan",
   "bytes": "expected messages of",
   "surrogate": "expected text that UTF-8 can encode, got 'a.*ud83d'",
   "lock": "cannot pickle",
-}
+}  # fmt: skip
 
 
 def test_a_hostile_step_costs_its_conversation_alone(pool):
@@ -211,18 +208,16 @@ def test_async_steps_wait_together():
 
 @pytest.mark.parametrize(
   ("spec", "message"),
-  [
-    ("calculater", "unknown environment.*did you mean 'calculator'"),
-    ("user_games.Count", "has no class 'Count'.*'Counts'"),
-    ("user_games.Counts:mosst=1", "no argument 'mosst'.*'most'"),
-    ("user_games.NoStep", r"step\(response\)"),
-    ("user_games.Needs", "missing.*address.*'user_games.Needs:key=value'"),
-    ("user_games.Speaks", "roles=.*assistant"),
-    ("user_games.Letters", r"roles='tool': expected \('user',\)"),
-    ("user_games.Resets", "its reset is `async`"),
-    ("no_such_module.Game", "importing 'no_such_module' failed"),
-  ],
-)
+  [("calculater", "unknown environment.*did you mean 'calculator'"),
+   ("user_games.Count", "has no class 'Count'.*'Counts'"),
+   ("user_games.Counts:mosst=1", "no argument 'mosst'.*'most'"),
+   ("user_games.NoStep", r"step\(response\)"),
+   ("user_games.Needs", "missing.*address.*'user_games.Needs:key=value'"),
+   ("user_games.Speaks", "roles=.*assistant"),
+   ("user_games.Letters", r"roles='tool': expected \('user',\)"),
+   ("user_games.Resets", "its reset is `async`"),
+   ("no_such_module.Game", "importing 'no_such_module' failed")],
+)  # fmt: skip
 def test_what_is_no_environment_is_named(spec, message):
   with pytest.raises(UserError, match=message):
     environment.roles(spec)

@@ -153,22 +153,16 @@ def test_a_score_that_is_not_finite_is_a_failure(scorer, params, monkeypatch):
 
 @pytest.mark.parametrize(
   ("changes", "words"),
-  [
-    (
-      {"architectures": ["Qwen3ForCausalLM"]},
-      r"config.json: architectures=\['Qwen3ForCausalLM'\]: expected "
-      r"\['Qwen3ForSequenceClassification'\]",
-    ),
-    (
-      {"id2label": {"0": "a", "1": "b", "2": "c"}},
-      "num_labels=3: expected 1, the score",
-    ),
-    ({"num_labels": 2}, "num_labels=2: expected 1"),
-    ({"id2label": None}, "num_labels=2: expected 1"),
-    ({"vocab_size": 200}, "tokenizer has 258 tokens and the model room for"),
-    ({"num_hidden_layers": 1}, r"not of this model \(11\): model.layers.1"),
-  ],
-)
+  [({"architectures": ["Qwen3ForCausalLM"]},
+    r"config.json: architectures=\['Qwen3ForCausalLM'\]: expected "
+    r"\['Qwen3ForSequenceClassification'\]"),
+   ({"id2label": {"0": "a", "1": "b", "2": "c"}},
+    "num_labels=3: expected 1, the score"),
+   ({"num_labels": 2}, "num_labels=2: expected 1"),
+   ({"id2label": None}, "num_labels=2: expected 1"),
+   ({"vocab_size": 200}, "tokenizer has 258 tokens and the model room for"),
+   ({"num_hidden_layers": 1}, r"not of this model \(11\): model.layers.1")],
+)  # fmt: skip
 def test_what_is_no_reward_model_is_refused(
   changes, words, folder, tmp_path, debug_config
 ):

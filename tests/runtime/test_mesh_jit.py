@@ -109,16 +109,12 @@ def test_another_option_in_this_context_compiles_its_own(folder):
 
 @pytest.mark.parametrize(
   "made",
-  [
-    lambda: function(by=4.0)(),
-    lambda: function()(n=8),
-    lambda: function()(times=3),
-    lambda: function(devices=4)(),
-    lambda: function(donate_argnums=())(),
-    lambda: function(compiler_options={"xla_cpu_enable_fast_math": True})(),
-  ],
+  [lambda: function(by=4.0)(), lambda: function()(n=8),
+   lambda: function()(times=3), lambda: function(devices=4)(),
+   lambda: function(donate_argnums=())(),
+   lambda: function(compiler_options={"xla_cpu_enable_fast_math": True})()],
   ids=["closure", "shapes", "static", "mesh", "donation", "compiler"],
-)
+)  # fmt: skip
 def test_another_function_compiles_its_own(folder, made):
   function()()
   made()

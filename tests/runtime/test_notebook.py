@@ -19,15 +19,12 @@ T4 = {"platform": "gpu", "devices": "1 x Tesla T4", "dtype": "float32"}
 
 @pytest.mark.parametrize(
   ("files", "env", "expected"),
-  [
-    ((), {}, ("cpu", "")),
-    (("accel", "nvidiactl", "vfio/vfio"), {}, ("cpu", "")),
-    (("nvidia0",), {}, ("gpu", "an NVIDIA GPU")),
-    (("accel0",), {}, ("tpu", "a TPU")),
-    (("vfio/0",), {}, ("tpu", "a TPU")),
-    ((), {"TPU_ACCELERATOR_TYPE": "v5e-1"}, ("tpu", "a TPU v5e-1")),
-  ],
-)
+  [((), {}, ("cpu", "")),
+   (("accel", "nvidiactl", "vfio/vfio"), {}, ("cpu", "")),
+   (("nvidia0",), {}, ("gpu", "an NVIDIA GPU")),
+   (("accel0",), {}, ("tpu", "a TPU")), (("vfio/0",), {}, ("tpu", "a TPU")),
+   ((), {"TPU_ACCELERATOR_TYPE": "v5e-1"}, ("tpu", "a TPU v5e-1"))],
+)  # fmt: skip
 def test_finds_a_gpu_or_tpu_by_its_files(
   files, env, expected, tmp_path, monkeypatch
 ):
@@ -40,11 +37,9 @@ def test_finds_a_gpu_or_tpu_by_its_files(
 
 @pytest.mark.parametrize(
   ("script", "expected"),
-  [
-    ("echo 'Tesla T4'; echo 'Tesla T4'", ("gpu", "Tesla T4")),
-    ("echo 'NVIDIA-SMI has failed'; exit 9", ("cpu", "")),
-  ],
-)
+  [("echo 'Tesla T4'; echo 'Tesla T4'", ("gpu", "Tesla T4")),
+   ("echo 'NVIDIA-SMI has failed'; exit 9", ("cpu", ""))],
+)  # fmt: skip
 def test_takes_the_name_from_nvidia_smi(
   script, expected, tmp_path, monkeypatch
 ):
@@ -89,12 +84,9 @@ FIND = "-m gspo_jax.runtime.notebook"
 
 @pytest.mark.parametrize(
   ("accelerator", "extras", "finds"),
-  [
-    (("cpu", ""), "colab", CPU),
-    (("gpu", "Tesla T4"), "colab,gpu", T4),
-    (("tpu", "a TPU"), "colab,tpu", CPU | {"platform": "tpu"}),
-  ],
-)
+  [(("cpu", ""), "colab", CPU), (("gpu", "Tesla T4"), "colab,gpu", T4),
+   (("tpu", "a TPU"), "colab,tpu", CPU | {"platform": "tpu"})],
+)  # fmt: skip
 def test_installs_the_jax_of_the_machine(machine, accelerator, extras, finds):
   commands = machine(accelerator, OLD, NEW, finds)
   assert notebook.prepare() == finds["dtype"]
@@ -125,15 +117,10 @@ def test_does_not_take_a_cpu_for_an_accelerator(machine, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
   ("loaded", "before", "restarts"),
-  [
-    ("jax", OLD, True),
-    ("jax", NEW, False),
-    ("jax", NEW | {"libtpu": "0.0.21"}, True),
-    ("numpy", OLD, True),
-    ("numpy", OLD | {"numpy": NEW["numpy"]}, False),
-    ("json", OLD, False),
-  ],
-)
+  [("jax", OLD, True), ("jax", NEW, False),
+   ("jax", NEW | {"libtpu": "0.0.21"}, True), ("numpy", OLD, True),
+   ("numpy", OLD | {"numpy": NEW["numpy"]}, False), ("json", OLD, False)],
+)  # fmt: skip
 def test_restarts_a_kernel_whose_packages_were_replaced(
   machine, monkeypatch, capsys, loaded, before, restarts
 ):

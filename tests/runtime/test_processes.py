@@ -205,12 +205,9 @@ QWEN = PARTIAL | {
 }
 R3 = {"objective__replay": "r3"}
 FILTERED = {
-  "objective__kl_coef": 0.1,
-  "objective__reference_every": 2,
-  **R3,
-  "rollout__dynamic_sampling_rounds": 3,
-  "data__drop_solved": True,
-}
+  "objective__kl_coef": 0.1, "objective__reference_every": 2, **R3,
+  "rollout__dynamic_sampling_rounds": 3, "data__drop_solved": True,
+}  # fmt: skip
 CONTINUED = CONTINUOUS_BATCHING | {"rollout__dynamic_sampling_rounds": 2}
 
 

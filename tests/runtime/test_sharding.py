@@ -162,14 +162,11 @@ def test_sizes_that_do_not_divide(path, shape, words):
 
 @pytest.mark.parametrize(
   ("sizes", "shape"),
-  [
-    ({"data": -1}, (8, 1, 1, 1, 1)),
-    ({"data": 2, "fsdp": -1}, (2, 4, 1, 1, 1)),
-    ({"fsdp": 2, "expert": 2, "tensor": 2}, (1, 2, 1, 2, 2)),
-    ({"data": 2, "context": 4}, (2, 1, 4, 1, 1)),
-    ({"data": 8, "tensor": -1}, (8, 1, 1, 1, 1)),
-  ],
-)
+  [({"data": -1}, (8, 1, 1, 1, 1)), ({"data": 2, "fsdp": -1}, (2, 4, 1, 1, 1)),
+   ({"fsdp": 2, "expert": 2, "tensor": 2}, (1, 2, 1, 2, 2)),
+   ({"data": 2, "context": 4}, (2, 1, 4, 1, 1)),
+   ({"data": 8, "tensor": -1}, (8, 1, 1, 1, 1))],
+)  # fmt: skip
 def test_sizes_of_a_mesh(sizes, shape):
   mesh = sharding.make_mesh(**sizes)
   assert mesh.axis_names == sharding.AXES
@@ -179,15 +176,9 @@ def test_sizes_of_a_mesh(sizes, shape):
 
 @pytest.mark.parametrize(
   "sizes",
-  [
-    {},
-    {"data": 16},
-    {"data": 3, "fsdp": -1},
-    {"data": -1, "fsdp": -1},
-    {"data": 0, "fsdp": -1},
-    {"data": -2, "fsdp": -4},
-  ],
-)
+  [{}, {"data": 16}, {"data": 3, "fsdp": -1}, {"data": -1, "fsdp": -1},
+   {"data": 0, "fsdp": -1}, {"data": -2, "fsdp": -4}],
+)  # fmt: skip
 def test_a_mesh_that_does_not_fit_the_devices(sizes):
   with pytest.raises(UserError, match="does not multiply to the 8 devices;"):
     sharding.make_mesh(**sizes)

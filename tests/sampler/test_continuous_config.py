@@ -16,16 +16,12 @@ SMALL = ContinuousBatchingConfig(
 
 @pytest.mark.parametrize(
   ("change", "words"),
-  [
-    ({"page_size": 0}, "page_size=0: expected at least 1"),
-    ({"num_pages": -1}, "num_pages=-1: expected 0 or more"),
-    (
-      {"prefill_chunk": 6},
-      "prefill_chunk=6: expected a multiple of continuous_batching.page_size=4",
-    ),
-    ({"num_pages": 10}, "num_pages=10 a shard: expected at least 11"),
-  ],
-)
+  [({"page_size": 0}, "page_size=0: expected at least 1"),
+   ({"num_pages": -1}, "num_pages=-1: expected 0 or more"),
+   ({"prefill_chunk": 6},
+    "prefill_chunk=6: expected a multiple of continuous_batching.page_size=4"),
+   ({"num_pages": 10}, "num_pages=10 a shard: expected at least 11")],
+)  # fmt: skip
 def test_an_error_names_the_key_and_the_value(change, words):
   with pytest.raises(UserError, match=f"^continuous_batching.{words}"):
     dataclasses.replace(SMALL, **change).shard_sizes(SAMPLER, 14, 1)

@@ -305,15 +305,10 @@ def test_while_a_request_goes_by_token_a_segment_has_one_step(devices):
 
 @pytest.mark.parametrize(
   ("prompt", "count", "words"),
-  [
-    ([], 1, "prompt of 0 tokens"),
-    ([99], 1, "ids from 0 to 31"),
-    ([-1], 1, "ids from 0 to 31"),
-    ([9] * 40, 1, "expected 1 to 0"),
-    ([9], 25, "expected 1 to 24"),
-    ([9] * 30, 11, "expected 1 to 10"),
-  ],
-)
+  [([], 1, "prompt of 0 tokens"), ([99], 1, "ids from 0 to 31"),
+   ([-1], 1, "ids from 0 to 31"), ([9] * 40, 1, "expected 1 to 0"),
+   ([9], 25, "expected 1 to 24"), ([9] * 30, 11, "expected 1 to 10")],
+)  # fmt: skip
 def test_a_request_without_room_is_refused(prompt, count, words):
   with opened() as e, pytest.raises(UserError, match=words):
     ask(e, prompt, count)
@@ -414,16 +409,10 @@ def forced(cfg, replay):
 
 @pytest.mark.parametrize(
   ("batching", "devices", "family"),
-  [
-    (SMALL, 1, ""),
-    (FEW, 1, ""),
-    (DRAFTS, 1, ""),
-    (SMALL, 2, ""),
-    (SMALL, 1, "deepseek-v3"),
-    (SMALL, 1, "qwen3.5"),
-  ],
+  [(SMALL, 1, ""), (FEW, 1, ""), (DRAFTS, 1, ""), (SMALL, 2, ""),
+   (SMALL, 1, "deepseek-v3"), (SMALL, 1, "qwen3.5")],
   ids=["pages", "few pages", "drafts", "devices", "latents", "states"],
-)
+)  # fmt: skip
 def test_episodes_have_the_log_probs_and_experts_of_a_forward_pass(
   batching, devices, family
 ):

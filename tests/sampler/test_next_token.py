@@ -264,15 +264,12 @@ def test_devices_that_share_a_vocabulary_do_not_gather_it():
 
 
 PARAMS = (
-  SamplingParams(),
-  SamplingParams(0.0),
-  SamplingParams(1.4, top_k=5),
-  SamplingParams(1.2, top_p=0.6),
-  SamplingParams(1.2, top_p=1e-50),
+  SamplingParams(), SamplingParams(0.0), SamplingParams(1.4, top_k=5),
+  SamplingParams(1.2, top_p=0.6), SamplingParams(1.2, top_p=1e-50),
   SamplingParams(0.7, min_p=0.1),
   SamplingParams(1.5, top_k=9, top_p=0.8, min_p=0.02),
   SamplingParams(0.0, top_k=1),
-)
+)  # fmt: skip
 
 
 def test_each_row_is_sampled_with_its_params():

@@ -28,20 +28,12 @@ ROUTED = model.variant(
 
 @pytest.mark.parametrize(
   ("key", "value"),
-  [
-    ("rollout.group_size", 0),
-    ("sampler.max_new_tokens", 0),
-    ("sampler.temperature", -0.1),
-    ("sampler.temperature", float("nan")),
-    ("sampler.top_k", -1),
-    ("sampler.top_p", 0.0),
-    ("sampler.top_p", 1.1),
-    ("sampler.min_p", 1.1),
-    ("sampler.kept_ids", -1),
-    ("min_new_tokens", -1),
-    ("min_new_tokens", 5),
-  ],
-)
+  [("rollout.group_size", 0), ("sampler.max_new_tokens", 0),
+   ("sampler.temperature", -0.1), ("sampler.temperature", float("nan")),
+   ("sampler.top_k", -1), ("sampler.top_p", 0.0), ("sampler.top_p", 1.1),
+   ("sampler.min_p", 1.1), ("sampler.kept_ids", -1), ("min_new_tokens", -1),
+   ("min_new_tokens", 5)],
+)  # fmt: skip
 def test_a_bad_value_is_a_user_error_that_names_the_key(key, value):
   good = {"group_size": 2, "max_new_tokens": 4, "stop_ids": (1,)}
   with pytest.raises(UserError) as error:
@@ -51,11 +43,9 @@ def test_a_bad_value_is_a_user_error_that_names_the_key(key, value):
 
 @pytest.mark.parametrize(
   ("fields", "words"),
-  [
-    ({}, "stop_ids=\\(\\): expected at least one token"),
-    ({"stop_ids": (1,), "stop": ("a",)}, "expected StopStrings"),
-  ],
-)
+  [({}, "stop_ids=\\(\\): expected at least one token"),
+   ({"stop_ids": (1,), "stop": ("a",)}, "expected StopStrings")],
+)  # fmt: skip
 def test_a_sampler_needs_its_stops(fields, words):
   with pytest.raises(UserError, match=words):
     SamplerConfig(**fields).require_stops()

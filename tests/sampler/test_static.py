@@ -103,12 +103,8 @@ def assert_equal(a, b):
 
 @pytest.mark.parametrize(
   ("seed", "changes"),
-  [
-    (0, {}),
-    (1, {}),
-    (0, {"top_p": 0.7, "min_p": 0.1, "min_new_tokens": 3}),
-  ],
-)
+  [(0, {}), (1, {}), (0, {"top_p": 0.7, "min_p": 0.1, "min_new_tokens": 3})],
+)  # fmt: skip
 def test_sampled_logps_equal_teacher_forced_ones(seed, changes):
   """Of truncated sampling, over the ids that the sampler kept."""
   samples = generate(dataclasses.replace(SAMPLED, **changes), seed=seed)

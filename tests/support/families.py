@@ -22,13 +22,9 @@ DENSE = model.variant(
 )
 MOE = dataclasses.replace(DENSE, num_experts=5, experts_per_token=2)
 SIZES = {
-  "vocab_size": 24,
-  "embed_dim": 16,
-  "num_kv_heads": 2,
-  "head_dim": 8,
-  "mlp_dim": 8,
-  "dtype": "float32",
-}
+  "vocab_size": 24, "embed_dim": 16, "num_kv_heads": 2, "head_dim": 8,
+  "mlp_dim": 8, "dtype": "float32",
+}  # fmt: skip
 FAMILIES = {
   "glm-4.5": model.variant(
     "tiny-glm-4.5",

@@ -22,20 +22,13 @@ PADDING = (0, 3, 6)  # of each row
 GAP = 3e-3  # least distance of the likeliest token from the next
 # The large epsilon lets a misplaced one show.
 SIZES = {
-  "vocab_size": VOCAB,
-  "hidden_size": 16,
-  "num_hidden_layers": 2,
-  "num_attention_heads": 4,
-  "num_key_value_heads": 2,
-  "head_dim": 8,
-  "intermediate_size": 20,
-  "max_position_embeddings": 256,
+  "vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2,
+  "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+  "intermediate_size": 20, "max_position_embeddings": 256,
   "rms_norm_eps": 1e-2,
   "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
-  "bos_token_id": None,
-  "eos_token_id": None,
-  "pad_token_id": None,
-}
+  "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 MOE = SIZES | {
   "moe_intermediate_size": 12,
   "num_experts": 5,
@@ -43,23 +36,16 @@ MOE = SIZES | {
 }
 # In 32 tokens 5.1, 0.9, 0.16 and 0.03 turns: each branch of the rule is taken.
 LLAMA3 = {
-  "rope_type": "llama3",
-  "rope_theta": 1000.0,
-  "factor": 8.0,
-  "low_freq_factor": 0.1,
-  "high_freq_factor": 2.0,
+  "rope_type": "llama3", "rope_theta": 1000.0, "factor": 8.0,
+  "low_freq_factor": 0.1, "high_freq_factor": 2.0,
   "original_max_position_embeddings": 32,
-}
+}  # fmt: skip
 # The first of four frequencies is unchanged, the last divided, and those
 # between are mixtures.
 YARN = {
-  "rope_type": "yarn",
-  "rope_theta": 1000.0,
-  "factor": 8.0,
-  "beta_fast": 3.0,
-  "beta_slow": 0.1,
-  "original_max_position_embeddings": 32,
-}
+  "rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "beta_fast": 3.0,
+  "beta_slow": 0.1, "original_max_position_embeddings": 32,
+}  # fmt: skip
 HALF_ROTARY = SIZES["rope_parameters"] | {"partial_rotary_factor": 0.5}
 GLM = SIZES | {
   "rope_parameters": HALF_ROTARY,
@@ -73,14 +59,9 @@ GLM = SIZES | {
 }
 # The published betas: a frequency is unchanged, two are mixtures.
 GPT_OSS_YARN = {
-  "rope_type": "yarn",
-  "rope_theta": 1000.0,
-  "factor": 32.0,
-  "beta_fast": 32.0,
-  "beta_slow": 1.0,
-  "truncate": False,
-  "original_max_position_embeddings": 300,
-}
+  "rope_type": "yarn", "rope_theta": 1000.0, "factor": 32.0, "beta_fast": 32.0,
+  "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 300,
+}  # fmt: skip
 # Window and limit are so small that they change the logits.
 GPT_OSS = SIZES | {
   "num_hidden_layers": 4,

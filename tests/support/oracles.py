@@ -25,22 +25,14 @@ class Case(NamedTuple):
 
 # Name: (the paper's clip bounds, a std of x - o that clips some tokens).
 SETTINGS = {
-  "gspo": ((3e-4, 4e-4), 1e-3),
-  "gspo_token": ((3e-4, 4e-4), 1e-3),
-  "grpo": ((0.2, 0.27), 0.4),
-  "dr_grpo": ((0.2, 0.2), 0.4),
-  "dapo": ((0.2, 0.28), 0.4),
-  "ppo": ((0.2, 0.2), 0.4),
-  "gmpo": ((0.4, 0.4), 0.6),
-  "rspo": ((0.4, 0.4), 0.6),
-  "cispo": ((5.0,), 1.5),
-  "sapo": ((1.0, 1.05), 0.6),
-  "luspo": ((2e-3, 2.5e-3), 6e-3),
-  "vespo": ((2.0, 3.0, 3.0, 2.0), 0.3),
-  "dppo_tv": ((0.2,), 1.5),
-  "dppo_kl": ((0.05,), 1.0),
-  "ctpo": ((0.025, 0.05), 0.06),
-}
+  "gspo": ((3e-4, 4e-4), 1e-3), "gspo_token": ((3e-4, 4e-4), 1e-3),
+  "grpo": ((0.2, 0.27), 0.4), "dr_grpo": ((0.2, 0.2), 0.4),
+  "dapo": ((0.2, 0.28), 0.4), "ppo": ((0.2, 0.2), 0.4),
+  "gmpo": ((0.4, 0.4), 0.6), "rspo": ((0.4, 0.4), 0.6), "cispo": ((5.0,), 1.5),
+  "sapo": ((1.0, 1.05), 0.6), "luspo": ((2e-3, 2.5e-3), 6e-3),
+  "vespo": ((2.0, 3.0, 3.0, 2.0), 0.3), "dppo_tv": ((0.2,), 1.5),
+  "dppo_kl": ((0.05,), 1.0), "ctpo": ((0.025, 0.05), 0.06),
+}  # fmt: skip
 PER_SEQUENCE = ("gspo", "gmpo", "rspo", "luspo")  # take [B] advantages only
 OVER_TOKENS = ("dapo", "ppo", "cispo", "vespo")
 FIXED_LENGTH = ("dr_grpo", "dppo_tv", "dppo_kl")

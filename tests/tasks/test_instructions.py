@@ -162,12 +162,8 @@ CASES = [
   ("paragraphs", 2, False, "Dogs bark at cats.\nThey run fast."),
   ("paragraphs", 2, False, "Dogs bark.\n\nThey run.\n\nThey eat meat."),
   ("paragraphs", 2, False, "Dogs bark and run very fast\n\n."),
-  (
-    "sentences",
-    2,
-    True,
-    'Dr. Smith\'s dogs "bark at cats." Do they ever sleep',
-  ),
+  ("sentences", 2, True,
+   'Dr. Smith\'s dogs "bark at cats." Do they ever sleep'),
   ("sentences", 2, False, "Dogs bark at 3.14 cats a day."),
   ("sentences", 2, False, "Dogs bark. They run. They eat some meat."),
   ("sentences", 2, False, "Dogs bark loudly near my cats. . ."),
@@ -182,7 +178,7 @@ CASES = [
   ("words_between", [7, 8], False, "Dogs don't like cats at all."),
   ("words_between", [7, 8], False, "Dogs do-not-like-the cats of old men."),
   ("words_between", [7, 8], False, "dogs a b c d e 7 8"),
-]
+]  # fmt: skip
 
 
 def score(response, rules, prompt="", tokens=9):
@@ -226,12 +222,10 @@ def test_a_response_that_repeats_the_question_or_itself_is_wrong():
 
 @pytest.mark.parametrize(
   "response",
-  [
-    "A dog's life is short but happy.",
-    "Dogs are one of the oldest pets and one of the best friends we have.",
-    "Some dogs are small. Some dogs are very large. They bark.",
-  ],
-)
+  ["A dog's life is short but happy.",
+   "Dogs are one of the oldest pets and one of the best friends we have.",
+   "Some dogs are small. Some dogs are very large. They bark."],
+)  # fmt: skip
 def test_plain_english_is_right(response):
   assert score(response, {}) == 1.0
 
@@ -244,12 +238,9 @@ def test_a_response_that_was_cut_off_is_wrong():
 
 @pytest.mark.parametrize(
   ("reference", "named"),
-  [
-    ("5", "'5'"),
-    ('{"subject": "dogs"}', "rules"),
-    ('{"subject": "dogs", "rules": {"no_comma": true}}', "'no_commas'"),
-  ],
-)
+  [("5", "'5'"), ('{"subject": "dogs"}', "rules"),
+   ('{"subject": "dogs", "rules": {"no_comma": true}}', "'no_commas'")],
+)  # fmt: skip
 def test_a_bad_reference_is_an_error_that_names_it(reference, named):
   with pytest.raises(UserError, match=named):
     follows("", "Dogs are great pets.", reference, tokens=1, limit=2)

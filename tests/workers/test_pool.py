@@ -147,32 +147,20 @@ def load(seconds):
 ACT, ACT_ASYNC, CHILD, PARENT, COUNT, SAME, HAS, PID, DIRECT = range(9)
 
 FAILS = {
-  "raises": r"ValueError: this \n one \ud800",
-  "exits": "SystemExit: 1",
-  "ends": "its process ended",
-  "crashes": "its process ended",
+  "raises": r"ValueError: this \n one \ud800", "exits": "SystemExit: 1",
+  "ends": "its process ended", "crashes": "its process ended",
   "kills_itself": "its process ended",
   "kills_its_worker": "the worker process ended",
-  "imaginary": "its process ended",
-  "shy": "an error that cannot be shown",
-  "recurses": "RecursionError",
-  "sleeps": "took over 2 s",
-  "spins_in_c": "took over 2 s",
-  "stops": "took over 2 s",
-  "deaf": "took over 2 s",
-  "at_once": "MemoryError",
-  "more_and_more": "MemoryError",
-  "closes": "its process ended",
-}
+  "imaginary": "its process ended", "shy": "an error that cannot be shown",
+  "recurses": "RecursionError", "sleeps": "took over 2 s",
+  "spins_in_c": "took over 2 s", "stops": "took over 2 s",
+  "deaf": "took over 2 s", "at_once": "MemoryError",
+  "more_and_more": "MemoryError", "closes": "its process ended",
+}  # fmt: skip
 HARMLESS = (
-  "prints",
-  "reads",
-  "alarms",
-  "dies_later",
-  "forks",
-  "forks_and_raises",
+  "prints", "reads", "alarms", "dies_later", "forks", "forks_and_raises",
   "forks_and_stays",
-)
+)  # fmt: skip
 
 
 def make_pool(module="user_tasks", workers=1, **limits):
@@ -225,12 +213,9 @@ def test_many_failures_in_a_row(pool):
 
 @pytest.mark.parametrize(
   "line",
-  [
-    *(b"x", b"\xff", b"3", b"[9, 7.0, null]", b"[0, 7.0]", b"[0, 7.0, 3]"),
-    b"[0, 7.0, null]\n" * 3,
-    b"[" * 9999,
-  ],
-)
+  [*(b"x", b"\xff", b"3", b"[9, 7.0, null]", b"[0, 7.0]", b"[0, 7.0, 3]"),
+   b"[0, 7.0, null]\n" * 3, b"[" * 9999],
+)  # fmt: skip
 def test_a_call_that_forges_results_costs_no_other(pool, line):
   (forger,) = act(pool, "forges", argument=line).wait()
   assert forger.failure or forger.value == 7.0
@@ -431,12 +416,10 @@ def test_the_caller_never_forks_and_the_workers_need_no_jax(monkeypatch):
 
 @pytest.mark.parametrize(
   "text",
-  [
-    "import time; time.sleep(60)",
-    "def load(seconds): import ctypes; ctypes.string_at(0)",
-    "def load(seconds): print('[null, null]'); raise ValueError",
-  ],
-)
+  ["import time; time.sleep(60)",
+   "def load(seconds): import ctypes; ctypes.string_at(0)",
+   "def load(seconds): print('[null, null]'); raise ValueError"],
+)  # fmt: skip
 def test_a_load_that_ends_or_blocks_is_a_user_error(
   tmp_path, monkeypatch, text
 ):
@@ -453,15 +436,10 @@ def test_a_load_that_ends_or_blocks_is_a_user_error(
 
 @pytest.mark.parametrize(
   ("kind", "reason"),
-  [
-    ("raises_async", "ValueError: mine"),
-    ("exits_async", "SystemExit"),
-    ("dies", "its process ended"),
-    ("blocks", "took over 1 s"),
-    ("waits", "took over 1 s"),
-    ("never_cancelled", "took over 1 s"),
-  ],
-)
+  [("raises_async", "ValueError: mine"), ("exits_async", "SystemExit"),
+   ("dies", "its process ended"), ("blocks", "took over 1 s"),
+   ("waits", "took over 1 s"), ("never_cancelled", "took over 1 s")],
+)  # fmt: skip
 def test_a_failing_async_call_affects_none_beside_it(async_pool, kind, reason):
   kinds = [*["x"] * 5, kind, "x", "x"]
   calls = [Call(ACT_ASYNC, kind) for kind in kinds]

@@ -54,15 +54,12 @@ def test_a_sandbox_that_is_ended_while_it_starts_is_gone(bwrap):
 
 @pytest.mark.parametrize(
   ("path", "is_hidden"),
-  [
-    (os.path.dirname(os.__file__), False),
-    (os.path.dirname(os.__file__) + "/json/train.jsonl", False),
-    (os.path.dirname(os.__file__) + "/site-packages/train.jsonl", True),
-    (os.path.dirname(os.__file__) + "/../train.jsonl", True),
-    ("train.jsonl", True),
-    ("/usr/src/app", True),
-  ],
-)
+  [(os.path.dirname(os.__file__), False),
+   (os.path.dirname(os.__file__) + "/json/train.jsonl", False),
+   (os.path.dirname(os.__file__) + "/site-packages/train.jsonl", True),
+   (os.path.dirname(os.__file__) + "/../train.jsonl", True),
+   ("train.jsonl", True), ("/usr/src/app", True)],
+)  # fmt: skip
 def test_files_that_programs_could_read_are_an_error(path, is_hidden):
   if is_hidden:
     sandbox_files.require_hidden("--workdir", path)
@@ -88,12 +85,9 @@ def script(folder, text):
 
 @pytest.mark.parametrize(
   ("names", "message"),
-  [
-    (["bwrap"], r"bubblewrap.*No permissions to create"),
-    ([], r"no bwrap found.*pip install"),
-    (["."], "Permission denied"),
-  ],
-)
+  [(["bwrap"], r"bubblewrap.*No permissions to create"),
+   ([], r"no bwrap found.*pip install"), (["."], "Permission denied")],
+)  # fmt: skip
 def test_without_a_bwrap_that_starts_nothing_runs(
   tmp_path, monkeypatch, names, message
 ):

@@ -232,27 +232,23 @@ def test_the_chat_template_is_told_of_the_functions(name):
 
 @pytest.mark.parametrize(
   ("spec", "reason"),
-  [
-    (SPEC % "Tools", "module 'user_tools' has no attribute 'Tools'"),
-    (SPEC % "NOTHING", "expected a function, a list of functions"),
-    ("tools:functions=no_tools.X,reward=gsm8k", "No module named 'no_tools'"),
-    (SPEC % "Asked", "its __init__: TypeError:.*missing.*'name'"),
-    (SPEC % "made", "expected a function, a list of functions"),
-    (SPEC % "part", "expected a function, a list of functions"),
-    (SPEC % "placed", r"'placed': .* can name, got \(x: int, /\)"),
-    (SPEC % "several", r"'several': .* can name, got \(\*xs: int"),
-    (SPEC % "later", "'later': expected a plain.* `async`"),
-    ("tools:functions=user_tools.add,reward=gsm8", "unknown reward 'gsm8'"),
-    ("tools:functions=user_tools.add,reward=user_tools.group", "takes a group"),
-    (
-      "tools:functions=user_tools.add,reward=overlong:buffer=9",
-      "reads the len",
-    ),
-    (SPEC % "TWICE", "functions with different names"),
-    ("tools:reward=gsm8k", "missing.*functions.*'tools:key=value'"),
-    (SPEC.replace("80", "0") % "add", "expected characters of 1 or more"),
-  ],
-)
+  [(SPEC % "Tools", "module 'user_tools' has no attribute 'Tools'"),
+   (SPEC % "NOTHING", "expected a function, a list of functions"),
+   ("tools:functions=no_tools.X,reward=gsm8k", "No module named 'no_tools'"),
+   (SPEC % "Asked", "its __init__: TypeError:.*missing.*'name'"),
+   (SPEC % "made", "expected a function, a list of functions"),
+   (SPEC % "part", "expected a function, a list of functions"),
+   (SPEC % "placed", r"'placed': .* can name, got \(x: int, /\)"),
+   (SPEC % "several", r"'several': .* can name, got \(\*xs: int"),
+   (SPEC % "later", "'later': expected a plain.* `async`"),
+   ("tools:functions=user_tools.add,reward=gsm8", "unknown reward 'gsm8'"),
+   ("tools:functions=user_tools.add,reward=user_tools.group", "takes a group"),
+   ("tools:functions=user_tools.add,reward=overlong:buffer=9",
+    "reads the len"),
+   (SPEC % "TWICE", "functions with different names"),
+   ("tools:reward=gsm8k", "missing.*functions.*'tools:key=value'"),
+   (SPEC.replace("80", "0") % "add", "expected characters of 1 or more")],
+)  # fmt: skip
 def test_what_cannot_be_used_is_named(spec, reason):
   with pytest.raises(UserError, match=reason):
     environment.load(spec, 2.0, tool_format="hermes")
@@ -260,12 +256,10 @@ def test_what_cannot_be_used_is_named(spec, reason):
 
 @pytest.mark.parametrize(
   ("spec", "form", "reason"),
-  [
-    (SPEC % "TOOLS", "", "the chat template shows none.*format=NAME.*hermes"),
-    (SPEC % "TOOLS" + ",format=hermess", "glm45", "got 'hermess'"),
-    (SPEC % "untyped", "hermes", "function 'untyped':.*expected a type for"),
-  ],
-)
+  [(SPEC % "TOOLS", "", "the chat template shows none.*format=NAME.*hermes"),
+   (SPEC % "TOOLS" + ",format=hermess", "glm45", "got 'hermess'"),
+   (SPEC % "untyped", "hermes", "function 'untyped':.*expected a type for")],
+)  # fmt: skip
 def test_what_the_template_cannot_be_told_is_named(spec, form, reason):
   with pytest.raises(UserError, match=reason):
     environment.tools(spec, form)

@@ -100,14 +100,9 @@ def of_the_adapter(name, row, script):
 
 @pytest.mark.parametrize(
   ("name", "script"),
-  [
-    ("guess", "513"),
-    ("guess", "3"),
-    ("guess", "11111"),
-    ("single", "3"),
-    ("single", "4"),
-  ],
-)
+  [("guess", "513"), ("guess", "3"), ("guess", "11111"), ("single", "3"),
+   ("single", "4")],
+)  # fmt: skip
 def test_a_conversation_is_that_of_the_package(package, name, script):
   """Prompt, replies, end and reward; the last reply, which no one reads, not.
 
