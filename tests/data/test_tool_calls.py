@@ -328,30 +328,24 @@ def test_json_that_is_a_wrong_call(text, error):
 # A schema of an argument, what the policy wrote, and what that is.
 TEXT, NULL, INT = {"type": "string"}, {"type": "null"}, {"type": "integer"}
 VALUES = [
-  (TEXT, "7", "7"),
-  (TEXT, '"7"', '"7"'),
+  (TEXT, "7", "7"), (TEXT, '"7"', '"7"'),
   ({"anyOf": [TEXT, NULL]}, "12345", "12345"),
   ({"anyOf": [TEXT, NULL]}, "1.10", "1.10"),
   ({"anyOf": [TEXT, NULL]}, "true", "true"),
   ({"anyOf": [TEXT, NULL]}, "null", None),
   ({"type": ["string", "null"]}, "7", "7"),
   ({"type": "string", "nullable": True}, "None", None),
-  ({"oneOf": [INT, TEXT]}, "7", 7),
-  ({"enum": ["7", "8"]}, "7", "7"),
-  ({"enum": ["a", 7]}, "7", 7),
-  ({"const": "1"}, "1", "1"),
+  ({"oneOf": [INT, TEXT]}, "7", 7), ({"enum": ["7", "8"]}, "7", "7"),
+  ({"enum": ["a", 7]}, "7", 7), ({"const": "1"}, "1", "1"),
   ({"$ref": "#/$defs/name"}, "7", "7"),
-  ({"allOf": [{"$ref": "#/$defs/name"}]}, "7", "7"),
-  (INT, "2.0", 2),
+  ({"allOf": [{"$ref": "#/$defs/name"}]}, "7", "7"), (INT, "2.0", 2),
   ({"type": "number"}, "1e999", "1e999"),
   ({"type": "array", "items": TEXT}, '["a"]', ["a"]),
   ({"type": "object", "additionalProperties": INT}, '{"a": 1}', {"a": 1}),
   ({"type": "array", "items": TEXT}, "", ""),  # the policy's text, as it is
-  ({"type": "boolean"}, "True", True),
-  ({}, "True", True),
-  ({}, "NaN", "NaN"),
+  ({"type": "boolean"}, "True", True), ({}, "True", True), ({}, "NaN", "NaN"),
   ({"type": 3, "properties": [], "anyOf": 1}, "7", 7),
-]
+]  # fmt: skip
 PAIRS = {
   "qwen3_coder": "<function=f><parameter=x>\n{}\n</parameter></function>",
   "glm45": (

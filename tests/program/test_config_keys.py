@@ -31,20 +31,17 @@ def meant(text):
     ("algorithm.adv_estimator", "objective.advantage_estimator"),
     ("cast_lm_head_to_fp32", "model.float32_head"),
     ("mask_truncated_completions", "objective.truncated"),
-    ("optim.lr", "optim.learning_rate"),
-    ("optim", "optim.name"),
+    ("optim.lr", "optim.learning_rate"), ("optim", "optim.name"),
     ("actor_rollout_ref.actor.optim.lr", "optim.learning_rate"),
     ("actor_rollout_ref.rollout.n", "rollout.group_size"),
     ("actor_rollout_ref.rollout.val_kwargs.n", "eval.samples"),
     # other spellings
-    ("data.batch-size", "data.prompts"),
-    ("maxGradNorm", "optim.clip_norm"),
+    ("data.batch-size", "data.prompts"), ("maxGradNorm", "optim.clip_norm"),
     # a name of several keys: the section that was typed decides
     ("learning_rate", "optim.learning_rate"),
-    ("cold_start.lr", "cold_start.learning_rate"),
-    ("eval.n", "eval.samples"),
+    ("cold_start.lr", "cold_start.learning_rate"), ("eval.n", "eval.samples"),
   ],
-)
+)  # fmt: skip
 def test_names_of_other_trainers(typed, key):
   assert meant(hint(typed, KEYS)) == repr(key)
 
@@ -86,21 +83,17 @@ OPTIM = "clip_norm, decay, freeze_moe_router, learning_rate, name, warmup_steps"
   ("typed", "text"),
   [
     ("optim.momentum", f"optim has {OPTIM}"),
-    (
-      "model.scan",
-      "model has checkpoint, dtype, exact, float32_head, float32_router, ",
-    ),
+    ("model.scan",
+     "model has checkpoint, dtype, exact, float32_head, float32_router, "),
     ("optim.b3.x", f"optim has {OPTIM}"),
     # A last part that means another thing in each section.
     ("checkpoint.dir", "checkpoint has every, keep"),
     ("data.name", "data has "),
-    (
-      "tree.depth",
-      "sections are checkpoint, cold_start, continuous_batching, data, ",
-    ),
+    ("tree.depth",
+     "sections are checkpoint, cold_start, continuous_batching, data, "),
     ("tree", "; without one: num_steps, seed"),
   ],
-)
+)  # fmt: skip
 def test_without_a_likely_one_all_are_listed(typed, text):
   assert text in hint(typed, KEYS)
 

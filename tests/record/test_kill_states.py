@@ -26,16 +26,12 @@ from gspo_jax.record.checkpoint import CheckpointConfig, Checkpoints
 STEPS = 6
 SIZES = {
   **{"model.num_layers": 1, "model.embed_dim": 16},
-  **{"model.head_dim": 8, "model.mlp_dim": 8},
-  "num_steps": STEPS,
-  "cold_start.steps": 0,
-  "eval.every": 0,
-  "checkpoint.every": 1,
+  **{"model.head_dim": 8, "model.mlp_dim": 8}, "num_steps": STEPS,
+  "cold_start.steps": 0, "eval.every": 0, "checkpoint.every": 1,
   # The policy moves, even if no response is right.
   **{"objective.entropy_coef": 0.1, "optim.learning_rate": 1e-2},
-  "optim.warmup_steps": 0,
-  "reward.workers": 1,
-}
+  "optim.warmup_steps": 0, "reward.workers": 1,
+}  # fmt: skip
 SLOTS = {
   "continuous_batching.slots": 16,
   "continuous_batching.page_size": 4,

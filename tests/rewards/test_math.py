@@ -38,21 +38,17 @@ def test_spellings_of_others(one, other):
 @pytest.mark.parametrize(
   ("response", "reference"),
   [
-    ("So $\\boxed{\\frac12}$.", "0.5"),
-    ("#### 18", "so $\\boxed{18}$"),
+    ("So $\\boxed{\\frac12}$.", "0.5"), ("#### 18", "so $\\boxed{18}$"),
     ("\\boxed{5}, no: \\boxed{18}", "18"),
     # Powers of ten, not Euler's number.
-    ("\\boxed{500}", "5e2"),
-    ("\\boxed{0.0001}", "1e-4"),
-    ("\\boxed{3 \\cdot 10^8}", "300000000"),
-    ("\\boxed{2e^3}", "2e^{3}"),
+    ("\\boxed{500}", "5e2"), ("\\boxed{0.0001}", "1e-4"),
+    ("\\boxed{3 \\cdot 10^8}", "300000000"), ("\\boxed{2e^3}", "2e^{3}"),
     ("\\boxed{100 \\cdot 10^{398}}", "10^{400}"),
     # Six digits.
-    ("\\boxed{0.333333}", "\\frac13"),
-    ("\\boxed{1.414214}", "\\sqrt{2}"),
+    ("\\boxed{0.333333}", "\\frac13"), ("\\boxed{1.414214}", "\\sqrt{2}"),
     ("\\boxed{1.602177e-19}", "1.6021766e-19"),
   ],
-)
+)  # fmt: skip
 def test_right(response, reference):
   assert equivalent("", response, reference) == 1.0
 
@@ -60,31 +56,24 @@ def test_right(response, reference):
 @pytest.mark.parametrize(
   ("response", "reference"),
   [
-    ("", ""),
-    ("\\boxed{}", ""),
-    ("\\boxed{18} \\boxed{5}", "18"),
+    ("", ""), ("\\boxed{}", ""), ("\\boxed{18} \\boxed{5}", "18"),
     # Small numbers are not all 0.
     ("\\boxed{9.1 \\times 10^{-31}}", "6.67 \\times 10^{-27}"),
-    ("\\boxed{0.1000004}", "0.1"),
-    ("\\boxed{0.0000001}", "0"),
+    ("\\boxed{0.1000004}", "0.1"), ("\\boxed{0.0000001}", "0"),
     ("\\boxed{x = 0.0}", "x = 1.6 \\times 10^{-19}"),
     ("\\boxed{y = x = 0.0}", "1.6 \\times 10^{-19}"),
     ("\\boxed{y = 17 = 0.0}", "1.6 \\times 10^{-19}"),
     ("\\boxed{(0.0, 1)}", "(10^{-8}, 1)"),
-    (
-      "\\boxed{\\begin{pmatrix}0.0&1\\end{pmatrix}}",
-      "\\begin{pmatrix}10^{-8}&1\\end{pmatrix}",
-    ),
+    ("\\boxed{\\begin{pmatrix}0.0&1\\end{pmatrix}}",
+     "\\begin{pmatrix}10^{-8}&1\\end{pmatrix}"),
     ("\\boxed{[0.0, 1]}", "[10^{-8}, 1]"),
     ("\\boxed{\\{0.0, 1\\}}", "\\{1, 0.0000001\\}"),
     ("\\boxed{2\\pi \\cdot 10^{-20}}", "e \\cdot 10^{-20}"),
-    ("\\boxed{e-4}", "1e-4"),
-    ("\\boxed{3e-8}", "3e8"),
+    ("\\boxed{e-4}", "1e-4"), ("\\boxed{3e-8}", "3e8"),
     # Two numbers are not one.
     ("\\boxed{1 8}", "8"),
     # The problem again, not its result.
-    ("\\boxed{\\prod_{i=1}^{5} i}", "120"),
-    ("\\boxed{17^2 \\mod 7}", "2"),
+    ("\\boxed{\\prod_{i=1}^{5} i}", "120"), ("\\boxed{17^2 \\mod 7}", "2"),
     ("\\boxed{12345 \\times 6789}", "83810205"),
     ("\\boxed{(12345)(6789)}", "83810205"),
     ("\\boxed{\\frac{1}{3}+\\frac{1}{6}}", "\\frac{1}{2}"),
@@ -95,7 +84,7 @@ def test_right(response, reference):
     ("\\boxed{\\int_0^{18} e^{x^{x^{x}}} dx}", "\\int_0^1 x dx"),
     ("\\boxed{(10^9)!}", "5!"),
   ],
-)
+)  # fmt: skip
 def test_wrong(response, reference):
   assert equivalent("", response, reference) == 0.0
 

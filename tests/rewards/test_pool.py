@@ -281,15 +281,11 @@ def test_mistakes_of_the_config_are_errors_at_the_start(
 @pytest.mark.parametrize(
   ("failed", "size", "share", "allowed"),
   [
-    (0, 1, 0.0, None),
-    (1, 16, 0.0, 0),
-    (9, 16, 0.5, 8),
-    (15, 16, 1.0, None),
-    (16, 16, 1.0, 15),
-    (29, 100, 0.29, None),  # 0.29 * 100 is under 29
+    (0, 1, 0.0, None), (1, 16, 0.0, 0), (9, 16, 0.5, 8), (15, 16, 1.0, None),
+    (16, 16, 1.0, 15), (29, 100, 0.29, None),  # 0.29 * 100 is under 29
     (30, 100, 0.29, 29),
   ],
-)
+)  # fmt: skip
 def test_how_many_responses_may_fail(failed, size, share, allowed):
   message = too_many(failed, size, share, "it")
   if allowed is None:

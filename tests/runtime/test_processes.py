@@ -37,14 +37,11 @@ CONTINUOUS_BATCHING = {
 GUESSING = {
   **CONTINUOUS_BATCHING,
   "data__source": "gspo_jax.tasks.games.guessing_problems",
-  "rollout__environment": "guessing",
-  "rollout__max_turns": 3,
-  "reward__names": "()",
-  "sampler__max_new_tokens": 32,
-  "objective__name": "gspo_token",
-  "objective__credit": "turn",
+  "rollout__environment": "guessing", "rollout__max_turns": 3,
+  "reward__names": "()", "sampler__max_new_tokens": 32,
+  "objective__name": "gspo_token", "objective__credit": "turn",
   "objective__entropy_coef": 0.01,  # it moves, even if no guess is right
-}
+}  # fmt: skip
 # Half of what is compiled.
 ONE_LAYER = """
 from gspo_jax.configs import tiny_cpu
@@ -176,13 +173,11 @@ def assert_same_samples(workdir, reference):
 @pytest.mark.parametrize(
   ("devices", "mesh"),
   [
-    (1, {}),
-    (2, {"mesh__fsdp": 2}),
-    (2, {"mesh__expert": 4}),
+    (1, {}), (2, {"mesh__fsdp": 2}), (2, {"mesh__expert": 4}),
     (1, {"mesh__tensor": 2}),  # both processes hold the whole batch
     (1, {"mesh__context": 2}),  # both hold all rows, of half the tokens each
   ],
-)
+)  # fmt: skip
 def test_two_processes_equal_one(launch, reference, tmp_path, devices, mesh):
   cold = {"cold_start": reference / "cold_start"}
   first, second = launch(2, tmp_path, devices=devices, **cold, **mesh).finish()
