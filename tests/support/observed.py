@@ -69,6 +69,10 @@ class Observed:
     tokenizer = self.run.experiment.program.tokenizer
     return prompts.tokens, [*map(tokenizer.decode, responses)]
 
+  def teachers_of_held_out(self):
+    experiment = self.run.experiment
+    return {*experiment.teachers_of(experiment.held_out).tolist()}
+
   def mean_reward(self):
     return float(np.mean(self.run.given("rewards")))
 
