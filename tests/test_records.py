@@ -74,26 +74,20 @@ def test_a_record_is_stale_when_code_that_it_measures_has_changed(
   git, tmp_path
 ):
   """By its script, by one that this imports or starts; or all, by a command."""
-  first = commit(
-    git,
-    tmp_path,
-    {
-      "gspo_jax/a.py": "",
-      "gspo_jax/b/one.py": "",
-      "gspo_jax/b/two.py": "",
-      "gspo_jax/c.py": "",
-      "benchmarks/imports.py": "from gspo_jax.a import f",
-      "benchmarks/helped.py": "from benchmarks import imports",
-      "benchmarks/starts.py": "x = f'benchmarks.imp{y}'",
-      "benchmarks/folder.py": "from gspo_jax import b",
-      "benchmarks/commands.py": "x = ['-m', 'gspo_jax.main']",
-      "benchmarks/trains.py": "from gspo_jax.train import train_and_evaluate",
-    },
-  )
-  modules = [f.stem for f in (tmp_path / "benchmarks").glob("*.py")]
+  benchmarks = {
+    "imports": "from gspo_jax.a import f",
+    "helped": "from benchmarks import imports",
+    "starts": "x = f'benchmarks.imp{y}'",
+    "folder": "from gspo_jax import b",
+    "commands": "x = ['-m', 'gspo_jax.main']",
+    "trains": "from gspo_jax.train import train_and_evaluate",
+  }
+  code = {f"benchmarks/{name}.py": text for name, text in benchmarks.items()}
+  code |= {f"gspo_jax/{x}.py": "" for x in ("a", "b/one", "b/two", "c")}
+  first = commit(git, tmp_path, code)
   records = {
     f"benchmarks/{name}.json": {"command": f"python -m benchmarks.{name} --x"}
-    for name in modules
+    for name in benchmarks
   } | {"benchmarks/plan.json": {"command": "python -m gspo_jax.plan --json"}}
   texts = {n: json.dumps(r | {"commit": first}) for n, r in records.items()}
   commit(git, tmp_path, texts)

@@ -52,83 +52,51 @@ _DEEP = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 # How a model writes calls, and what no text may have there.
 WRITERS = {
   "hermes": (_jsons(f"<tool_call>\n{_OBJECT}\n</tool_call>"), ()),
-  "qwen3_coder": (
-    _texts(
-      "<parameter={}>\n{}\n</parameter>\n",
-      "<tool_call>\n<function={}>\n{}</function>\n</tool_call>",
-    ),
-    ("</parameter>",),
-  ),
-  "glm45": (
-    _texts(
-      "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n",
-      "<tool_call>{}\n{}</tool_call>",
-    ),
-    ("</arg_value>",),
-  ),
-  "minimax_m2": (
-    _texts(
-      '<parameter name="{}">{}</parameter>\n',
-      '<invoke name="{}">\n{}</invoke>\n',
-      ("<minimax:tool_call>\n", "</minimax:tool_call>"),
-    ),
-    ("</parameter>",),
-  ),
-  "deepseek_v32": (
-    _texts(
-      '<｜DSML｜parameter name="{}" string="false">{}</｜DSML｜parameter>\n',
-      '<｜DSML｜invoke name="{}">\n{}</｜DSML｜invoke>\n',
-      ("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
-    ),
-    ("</｜DSML｜parameter>",),
-  ),
-  "deepseek_v31": (
-    _jsons(
-      "<｜tool▁call▁begin｜>%(name)s<｜tool▁sep｜>%(json)s<｜tool▁call▁end｜>",
-      _DEEP,
-    ),
-    (),
-  ),
-  "deepseek_v3": (
-    _jsons(
-      "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%(name)s\n```json\n%(json)s\n"
-      "```<｜tool▁call▁end｜>",
-      _DEEP,
-      "\n",
-    ),
-    (),
-  ),
-  "kimi_k2": (
-    _jsons(
-      "<|tool_call_begin|>functions.%(name)s:%(i)s<|tool_call_argument_begin|>"
-      "%(json)s<|tool_call_end|>",
-      ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-    ),
-    (),
-  ),
+  "qwen3_coder": (_texts(
+    "<parameter={}>\n{}\n</parameter>\n",
+    "<tool_call>\n<function={}>\n{}</function>\n</tool_call>",
+  ), ("</parameter>",)),
+  "glm45": (_texts(
+    "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n",
+    "<tool_call>{}\n{}</tool_call>",
+  ), ("</arg_value>",)),
+  "minimax_m2": (_texts(
+    '<parameter name="{}">{}</parameter>\n',
+    '<invoke name="{}">\n{}</invoke>\n',
+    ("<minimax:tool_call>\n", "</minimax:tool_call>"),
+  ), ("</parameter>",)),
+  "deepseek_v32": (_texts(
+    '<｜DSML｜parameter name="{}" string="false">{}</｜DSML｜parameter>\n',
+    '<｜DSML｜invoke name="{}">\n{}</｜DSML｜invoke>\n',
+    ("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
+  ), ("</｜DSML｜parameter>",)),
+  "deepseek_v31": (_jsons(
+    "<｜tool▁call▁begin｜>%(name)s<｜tool▁sep｜>%(json)s<｜tool▁call▁end｜>",
+    _DEEP,
+  ), ()),
+  "deepseek_v3": (_jsons(
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%(name)s\n```json\n%(json)s\n"
+    "```<｜tool▁call▁end｜>", _DEEP, "\n",
+  ), ()),
+  "kimi_k2": (_jsons(
+    "<|tool_call_begin|>functions.%(name)s:%(i)s<|tool_call_argument_begin|>"
+    "%(json)s<|tool_call_end|>",
+    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+  ), ()),
   "mistral": (_jsons("[TOOL_CALLS]%(name)s[ARGS]%(json)s"), ()),
   "mistral, before 11": (_jsons(_OBJECT, ("[TOOL_CALLS] [", "]"), ", "), ()),
-  "gemma4": (
-    _gemma('<|"|>', "<|tool_call>call:%s%s<tool_call|>"),
-    ('<|"|>',),
-  ),
-  "functiongemma": (
-    _gemma("<escape>", "<start_function_call>call:%s%s<end_function_call>"),
-    ("<escape>",),
-  ),
-  "llama3_json": (
-    _jsons('{"name": "%(name)s", "parameters": %(json)s}', between="; "),
-    (),
-  ),
-  "openai": (
-    _jsons(
-      "<|channel|>commentary to=functions.%(name)s <|constrain|>json"
-      "<|message|>%(json)s<|call|>",
-      between="<|start|>assistant",
-    ),
-    (),
-  ),
-}
+  "gemma4": (_gemma('<|"|>', "<|tool_call>call:%s%s<tool_call|>"), ('<|"|>',)),
+  "functiongemma": (_gemma(
+    "<escape>", "<start_function_call>call:%s%s<end_function_call>",
+  ), ("<escape>",)),
+  "llama3_json": (_jsons(
+    '{"name": "%(name)s", "parameters": %(json)s}', between="; ",
+  ), ()),
+  "openai": (_jsons(
+    "<|channel|>commentary to=functions.%(name)s <|constrain|>json"
+    "<|message|>%(json)s<|call|>", between="<|start|>assistant",
+  ), ()),
+}  # fmt: skip
 # Thinking and text of a response, before two calls in it.
 BEFORE = {
   "hermes": "<think>\nTwo cities.\n</think>\n\nI look.\n",
@@ -160,49 +128,36 @@ OTHERS = [
 BROKEN = {
   "hermes": ['<tool_call>\n{"name": "f", "arguments": {"x": }}\n</tool_call>'],
   "llama3_json": ['{"name": "f", "parameters": {"x": 1}', '{"name": "f", "pa'],
-  "openai": [
-    "<|channel|>commentary to=functions.f<|message|>{'x': 1}",
-    "<|channel|>commentary to=functions.f",
-  ],
+  "openai": ["<|channel|>commentary to=functions.f<|message|>{'x': 1}",
+             "<|channel|>commentary to=functions.f"],
   "deepseek_v3": [
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{x}\n```",
-    "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
-  ],
+    "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"],
   "deepseek_v31": [
-    "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{x}<｜tool▁call▁end｜>"
-  ],
+    "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{x}<｜tool▁call▁end｜>"],
   "qwen3_coder": [
     '<tool_call>{"name": "f"}</tool_call>',
     "<tool_call><function=f><parameter=x>1</tool_call>",
     "<function=f><parameter=x>1",
     "<tool_call><function=f><parameter=x>1</parameter><parameter=x>2"
     "</parameter></function></tool_call>",
-    "<tool_call><tool_call><function=f></function></tool_call>",
-  ],
+    "<tool_call><tool_call><function=f></function></tool_call>"],
   "glm45": [
     "<tool_call>f<arg_key>x</arg_key>1</tool_call>",
     "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value>"
-    "<arg_key>x</arg_key><arg_value>2</arg_value></tool_call>",
-  ],
-  "minimax_m2": [
-    "<minimax:tool_call></minimax:tool_call>",
-    '<invoke name="f"><parameter name="x">1</invoke>',
-  ],
-  "deepseek_v32": [
-    '<｜DSML｜invoke name="f"></｜DSML｜function_calls>',
-  ],
+    "<arg_key>x</arg_key><arg_value>2</arg_value></tool_call>"],
+  "minimax_m2": ["<minimax:tool_call></minimax:tool_call>",
+                 '<invoke name="f"><parameter name="x">1</invoke>'],
+  "deepseek_v32": ['<｜DSML｜invoke name="f"></｜DSML｜function_calls>'],
   "kimi_k2": [
     "<|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>",
-    "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{x}",
-  ],
+    "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{x}"],
   "mistral": ["[TOOL_CALLS]f[ARGS]{x}", "[TOOL_CALLS] [1]", "[TOOL_CALLS]f"],
-  "gemma4": [
-    "<|tool_call>f{}<tool_call|>",
-    '<|tool_call>call:f{x:<|"|>1}<tool_call|>',
-    "<|tool_call>call:f{x:1}{}<tool_call|>",
-  ],
+  "gemma4": ["<|tool_call>f{}<tool_call|>",
+             '<|tool_call>call:f{x:<|"|>1}<tool_call|>',
+             "<|tool_call>call:f{x:1}{}<tool_call|>"],
   "functiongemma": ["<start_function_call>call:f{x:}<end_function_call>"],
-}
+}  # fmt: skip
 OBJECTS = [
   ("[1]", 'lacks "name"'),
   ('{"arguments": {}}', 'lacks "name"'),

@@ -77,25 +77,19 @@ def run(folder, accuracies, *, seed=0, gate=0.9, stop=None, kept=None):
   preemption = Preemption()
   preemption.reached = lambda: next(steps) == stop
   with Checkpoints(folder, keep=1) as checkpoints:
+    made = ColdStartFunctions(
+      abstract=first, update=functions.update,
+      init_state=lambda params: TrainState(jnp.int32(0), params, ()),
+      packing=PackingConfig(width=7, minibatches=1, micro_batch_size=1),
+    )  # fmt: skip
+    mesh = sharding.make_mesh(jax.devices()[:1])
     state = cold_start.run(
-      ColdStartFunctions(
-        abstract=first,
-        init_state=lambda params: TrainState(jnp.int32(0), params, ()),
-        packing=PackingConfig(width=7, minibatches=1, micro_batch_size=1),
-        update=functions.update,
-      ),
-      lambda: first.params,
-      batches=Batches(),
-      batch_sharding=sharding.batch_sharding(
-        sharding.make_mesh(jax.devices()[:1])
-      ),
-      accuracy=functions.accuracy,
-      checkpoints=checkpoints,
-      identity={"seed": seed},
+      made, lambda: first.params, batches=Batches(), kept=kept,
+      batch_sharding=sharding.batch_sharding(mesh),
+      accuracy=functions.accuracy, checkpoints=checkpoints,
+      identity={"seed": seed}, preemption=preemption,
       cfg=ColdStartConfig(steps=10, check_every=2, gate=gate),
-      preemption=preemption,
-      kept=kept,
-    )
+    )  # fmt: skip
   return state, functions
 
 

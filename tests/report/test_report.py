@@ -263,21 +263,12 @@ def browse(folder, *flags):
   threading.Thread(target=server.serve_forever, daemon=True).start()
   try:
     done = subprocess.run(
-      [
-        CHROMIUM,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--enable-logging=stderr",
-        f"--user-data-dir={folder}/profile",
-        "--virtual-time-budget=3000",
-        *flags,
-        f"http://127.0.0.1:{server.server_port}/page.html",
-      ],
-      capture_output=True,
-      text=True,
-      timeout=120,
-    )
+      [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu",
+       "--enable-logging=stderr", f"--user-data-dir={folder}/profile",
+       "--virtual-time-budget=3000", *flags,
+       f"http://127.0.0.1:{server.server_port}/page.html"],
+      capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
   finally:
     server.shutdown()
     server.server_close()

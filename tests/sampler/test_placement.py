@@ -51,17 +51,11 @@ def test_the_slowest_shard_is_the_one_that_the_others_waited_for():
     ([True] * 4, [1, 5, 10, 20]),
     ([True, True, False, True], [3, 5, 99, 4]),
   ):
-    placement.update(
-      SegmentResults(
-        num_tokens=np.zeros(4),
-        active=np.array(active),
-        response=np.arange(4),
-        stop_at=np.ones(4),
-        num_cached=np.array(cached),
-        num_sampled=0,
-        drafts=None,
-      )
-    )
+    placement.update(SegmentResults(
+      num_tokens=np.zeros(4), active=np.array(active), response=np.arange(4),
+      stop_at=np.ones(4), num_cached=np.array(cached), num_sampled=0,
+      drafts=None,
+    ))  # fmt: skip
   shard, words = placement.slowest()
   assert shard == 1
   assert words.startswith("1.58 x the mean cached tokens, ")

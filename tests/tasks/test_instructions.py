@@ -100,16 +100,10 @@ FIXED = dict.fromkeys(_SENTENCES, 0.25) | dict.fromkeys(_WORDS, 0.35)
 
 def kept(text, problems):
   """The share of the problems whose rules this text keeps."""
-  scores = [
-    follows(
-      asked,
-      text.format(target["subject"]),
-      json.dumps(target),
-      tokens=1,
-      limit=2,
-    )
-    for asked, target in problems
-  ]
+  score = lambda asked, target: follows(
+    asked, text.format(target["subject"]), json.dumps(target), tokens=1, limit=2
+  )
+  scores = [score(*problem) for problem in problems]
   return sum(scores) / len(scores)
 
 
