@@ -100,32 +100,21 @@ def one():
   return iterate(build(config), REWARDS)
 
 
+FSDP_CONTEXT = {"data": 1, "fsdp": 2, "context": 2, "expert": 2}
+FSDP_TENSOR = {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}
+CONTEXT_TENSOR = {"data": 1, "context": 2, "expert": 2, "tensor": 2}
+DATA_CONTEXT = {"data": 2, "context": 2, "expert": 2}
+OTHERWISE = {"expert": 4, "tensor": 1}
 MESHES = {
   "2 tensor": (2, {"data": 1, "tensor": 2}, {}),
   "4 fsdp, decoding by experts": (4, {"data": 1, "fsdp": 4}, {"expert": 4}),
   "8 data": (8, {"data": 8}, {}),
-  "8 fsdp, context, expert": (
-    8,
-    {"data": 1, "fsdp": 2, "context": 2, "expert": 2},
-    {},
-  ),
+  "8 fsdp, context, expert": (8, FSDP_CONTEXT, {}),
   # Two devices have the same key head, here and below.
   "4 context": (4, {"data": 1, "context": 4}, {}),
-  "8 context, expert, tensor, decoding otherwise": (
-    8,
-    {"data": 1, "context": 2, "expert": 2, "tensor": 2},
-    {"expert": 4, "tensor": 1},
-  ),
-  "8 data, context, expert, decoding otherwise": (
-    8,
-    {"data": 2, "context": 2, "expert": 2},
-    {"expert": 4, "tensor": 1},
-  ),
-  "8 fsdp, expert, tensor, decoding otherwise": (
-    8,
-    {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2},
-    {"expert": 4, "tensor": 1},
-  ),
+  "8 context, expert, tensor, decoding": (8, CONTEXT_TENSOR, OTHERWISE),
+  "8 data, context, expert, decoding otherwise": (8, DATA_CONTEXT, OTHERWISE),
+  "8 fsdp, expert, tensor, decoding otherwise": (8, FSDP_TENSOR, OTHERWISE),
 }
 # The others take a quarter of a minute each. Other files test fsdp.
 DEFAULT = "8 data, context, expert, decoding otherwise"

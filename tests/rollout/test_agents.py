@@ -44,12 +44,9 @@ def play(problem, *, base_url, api_key, model):
     return post(f"{base_url}/chat/completions", key, body)
   said = lambda a: ("assistant", a["choices"][0]["message"]["content"])
   name = problem.text
-  if name == "exits":
-    chat(("user", "a"))
-    os._exit(1)
-  if name == "kills":  # its worker
-    chat(("user", "a"))
-    os.kill(os.getppid(), 9)
+  if name in ("exits", "kills"): chat(("user", "a"))
+  if name == "exits": os._exit(1)
+  if name == "kills": os.kill(os.getppid(), 9)  # its worker
   if name == "turns":
     messages = [("user", "a")]
     for text in "bcd":
@@ -83,16 +80,10 @@ def play(problem, *, base_url, api_key, model):
     second = chat(*more, max_tokens=99)
     third = chat(*more, said(second), ("user", "c"))
     return float(third["error"]["code"] == "context_length_exceeded")
-  if name == "lie":
+  if name in ("ids", "lie"):
     a = chat(("user", "a"))
     ids = a["prompt_token_ids"] + a["choices"][0]["token_ids"]
-    ids[-1] = (ids[-1] + 1) % 256
-    body = {"model": model, "prompt": ids + [65], "max_tokens": 3}
-    post(f"{base_url}/completions", api_key, body)
-    return 1.0
-  if name == "ids":
-    a = chat(("user", "a"))
-    ids = a["prompt_token_ids"] + a["choices"][0]["token_ids"]
+    if name == "lie": ids[-1] = (ids[-1] + 1) % 256
     body = {"model": model, "prompt": ids + [65], "max_tokens": 3}
     post(f"{base_url}/completions", api_key, body)
     return 1.0
@@ -106,13 +97,9 @@ def play(problem, *, base_url, api_key, model):
     assert chat(("user", "a"), key="x")["status"] == 401
     chat(("user", "a"))
     return 1.0
-  if name == "hang":
-    time.sleep(60)
-  if name == "raise":
-    raise ValueError("broken agent")
-  if name == "nan":
-    chat(("user", "a"))
-    return float("nan")
+  if name == "hang": time.sleep(60)
+  if name == "raise": raise ValueError("broken agent")
+  if name == "nan": return float("nan") * bool(chat(("user", "a")))
   if name == "leaves":
     def go_on():
       while True:
@@ -125,8 +112,7 @@ def play(problem, *, base_url, api_key, model):
     for fd in range(3, 40):
       with contextlib.suppress(OSError):
         os.write(fd, b"[0, NaN, null]\\n[1, 1e99, null]\\n")
-  if name == "never":
-    return 1.0
+  if name == "never": return 1.0
   chat(("user", "a"))
   return 1.0
 
