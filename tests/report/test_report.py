@@ -175,9 +175,9 @@ def test_a_run_with_metrics_only(tmp_path):
 
 def test_long_runs_are_small_and_quick(tmp_path):
   run = make_run(tmp_path / "x", 2000)
-  begin = time.monotonic()
+  begin = time.process_time()
   html = html_of(run)
-  assert time.monotonic() - begin < 10
+  assert time.process_time() - begin < 10
   assert len(html) - len(get_plotlyjs()) < 1e6
 
 
