@@ -14,8 +14,6 @@ from gspo_jax.learner.train_batch import PackedBatch, TrainBatch
 from gspo_jax.losses.advantages import (
   ESTIMATORS,
   gdpo_advantages,
-  generalized_advantages,
-  group_relative_advantages,
 )
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED
 
@@ -105,27 +103,6 @@ def test_each_estimator_gives_the_advantages_of_responses(batch, name):
   np.testing.assert_allclose(found, of_response(expected), atol=1e-6)
 
 
-def test_k1_is_subtracted_from_the_reward(batch):
-  config = K1("dr_grpo", kl_coef=0.1)
-  out = assign(batch, REWARDS, config)["advantages"]
-  rewards = (np.asarray(REWARDS) - 0.1 * GAP.sum(1)).reshape(2, 2)
-  expected = group_relative_advantages(rewards, normalize_std=False)
-  np.testing.assert_allclose(out, of_response(expected), atol=1e-6)
-  assert np.all(out[MASK] != 0)  # the second group's rewards are equal
-
-
-@pytest.mark.parametrize("name", ["gspo", "ppo"])
-def test_truncated_responses_have_no_advantage(batch, name):
-  config = ObjectiveConfig(name, truncated="zero_advantage")
-  rewards = REWARDS.at[3].set(2.0)
-  out = assign(batch, rewards, config)["advantages"]
-  kept = dataclasses.replace(config, truncated="train")
-  whole = assign(batch, rewards, kept)["advantages"]
-  np.testing.assert_array_equal(out[:3], whole[:3])
-  assert not out[3].any()
-  assert np.any(whole[3] != 0)
-
-
 def test_k1_of_masked_responses_is_not_in_the_mean_of_their_group(batch):
   """Their rewards are: response 2 alone is left of its group."""
   config = K1("dr_grpo", kl_coef=0.1, truncated="mask")
@@ -133,25 +110,6 @@ def test_k1_of_masked_responses_is_not_in_the_mean_of_their_group(batch):
   np.testing.assert_allclose(out[2, 0], -0.75, atol=1e-6)
   plain = assign(batch, REWARDS, dataclasses.replace(config, truncated="train"))
   np.testing.assert_allclose(out[:2], plain["advantages"][:2])
-
-
-def test_with_a_critic_the_reward_is_of_the_last_token_and_k1_of_each(batch):
-  config = K1("ppo:critic_discount=0.9,critic_trace_decay=0.8", kl_coef=0.1)
-  out = assign(batch, REWARDS, config)
-  tokens = -0.1 * GAP
-  for row, last in enumerate((2, 1, 0, 2)):
-    tokens[row, last] += REWARDS[row]
-  advantages, returns = generalized_advantages(
-    tokens.astype(np.float32),
-    VALUES.astype(np.float32),
-    MASK,
-    discount=0.9,
-    trace_decay=0.8,
-  )
-  np.testing.assert_allclose(out["returns"][MASK], returns[MASK], atol=1e-5)
-  real = np.asarray(advantages)[MASK]
-  expected = (real - real.mean()) / real.std()
-  np.testing.assert_allclose(out["advantages"][MASK], expected, atol=1e-3)
 
 
 def test_with_a_critic_a_conversation_has_one_reward(batch):
@@ -170,36 +128,6 @@ def test_with_a_critic_a_conversation_has_one_reward(batch):
   returns = np.asarray(out.returns)[mask]
   expected = np.asarray(REWARDS)[np.asarray(out.response_index)[mask]]
   np.testing.assert_allclose(returns, expected, atol=1e-6)
-
-
-def test_each_turn_has_its_own_advantage(batch):
-  """Of its span of tokens; between turns there is none."""
-  mask, index = map(
-    np.asarray, (batch.rows.response_mask, batch.rows.response_index)
-  )
-  turns = np.zeros(mask.shape, np.int16)
-  for b, of_b in enumerate([[1, 0, 2], [1, 1, 0], [1, 0, 0], [1, 2, 3]]):
-    turns += np.int16(_tokens_of(batch, index, b, of_b, np.int16))
-  rows = dataclasses.replace(
-    batch.rows, turns=jnp.asarray(turns), response_mask=jnp.asarray(turns > 0)
-  )
-  nan = np.nan
-  rewards = np.array(
-    [[0, 1, nan], [0.5, nan, nan], [1, nan, nan], [0, 0, 2]], np.float32
-  )
-  config = ObjectiveConfig("dr_grpo", credit="turn")
-  out = credit.assign_advantages(
-    batch._replace(rows=rows),
-    jnp.asarray(rewards),
-    FINISH,
-    objective=config,
-    group_size=2,
-  ).rows
-  expected = {(0, 1): 0.25, (1, 1): -0.25, (2, 1): -0.5, (3, 1): 0.5}
-  for place in np.argwhere(mask):
-    key = index[tuple(place)], turns[tuple(place)]
-    advantage = np.asarray(out.advantages)[tuple(place)]
-    np.testing.assert_allclose(advantage, expected.get(key, 0.0), atol=1e-6)
 
 
 def _tokens_of(batch, index, b, chosen, dtype=bool):

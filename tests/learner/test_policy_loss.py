@@ -13,7 +13,7 @@ from gspo_jax.learner import train_batch
 from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.policy_loss import INSTRUMENTS, policy_loss
 from gspo_jax.logprobs import TokenLogprobs
-from gspo_jax.losses import METHODS, Mean
+from gspo_jax.losses import Mean
 from gspo_jax.sampler.samples import Prompts
 
 CFG = model.variant("tiny", dtype="float32")
@@ -112,20 +112,6 @@ def test_a_dense_model_has_no_metrics_of_its_routing():
   assert list(out.old_policy_fields) == ["old_logps"]
   names = [*out.metrics, *out.old_policy_metrics]
   assert not [name for name in names if name.startswith("moe/")]
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_the_numbers_of_a_method_are_its_defaults_or_those_typed(name):
-  defaults = ObjectiveConfig(name)
-  assert hash(defaults) is not None  # a static argument
-  assert defaults.loss_numbers == METHODS[name].numbers
-  for key in defaults.loss_numbers:
-    typed = ObjectiveConfig(f"{name}:{key}=0.125").loss_numbers
-    assert typed == defaults.loss_numbers | {key: 0.125}
-  if name == "ppo":
-    for field in dataclasses.fields(defaults.critic):
-      typed = ObjectiveConfig(f"ppo:critic_{field.name}=1").critic
-      assert typed == dataclasses.replace(defaults.critic, **{field.name: 1})
 
 
 def test_experts_that_have_changed_are_flips_unless_they_are_replayed(table):

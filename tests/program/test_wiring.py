@@ -98,6 +98,7 @@ TERMS = {
 METHODS_OF = {
   "distillation": ("gspo_token", "grpo", "ppo"),
   "numbers": ("dppo_tv", "dppo_kl"),  # they cut nothing beside all terms
+  "k1": ("gspo", "grpo", "ppo"),  # of responses, and of tokens
 }
 CASES = [
   (name, term)
