@@ -95,10 +95,7 @@ def pool():
 
 @pytest.fixture(scope="module")
 def user_module(request, tmp_path_factory):
-  """The folder, on the path, of a user's module: a test's `MODULE`.
-
-  `MODULE_NAME` is its name.
-  """
+  """The folder, on the path, of a test's `MODULE` by its `MODULE_NAME`."""
   folder = tmp_path_factory.mktemp("user")
   name, text = request.module.MODULE_NAME, request.module.MODULE
   (folder / f"{name}.py").write_text(text)

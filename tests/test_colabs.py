@@ -186,13 +186,8 @@ print(*(f"{name} {found[name]}" for name in names if name in found))
   [*((v, image, "") for v in VERSIONS for image in IMAGES),
    ("3.12", "gpu", "import jax")],
 )  # fmt: skip
-def test_takes_a_step_in_an_image_of_colab(
-  version, image, imports, wheel, tmp_path
-):
-  """Without an accelerator; its old jax is replaced, also where imported.
-
-  With `-s` it prints the versions and the seconds of colabs/README.md.
-  """
+def test_a_step_in_an_image_of_colab(version, image, imports, wheel, tmp_path):
+  """Without an accelerator. `-s` prints the numbers of colabs/README.md."""
   python = environment((version,), tmp_path / "venv")
   old = VERSIONS[version]
   numpy = f"numpy=={old['numpy']}"

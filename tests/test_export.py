@@ -223,10 +223,7 @@ def command(module, base, *flags, code=0, sigterm_at=None):
 
 @pytest.mark.slow
 def test_the_commands_work_in_a_bucket(base, tmp_path, monkeypatch):
-  """Train, SIGTERM, resume, evaluate and export: the same as in a folder.
-
-  Every array is trained.
-  """
+  """Train, SIGTERM, resume, evaluate and export: the same as in a folder."""
   with bucket.emulated(monkeypatch) as emulator:
     copy = epath.Path(emulator.url) / "base"
     for path in base.iterdir():

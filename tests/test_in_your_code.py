@@ -1,8 +1,4 @@
-"""docs/in_your_code.md: the loss in loops of Flax NNX and Equinox, in Tunix.
-
-By default only Flax NNX. Equinox is in the extra `parity`; Tunix is in none:
-`pip install google-tunix==0.1.7`.
-"""
+"""docs/in_your_code.md: Flax NNX; with `parity` Equinox, with Tunix its own."""
 
 import re
 from types import SimpleNamespace

@@ -94,10 +94,7 @@ class FailingPool:
 
 
 class Recorder:
-  """Functions that note their calls and do nothing; 2 responses to 2 prompts.
-
-  The batch of a step is its packing.
-  """
+  """Functions that note their calls; 2 responses to 2 prompts."""
 
   def __init__(self, needs_old_logps=True):
     self.sample_keys, self.steps = [], []

@@ -79,10 +79,7 @@ while True:
 
 @pytest.fixture
 def shell(tmp_path):
-  """Runs a script with replacements of gcloud and xpk first in PATH.
-
-  `shell.calls()` returns the arguments of each of their calls.
-  """
+  """Runs a script with fakes of gcloud and xpk, whose `calls()` it returns."""
   calls, tools = tmp_path / "calls", tmp_path / "bin"
   calls.touch()
   tools.mkdir()

@@ -319,13 +319,8 @@ def test_a_response_length_out_of_range_is_refused(response_length):
 @pytest.mark.parametrize(
   ("some", "axis"), [(False, "expert"), (True, "expert"), (False, "context")]
 )
-def test_a_dense_tied_model_on_a_mesh_equals_one_device(
-  some, axis, monkeypatch
-):
-  """Log-probs, entropies and every gradient; 74 columns need padding.
-
-  Half of the rows are two sequences. On two of the meshes some ids are kept.
-  """
+def test_a_tied_model_on_a_mesh_equals_one_device(some, axis, monkeypatch):
+  """Log-probs, entropies, gradients; of two sequences a row, with kept ids."""
   # Tokens of devices that share the vocabulary, of which some are wanted.
   monkeypatch.setattr(logprobs, "_CHUNK", 4 if some else 1024)
   cfg = dataclasses.replace(

@@ -1,8 +1,4 @@
-"""The whole run: resumed, stopped, killed, misused.
-
-Most runs happen in this process, on one of its devices, and those of equal
-programs compile them once. What needs a process of its own starts the command.
-"""
+"""The whole run: resumed, stopped, killed, misused."""
 
 import contextlib
 import dataclasses
@@ -486,11 +482,7 @@ CONTINUOUS = {
 
 @pytest.mark.usefixtures("no_evaluation")
 def test_pending_responses_resume(run, reference, tmp_path, assert_same_run):
-  """Partial rollouts, one step off-policy, from the step that was saved.
-
-  With the ids of their tokens, for sampling is truncated, with R3, weights and
-  a reference that is synced.
-  """
+  """Partial, off-policy, truncated, R3, weights, a synced reference."""
   flags = {
     **CONTINUOUS,
     "rollout__max_tokens_per_iteration": 6,

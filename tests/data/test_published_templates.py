@@ -1,7 +1,4 @@
-"""Chat templates as they are published: ids are those of the whole template.
-
-TRL's wheel has them, with its own for training.
-"""
+"""Chat templates of TRL's wheel: ids are those of the whole template."""
 
 import contextlib
 import importlib.util

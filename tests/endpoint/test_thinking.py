@@ -1,8 +1,4 @@
-"""Thinking, results and white space between a client and its transcript.
-
-Answers are scripted, requests go over HTTP by OpenAI's client. The chat
-templates are our own, after what those of the families do.
-"""
+"""Thinking, results and white space between a client and its transcript."""
 
 import contextlib
 import itertools

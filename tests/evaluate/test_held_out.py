@@ -65,10 +65,7 @@ def experiment(pool, respond, shards=1, max_failed=0.5):
 
 
 class ScriptedSampler:
-  """Two responses a prompt: a correct one for `solved`, and a wrong one.
-
-  Greedily, a correct one for all others.
-  """
+  """A right and a wrong response if in `solved`; greedily if not."""
 
   config = SamplerConfig(temperature=0.5, top_k=7)
   batch_sharding = sharding.batch_sharding(

@@ -19,10 +19,7 @@ PROBLEMS = [Problem(text, "", "") for text in TEXTS]
 
 
 class Echo:
-  """A `respond`: response g to a prompt is the prompt and g, then a stop.
-
-  The responses to "3?" are truncated instead.
-  """
+  """A `respond`: the prompt and g, then a stop; those to "3?" are truncated."""
 
   def __init__(self, sampler):
     self.tokenizer = sampler.program.tokenizer

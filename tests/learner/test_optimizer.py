@@ -115,10 +115,7 @@ def newton_schulz(g):
 
 
 def orthogonal(path, g_L):
-  """`newton_schulz` of each matrix of an array [L, ...], as large as AdamW's.
-
-  A layer has one, or one for each expert; the heads of a layer are joined.
-  """
+  """`newton_schulz` of each matrix of an array, as large as AdamW's."""
   matrices = g_L.reshape(-1, *g_L.shape[-2:])
   if path.endswith("attention/o"):
     matrices = g_L.reshape(len(g_L), -1, g_L.shape[-1])

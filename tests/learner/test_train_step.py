@@ -198,10 +198,7 @@ def test_a_second_compilation_is_an_error(one):
 
 @functools.cache
 def one_of_family(variant, replay="r3", dtype="float32"):
-  """An iteration of RSPO, which weighs tokens by the router's shift.
-
-  Sampling is truncated: log-probs are over the ids that were kept.
-  """
+  """An iteration of RSPO, with truncated sampling."""
   config = shrink(tiny_cpu.get_config("debug"))
   config.sampler.update({"top_p": 0.8, "kept_ids": 32})
   config.model.variant, config.model.dtype = variant, dtype

@@ -69,10 +69,7 @@ KERNELS = {
 
 
 def gradient(kernel, segments, cotangent, **options):
-  """A function of q, k, v and sinks: gradients as of `exact`, and the output.
-
-  It traces the kernel anew.
-  """
+  """Traced anew: gradients of q, k, v, sinks as of `exact`, and the output."""
 
   def loss(q, k, v, sinks_N):
     out = kernel(q, k, v, segments, sinks_N=sinks_N, **options)

@@ -77,11 +77,7 @@ def test_prefill_and_decode_equal_the_full_forward(cfg):
 
 
 def test_softmax_over_prefix_and_response_with_scores_far_apart():
-  """Scores differ by hundreds, in favour of the prompt or of the response.
-
-  If both parts were not shifted by the larger maximum, `exp` would overflow, or
-  both sums would be zero.
-  """
+  """Without a shift by the larger maximum `exp` would overflow, or be zero."""
   rng = np.random.default_rng(3)
   K, N, H = DENSE.num_kv_heads, DENSE.num_heads, DENSE.head_dim
   normal = lambda *shape: rng.normal(size=shape).astype(np.float32)

@@ -1,7 +1,4 @@
-"""Experts in chunks: exact for any load, on one shard and on a mesh.
-
-Dimension key: as in gspo_jax/model/experts.py.
-"""
+"""Experts in chunks: any load, on a shard and a mesh. Keys as in experts.py."""
 
 import dataclasses
 import functools

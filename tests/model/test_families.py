@@ -1,7 +1,4 @@
-"""Families with layers of several kinds: packing, scans, meshes, frozen state.
-
-Biases, sinks and choice biases are random, not zero as at first.
-"""
+"""Families with layers of several kinds: packing, scans, meshes, biases."""
 
 import dataclasses
 import functools
@@ -21,10 +18,7 @@ ROWS, T = 4, 10
 
 
 def gradient(cfg):
-  """Jitted: gradients of `(logits * cotangent).sum()`, logits, routing.
-
-  With `own` the tokens go to the top experts, else to `routes`.
-  """
+  """Jitted: gradients of `(logits * cotangent).sum()`, logits, routing."""
 
   def loss(params, tokens, positions, segments, routes, own, cotangent):
     inputs = params, cfg, tokens, positions, segments

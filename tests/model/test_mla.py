@@ -1,7 +1,4 @@
-"""Latent attention: through keys and values, and in the space of latents.
-
-test_hf.py compares it with transformers, test_families.py on a mesh.
-"""
+"""Latent attention: through keys and values, and in the space of latents."""
 
 import dataclasses
 import itertools

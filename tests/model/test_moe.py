@@ -161,10 +161,7 @@ def router_log_softmax(params, x):
 
 
 def exact(cfg, params, x, routes=None):
-  """By a loop in float64: output, experts, gradients of parameters and of x.
-
-  Of `sum(output * COTANGENT)`; tokens go to `routes`, if given.
-  """
+  """A loop in float64: output, experts, gradients (of output * COTANGENT)."""
   flat = lambda x: x.reshape(B * T, -1)
   by_row = lambda x: x.reshape(B, T, -1)
   p = np.exp(flat(router_log_softmax(params, x)))

@@ -1,7 +1,4 @@
-"""Stretched rotary embeddings: YaRN index by index.
-
-Llama 3's rule, and a whole model with either, are in test_hf.py.
-"""
+"""Stretched rotary embeddings: YaRN by index; test_hf.py has Llama 3's."""
 
 import dataclasses
 import math

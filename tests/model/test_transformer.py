@@ -1,8 +1,4 @@
-"""The decoder: a mesh, and what it computes again.
-
-test_hf.py compares it with transformers, rows padded on either side, too,
-test_moe.py replay with a loop, test_families.py packed rows with single ones.
-"""
+"""The decoder: a mesh, and what it computes again."""
 
 import dataclasses
 import functools

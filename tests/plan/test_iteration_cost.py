@@ -78,10 +78,7 @@ def cost(
   fewer_slots=types.MappingProxyType({}),
   **more,
 ):
-  """By a compiler's estimate of twice the seconds.
-
-  `fewer_slots`: seconds of a step by the slots that it computes.
-  """
+  """By a compiler's estimate of twice the seconds; `fewer_slots`: of a step."""
   functions = {k: f | {"compiler": twice(f)} for k, f in functions.items()}
   config = parse(config)
   mesh = sharding.make_mesh(jax.devices()[:2], data=2)

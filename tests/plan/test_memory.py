@@ -22,10 +22,7 @@ STATIC, PAGED = (SimpleNamespace(batching=slots) for slots in (None, 8))
 
 @pytest.fixture(scope="module")
 def made():
-  """Programs with 4 GiB of moments over 8 devices, and a count on each.
-
-  The second has a reference of five times that, teachers and a critic.
-  """
+  """Programs with 4 GiB of moments over 8 devices; the second has more."""
   mesh = sharding.make_mesh(fsdp=8)
   split = jax.ShapeDtypeStruct(
     (8, GIB // 8), jnp.float32, sharding=sharding.batch_sharding(mesh)

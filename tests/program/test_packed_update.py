@@ -1,7 +1,4 @@
-"""An update of packed rows is the update of one response a row.
-
-The rows of both have the same shapes, so one compiled program takes both.
-"""
+"""An update of packed rows is the update of one response a row."""
 
 import dataclasses
 

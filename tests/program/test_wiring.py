@@ -1,10 +1,4 @@
-"""From a config to the gradient: each method, and each term of its loss.
-
-The policy is a table whose parameters are log-probs, a row for each response.
-So no model is compiled, and the gradient is with respect to the log-probs. The
-expected one comes from the float64 loops of `oracles`, with the config's
-numbers.
-"""
+"""From a config to the gradient of each method and term, by float64 loops."""
 
 import dataclasses
 import functools

@@ -1,8 +1,4 @@
-"""A run that was killed at any moment goes on as if it had not been.
-
-A process trains. It is stopped at random moments, each time its workdir is
-copied, and it goes on to the end. Then it resumes some of the copies.
-"""
+"""A run that was killed at any moment goes on as if it had not been."""
 
 import json
 import os

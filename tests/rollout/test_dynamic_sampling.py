@@ -26,10 +26,7 @@ def response_id(round_, p, g):
 
 
 class ScriptedRewards:
-  """Pending rewards: 0, 1, 1 in mixed groups, else all 0 or all 1.
-
-  Every call of `result` is noted in `computed`.
-  """
+  """Rewards: 0, 1, 1 in mixed groups, else equal; `computed` notes calls."""
 
   size, calls = P * G, ()
 
@@ -47,10 +44,7 @@ class ScriptedRewards:
 
 
 class ScriptedSampler:
-  """Gives the batch of a round; `script` has which of its groups are mixed.
-
-  Every second response belongs to another host.
-  """
+  """Gives the batch of a round; each second response is of another host."""
 
   def __init__(self, *script):
     self.script, self.rounds, self.computed = script, [], []

@@ -12,10 +12,7 @@ from gspo_jax.runtime.preemption import Preemption
 
 @pytest.fixture(autouse=True)
 def before():
-  """The handler of SIGTERM; the one of SIGINT is Python's own.
-
-  A shell that starts the tests in the background lets them ignore SIGINT.
-  """
+  """The handler of SIGTERM; that of SIGINT is Python's own."""
   set_handler, term = signal.signal, signal.getsignal(signal.SIGTERM)
   interrupt = set_handler(signal.SIGINT, signal.default_int_handler)
   yield term

@@ -1,7 +1,4 @@
-"""An array has the sharding of its logical axes; meshes fit their devices.
-
-Every parameter's row: tests/model/test_parameters.py.
-"""
+"""An array has the sharding of its logical axes; meshes fit their devices."""
 
 import dataclasses
 import re

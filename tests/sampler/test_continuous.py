@@ -257,10 +257,7 @@ def migrate_often(monkeypatch):
   ],
 )
 def test_samples_are_the_same_when_responses_move(config, pause, monkeypatch):
-  """Every segment, as soon as one shard has more than another.
-
-  In the next test some start again, too.
-  """
+  """Every segment, as soon as one shard has more than another."""
   migrate_often(monkeypatch)
   monkeypatch.setattr(continuous_config, "_DRAFTING", 1)
   batching = dataclasses.replace(SMALL, slots=B, segment_steps=2)
@@ -350,14 +347,8 @@ def test_a_plan_replays_the_same_steps(make):
 
 
 @pytest.mark.parametrize(("slots", "pages"), [(32, 0), (128, 1600)])
-def test_shards_without_a_queue_take_responses_of_others(
-  slots, pages, monkeypatch
-):
-  """Lengths of a group are alike; slots or pages hold a part of the responses.
-
-  The steps, and what the fullest shard reads in them, against those where each
-  response starts on the shard of its prompt.
-  """
+def test_shards_without_a_queue_take_responses(slots, pages, monkeypatch):
+  """Fewer steps and reads than where each starts on the shard of its prompt."""
   rng, groups, size = np.random.default_rng(0), 64, 8
   logs = rng.normal(5, 0.7, (groups, 1)) + rng.normal(0, 0.7, (groups, size))
   responses = np.exp(logs).clip(1, 2000).astype(int).ravel()
@@ -378,13 +369,8 @@ def test_shards_without_a_queue_take_responses_of_others(
 @pytest.mark.parametrize(
   ("own", "slots"), [([0], 8), ([0], 16), ([1, 3], 8), ([2, 3], 16)]
 )
-def test_a_host_plans_its_own_shards_as_one_host_plans_all(
-  own, slots, monkeypatch
-):
-  """From the facts and results of all: the same programs, with its rows.
-
-  With 8 slots some responses start on the first shard, whose own end at once.
-  """
+def test_a_host_plans_as_one_host_for_all_plans(own, slots, monkeypatch):
+  """From the facts and results of all: the same programs, with its rows."""
   monkeypatch.setattr(jit, "_FEWEST_ROWS", 1)
   lent = spied_loans(monkeypatch)
   lengths = np.random.default_rng(0).integers(4, R // 2, B)

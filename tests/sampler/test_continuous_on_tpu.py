@@ -1,8 +1,4 @@
-"""Segments of continuous batching, compiled for TPUs: copies, bytes, memory.
-
-The model is Qwen3-30B-A3B at full size. Nothing runs: bytes are counted in the
-compiled program.
-"""
+"""Segments of Qwen3-30B-A3B, compiled for TPUs: copies, bytes, memory."""
 
 import math
 
@@ -42,10 +38,7 @@ def configured(devices, slots):
 
 
 class Segment:
-  """Compiled segments of all slots and of the fewest, and moves of pages.
-
-  Bytes are those of one device.
-  """
+  """Compiled segments of all slots and of the fewest; bytes of one device."""
 
   def __init__(self, topology):
     plan_compile.prepare()
@@ -103,11 +96,7 @@ def test_it_fits_and_its_temporaries_are_small(segment, which):
 
 @pytest.mark.parametrize("mean", [1.0, 0.5, 0.25])
 def test_a_step_moves_little_more_than_weights_and_cached_tokens(segment, mean):
-  """With slots of `mean` times the longest, and half of the last page.
-
-  The least is to read the weights and the cached tokens once; the compiled step
-  may move 1.3 times as many bytes.
-  """
+  """At most 1.3 times the bytes of the weights and of the cached tokens."""
   step = segment.step
   assert step["kernel"]
   token = step["pages_bytes"] / segment.pool
@@ -126,10 +115,7 @@ def dims(shape):
 
 @pytest.mark.parametrize("which", ["whole", "subset", "moves"])
 def test_nothing_copies_pages_or_weights(segment, which):
-  """Nowhere in the program, inside its loop or outside, in any axis order.
-
-  An exception is a router, a thousandth of its layer, with a subset of slots.
-  """
+  """But for a router, a thousandth of its layer, with a subset of slots."""
   large = {dims(segment.cache_shape)}
   large |= {dims(shape) for shape in segment.weight_shapes}
   large -= {segment.router} if which == "subset" else set()

@@ -1,8 +1,4 @@
-"""GLM-4.5, MiniMax-M2 and gpt-oss: one response of both samplers and trainer.
-
-test_continuous.py has them on one device. A window of three tokens begins in
-the prompt, in a page or between pages.
-"""
+"""Families: one response of both samplers and of the trainer."""
 
 import dataclasses
 import functools

@@ -87,10 +87,7 @@ def score(params, cfg, batch, routes, replay):
 
 
 def teacher_forced(params, samples, *, routes=None, cfg=CFG):
-  """The trainer's log-probs of the samples, and its TrainBatch.
-
-  The experts are replayed if there are `routes`.
-  """
+  """The trainer's log-probs (with `routes`, replayed), and its TrainBatch."""
   batch = unpacked(prompts(), samples.tokens, samples.lengths)
   batch = dataclasses.replace(batch, kept_ids=samples.kept_ids)
   scored = score(params, cfg, batch, routes, routes is not None)

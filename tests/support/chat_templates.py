@@ -1,7 +1,4 @@
-"""Chat templates of our own, in the shape of those of the families.
-
-And what is put into them.
-"""
+"""Chat templates in the shape of the families', and what is put into them."""
 
 
 def user(text="How is it?"):

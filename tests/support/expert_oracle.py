@@ -1,7 +1,4 @@
-"""The experts of gspo_jax/model/experts.py: a loop over float64 numbers.
-
-Dimension key: as there.
-"""
+"""The experts of gspo_jax/model/experts.py, with its keys: loops in float64."""
 
 import numpy as np
 

@@ -1,8 +1,4 @@
-"""A whole run in one process, whose jitted functions only note their arguments.
-
-`train.train_and_evaluate` is real, as are data, checkpoints and files. Each
-response is "#7".
-"""
+"""A real run whose jitted functions only note their arguments; it says "#7"."""
 
 import contextlib
 import dataclasses

@@ -1,7 +1,4 @@
-"""What a config makes: a run whose jitted functions take notes, and a program.
-
-Equal configs share one.
-"""
+"""What a config makes: a run that takes notes, and a program."""
 
 import atexit
 import collections

@@ -46,10 +46,7 @@ UNCLIPPED = (
 
 
 def random_case(name, seed=0, per_token=False, extreme=False) -> Case:
-  """A ragged mask with holes, an empty row and a row of one token.
-
-  `extreme` adds log-ratios of ±50, beyond the clamp.
-  """
+  """A ragged mask; `extreme` adds log-ratios of ±50, beyond the clamp."""
   rng = np.random.default_rng(seed)
   mask = (np.arange(T) < rng.integers(4, T + 1, B)[:, None]) & (
     rng.random((B, T)) < 0.8
@@ -201,10 +198,7 @@ def clamp(gap):
 
 
 def rows_of(name, case: Case, x_fixed, dual_clip=None, bounds=None, floor=0.8):
-  """A dict of lists for each non-empty row.
-
-  `x_fixed` takes the place of x inside stop_gradient.
-  """
+  """A dict of lists for each row; `x_fixed` is x inside stop_gradient."""
   bounds = bounds or SETTINGS[name][0]
   x, o, a, x_fixed = (
     np.asarray(v, float) for v in (case.x, case.o, case.a, x_fixed)
@@ -300,10 +294,7 @@ def loss(name, case: Case, dual_clip=None, **options):
 
 
 def gradient(name, case: Case, dual_clip=None, step=1e-6, **options):
-  """Central differences of each token's loss, then summed.
-
-  A difference of sums would lose the small ones to rounding.
-  """
+  """Central differences of each token's loss, then summed: less rounding."""
   grad = np.zeros(case.x.shape)
   for index in zip(*np.nonzero(case.m), strict=True):
     nudge = np.zeros(case.x.shape)

@@ -13,10 +13,7 @@ def random_bf16(rng, *shape):
 
 
 def attention(q_NH, k_TKH, v_TKH, window=None, sinks_N=None):
-  """Attention of the last token to the last `window`, one head at a time.
-
-  A head's sink is the score of one more key, whose value is zero.
-  """
+  """Of the last token to the last `window`; a sink is one more score."""
   out = np.zeros(q_NH.shape)
   first = 0 if window is None else max(0, len(k_TKH) - window)
   for n, q_H in enumerate(q_NH):

@@ -8,10 +8,7 @@ import pytest
 
 
 def environment(versions: tuple[str, ...], folder: Path) -> Path:
-  """The Python of a new environment, of the first version that is here.
-
-  It comes from the PATH or from pyenv. Without any the test is skipped.
-  """
+  """The Python of a new environment, of the first version here, or a skip."""
   for version in versions:
     managed = Path.home().glob(f".pyenv/versions/{version}.*/bin/python3")
     for python in shutil.which(f"python{version}"), *managed:

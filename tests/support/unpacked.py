@@ -43,11 +43,7 @@ def join(batch: PackedBatch, order=None) -> TrainBatch:
 def by_response(
   batch: PackedBatch, lengths, width: int
 ) -> dict[str, np.ndarray]:
-  """The fields of response tokens as [B, width], from rows packed in any way.
-
-  `experts` and `router_logps` become [B, width, L, k]. Zeros behind a response,
-  and where it was not packed.
-  """
+  """The fields of response tokens as [B, width]; else zeros."""
   rows = jax.device_get(batch.rows)
   mask, columns = rows.response_mask, rows.response_mask.shape[-1]
   index = rows.response_index[mask]

@@ -104,10 +104,7 @@ def of_the_adapter(name, row, script):
    ("single", "4")],
 )  # fmt: skip
 def test_a_conversation_is_that_of_the_package(package, name, script):
-  """Prompt, replies, end and reward; the last reply, which no one reads, not.
-
-  The package adds `final_env_response` behind the last response.
-  """
+  """Prompt, replies, end and reward; not the last reply, which no one reads."""
   row = dict(package.load_environment(name).get_dataset()[3])
   row = json.loads(json.dumps(row))  # as the file of problems has it
   expected, reward = of_the_package(package, name, row, script)

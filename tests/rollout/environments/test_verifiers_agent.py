@@ -1,7 +1,4 @@
-"""Tasksets of `verifiers` 0.4 play against the endpoint; answers are scripted.
-
-The taskset's harness is a function: those of the package install programs.
-"""
+"""Tasksets of `verifiers` 0.4 play against scripted answers."""
 
 import pytest
 from scripted import Scripted, make_tokenizer
