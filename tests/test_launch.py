@@ -33,9 +33,8 @@ CHIPS_A_HOST = 4
 NAMES = {
   "v5p": ("tpu-v5p-slice", "v2-alpha-tpuv5"),
   "v5e": ("tpu-v5-lite-podslice", "v2-alpha-tpuv5-lite"),
-  "v6e": ("tpu-v6e-slice", "v2-alpha-tpuv6e"),
-  "tpu7x": ("tpu7x", None),
-}
+  "v6e": ("tpu-v6e-slice", "v2-alpha-tpuv6e"), "tpu7x": ("tpu7x", None),
+}  # fmt: skip
 
 HOME = {"name": "n", "project": "p", "zone": "z"}  # where a slice lives
 WORKDIR = "gs://b/it's a run"  # what quoting has to survive

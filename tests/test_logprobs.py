@@ -201,10 +201,9 @@ def test_a_chunk_without_wanted_tokens_computes_no_logits(monkeypatch):
 
   run = jax.jit(loss)
   for wanted, expected in (
-    (wanted_tokens(), 2),
-    (np.zeros((B, R), bool), 0),
+    (wanted_tokens(), 2), (np.zeros((B, R), bool), 0),
     (np.ones((B, R), bool), 7),
-  ):
+  ):  # fmt: skip
     chunks.clear()
     jax.block_until_ready(run(weights(DENSE), wanted))
     jax.effects_barrier()

@@ -1,8 +1,4 @@
-"""The default tests with the newest JAX, in an environment of their own.
-
-Python 3.11 has no JAX after 0.10. A newer Python beside it gets the newest
-releases that setup.cfg admits, once in each call of pytest.
-"""
+"""The default tests with the newest JAX, by a newer Python, once a session."""
 
 import fcntl
 import os

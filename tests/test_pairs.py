@@ -1,9 +1,4 @@
-"""Every feature of a rollout with every kind of episode.
-
-A cell of the table is a run of a few iterations. The update computes the
-log-probs of the sampler again, from whole rows: they are the same if the rows
-have the tokens, the experts and the kept ids of the episode.
-"""
+"""Every feature of a rollout with every kind of episode: two iterations."""
 
 import itertools
 import math

@@ -257,9 +257,8 @@ def test_fewer_problems_than_a_batch():
 def test_fewer_problems_that_fit_than_a_batch():
   """Else the pipeline would look for one forever."""
   for source, width in (
-    (SMALL, 3),
-    (problems("a", "b", "long", "long"), 2),
+    (SMALL, 3), (problems("a", "b", "long", "long"), 2),
     (sources.mix([problems(*"abcdef"), problems("long")]), 2),
-  ):
+  ):  # fmt: skip
     with pytest.raises(UserError, match=f"max_prompt_length={width}: fewer"):
       batches(source, batch=4, width=width, too_long="drop")

@@ -129,11 +129,7 @@ def require_chat(tokenizer, messages, tools):
 
 
 def require_turns(tokenizer, response, answer, tools=()):
-  """Turn by turn the ids are those of the whole template.
-
-  The response thinks where the prompt has begun that, and not where it has
-  ended it.
-  """
+  """Turn by turn the ids are those of the whole template, thinking included."""
   messages = [USER]
   ids = tokenizer.chat(messages, tools)
   prompt = tokenizer.decode(ids).rstrip()

@@ -231,10 +231,9 @@ def test_a_set_of_the_hub_by_its_name(folder, monkeypatch):
 
   monkeypatch.setattr(datasets, "load_dataset", load)
   for spec, name in (
-    ("openai/gsm8k/main:test", "openai/gsm8k"),
-    ("squad", "squad"),
+    ("openai/gsm8k/main:test", "openai/gsm8k"), ("squad", "squad"),
     ("a/b:train[:5%]", "a/b"),
-  ):
+  ):  # fmt: skip
     with pytest.raises(
       UserError,
       match=rf"hf:{re.escape(spec)}: .* Hub cannot be reached; .* `hf download "

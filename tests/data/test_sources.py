@@ -356,8 +356,7 @@ def test_mistakes_in_a_dotted_name(module):
     (f"{module}.endless", "list_iterator; expected something with a length"),
     ("no_package.rows.factory", r"No module named 'no_package' \(expected"),
     ("data/train.jsonl", "expected chain, jsonl:FILE"),
-    ("chains", "expected chain, jsonl:FILE"),
-    ("tfds:", "expected tfds:NAME"),
+    ("chains", "expected chain, jsonl:FILE"), ("tfds:", "expected tfds:NAME"),
     ("data/train.csv", "did you mean 'hf:data/train.csv'"),
     ("csv:data/train.csv", "did you mean 'hf:data/train.csv'"),
     ("json:s3://b/train.jsonl", "did you mean 'jsonl:s3://b/train.jsonl'"),
@@ -366,7 +365,7 @@ def test_mistakes_in_a_dotted_name(module):
     ("hf:csv", "hf:csv: 'csv' is a format, .*; expected hf:FILE or hf:FOLDER"),
     ("hf:csv:x.csv", "'csv' is a format, no data set; expected hf:x.csv"),
     ("gs://b/train.parquet", "did you mean 'parquet:gs://b/train.parquet'"),
-  ):
+  ):  # fmt: skip
     with pytest.raises(UserError, match=words):
       sources.load(spec)
   source = sources.load(f"{module}.odd")

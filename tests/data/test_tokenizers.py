@@ -174,9 +174,8 @@ def test_files_that_are_no_sentencepiece_model(tmp_path):
   endless = train(tmp_path / "endless.model", eos_id=-1)
   for path, words in (
     (tmp_path / "bad.model", "no SentencePiece model"),
-    (tmp_path / "none.model", "No such file"),
-    (endless, "end-of-text"),
-  ):
+    (tmp_path / "none.model", "No such file"), (endless, "end-of-text"),
+  ):  # fmt: skip
     with pytest.raises(UserError, match=words) as error:
       tokenizers.load(str(path))
     assert path.name in str(error.value)

@@ -159,11 +159,10 @@ BROKEN = {
   "functiongemma": ["<start_function_call>call:f{x:}<end_function_call>"],
 }  # fmt: skip
 OBJECTS = [
-  ("[1]", 'lacks "name"'),
-  ('{"arguments": {}}', 'lacks "name"'),
+  ("[1]", 'lacks "name"'), ('{"arguments": {}}', 'lacks "name"'),
   ('{"name": "f", "arguments": "x"}', 'arguments: expected object, got "x"'),
   ('{"name": "f", "arguments": ' + "[" * 10**5, "not valid JSON"),
-]
+]  # fmt: skip
 
 
 def test_a_header_of_gpt_oss_may_have_its_parts_in_any_order():

@@ -250,10 +250,9 @@ def test_generalized_advantages_have_no_gradient():
 def test_other_shapes_of_generalized_advantages_are_refused():
   rewards, values, mask, _ = random_steps()
   for bad in (
-    (rewards[:, 1:], values, mask),
-    (rewards, values[1:], mask),
+    (rewards[:, 1:], values, mask), (rewards, values[1:], mask),
     (rewards[0], values[0], mask[0]),
-  ):
+  ):  # fmt: skip
     with pytest.raises(ValueError, match=r"one shape \[B, T\]"):
       generalized_advantages(*bad)
   with pytest.raises(ValueError, match=r"segment_ids\.shape"):

@@ -242,11 +242,10 @@ def test_wrong_shapes_are_refused(name):
   bad = [
     ((x, o[:, 1:], a, m), {}, r"\(6, 8\)"),
     ((x, o, a, m[1:]), {}, r"\(5, 9\)"),
-    ((x[0], o[0], a[0], m[0]), {}, r"\[B"),
-    ((x, o, a[1:], m), {}, r"\(5,\)"),
+    ((x[0], o[0], a[0], m[0]), {}, r"\[B"), ((x, o, a[1:], m), {}, r"\(5,\)"),
     ((x, o, per_token(case).a, m), {"segment_ids": ids[1:]}, r"\(5, 9\)"),
     ((x, o, a, m), {"segment_ids": ids}, r"\(6,\), packed=True"),
-  ]
+  ]  # fmt: skip
   for arguments, keywords, message in bad:
     with pytest.raises(ValueError, match=message):
       loss_of(name)(*arguments, **keywords, **extras(case))

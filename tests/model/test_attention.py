@@ -28,11 +28,7 @@ def random_inputs(T=T, H=H, V=None):
 
 
 def exact(q, k, v, segments, cotangent, window=None, sinks_N=None, scale=None):
-  """In float64: the output, and gradients of (output * cotangent).sum().
-
-  The gradients are of q, k, v and the sinks. A sink is the score of one more
-  key, whose value is zero.
-  """
+  """In float64: the output, and gradients of (output * cotangent).sum()."""
   q, k, v, dout = (np.float64(x) for x in (q, k, v, cotangent))
   groups, tokens = N // k.shape[2], np.arange(q.shape[1])
   k, v = (np.repeat(x, groups, axis=2) for x in (k, v))
@@ -417,10 +413,7 @@ def test_the_platform_is_that_of_the_mesh():
   ],
 )
 def test_one_layer_on_a_v5p(tokens, heads, options, gib):
-  """Temporaries and cores, forward and backward, of Qwen3-30B-A3B's heads.
-
-  `heads` are those of the queries, those of the keys, and their width.
-  """
+  """Temporaries and cores of a layer with `heads`: queries, keys, width."""
   mesh = sharding.make_mesh(absent_devices("v5p:2x2x1")[:1])
   shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(
     dims, dtype, sharding=sharding.replicated(mesh)

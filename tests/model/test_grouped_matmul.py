@@ -130,15 +130,8 @@ with jax.set_mesh(mesh):
   ("topology", "down", "transposed"),
   [("v5p:2x2x1", 1024, 384), ("v5e:2x2", 2048, 768)],
 )
-def test_tiles_of_compiled_products_divide_their_widths(
-  topology, down, transposed
-):
-  """Of Qwen3-30B-A3B's experts, on a device of configs/moe_tpu.py.
-
-  Products of few rows compile, too: 8 tokens of 8 experts in decoding, and 2 in
-  a narrow segment. No tile divides the 2880 columns of gpt-oss. The cores of a
-  v5p have a tile each of the 2,048 and of the 768 columns.
-  """
+def test_tiles_of_products_divide_their_widths(topology, down, transposed):
+  """Of Qwen3-30B-A3B's and gpt-oss's experts, of many rows and of few."""
   pytest.importorskip("libtpu")
   script = TILES.replace("{topology}", topology)
   out = python("-c", script, check=True).stdout
@@ -206,14 +199,8 @@ def test_gradients_of_biases_are_summed_over_rows_in_float32():
 @pytest.mark.parametrize(
   ("experts", "dtype"), [(3, "float32"), (32, "bfloat16")]
 )
-def test_both_ways_through_the_experts_equal_a_loop(
-  experts, dtype, limit, monkeypatch
-):
-  """Values and gradients, with tokens of no expert; several blocks each.
-
-  One way is a CPU's, the other that of other platforms. Gates and ups are
-  multiples of 1/4: exact in bfloat16, where others would be clamped elsewhere.
-  """
+def test_both_ways_of_experts_equal_a_loop(experts, dtype, limit, monkeypatch):
+  """Values and gradients of a CPU's way and the other; some have no expert."""
   monkeypatch.setattr(grouped_matmul, "_MAX_EXPERT_BLOCK", 32)
   M, k, biases = 100, 2, limit is not None
   rng = np.random.default_rng(experts)

@@ -249,12 +249,11 @@ def test_any_part_of_4_bit_experts_is_exact(packed):
   for view in views:
     assert (view.shape, view.dtype) == ((3, 96, 10), "BF16")
     for part in (
-      (all_of, all_of, all_of),
-      (slice(1, 2), slice(0, 96), slice(0, 10)),
+      (all_of, all_of, all_of), (slice(1, 2), slice(0, 96), slice(0, 10)),
       (slice(0, 2), slice(31, 33), slice(3, 9)),
       (slice(2, 3), slice(33, 63), slice(9, 10)),
       (slice(0, 3), slice(5, 5), slice(0, 10)),
-    ):
+    ):  # fmt: skip
       x = view[part]
       assert x.dtype == jnp.bfloat16
       np.testing.assert_array_equal(x.astype(np.float64), whole[part])
@@ -466,9 +465,8 @@ def test_configs_of_published_folders_are_read(plain, tmp_path):
   for config in (
     None,
     FP8 | {"fmt": "float8_e4m3fn", "modules_to_not_convert": ["lm_head"]},
-    CHANNELS,
-    {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
-  ):
+    CHANNELS, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+  ):  # fmt: skip
     raw["quantization_config"] = config
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert hf.config_from_hf(tmp_path) == hf.config_from_hf(plain)

@@ -37,10 +37,7 @@ def by_layer(keys_and_values):
 
 
 class Oracle:
-  """The tokens of each row as a list, and their places in the pages.
-
-  The rows in `shared` begin with the pages of the first of them.
-  """
+  """The tokens of each row as a list, and their places in the pages."""
 
   def __init__(self, rng, lengths, shared=()):
     B = len(lengths)
@@ -79,10 +76,7 @@ class Oracle:
     return paged.Pages(kv, NONE, self.table, self.lengths(), active)
 
   def decode(self, pages, steps, activity=0.7, scale=1.0, most=1):
-    """Feeds tokens to random rows and compares everything after each step.
-
-    A row gets up to `most` tokens; of several, some of the last are taken back.
-    """
+    """Feeds up to `most` tokens to random rows and compares after each step."""
     B = len(self.rows)
     for _ in range(steps):
       room = W * S - self.lengths()

@@ -89,10 +89,9 @@ def test_products_and_their_gradients_are_rounded_once(dtype, axes):
   dy2 = np.float64(dy).reshape(len(x2), -1)
   product = lambda x, w: matmul(x, w, axes)
   for got, exact in zip(
-    with_gradients(product, x, w, dy),
-    (x2 @ w2, dy2 @ w2.T, x2.T @ dy2),
+    with_gradients(product, x, w, dy), (x2 @ w2, dy2 @ w2.T, x2.T @ dy2),
     strict=True,
-  ):
+  ):  # fmt: skip
     assert got.dtype == dtype
     exact = exact.reshape(got.shape)
     unit = np.spacing(np.abs(exact).astype(np.float32)) / 2

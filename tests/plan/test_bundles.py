@@ -196,10 +196,7 @@ def test_a_kernel_takes_its_bundles_or_its_bytes(bundles, both, window):
    (None, 512, 1024, 2 * 271, 476), ("kv_head", 512, 1024, 2 * 271, 477)],
 )  # fmt: skip
 def test_the_paged_kernel_of_a_v5p(mode, page, tokens, issued, renewed):
-  """Counted before by hand, in another dump of libtpu 0.0.51, by jax 0.10.
-
-  What the kernel of jax 0.12 issues was read by this very function.
-  """
+  """By hand, of libtpu 0.0.51 and jax 0.10; of jax 0.12 by this reader."""
   from jax.experimental.pallas.ops.tpu import paged_attention as pa
 
   mesh = sharding.make_mesh(absent_devices("v5p:2x2x1")[:1])

@@ -49,10 +49,9 @@ def test_wire_bytes(n):
   wire = lambda kind, result: Collective(kind, members, result).wire
   # In a ring a device sends a share to its neighbour in each hop.
   for kind, result, hops in (
-    ("all-gather", size, n - 1),
-    ("all-reduce", size, 2 * n - 2),
+    ("all-gather", size, n - 1), ("all-reduce", size, 2 * n - 2),
     ("reduce-scatter", size / n, n - 1),
-  ):
+  ):  # fmt: skip
     assert wire(kind, result) == hops * size / n
   # A device keeps its own share and sends the rest.
   assert wire("all-to-all", size) == size - size / n

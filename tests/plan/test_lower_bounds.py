@@ -96,10 +96,9 @@ def compiled_flops(cfg, batch, new, cached=0):
     params = jax.eval_shape(lambda p: model.unstack_layers(p, cfg), params)
     cache = jax.eval_shape(lambda: kv.empty(cfg, batch, cached))
     step = jax.jit(
-      lambda p, t, cache: run(
-        p, tokens=t, positions=t, mask=jnp.ones_like(t), cache=cache
-      )
-    )
+      lambda p, t,
+      cache: run(p, tokens=t, positions=t, mask=jnp.ones_like(t), cache=cache),
+    )  # fmt: skip
     lowered = step.lower(params, tokens, cache)
   else:
     whole = jax.jit(

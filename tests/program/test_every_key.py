@@ -1,8 +1,4 @@
-"""Every key of a config has an effect, and the expected one.
-
-`ROWS` is a table of keys: what is observed, and what is expected at two values
-or more. A key without a row fails, and so does a row without a key.
-"""
+"""Every key of a config has a row in `ROWS`: its effect at two values."""
 
 import json
 from collections.abc import Callable

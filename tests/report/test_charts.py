@@ -270,9 +270,8 @@ def test_layers_are_places_and_nan_is_nothing():
 def test_nothing_counted_is_still_a_picture():
   for figure in (
     outlines(np.zeros((1, BINS)), edges=EDGES),
-    outlines(np.full((1, 3), np.nan)),
-    outlines([[0.5]]),
-  ):
+    outlines(np.full((1, 3), np.nan)), outlines([[0.5]]),
+  ):  # fmt: skip
     assert "NaN" not in figure.to_json()
     assert len(figure.data) == 1
 

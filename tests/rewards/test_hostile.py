@@ -1,9 +1,4 @@
-"""Hostile responses to `math` and `code`, and the reward of each.
-
-One pool scores a whole table, as in a run, so that every outcome also holds
-beside all others. A reward that cannot be computed is `FAILED`: no row expects
-it.
-"""
+"""Hostile responses to `math` and `code`; one pool scores a whole table."""
 
 import json
 import os

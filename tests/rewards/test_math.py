@@ -102,9 +102,8 @@ def test_no_response_is_evaluated_as_python(tmp_path):
   path = tmp_path / "written"
   for text in (
     f"__import__('os').system('touch {path}')",
-    f"\\text{{open('{path}', 'w')}}",
-    f"open('{path}','w').close()",
-  ):
+    f"\\text{{open('{path}', 'w')}}", f"open('{path}','w').close()",
+  ):  # fmt: skip
     assert equivalent("", f"\\boxed{{{text}}}", "18") == 0.0
     assert equivalent("", f"#### {text}", "18") == 0.0
   assert not path.exists()

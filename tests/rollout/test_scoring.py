@@ -176,6 +176,22 @@ def test_the_first_reward_decides_correctness_and_the_total_has_all():
   assert rewards.parts["length"].any()
 
 
+def test_a_failure_pays_no_better_than_the_worst_of_its_group():
+  """Where rewards are negative 0 would be the best."""
+  total = np.float32([-1.0, 0.0, 0.5, 1.0, 0.0, -2.0])
+  failed = np.array([False, True, False, False, True, True])
+  rewards = lambda n: Rewards(total[:n], {"reward": total[:n]}, failed[:n])
+  submit = lambda responses, _=1: PendingRewards.computed(
+    rewards(len(responses))
+  )
+  pool = SimpleNamespace(takes_groups=False, model=None, submit=submit)
+  samples = samples_of(RESPONSES)
+  scorer = Scorer(pool, ResponseDecoder(batch_of(LEVELS), BYTES, 3))
+  scorer.add(scoring.finished_responses(samples))
+  paid = scorer.scored(samples).rewards.result().total
+  np.testing.assert_array_equal(paid, [[-1, -1, 0.5], [1, 0, -2]])
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_failure_gets_the_worst_of_its_group_by_each_reward(sign):
   """Under a negative weight the worst is the highest."""

@@ -139,12 +139,7 @@ def test_a_bucket_is_left_to_jax(options, monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [0, 2])
 def test_a_second_process_compiles_nothing(tmp_path, slots):
-  """Of another hash seed: a program must not depend on the order of a set.
-
-  Nor does it lower what it finds as an executable: without JAX's entries it
-  would write another one. (Of two functions with one program, the first run
-  keeps one.)
-  """
+  """Of another hash seed; nor does it lower what it finds as an executable."""
   entries, executables = [], []
   compiled = tmp_path / "compiled"
   for seed in "12":

@@ -83,11 +83,7 @@ class Job:
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory):
-  """Starts `gspo_jax.main` as `count` processes; kills them at the end.
-
-  `cold_start` is the folder of another run. Other keywords are overrides of
-  config keys, with __ for a dot.
-  """
+  """Starts `count` processes with overrides, __ for a dot."""
   one_layer = tmp_path_factory.mktemp("config") / "one_layer.py"
   one_layer.write_text(ONE_LAYER)
   with contextlib.ExitStack() as stack:

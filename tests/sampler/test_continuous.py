@@ -459,11 +459,7 @@ def fed_before(lengths):
 
 @pytest.mark.parametrize("make", [few_pages, eight_devices])
 def test_a_token_keeps_the_experts_of_the_first_call_that_fed_it(make):
-  """Whatever weights prefill it again.
-
-  The weights change with every call. The first one begins no response to some
-  prompts, and one of each group of others.
-  """
+  """Whatever weights prefill it again: they change with every call."""
   generate, rng = make(), np.random.default_rng(0)
   prompt, g = np.arange(B) // G, np.arange(B) % G
   samples, fed, seen = None, np.zeros((B, S + R), bool), []

@@ -342,10 +342,7 @@ DRAFTS = dataclasses.replace(SMALL, slots=16, speculation=2)
 
 @functools.cache
 def play(batching, devices=1, cfg=CFG, *, order=0, episodes=4):
-  """Each episode has a sequence of three turns, and one of a single turn.
-
-  `order`: a seed of the order in which requests come, between segments.
-  """
+  """Episodes of three turns and of one; `order` seeds when requests come."""
   config = dataclasses.replace(ROUTED, speculation=batching.speculation)
   generate = built(config, devices, batching, cfg)
   rng = np.random.default_rng(order)

@@ -30,10 +30,7 @@ def tags(sequence, count):
 def scheduled(
   sizes, prefix_lengths, prefix_index, max_tokens, first=None, **options
 ):
-  """A scheduler with a request a response; the tokens of a prefix are tags.
-
-  `first`: of each response, how many of the prefix's tokens its row has.
-  """
+  """A request a response; `first`: of each, how many of the prefix's tokens."""
   scheduler = Scheduler(sizes, len(max_tokens), **options)
   first = np.zeros(len(max_tokens), int) if first is None else first
   for b, most in enumerate(max_tokens):
@@ -316,11 +313,7 @@ class SimulatedDevices:
 
 
 def random_run(seed, *, ample, look_ahead=False, has_states=False):
-  """A run of random sizes.
-
-  An ample pool holds the longest response and prompt in each slot; else it has
-  little more than the fewest pages allowed.
-  """
+  """A run of random sizes; `ample`: the pool holds the longest of all slots."""
   rng = np.random.default_rng(seed)
   size = lambda low, high: int(rng.integers(low, high + 1))
   prompts, group_size = size(1, 12), size(1, 6)
@@ -649,11 +642,7 @@ class Turns:
 
 @pytest.mark.parametrize("pages", ["ample", "few"])
 def test_a_request_reads_the_tokens_that_earlier_ones_left(pages):
-  """Each slot's pages hold its conversation, and no page is lost.
-
-  With ample pages a later turn prefills only the tokens behind those that the
-  policy was fed. Prompts share the pages that begin alike, also in one round.
-  """
+  """With ample pages a later turn prefills only what the policy was not fed."""
   shared, again = np.zeros(2, int), 0
   for seed in (*range(40), 130, 240, 629, 634, 861):
     turns = Turns(np.random.default_rng(seed), pages=pages).run()

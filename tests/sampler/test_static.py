@@ -32,10 +32,7 @@ forward = jax.jit(model.forward, static_argnums=1)
 
 @functools.cache
 def weights(stop=0.0, cfg=CFG):
-  """Random weights; the logit of each stop token is `stop` times a positive.
-
-  Feature 0 of the stream is large and positive whatever the tokens are.
-  """
+  """Random weights; the logit of each stop token is `stop` times a positive."""
   # Seed 8 gives responses of many lengths.
   params = jax.tree.map(np.copy, random_weights(cfg, seed=8))
   if stop:

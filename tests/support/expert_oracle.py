@@ -19,11 +19,7 @@ def random_experts(rng, e, width, outputs, adapters=False, bias=False):
 def weighted_sum(
   x_MD, weights_Mk, experts_Mk, gate_up, down, limit, cotangent_MD
 ):
-  """The output [M, D], its gradients, and the pairs that were processed.
-
-  The gradients are of x, the routing weights, `gate_up` and `down`. Numbers
-  outside 0..e-1 mean no expert here.
-  """
+  """The output [M, D], its gradients, and the pairs; outside 0..e-1 is none."""
   inputs = x_MD, weights_Mk, gate_up, down
   x_MD, weights_Mk, gate_up, down = (_float64(x) for x in inputs)
   dx, dweights, up_sums, down_sums = (

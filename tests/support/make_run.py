@@ -17,20 +17,10 @@ CONFIG = {
 
 
 def make_run(
-  folder,
-  steps,
-  *,
-  moe=True,
-  config=CONFIG,
-  objective=CONFIG["objective"],
-  seed=0,
-  scalars=None,
-  average=1,
-):
-  """Writes a run of that many steps under `folder`; returns `folder`.
-
-  Its avg@n is `average` times its pass@1.
-  """
+  folder, steps, *, moe=True, config=CONFIG, objective=CONFIG["objective"],
+  seed=0, scalars=None, average=1,
+):  # fmt: skip
+  """Writes a run to `folder`; its avg@n is `average` times its pass@1."""
   rng = np.random.default_rng(seed)
   (folder / "samples").mkdir(parents=True)
   rows, spreads = [], [{"edges": numbers(EDGES)}]

@@ -1,7 +1,4 @@
-"""A policy with scripted answers, for tests of clients of the endpoint.
-
-Its tokenizer writes a letter a byte and has a chat template with tools.
-"""
+"""A policy with scripted answers; its tokenizer writes a letter a byte."""
 
 import hf_tokenizers
 
