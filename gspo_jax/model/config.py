@@ -254,8 +254,6 @@ class ModelConfig:
       same = self.num_kv_heads == N
       yield "num_kv_heads", same, f"model.num_heads={N} {end}"
     if "delta_net" in mixers:
-      because = "False: a gated DeltaNet decodes by another formula"
-      yield "exact", not self.exact, because
       least = "at least 1 with layers of mixer='delta_net'"
       for end in ("num_key_heads", "key_head_dim", "value_head_dim"):
         yield f"linear_{end}", getattr(self, f"linear_{end}") >= 1, least

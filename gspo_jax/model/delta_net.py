@@ -22,13 +22,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from gspo_jax.model import exact
 from gspo_jax.model.config import Layer, ModelConfig
-from gspo_jax.model.layers import by_tokens, project
+from gspo_jax.model.layers import by_tokens, project, sum_over_tensor
 from gspo_jax.model.rounding import recomputed, rounded, stored, wide
 from gspo_jax.runtime import sharding
 
 _CHUNK = {"tpu": 128, "cpu": 32}  # tokens; elsewhere 64
 _BLOCK = 8  # rows that `_inverse` solves one by one
+_SEQUENCES = 16  # of a key head each: `_by_token` takes so many at a time
 _NORM_EPS = 1e-6  # of the norm of queries and keys
 _BY_HEAD = "conv", "A_log", "dt_bias"
 _HEADS = PartitionSpec(sharding.BATCH_AXES, None, "tensor")  # [B, T, heads]
@@ -48,7 +50,11 @@ def gated_delta_net(
   del layer, angles
   if cache is None:
     return _mix_without_cache(x_BTD, weights, segments_BT, cfg)
-  inputs, z_BTMV = _project(x_BTD, weights)
+  if exact.is_on():  # as in attention
+    operands = _project, x_BTD, weights, "delta_net"
+    inputs, z_BTMV = by_tokens(*operands, out=_HEADS)
+  else:
+    inputs, z_BTMV = _project(x_BTD, weights)
   by_head = {name: weights[name] for name in _BY_HEAD}
   apply = sharding.shard_map(
     lambda inputs, weights, real_BT, states: mix(
@@ -63,7 +69,13 @@ def gated_delta_net(
     out_specs=(_HEADS, _STATES),
   )
   out_BTMV, states = apply(inputs, by_head, segments_BT != 0, cache.states[i])
-  return _output(out_BTMV, z_BTMV, weights, cfg), states
+  if not exact.is_on():
+    return _output(out_BTMV, z_BTMV, weights, cfg), states
+  combine = lambda both, weights: sum_over_tensor(
+    _output(*jnp.split(both, 2, -1), weights, cfg)
+  )
+  operands = jnp.concatenate([out_BTMV, z_BTMV], -1), weights, "delta_net"
+  return by_tokens(combine, *operands, place=_HEADS), states
 
 
 def _project(x_BTD, weights):
@@ -87,7 +99,7 @@ def _output(out_BTMV, z_BTMV, weights, cfg):
   return project(normed, weights, "o", axes=2)
 
 
-@recomputed
+@functools.partial(recomputed, whole=2)
 def _gated_norm(x, z, scale, eps):
   """`rms_norm(x) * silu(z)`, rounded once."""
   h = wide(x)
@@ -107,7 +119,7 @@ def _mix_without_cache(x_BTD, weights, segments_BT, cfg):
     inputs, z_BTMV = _project(x_BTD, weights)
     out_BTMV, states = _mix_all_tokens(inputs, weights, segments_BT, cfg)
     y_BTD = _output(out_BTMV, z_BTMV, weights, cfg)
-    return sharding.psum(y_BTD, "tensor"), states
+    return sum_over_tensor(y_BTD), states
 
   heads = PartitionSpec(sharding.ROW_AXES, ("tensor", "context"))
   operands = x_BTD, weights, "delta_net", segments_BT
@@ -175,22 +187,21 @@ def mix(inputs, weights, segments_BT, real_BT, states):
     The output [B, T, M, V], rounded once, and the states.
   """
   (x_BTGX, b_BTM, a_BTM), (state_BMKV, tail) = inputs, states
-  (B, T, G, _), dtype = x_BTGX.shape, x_BTGX.dtype
-  _, M, K, V = state_BMKV.shape
-  conv_GXW = wide(weights["conv"].astype(dtype))
-  x_BTGX, tail = _convolve(x_BTGX, conv_GXW, segments_BT, real_BT, tail)
-  x_BTGX = rounded(jax.nn.silu(x_BTGX), dtype)
+  (B, T, G, _), (_, M, K, V) = x_BTGX.shape, state_BMKV.shape
+  windows, tail = _windows(
+    x_BTGX, weights["conv"].shape[-1], segments_BT, real_BT, tail
+  )
+  x_BTGX, g_BTM, b_BTM = exact.chosen(_of_a_token, whole=3)(
+    b_BTM, a_BTM, real_BT, windows, *(weights[name] for name in _BY_HEAD)
+  )
   q_BTGK, k_BTGK, v_BTGX = jnp.split(x_BTGX, [K, 2 * K], -1)
   v_BTGRV = v_BTGX.reshape(B, T, G, -1, V)
-  by_head = lambda x_BTM: jnp.where(real_BT[..., None], x_BTM, 0).reshape(
-    B, T, G, -1
-  )
-  b_BTGR = by_head(jax.nn.sigmoid(wide(b_BTM)))
-  rate_M = -jnp.exp(weights["A_log"])
-  g_BTGR = by_head(rate_M * jax.nn.softplus(wide(a_BTM) + weights["dt_bias"]))
+  g_BTGR, b_BTGR = (x.reshape(B, T, G, -1) for x in (g_BTM, b_BTM))
   state = state_BMKV.reshape(B, G, -1, K, V)
   operands = q_BTGK, k_BTGK, v_BTGRV, g_BTGR, b_BTGR
-  if T == 1:
+  if exact.is_on():
+    state, out = _by_token(state, *operands, segments_BT)
+  elif T == 1:
     state, out = _step(state, *(x[:, 0] for x in operands))
     out = out[:, None]
   else:
@@ -199,19 +210,16 @@ def mix(inputs, weights, segments_BT, real_BT, states):
   return out_BTMV, (state.reshape(state_BMKV.shape), tail)
 
 
-def _convolve(x_BTGX, conv_GXW, segments_BT, real_BT, tail):
-  """Sums of W tokens in float32; and the inputs that the next token needs."""
-  T, W = x_BTGX.shape[1], conv_GXW.shape[-1]
+def _windows(x_BTGX, W, segments_BT, real_BT, tail):
+  """The W inputs of a token's convolution; and those the next token needs."""
+  T = x_BTGX.shape[1]
   x_BTGX = jnp.where(real_BT[..., None, None], x_BTGX, 0)
   before = tail.swapaxes(1, 2).astype(x_BTGX.dtype)
   x = jnp.concatenate([before, x_BTGX], 1)
   first = jnp.repeat(segments_BT[:, :1], W - 1, axis=1)
   segments = jnp.concatenate([first, segments_BT], 1)
-  total = 0.0
-  for w in range(W):
-    same = segments[:, w : w + T] == segments_BT
-    mine = jnp.where(same[..., None, None], x[:, w : w + T], 0)
-    total += wide(mine) * conv_GXW[..., w]
+  same = lambda w: (segments[:, w : w + T] == segments_BT)[..., None, None]
+  windows = [jnp.where(same(w), x[:, w : w + T], 0) for w in range(W)]
   # After the last real token. What is of another segment is no input of the
   # next token.
   end_B = jnp.where(real_BT, jnp.arange(1, T + 1), 0).max(1)
@@ -219,7 +227,21 @@ def _convolve(x_BTGX, conv_GXW, segments_BT, real_BT, tail):
   inside = jnp.take_along_axis(segments, at, 1) == segments_BT[:, -1:]
   last = jnp.take_along_axis(x, at[..., None, None], 1)
   last = jnp.where(inside[..., None, None], last, 0)
-  return total, last.swapaxes(1, 2).astype(tail.dtype)
+  return windows, last.swapaxes(1, 2).astype(tail.dtype)
+
+
+def _of_a_token(b_BTM, a_BTM, real_BT, windows, conv_GXW, A_log, dt_bias):
+  """The convolution, rounded once [B, T, G, X], and float32 g and b."""
+  dtype = windows[0].dtype
+  conv_GXW = wide(conv_GXW.astype(dtype))
+  total = 0.0
+  for w, x_BTGX in enumerate(windows):
+    total += wide(x_BTGX) * conv_GXW[..., w]
+  real = lambda x_BTM: jnp.where(real_BT[..., None], x_BTM, 0)
+  rate_M = -jnp.exp(A_log)
+  g_BTM = real(rate_M * jax.nn.softplus(wide(a_BTM) + dt_bias))
+  b_BTM = real(jax.nn.sigmoid(wide(b_BTM)))
+  return rounded(jax.nn.silu(total), dtype), g_BTM, b_BTM
 
 
 def _unit(x):
@@ -237,6 +259,46 @@ def _step(state, q_BGK, k_BGK, v_BGRV, g_BGR, b_BGR):
   state += k[:, :, None, :, None] * error[..., None, :]
   out = _einsum("bgrkv,bgk->bgrv", state, q)
   return state, rounded(out, v_BGRV.dtype)
+
+
+@jax.custom_vjp
+def _by_token(state, *operands):
+  """`_by_chunk` by `_step`, with the same bits for any T and any rows.
+
+  Whatever the rows, a step is of one token of `_SEQUENCES` key heads. The
+  backward pass is that of `_by_chunk`.
+  """
+  *arrays, segments_BT = operands
+  (B, T, G, _), n = arrays[0].shape, _SEQUENCES
+  before_BT = jnp.concatenate([segments_BT[:, :1], segments_BT[:, :-1]], 1)
+  begins_BTG = jnp.repeat((segments_BT != before_BT)[..., None], G, 2)
+
+  def cut(x):  # [B, T, G, ...] to [c, T, n, 1, ...]
+    x = x.swapaxes(0, 1).reshape(x.shape[1], B * G, 1, *x.shape[3:])
+    x = jnp.pad(x, [(0, 0), (0, -B * G % n), *[(0, 0)] * (x.ndim - 2)])
+    return x.reshape(len(x), -1, n, *x.shape[2:]).swapaxes(0, 1)
+
+  def join(x):
+    x = x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[4:])
+    return x[:, : B * G].reshape(len(x), B, G, *x.shape[2:]).swapaxes(0, 1)
+
+  @exact.noinline
+  def step(state, begins, *token):
+    state = jnp.where(begins[..., None, None, None], 0, state)
+    return _step(state, *token)
+
+  def block(operands):
+    return jax.lax.scan(lambda state, x: step(state, *x), *operands)
+
+  tokens = (*map(cut, (begins_BTG, *arrays)),)
+  states, out = jax.lax.map(block, (cut(state[:, None])[:, 0], tokens))
+  return join(states[:, None])[:, 0], join(out)
+
+
+_by_token.defvjp(
+  lambda *args: (_by_token(*args), args),
+  lambda args, cotangent: jax.vjp(_by_chunk, *args)[1](cotangent),
+)
 
 
 def _by_chunk(state, q_BTGK, k_BTGK, v_BTGRV, g_BTGR, b_BTGR, segments_BT):

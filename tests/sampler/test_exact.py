@@ -47,6 +47,8 @@ MODELS = {
   "minimax-m2": model.variant("tiny-minimax-m2", **SMALL),
   "gpt-oss": WINDOWS,
   "moonlight": model.variant("tiny-moonlight", **SMALL),
+  "qwen3-next": model.variant("tiny-qwen3.5", linear_fused=True, **SMALL),
+  "qwen3.5, dense": model.variant("tiny-qwen3.5-dense", **SMALL),
 }
 
 
