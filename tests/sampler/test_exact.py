@@ -180,7 +180,7 @@ def test_adapters_are_exact(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3-moe", "minimax-m2"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "minimax-m2", "qwen3-next"])
 def test_meshes_that_split_rows_and_experts_differently_are_exact(name):
   """MiniMax-M2 has a norm over the heads of all devices."""
   cfg = MODELS[name]
