@@ -32,6 +32,7 @@ class Case(NamedTuple):
   layers: int = 4
   prompts: int = 16
   tokens: int = 64
+  variant: str = "tiny"
 
 
 CASES = {
@@ -40,6 +41,9 @@ CASES = {
   "dense, width 256": Case("float32", 256, 2048),
   "8 experts, width 256": Case("float32", 256, 2048, experts=8),
   "8 experts, width 128, bfloat16": Case("bfloat16", 128, 512, experts=8),
+  "DeltaNet, width 128": Case(
+    "float32", 128, 512, variant="tiny-qwen3.5-dense"
+  ),
 }
 QUICK = {
   "dense": Case("float32", 64, 300, layers=1, prompts=4, tokens=8),
@@ -49,6 +53,7 @@ QUICK = {
 def config_of(case: Case, *, exact: bool):
   c = tiny_cpu.get_config()
   c.model.dtype, c.model.exact = case.dtype, exact
+  c.model.variant = case.variant
   heads = case.width // 32
   c.model.update(
     {
@@ -58,6 +63,10 @@ def config_of(case: Case, *, exact: bool):
       "num_heads": heads,
       "num_kv_heads": heads // 2,
       "head_dim": 32,
+      "linear_num_key_heads": heads // 2,
+      "linear_num_value_heads": heads,
+      "linear_key_head_dim": 32,
+      "linear_value_head_dim": 32,
       "mlp_dim": case.width * 3 // (2 if case.experts else 1),
       "num_experts": case.experts,
       "experts_per_token": 2 if case.experts else 0,

@@ -30,7 +30,6 @@ from gspo_jax.runtime import sharding
 
 _CHUNK = {"tpu": 128, "cpu": 32}  # tokens; elsewhere 64
 _BLOCK = 8  # rows that `_inverse` solves one by one
-_SEQUENCES = 16  # of a key head each: `_by_token` takes so many at a time
 _NORM_EPS = 1e-6  # of the norm of queries and keys
 _BY_HEAD = "conv", "A_log", "dt_bias"
 _HEADS = PartitionSpec(sharding.BATCH_AXES, None, "tensor")  # [B, T, heads]
@@ -251,48 +250,41 @@ def _unit(x):
 
 
 def _step(state, q_BGK, k_BGK, v_BGRV, g_BGR, b_BGR):
-  """The rule for one token of each row: the new state, and the output."""
+  """The rule for one token of each row: the new state, and the output.
+
+  Both are from products with the old state, which is written once.
+  """
   q, k = _unit(q_BGK) * q_BGK.shape[-1] ** -0.5, _unit(k_BGK)
-  state *= jnp.exp(g_BGR)[..., None, None]
-  error = wide(v_BGRV) - _einsum("bgrkv,bgk->bgrv", state, k)
-  error *= b_BGR[..., None]
-  state += k[:, :, None, :, None] * error[..., None, :]
-  out = _einsum("bgrkv,bgk->bgrv", state, q)
+  decay = jnp.exp(g_BGR)[..., None]
+  read = lambda x: decay * _einsum("bgrkv,bgk->bgrv", state, x)
+  error = (wide(v_BGRV) - read(k)) * b_BGR[..., None]
+  out = read(q) + (k * q).sum(-1)[..., None, None] * error
+  state = (
+    decay[..., None] * state + k[:, :, None, :, None] * error[..., None, :]
+  )
   return state, rounded(out, v_BGRV.dtype)
 
 
 @jax.custom_vjp
 def _by_token(state, *operands):
-  """`_by_chunk` by `_step`, with the same bits for any T and any rows.
+  """`_by_chunk` by `_step`: the same bits for any T, and in any batch.
 
-  Whatever the rows, a step is of one token of `_SEQUENCES` key heads. The
-  backward pass is that of `_by_chunk`.
+  A step is of one token of one row. The backward pass is that of `_by_chunk`.
   """
   *arrays, segments_BT = operands
-  (B, T, G, _), n = arrays[0].shape, _SEQUENCES
   before_BT = jnp.concatenate([segments_BT[:, :1], segments_BT[:, :-1]], 1)
-  begins_BTG = jnp.repeat((segments_BT != before_BT)[..., None], G, 2)
-
-  def cut(x):  # [B, T, G, ...] to [c, T, n, 1, ...]
-    x = x.swapaxes(0, 1).reshape(x.shape[1], B * G, 1, *x.shape[3:])
-    x = jnp.pad(x, [(0, 0), (0, -B * G % n), *[(0, 0)] * (x.ndim - 2)])
-    return x.reshape(len(x), -1, n, *x.shape[2:]).swapaxes(0, 1)
-
-  def join(x):
-    x = x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[4:])
-    return x[:, : B * G].reshape(len(x), B, G, *x.shape[2:]).swapaxes(0, 1)
 
   @exact.noinline
   def step(state, begins, *token):
-    state = jnp.where(begins[..., None, None, None], 0, state)
-    return _step(state, *token)
+    state = jnp.where(begins, 0, state)
+    return jax.tree.map(
+      lambda x: x[0], _step(state[None], *(x[None] for x in token))
+    )
 
-  def block(operands):
+  def row(operands):
     return jax.lax.scan(lambda state, x: step(state, *x), *operands)
 
-  tokens = (*map(cut, (begins_BTG, *arrays)),)
-  states, out = jax.lax.map(block, (cut(state[:, None])[:, 0], tokens))
-  return join(states[:, None])[:, 0], join(out)
+  return jax.lax.map(row, (state, (segments_BT != before_BT, *arrays)))
 
 
 _by_token.defvjp(
