@@ -28,7 +28,7 @@ from gspo_jax.learner.health import (
 )
 from gspo_jax.learner.train_step import TrainState
 from gspo_jax.losses import Metrics
-from gspo_jax.program import load_params, settings
+from gspo_jax.program import first_difference, load_params, settings
 from gspo_jax.program.config import ConfigDict, parse
 from gspo_jax.program.experiment import (
   Experiment,
@@ -294,7 +294,7 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   clock.append(time.monotonic())
 
   # Update: an optimizer step a minibatch.
-  state, _, update_metrics = learner.update(state, train_batch)
+  state, train_batch, update_metrics = learner.update(state, train_batch)
   metrics, distributions = metric_writer.to_scalars(old_metrics, update_metrics)
   clock.append(time.monotonic())
   run.experiment.program.check_compiled_once()
@@ -321,7 +321,10 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   require_responses(config.objective, metrics["response/truncated"], step)
   require_finite(metrics, step)
   if config.is_exact:
-    require_exact(metrics, step)
+    find = lambda: first_difference.find(
+      run.experiment.program, state.policy, train_batch
+    )
+    require_exact(metrics, step, find)
   samples = []
   if _due(_SAMPLES_EVERY, step, config.num_steps):
     samples = _first_samples(scored, config.log.samples)

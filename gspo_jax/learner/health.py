@@ -1,7 +1,7 @@
 """Warnings about a run's metrics, and a stop where one is not finite."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.runtime import multihost
@@ -27,8 +27,13 @@ def require_finite(metrics: Mapping[str, float], step: int) -> None:
       )
 
 
-def require_exact(metrics: Mapping[str, float], step: int) -> None:
-  """Raises ArithmeticError if a sampler of the same weights is not exact."""
+def require_exact(
+  metrics: Mapping[str, float], step: int, find: Callable[[], str]
+) -> None:
+  """Raises ArithmeticError if a sampler of the same weights is not exact.
+
+  `find` says what differs first.
+  """
   # Absent if the first minibatch has no token to learn from.
   differ = metrics.get("mismatch/exact_tokens_differ", 0.0)
   if differ:
@@ -36,8 +41,8 @@ def require_exact(metrics: Mapping[str, float], step: int) -> None:
     raise ArithmeticError(
       f"model.exact=True: at step {step} the log-probs of {differ:.1%} of the "
       f"tokens differ between sampler and trainer, on average by {gap:.1e} "
-      "nats; that step was not saved. Expected none: please report it, and go "
-      "on with --config.model.exact=False"
+      f"nats; {find()}. That step was not saved. Expected none: please report "
+      "it, and go on with --config.model.exact=False"
     )
 
 

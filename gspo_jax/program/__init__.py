@@ -5,6 +5,7 @@ Other wings take these modules:
   config       Config, and `parse`, the only reader of a ConfigDict
   config_reference  what each key means; writes configs/common.py
   experiment   Experiment, what a run consists of, and `prepare`
+  first_difference  where a run with model.exact is not exact
   functions    Program and `build_program`: all jitted functions of a run
   learner_functions, sampler_functions  its groups, each beside its shardings
   abstract     shapes and shardings of weights and states
@@ -18,6 +19,7 @@ __all__ = (
   "config",
   "config_reference",
   "experiment",
+  "first_difference",
   "functions",
   "learner_functions",
   "load_params",
