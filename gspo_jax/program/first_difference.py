@@ -1,7 +1,6 @@
 """The layer at which sampler and trainer part, where `model.exact` fails.
 
-Dimension key: B packed rows, T columns, C pages of a row, K key-value heads, H
-head width, L layers that have keys.
+Dimension key: B packed rows, T columns, C pages of a row.
 """
 
 import functools
@@ -15,51 +14,53 @@ from gspo_jax.learner.train_batch import PackedBatch
 from gspo_jax.model import exact_attention, paged_cache, rounding
 from gspo_jax.program.functions import Program
 from gspo_jax.runtime import multihost, sharding
+from gspo_jax.runtime.mesh_jit import MeshJit
 
 
 def find(program: Program, policy: model.Params, batch: PackedBatch) -> str:
-  """What differs first if both read the rows of the first minibatch again."""
+  """Names what differs first if both read the first minibatch again."""
   cfg, sampler, rows = program.cfg, program.sampler, batch.rows
   assert sampler is not None
-  fields = rows.tokens, rows.positions, rows.segment_ids
-  tokens, positions, segments = (x[0] for x in multihost.to_host(fields))
-  fields = [x[segments.any(-1)] for x in (tokens, positions, segments)]
-  B, T = 8 * sampler.shards_of_rows, tokens.shape[-1]
-  fields = [np.resize(x, (-(-len(x) // B), B, T)) for x in fields]
+  fields = multihost.to_host((rows.tokens, rows.positions, rows.segment_ids))
+  used, B = fields[2][0].any(-1), 8 * sampler.shards_of_rows
+  shape = -(-used.sum() // B), B, rows.tokens.shape[-1]
+  fields = [np.resize(x[0][used], shape) for x in fields]
 
-  def checksums(function, mesh, params):
-    function = functools.partial(function, cfg=cfg)
-    place = sharding.replicated(mesh)
-    options = {"out_shardings": place, "compiler_options": rounding.OPTIONS}
-    run = jax.jit(function, **options)
-    with jax.set_mesh(mesh):
-      parts = [multihost.to_global(x, place) for x in zip(*fields, strict=True)]
-      return np.stack([run(params, *x) for x in parts], 1)
+  def reader(function, mesh, params):
+    whole = sharding.replicated(mesh)
+    options = {"out_shardings": whole, "compiler_options": rounding.OPTIONS}
+    run = MeshJit(functools.partial(function, cfg=cfg), mesh, **options)
+    put = functools.partial(multihost.to_global, sharding=whole)
+    return lambda fields: jax.device_get(run(params, *put(fields)))
 
   decoded = sampler.generate.jitted.decode_params(sampler.weights(policy))
-  a = checksums(_train, program.mesh, policy)
-  b = checksums(_decode, sampler.generate.mesh, decoded)
-  with_keys = [i for i, x in enumerate(cfg.layers) if x.mixer != "delta_net"]
-  names = [f"the keys of layer {i}" for i in with_keys]
-  differ = ((a != b) & (fields[2] > 0)).any((1, 2, 3))
-  found = [*np.array([*names, "the last hidden states"])[differ], "the logits"]
-  return f"reading the same tokens again, {found[0]} are the first to differ"
+  train = reader(_train, program.mesh, policy)
+  decode = reader(_decode, sampler.generate.mesh, decoded)
+  names = [f"the keys of layer {i}" for i in range(cfg.num_layers)]
+  names += ["the last hidden states", "the logits"]
+  first = len(names) - 1
+  for part in zip(*fields, strict=True):
+    real = (part[2] > 0)[:, None, :, None]
+    for i, (a, b) in enumerate(zip(train(part), decode(part), strict=True)):
+      if any(((x != y) & real).any() for x, y in zip(a, b, strict=True)):
+        first = min(first, i)
+  return f"reading the tokens again, {names[first]} are the first to differ"
 
 
 def _train(policy, tokens, positions, segments, *, cfg):
+  """By layer its keys and values, [B, heads, T, width]; the hidden states."""
   out = model.prefill(policy, cfg, tokens, positions, segments)
-  return _checksums(out.cache.kv, out.hidden)
+  return *out.cache.kv, (out.hidden[:, None],)
 
 
 def _decode(params, tokens, positions, segments, *, cfg):
-  """Column by column; a token's keys lie at its column of the row's pages."""
+  """By one column after the other; a token's page is at its columns."""
   (B, T), size = tokens.shape, exact_attention.ALIGN
   C = T // size
   pages_BC = jnp.arange(B * C, dtype=jnp.int32).reshape(B, C)
   pages_BC %= B * C // sharding.size(*sharding.BATCH_AXES)  # of a device
-  pages = paged_cache.empty(
-    cfg, num_slots=B, num_pages=B * C, page_size=size, pages_per_slot=C
-  )
+  sizes = {"num_slots": B, "num_pages": B * C, "pages_per_slot": C}
+  pages = paged_cache.empty(cfg, page_size=size, **sizes)
 
   def step(pages, column):
     number, token_B1, position_B1, segment_B1 = column
@@ -74,17 +75,5 @@ def _decode(params, tokens, positions, segments, *, cfg):
   by_column = [x.T[..., None] for x in (tokens, positions, segments)]
   columns = jnp.arange(T, dtype=jnp.int32), *by_column
   pages, hidden_TBD = jax.lax.scan(step, pages, columns)
-  kv = paged_cache.load(pages, cfg, pages_BC)
-  return _checksums(kv, hidden_TBD.swapaxes(0, 1))
-
-
-def _checksums(kv, hidden_BTD):
-  """[L + 1, B, T], of the bits of each token: keys by layer, then `hidden`."""
-
-  def of(x_BKTH):
-    bits = jax.lax.bitcast_convert_type(x_BKTH.astype(jnp.float32), jnp.uint32)
-    odd_H = 2 * jnp.arange(bits.shape[-1], dtype=jnp.uint32) + 1
-    return (bits * odd_H).sum((1, 3), jnp.uint32)
-
-  keys = [of(arrays[0]) for arrays in kv if arrays]
-  return jnp.stack([*keys, of(hidden_BTD[:, None])])
+  hidden = hidden_TBD.swapaxes(0, 1)[:, None]
+  return *paged_cache.load(pages, cfg, pages_BC), (hidden,)

@@ -190,11 +190,13 @@ def test_a_number_that_is_not_finite_stops_the_run():
 
 def test_a_token_whose_bits_differ_stops_an_exact_run():
   name = "mismatch/exact_tokens_differ"
-  require_exact({name: 0.0}, 7)
-  require_exact({}, 7)  # no token of the first minibatch is learned from
+  require_exact({name: 0.0}, 7, lambda: 1 / 0)
+  # No token of the first minibatch is learned from.
+  require_exact({}, 7, lambda: 1 / 0)
   gap = {"mismatch/token_abs_mean": 3e-4}
-  with pytest.raises(ArithmeticError, match=r"step 7 .* 1.5% of .* 3.0e-04"):
-    require_exact({name: 0.015} | gap, 7)
+  expected = r"step 7 .* 1.5% of .* 3.0e-04 nats; here\. That step"
+  with pytest.raises(ArithmeticError, match=expected):
+    require_exact({name: 0.015} | gap, 7, lambda: "here")
 
 
 def test_overlong_filtering_of_all_responses_stops_the_run():

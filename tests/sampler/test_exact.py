@@ -10,6 +10,7 @@ import functools
 
 import continuous_sampler
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from random_model import base_and_adapters, weights
@@ -23,9 +24,15 @@ from gspo_jax.model import (
   lora,
   rounding,
 )
+from gspo_jax.rollout.episode import (
+  EpisodeSequence,
+  SequenceLimits,
+  episode_samples,
+)
 from gspo_jax.runtime import sharding
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
-from gspo_jax.sampler.samples import Prompts, SamplerConfig
+from gspo_jax.sampler.continuous.engine import Generation
+from gspo_jax.sampler.samples import STOPPED, Prompts, SamplerConfig
 
 P, S, G, R = 8, 40, 2, 45
 B, W = P * G, 192
@@ -49,6 +56,7 @@ MODELS = {
   "moonlight": model.variant("tiny-moonlight", **SMALL),
   "qwen3-next": model.variant("tiny-qwen3.5", linear_fused=True, **SMALL),
   "qwen3.5, dense": model.variant("tiny-qwen3.5-dense", **SMALL),
+  "three experts": model.variant("tiny", experts_per_token=3, **SMALL),
 }
 
 
@@ -58,16 +66,25 @@ def prompts():
   return Prompts(tokens, np.array([1, 2, 7, 8, 9, 23, 39, S], np.int32))
 
 
-def sampled(cfg, params, sampler=SAMPLER, batching=BATCHING, **axes):
+def sampled(
+  cfg,
+  params,
+  sampler=SAMPLER,
+  batching=BATCHING,
+  given=None,
+  pauses=(5, 21),
+  **axes,
+):
   """Responses that pause twice."""
+  given, devices = given or prompts(), 8 if axes else 1
   generate = continuous_sampler.build(
-    cfg, sampler, batching, S, devices=8 if axes else 1, **axes
+    cfg, sampler, batching, given.tokens.shape[1], devices=devices, **axes
   )
   samples = None
-  for length in (5, 21, R):
+  for length in (*pauses, R):
     samples = generate(
       params,
-      prompts(),
+      given,
       jax.random.key(1),
       resume_from=samples,
       stop_at=np.full(B, length),
@@ -75,15 +92,18 @@ def sampled(cfg, params, sampler=SAMPLER, batching=BATCHING, **axes):
   return jax.device_get(samples)
 
 
-def scored(cfg, params, samples, rows=PACKING, mesh=None, *, replay=False):
+def scored(
+  cfg, params, samples, rows=PACKING, mesh=None, *, given=None, replay=False
+):
   """Log-probs of the responses by trainer and sampler, their tokens alone."""
-  lengths = np.repeat(prompts().lengths, G) + samples.lengths
+  given = given or prompts()
+  lengths = np.repeat(given.lengths, G) + samples.lengths
   places = packing.pack(lengths, np.random.default_rng(1).permutation(B), rows)
 
   @functools.partial(jax.jit, compiler_options=rounding.OPTIONS)
   def step(params, places):
     batch, _ = packing.pack_responses(
-      prompts(),
+      given,
       samples.tokens,
       samples.lengths,
       places,
@@ -91,6 +111,7 @@ def scored(cfg, params, samples, rows=PACKING, mesh=None, *, replay=False):
       logps=samples.logps,
       kept_ids=samples.kept_ids,
       experts=samples.experts,
+      turns=samples.turns,
     )
     batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), batch)
 
@@ -112,7 +133,7 @@ def scored(cfg, params, samples, rows=PACKING, mesh=None, *, replay=False):
     gradient, *of_tokens = jax.device_get(step(params, places))
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
   trainer, sampler, mask = of_tokens
-  assert mask.sum() == samples.lengths.sum() > 150
+  assert mask.sum() == samples.num_sampled > 150
   return trainer[mask], sampler[mask]
 
 
@@ -131,6 +152,83 @@ def test_each_family_is_exact(name, dtype):
   params = weights(cfg)
   samples = sampled(cfg, params)
   np.testing.assert_array_equal(*scored(cfg, params, samples))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_any_sizes_are_exact(seed):
+  """Drawn: those of prompts, pages, chunks, slots, rows, and of the mesh."""
+  draw = np.random.default_rng(seed)
+  longest = int(draw.integers(2, 201))
+  tokens = draw.integers(10, 64, (P, longest)).astype(np.int32)
+  given = Prompts(tokens, draw.integers(1, longest + 1, P).astype(np.int32))
+  page = int(draw.choice([8, 16, 32, 64]))
+  least = -(-(longest - 1 + R) // page) + 1
+  batching = ContinuousBatchingConfig(
+    slots=int(draw.integers(2, 17)),
+    page_size=page,
+    num_pages=least * int(draw.integers(1, 5)),
+    segment_steps=int(draw.integers(1, 20)),
+    prefill_chunk=page * int(draw.integers(1, 4)),
+  )
+  dtype = ("float32", "bfloat16")[draw.integers(2)]
+  cfg = dataclasses.replace(MODELS[draw.choice([*MODELS])], dtype=dtype)
+  pauses = np.sort(draw.integers(1, R, 2)).tolist()
+  samples = sampled(
+    cfg, weights(cfg), batching=batching, given=given, pauses=pauses
+  )
+  data = int(draw.integers(1, 3))
+  rows = PackingConfig(
+    exact_attention.align("cpu")
+    * int(draw.integers(longest + R + 3, 500) // 4),
+    minibatches=1,
+    micro_batch_size=data * int(draw.integers(1, 3)),
+    shards=data,
+    multiple=exact_attention.align("cpu"),
+  )
+  mesh = sharding.make_mesh(jax.devices()[:data], data=data)
+  found = scored(cfg, weights(cfg), samples, rows, mesh, given=given)
+  np.testing.assert_array_equal(*found)
+
+
+def played(cfg, params):
+  """Episodes of three turns, between which an environment writes."""
+  given = prompts()
+  generate = continuous_sampler.build(cfg, SAMPLER, BATCHING, S)
+  lengths = np.repeat(given.lengths, G)
+  rows = zip(given.tokens.repeat(G, 0), lengths, strict=True)
+  ids = [row[-n:].tolist() for row, n in rows]
+  episodes = [EpisodeSequence(x, number=0) for x in ids]
+  with generate.open(params, jax.random.key(1), B) as engine:
+    for turn in (1, 2, 3):
+      asked = []
+      for row, episode in enumerate(episodes):
+        if turn > 1:
+          episode.add([10 + row % 3] * (turn + row % 2))
+        count = len(episode.tokens)
+        request = Generation(
+          episode.ids, 11, row=row, response=row, num_tokens=count
+        )
+        asked.append(engine.submit(request))
+      engine.run(lambda: all(x.finish for x in asked))  # noqa: B023
+      for request, episode in zip(asked, episodes, strict=True):
+        episode.add(request.tokens, turn)
+    return jax.device_get(
+      episode_samples(
+        engine,
+        {row: [episode] for row, episode in enumerate(episodes)},
+        dict.fromkeys(range(B), STOPPED),
+        SequenceLimits(3, 1, S, R),
+      )
+    )
+
+
+@pytest.mark.slow
+def test_episodes_of_several_turns_are_exact():
+  params = weights(WINDOWS)
+  samples = played(WINDOWS, params)
+  assert samples.turns.max() == 3
+  np.testing.assert_array_equal(*scored(WINDOWS, params, samples))
 
 
 @pytest.mark.slow
@@ -180,48 +278,58 @@ def test_adapters_are_exact(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3-moe", "minimax-m2", "qwen3-next"])
-def test_meshes_that_split_rows_and_experts_differently_are_exact(name):
+@pytest.mark.parametrize(
+  ("name", "tensor"),
+  [("qwen3-moe", 2), ("minimax-m2", 2), ("dense", 4), ("qwen3-next", 2)],
+)
+def test_meshes_that_split_rows_and_experts_differently_are_exact(name, tensor):
   """MiniMax-M2 has a norm over the heads of all devices."""
   cfg = MODELS[name]
-  params = weights(cfg)
+  np.testing.assert_array_equal(*on_meshes(cfg, tensor))
+
+
+def on_meshes(cfg, tensor, between=lambda: None):
+  """`scored`, by other meshes; `between` runs before the trainer does."""
+  params, data = weights(cfg), 8 // tensor
   batching = dataclasses.replace(BATCHING, slots=16, num_pages=96)
-  samples = sampled(cfg, params, batching=batching, data=4, tensor=2)
-  mesh = sharding.make_mesh(jax.devices()[:8], fsdp=2, expert=2, tensor=2)
-  rows = dataclasses.replace(PACKING, micro_batch_size=4, shards=4)
-  found = scored(cfg, params, samples, rows, mesh)
-  np.testing.assert_array_equal(*found)
+  samples = sampled(cfg, params, batching=batching, data=data, tensor=tensor)
+  between()
+  mesh = sharding.make_mesh(
+    jax.devices()[:8], fsdp=2, expert=data // 2, tensor=tensor
+  )
+  rows = dataclasses.replace(PACKING, micro_batch_size=4, shards=data)
+  return scored(cfg, params, samples, rows, mesh)
 
 
-def other_blocks_of_keys(patch):
-  """Steps of 32 keys in the trainer, and of 64 in the sampler."""
-  rows, pages = exact_attention.of_rows, exact_attention.of_pages
-
-  def of(function, keys):
-    def call(*args, **options):
-      patch.setattr(exact_attention, "KEYS", keys)
-      return function(*args, **options)
-
-    return call
-
-  patch.setattr(exact_attention, "of_rows", of(rows, 32))
-  patch.setattr(exact_attention, "of_pages", of(pages, 64))
-
-
+SUM = exact.sum_in_order
+BACKWARDS = exact, "sum_in_order", lambda x, axis: SUM(jnp.flip(x, axis), axis)
 FORMS = {
-  "blocks of keys": other_blocks_of_keys,
-  "blocks of tokens": lambda patch: patch.setattr(
-    exact, "_in_blocks", lambda function, first, axes, *args: function(*args)
+  "blocks of keys": ("qwen3-moe", 1, (exact_attention, "KEYS", 32)),
+  "blocks of tokens": (
+    "qwen3-moe",
+    1,
+    (exact, "_in_blocks", lambda function, first, axes, *args: function(*args)),
   ),
+  # A sum of two does not depend on the order.
+  "order of experts": ("three experts", 1, BACKWARDS),
+  "order of devices": ("dense", 4, BACKWARDS),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_is_needed(form, monkeypatch):
-  """Products of few and of many rows are equal on some CPUs, so not theirs."""
-  cfg = dataclasses.replace(MODELS["qwen3-moe"], dtype="float32")
-  FORMS[form](monkeypatch)
-  params = weights(cfg)
-  trainer, sampler = scored(cfg, params, sampled(cfg, params))
+  """The sampler has another one.
+
+  Products of few and of many rows are equal on some CPUs, so not theirs.
+  """
+  name, tensor, other = FORMS[form]
+  cfg = dataclasses.replace(MODELS[name], dtype="float32")
+  monkeypatch.setattr(*other)
+  if tensor > 1:
+    trainer, sampler = on_meshes(cfg, tensor, monkeypatch.undo)
+  else:
+    samples = sampled(cfg, weights(cfg))
+    monkeypatch.undo()
+    trainer, sampler = scored(cfg, weights(cfg), samples)
   assert (trainer != sampler).any()
