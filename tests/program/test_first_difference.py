@@ -25,6 +25,7 @@ def config(debug_config):
   c.model.num_experts = c.model.experts_per_token = 0
   c.continuous_batching.slots = 8
   c.continuous_batching.prefill_chunk = 16
+  c.data.prompts = c.learner.micro_batch_size = 8
   c.num_steps, c.cold_start.steps, c.eval.every = 1, 0, 0
   return c
 
