@@ -321,9 +321,8 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   require_responses(config.objective, metrics["response/truncated"], step)
   require_finite(metrics, step)
   if config.is_exact:
-    find = lambda: first_difference.find(
-      run.experiment.program, state.policy, train_batch
-    )
+    program, policy = run.experiment.program, state.policy
+    find = lambda: first_difference.find(program, policy, train_batch)
     require_exact(metrics, step, find)
   samples = []
   if _due(_SAMPLES_EVERY, step, config.num_steps):

@@ -30,10 +30,7 @@ def require_finite(metrics: Mapping[str, float], step: int) -> None:
 def require_exact(
   metrics: Mapping[str, float], step: int, find: Callable[[], str]
 ) -> None:
-  """Raises ArithmeticError if a sampler of the same weights is not exact.
-
-  `find` says what differs first.
-  """
+  """ArithmeticError if a sampler of the same weights differs; `find` where."""
   # Absent if the first minibatch has no token to learn from.
   differ = metrics.get("mismatch/exact_tokens_differ", 0.0)
   if differ:

@@ -4,6 +4,7 @@ Dimension key: B packed rows, T columns, C pages of a row.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,8 @@ from gspo_jax.runtime.mesh_jit import MeshJit
 
 def find(program: Program, policy: model.Params, batch: PackedBatch) -> str:
   """Names what differs first if both read the first minibatch again."""
-  cfg, sampler, rows = program.cfg, program.sampler, batch.rows
-  assert sampler is not None
+  cfg, rows = program.cfg, batch.rows
+  sampler: Any = program.sampler  # with continuous batching
   fields = multihost.to_host((rows.tokens, rows.positions, rows.segment_ids))
   used, B = fields[2][0].any(-1), 8 * sampler.shards_of_rows
   shape = -(-used.sum() // B), B, rows.tokens.shape[-1]
@@ -28,10 +29,11 @@ def find(program: Program, policy: model.Params, batch: PackedBatch) -> str:
 
   def reader(function, mesh, params):
     whole = sharding.replicated(mesh)
-    options = {"out_shardings": whole, "compiler_options": rounding.OPTIONS}
-    run = MeshJit(functools.partial(function, cfg=cfg), mesh, **options)
-    put = functools.partial(multihost.to_global, sharding=whole)
-    return lambda fields: jax.device_get(run(params, *put(fields)))
+    function = functools.partial(function, cfg=cfg)
+    run = MeshJit(
+      function, mesh, out_shardings=whole, compiler_options=rounding.OPTIONS
+    )
+    return lambda x: jax.device_get(run(params, *multihost.to_global(x, whole)))
 
   decoded = sampler.generate.jitted.decode_params(sampler.weights(policy))
   train = reader(_train, program.mesh, policy)
@@ -47,9 +49,9 @@ def find(program: Program, policy: model.Params, batch: PackedBatch) -> str:
   return f"reading the tokens again, {names[first]} are the first to differ"
 
 
-def _train(policy, tokens, positions, segments, *, cfg):
-  """By layer its keys and values, [B, heads, T, width]; the hidden states."""
-  out = model.prefill(policy, cfg, tokens, positions, segments)
+def _train(policy, *fields, cfg):
+  """Keys and values by layer, [B, heads, T, width] each, then hidden states."""
+  out: Any = model.prefill(policy, cfg, *fields)
   return *out.cache.kv, (out.hidden[:, None],)
 
 
@@ -63,17 +65,16 @@ def _decode(params, tokens, positions, segments, *, cfg):
   pages = paged_cache.empty(cfg, page_size=size, **sizes)
 
   def step(pages, column):
-    number, token_B1, position_B1, segment_B1 = column
-    own_BC = (number - position_B1) // size + jnp.arange(C)
+    begin_B1, token_B1, position_B1, segment_B1 = column
+    own_BC = begin_B1 // size + jnp.arange(C)
     table = jnp.take_along_axis(pages_BC, own_BC, axis=1, mode="clip")
     rows = table, position_B1[:, 0], pages.active
     pages = paged_cache.Pages(pages.kv, pages.states, *rows)
     inputs = token_B1, position_B1, segment_B1 > 0, pages
     out = model.hidden_states(params, cfg, *inputs)
-    return out.cache, out.hidden[:, 0]
+    return out.cache, out.hidden
 
-  by_column = [x.T[..., None] for x in (tokens, positions, segments)]
-  columns = jnp.arange(T, dtype=jnp.int32), *by_column
-  pages, hidden_TBD = jax.lax.scan(step, pages, columns)
-  hidden = hidden_TBD.swapaxes(0, 1)[:, None]
-  return *paged_cache.load(pages, cfg, pages_BC), (hidden,)
+  fields = jnp.arange(T) - positions, tokens, positions, segments
+  columns = [x.T[..., None] for x in fields]
+  pages, x_TB1D = jax.lax.scan(step, pages, columns)
+  return *paged_cache.load(pages, cfg, pages_BC), (jnp.moveaxis(x_TB1D, 0, 2),)

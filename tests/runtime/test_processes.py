@@ -557,10 +557,14 @@ def test_agreement(outputs):
   assert second == expected[:-1]
 
 
+EXACT = CONTINUOUS_BATCHING | {"model__exact": True}
+
+
 @pytest.mark.slow
-def test_an_unmoved_policy_has_ratio_one_on_two(launch, tmp_path):
+@pytest.mark.parametrize("added", [{}, EXACT])
+def test_an_unmoved_policy_has_ratio_one_on_two(launch, tmp_path, added):
   """In bfloat16, with the responses of a run; see test_ratio_one."""
-  overrides = {
+  overrides = added | {
     "model__dtype": "bfloat16",
     "mesh__data": 1,
     "mesh__fsdp": 2,
@@ -573,7 +577,8 @@ def test_an_unmoved_policy_has_ratio_one_on_two(launch, tmp_path):
   for name in ("ratio/token_std", "ratio/sequence_std", "clip_frac/token"):
     assert row[name] == 0
   assert row["ratio/first_minibatch_std"] == row["ratio/moved"] == 0
-  assert row["mismatch/token_abs_mean"] > 0
+  assert (row["mismatch/token_abs_mean"] == 0) == bool(added)
+  assert row.get("mismatch/exact_tokens_differ", 0) == 0
 
 
 @pytest.mark.slow

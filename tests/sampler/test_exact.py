@@ -203,24 +203,17 @@ def played(cfg, params):
     for turn in (1, 2, 3):
       asked = []
       for row, episode in enumerate(episodes):
-        if turn > 1:
-          episode.add([10 + row % 3] * (turn + row % 2))
-        count = len(episode.tokens)
-        request = Generation(
-          episode.ids, 11, row=row, response=row, num_tokens=count
-        )
+        episode.add([10 + row] * (turn - 1 + row % 2))
+        request = Generation(episode.ids, 11, row=row, response=row)
+        request.num_tokens = len(episode.tokens)
         asked.append(engine.submit(request))
       engine.run(lambda: all(x.finish for x in asked))  # noqa: B023
       for request, episode in zip(asked, episodes, strict=True):
         episode.add(request.tokens, turn)
-    return jax.device_get(
-      episode_samples(
-        engine,
-        {row: [episode] for row, episode in enumerate(episodes)},
-        dict.fromkeys(range(B), STOPPED),
-        SequenceLimits(3, 1, S, R),
-      )
-    )
+    finish = dict.fromkeys(range(B), STOPPED)
+    limits = SequenceLimits(3, 1, S, R)
+    by_row = {row: [episode] for row, episode in enumerate(episodes)}
+    return jax.device_get(episode_samples(engine, by_row, finish, limits))
 
 
 @pytest.mark.slow
