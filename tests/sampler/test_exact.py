@@ -195,10 +195,8 @@ def played(cfg, params):
   """Episodes of three turns, between which an environment writes."""
   given = prompts()
   generate = continuous_sampler.build(cfg, SAMPLER, BATCHING, S)
-  lengths = np.repeat(given.lengths, G)
-  rows = zip(given.tokens.repeat(G, 0), lengths, strict=True)
-  ids = [row[-n:].tolist() for row, n in rows]
-  episodes = [EpisodeSequence(x, number=0) for x in ids]
+  ids = lambda p: given.tokens[p, -given.lengths[p] :].tolist()
+  episodes = [EpisodeSequence(ids(row // G), number=0) for row in range(B)]
   with generate.open(params, jax.random.key(1), B) as engine:
     for turn in (1, 2, 3):
       asked = []
