@@ -155,14 +155,13 @@ def test_each_family_is_exact(name, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_any_sizes_are_exact(seed):
-  """Drawn: those of prompts, pages, chunks, slots, rows, and of the mesh."""
-  draw = np.random.default_rng(seed)
+@pytest.mark.parametrize("page", [8, 16, 32, 64])
+def test_any_sizes_are_exact(page):
+  """Drawn are those of prompts, chunks, slots, rows and the mesh."""
+  draw = np.random.default_rng(page)
   longest = int(draw.integers(2, 201))
   tokens = draw.integers(10, 64, (P, longest)).astype(np.int32)
   given = Prompts(tokens, draw.integers(1, longest + 1, P).astype(np.int32))
-  page = int(draw.choice([8, 16, 32, 64]))
   least = -(-(longest - 1 + R) // page) + 1
   batching = ContinuousBatchingConfig(
     slots=int(draw.integers(2, 17)),
