@@ -321,9 +321,8 @@ def iterate(run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
   require_responses(config.objective, metrics["response/truncated"], step)
   require_finite(metrics, step)
   if config.is_exact:
-    program, policy = run.experiment.program, state.policy
-    find = lambda: first_difference.find(program, policy, train_batch)
-    require_exact(metrics, step, find)
+    passes = run.experiment.program, state.policy, train_batch
+    require_exact(metrics, step, lambda: first_difference.find(*passes))
   samples = []
   if _due(_SAMPLES_EVERY, step, config.num_steps):
     samples = _first_samples(scored, config.log.samples)
