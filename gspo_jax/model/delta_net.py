@@ -199,7 +199,8 @@ def mix(inputs, weights, segments_BT, real_BT, states):
   state = state_BMKV.reshape(B, G, -1, K, V)
   operands = q_BTGK, k_BTGK, v_BTGRV, g_BTGR, b_BTGR
   if exact.is_on():
-    state, out = _by_token(state, *operands, segments_BT)
+    run = exact.with_gradient_of(_by_chunk, _by_token)
+    state, out = run(state, *operands, segments_BT)
   elif T == 1:
     state, out = _step(state, *(x[:, 0] for x in operands))
     out = out[:, None]
@@ -265,11 +266,10 @@ def _step(state, q_BGK, k_BGK, v_BGRV, g_BGR, b_BGR):
   return state, rounded(out, v_BGRV.dtype)
 
 
-@jax.custom_vjp
 def _by_token(state, *operands):
   """`_by_chunk` by `_step`: the same bits for any T, and in any batch.
 
-  A step is of one token of one row. The backward pass is that of `_by_chunk`.
+  A step is of one token of one row.
   """
   *arrays, segments_BT = operands
   before_BT = jnp.concatenate([segments_BT[:, :1], segments_BT[:, :-1]], 1)
@@ -285,12 +285,6 @@ def _by_token(state, *operands):
     return jax.lax.scan(lambda state, x: step(state, *x), *operands)
 
   return jax.lax.map(row, (state, (segments_BT != before_BT, *arrays)))
-
-
-_by_token.defvjp(
-  lambda *args: (_by_token(*args), args),
-  lambda args, cotangent: jax.vjp(_by_chunk, *args)[1](cotangent),
-)
 
 
 def _by_chunk(state, q_BTGK, k_BTGK, v_BTGRV, g_BTGR, b_BTGR, segments_BT):

@@ -57,7 +57,7 @@ def _train(policy, *fields, cfg):
 
 def _decode(params, tokens, positions, segments, *, cfg):
   """By one column after the other; a token's page is at its columns."""
-  (B, T), size = tokens.shape, exact_attention.ALIGN
+  (B, T), size = tokens.shape, exact_attention.align(sharding.platform())
   C = T // size
   pages_BC = jnp.arange(B * C, dtype=jnp.int32).reshape(B, C)
   pages_BC %= B * C // sharding.size(*sharding.BATCH_AXES)  # of a device
