@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from compilers import needs_libtpu
 
-from gspo_jax.model import delta_net
+from gspo_jax.model import delta_net, exact, rounding
 from gspo_jax.plan import chips, hlo
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.runtime import sharding
@@ -170,6 +170,36 @@ def test_passes_over_a_row_equal_one_pass(ends):
   np.testing.assert_allclose(np.concatenate(outs, 1), whole, atol=3e-6 * scale)
   for a, b in zip(states, last, strict=True):
     np.testing.assert_allclose(a, b, atol=3e-6)
+
+
+def test_an_exact_token_has_the_same_bits_in_every_program():
+  """In a row of two sequences, and alone: a padded prefill, then tokens."""
+  inputs, weights = operands(52)
+  segments = np.stack([row_segments(28, 24), row_segments(52)])
+
+  def passed(exactly, *args):
+    with exact.exactly(exactly):
+      return delta_net.mix(*args)
+
+  def loss(exactly, inputs, weights):
+    real = np.ones(segments.shape, bool)
+    out, _ = passed(exactly, inputs, weights, segments, real, ZEROS)
+    return jnp.sin(out).sum(), out
+
+  jit = functools.partial(jax.jit, compiler_options=rounding.OPTIONS)
+  grad = jit(jax.grad(loss, argnums=(1, 2), has_aux=True), static_argnums=0)
+  (found, out), expected = (grad(x, inputs, weights) for x in (True, False))
+  for x, y in zip(*map(jax.tree.leaves, ((found, out), expected)), strict=True):
+    np.testing.assert_allclose(x, y, atol=1e-5)
+  run = jit(functools.partial(passed, True))
+  states = tuple(x[:1] for x in ZEROS)
+  for start, end, count in ((28, 44, 13), (41, 42, 1), (42, 43, 1)):
+    part = tuple(x[:1, start:end] for x in inputs)
+    none = np.zeros((1, end - start), int)
+    real = np.arange(end - start)[None] < count
+    alone, states = run(part, weights, none, real, states)
+    same = out[:1, start : start + count]
+    np.testing.assert_array_equal(alone[:, :count], same)
 
 
 @pytest.mark.parametrize("T", [1, 9])

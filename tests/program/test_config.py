@@ -148,8 +148,6 @@ KL1 = "objective.kl_coef=.1 objective.kl_estimator=k1"
     (f"{EXACT} {SLOTS} sampler_mesh.tensor=2", "tensor=2: expected 0 or"),
     (f"{EXACT} {SLOTS} objective.mismatch=icepop",
      "objective.mismatch='icepop': expected 'none', for there is no mis"),
-    (f"{EXACT} {SLOTS} model.variant=tiny-qwen3.5",
-     "model.exact=True: expected False: a gated DeltaNet decodes by"),
     (GAME, "slots=0: expected 1 or more, .*environment='guessing'"),
     (f"rollout.environment=guessing {SLOTS}",
      r"reward.names=\('final_answer',\): expected \(\), for the environment"),
