@@ -69,7 +69,9 @@ def _decode(params, tokens, positions, segments, *, cfg):
     own_BC = begin_B1 // size + jnp.arange(C)
     table = jnp.take_along_axis(pages_BC, own_BC, axis=1, mode="clip")
     rows = table, position_B1[:, 0], pages.active
-    pages = paged_cache.Pages(pages.kv, pages.states, *rows)
+    begins = lambda x: (position_B1 == 0).reshape(-1, *[1] * (x.ndim - 1))
+    states = jax.tree.map(lambda x: jnp.where(begins(x), 0, x), pages.states)
+    pages = paged_cache.Pages(pages.kv, states, *rows)
     inputs = token_B1, position_B1, segment_B1 > 0, pages
     out = model.hidden_states(params, cfg, *inputs)
     return out.cache, out.hidden
