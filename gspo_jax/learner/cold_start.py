@@ -27,7 +27,7 @@ from gspo_jax.record.identity import match
 from gspo_jax.record.kept import Kept
 from gspo_jax.record.progress import Progress
 from gspo_jax.runtime import multihost
-from gspo_jax.runtime.key import POSITIVE, SHARE, ZERO_OR_MORE, check, key
+from gspo_jax.runtime.key import POSITIVE, SHARE, ZERO_OR_MORE, key
 from gspo_jax.runtime.preemption import Preemption
 from gspo_jax.sampler.samples import Prompts
 
@@ -47,9 +47,6 @@ class ColdStartConfig:
     0.9, "greedy accuracy that ends it; 0: run all steps", SHARE
   )
   check_every: int = 50  # steps between two measurements of greedy accuracy
-
-  def __post_init__(self):
-    check(self, "cold_start")
 
   @property
   def optim(self) -> OptimConfig:

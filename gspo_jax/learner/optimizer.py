@@ -64,10 +64,6 @@ def schedule(cfg: OptimConfig) -> optax.Schedule:
   return optax.join_schedules([warmup, then], [cfg.warmup_steps])
 
 
-def _constant(peak, steps):
-  return optax.constant_schedule(peak)
-
-
 def _linear(peak, steps, *, min_lr_ratio=0.0):
   SHARE.check("optim.decay: min_lr_ratio", min_lr_ratio)
   return optax.linear_schedule(peak, peak * min_lr_ratio, steps)
@@ -78,7 +74,11 @@ def _cosine(peak, steps, *, min_lr_ratio=0.0):
   return optax.cosine_decay_schedule(peak, steps, alpha=min_lr_ratio)
 
 
-_DECAYS = {"constant": _constant, "linear": _linear, "cosine": _cosine}
+_DECAYS = {
+  "constant": lambda peak, steps: optax.constant_schedule(peak),
+  "linear": _linear,
+  "cosine": _cosine,
+}
 
 
 def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:

@@ -378,9 +378,6 @@ class PolicyConfig:
   )
   sizes: tuple[tuple[str, object], ...] = ()
 
-  def __post_init__(self):
-    check(self, "model")
-
 
 def changed(cfg: ModelConfig, **changes) -> ModelConfig:
   """`cfg` with some fields changed; raises UserError as `variant` does."""

@@ -186,7 +186,10 @@ def _scan_layers(
   """
   segments_BT = mask_BT.astype(jnp.int32)
   dtype = stored(cfg.dtype)  # of the streams that the backward pass stacks
-  steps = _layers_per_step(cfg)
+  steps = cfg.unroll
+  if steps is None:
+    small = cfg.num_layers <= _SMALL_DEPTH and sharding.platform() == "cpu"
+    steps = cfg.num_layers if small else 1
   # A scan would stack what the backward pass needs, even if unrolled.
   scanned = steps < cfg.num_layers and cfg.num_periods > 0
   stacks, outs, rest = params["layers"], [], []
@@ -283,13 +286,6 @@ def _stacked(first, rest=()):
   parts += [jax.tree.map(in_turns, *rest)] if rest else []
   join = lambda *x: jnp.concatenate(x)
   return jax.tree.map(join, *parts) if parts else None
-
-
-def _layers_per_step(cfg):
-  if cfg.unroll is not None:
-    return cfg.unroll
-  small = cfg.num_layers <= _SMALL_DEPTH
-  return cfg.num_layers if small and sharding.platform() == "cpu" else 1
 
 
 def _loop_over_layers(params, cfg, x_BTD, angles, mask_BT, cache):

@@ -63,12 +63,6 @@ def sampler_functions(
     sampler_mesh=sampler_mesh,
   )
 
-  take_groups = lambda: MeshJit(
-    functools.partial(samples.take_groups, cfg=cfg, sampler=sampling),
-    mesh,
-    in_shardings=(one_turn, replicated),
-    out_shardings=one_turn,
-  )
   return SamplerFunctions(
     generate=build(sampling, batching.slots),
     respond=build(_single(sampling), slots, by_row=True),
@@ -79,8 +73,13 @@ def sampler_functions(
       in_shardings=(place, place, replicated),
       out_shardings=place,
     ),
-    take_batch=take_groups(),
-    take_pending=take_groups(),
+    take_groups=MeshJit(
+      functools.partial(samples.take_groups, cfg=cfg, sampler=sampling),
+      mesh,
+      most=2,  # a batch, and what stays in flight
+      in_shardings=(one_turn, replicated),
+      out_shardings=one_turn,
+    ),
     empty_samples=MeshJit(
       functools.partial(
         samples.empty_samples,

@@ -2,14 +2,7 @@
 
 import dataclasses
 
-from gspo_jax.runtime.key import (
-  AT_LEAST_1,
-  FINITE,
-  POSITIVE,
-  SHARE,
-  check,
-  key,
-)
+from gspo_jax.runtime.key import AT_LEAST_1, FINITE, POSITIVE, SHARE, key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +42,3 @@ class RewardConfig:
     "hundred; a reward that fails on half of them is broken.",
     SHARE,
   )
-
-  def __post_init__(self):
-    check(self, "reward")

@@ -57,10 +57,8 @@ class PartialRollouts:
     self._iterations += lengths > before
     chosen = np.flatnonzero(finished)[: self._context.prompts].astype(np.int32)
     rows = group_rows(chosen, self._group_size)
-    scored = self._context.scored(
-      batch.pick(chosen),
-      self._context.sampler.take_batch(samples, chosen),
-    )
+    taken = self._context.sampler.take_groups(samples, chosen)
+    scored = self._context.scored(batch.pick(chosen), taken)
     tokens = int((lengths - before).sum())
     result = RolloutBatch(
       scored,
@@ -148,7 +146,7 @@ class PartialRollouts:
     """Keeps the groups `left` as the first ones; empties the others."""
     index = np.full(self._in_flight, -1, np.int32)
     index[: len(left)] = left
-    self.pending = self._context.sampler.take_pending(samples, index)
+    self.pending = self._context.sampler.take_groups(samples, index)
     self._batch = batch.pick(left) if len(left) else None
     rows = group_rows(index, self._group_size)
     stays = np.repeat(index >= 0, self._group_size)

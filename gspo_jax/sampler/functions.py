@@ -37,8 +37,8 @@ class SamplerFunctions:
   respond: ContinuousSampler
   shards_of_rows: int  # a call has a multiple of so many prompts
   merge_groups: Callable[[Samples, Samples, Array], Samples]
-  take_batch: Callable[[Samples, Array], Samples]  # for an update
-  take_pending: Callable[[Samples, Array], Samples]  # stay in flight
+  # For an update, and those that stay in flight.
+  take_groups: Callable[[Samples, Array], Samples]
   empty_samples: Callable[[], Samples]  # shaped as the result of `generate`
   stop: StopStrings | None  # of all samplers
   mesh: jax.sharding.Mesh  # of prompts and samples
