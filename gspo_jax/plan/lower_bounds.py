@@ -51,13 +51,6 @@ def _pair_flops(cfg: ModelConfig, layer: Layer, cached: bool) -> int:
   return 2 * cfg.num_heads * (key + value)
 
 
-def _state_flops(cfg: ModelConfig) -> int:
-  """FLOPs of a token with the states of all gated DeltaNets."""
-  state = cfg.linear_key_head_dim * cfg.linear_value_head_dim
-  layers = len(cfg.layers_with("delta_net"))
-  return layers * 6 * cfg.linear_num_value_heads * state
-
-
 def forward_flops(
   cfg: ModelConfig, batch: int, tokens: int, head_tokens: int, past: int = 0
 ) -> float:
@@ -80,7 +73,9 @@ def forward_flops(
     * (pairs(past + tokens, layer.window) - pairs(past, layer.window))
     for layer in cfg.layers
   )
-  return batch * (2.0 * products + _state_flops(cfg) * tokens + attention)
+  states = len(cfg.layers_with("delta_net")) * cfg.linear_num_value_heads
+  states *= 6 * cfg.linear_key_head_dim * cfg.linear_value_head_dim
+  return batch * (2.0 * products + states * tokens + attention)
 
 
 def update_passes(cfg: ModelConfig) -> int:

@@ -38,7 +38,14 @@ def plan(
   """
   if slices < 1:
     raise UserError(f"--slices={slices}: expected at least 1")
-  _check_functions(functions, lengths)
+  for name in functions or [""]:
+    if name not in FUNCTIONS:
+      raise UserError(f"--functions={name}: {nearest(name, FUNCTIONS)}")
+  if lengths and set(functions) != set(FUNCTIONS):
+    raise UserError(
+      f"--functions={','.join(functions)}: expected all of them, the default, "
+      "with --lengths"
+    )
   compiler = plan_compile.prepare(topology.platform)
   config = parse(config)
   drafts = config.continuous_batching.speculation
@@ -80,17 +87,6 @@ def plan(
     **({"transfer": transfer} if transfer else {}),
     **({"lengths": lengths, "iteration": iteration} if lengths else {}),
   }
-
-
-def _check_functions(functions: Sequence[str], lengths: str) -> None:
-  for name in functions or [""]:
-    if name not in FUNCTIONS:
-      raise UserError(f"--functions={name}: {nearest(name, FUNCTIONS)}")
-  if lengths and set(functions) != set(FUNCTIONS):
-    raise UserError(
-      f"--functions={','.join(functions)}: expected all of them, the default, "
-      "with --lengths"
-    )
 
 
 def _analyze(functions, planned: lower.Planned, *, fewer_slots=False) -> dict:

@@ -335,11 +335,6 @@ def checksums(tree: Any) -> dict[str, int]:
   return {path: int(value) for path, value in sums.items()}
 
 
-@jax.jit
-def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-  return jax.tree.map(_checksum, leaves)
-
-
 def _checksum(leaf: jax.Array) -> jax.Array:
   words = _words(leaf)
   position = jnp.zeros(words.shape, jnp.uint32)
@@ -352,6 +347,9 @@ def _checksum(leaf: jax.Array) -> jax.Array:
   mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
   mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
   return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
+
+
+_checksums = jax.jit(functools.partial(jax.tree.map, _checksum))
 
 
 def _words(leaf: jax.Array) -> jax.Array:

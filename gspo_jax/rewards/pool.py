@@ -130,8 +130,7 @@ class RewardPool(Pool):
     # Whether some reward takes all responses to a problem at once.
     self.takes_groups = any(need.group for need in self._needs)
     try:
-      self._require_columns(examples)
-      self._require_numbers(examples)
+      self._try_examples(examples)
     except BaseException:
       self.close()
       raise
@@ -223,7 +222,7 @@ class RewardPool(Pool):
     if not all(math.isfinite(weight) for weight in weights):
       raise errors.UserError(f"expected finite weights, got {weights=}")
 
-  def _require_columns(self, examples) -> None:
+  def _try_examples(self, examples) -> None:
     for name, need in zip(self.names, self._needs, strict=True):
       for example in examples:
         if missing := reward.missing_column(need.columns, example.columns):
@@ -231,8 +230,6 @@ class RewardPool(Pool):
             f"reward {name!r}: {missing} (the problem {example.prompt[:40]!r}; "
             f"or set it, '{name}:{need.columns[0]}=VALUE')"
           )
-
-  def _require_numbers(self, examples) -> None:
     size = 2 if self.takes_groups else 1
     same = [example for example in examples for _ in range(size)]
     for row in self.submit(same, size).calls:

@@ -27,25 +27,6 @@ def logits(
   return constrain(logits_BV, ROW_AXES, VOCAB_AXES)
 
 
-def exact_logps(
-  logits_BV: jax.Array,
-  token_B: jax.Array,
-  kept_ids_BK: jax.Array | None,
-  cfg: model.ModelConfig,
-  sampler: SamplerConfig,
-) -> jax.Array:
-  """The log-probs [B] of `model.exact`, as the trainer computes them."""
-  logps_B, _ = model.target_logps(
-    logits_BV,
-    token_B,
-    kept_ids_BK,
-    jnp.arange(logits_BV.shape[1]),
-    cfg=cfg,
-    temperature=sampler.temperature or 1.0,
-  )
-  return logps_B
-
-
 def sample_token(
   logits_BV: jax.Array,
   row_keys: jax.Array,

@@ -96,7 +96,10 @@ def generate(
   starts = jnp.repeat(prompts.lengths, sampler.group_size)
   state = _decode(state, params, cfg, starts, row_keys, sampler)
   finish = jnp.where(state.done, STOPPED, TRUNCATED).astype(jnp.int8)
-  experts = _join_routing(prompt_experts, state.samples.experts)
+  if (experts := state.samples.experts) is not None:
+    of_prompts = jnp.repeat(prompt_experts, sampler.group_size, axis=1)
+    experts = jnp.concatenate([of_prompts, experts], axis=2)
+    experts = constrain(experts.swapaxes(0, 1), BATCH_AXES)
   return dataclasses.replace(
     state.samples, finish=finish, slot_steps=B * state.step, experts=experts
   )
@@ -187,15 +190,6 @@ def _prefill(params, cfg, prompts, sampler):
     experts = out.routing.experts
   logits = constrain(logits, next_token.ROW_AXES, next_token.VOCAB_AXES)
   return logits, cache, experts
-
-
-def _join_routing(prompts_LPSk, responses_LBRk):
-  if responses_LBRk is None:
-    return None
-  group_size = responses_LBRk.shape[1] // prompts_LPSk.shape[1]
-  prompts_LBSk = jnp.repeat(prompts_LPSk, group_size, axis=1)
-  joined_LBTk = jnp.concatenate([prompts_LBSk, responses_LBRk], axis=2)
-  return constrain(joined_LBTk.swapaxes(0, 1), BATCH_AXES)
 
 
 def cache_slots(

@@ -376,7 +376,11 @@ def _feed(params, cfg, state, key, fed_mJ, real_mJ, sampler):
     logits, row_keys, numbers, sampler, params
   )
   if cfg.exact and params is None:
-    logps = next_token.exact_logps(logits, tokens, kept_ids, cfg, sampler)
+    vocab = jnp.arange(logits.shape[1])
+    temperature = sampler.temperature or 1.0
+    logps, _ = model.target_logps(  # as the trainer computes them
+      logits, tokens, kept_ids, vocab, cfg=cfg, temperature=temperature
+    )
   new = {"tokens": tokens, "logps": logps}
   if kept_ids is not None:
     new["kept_ids"] = kept_ids

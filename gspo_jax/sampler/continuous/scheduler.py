@@ -209,8 +209,8 @@ class Scheduler:
     self._age += 1
     request.age = self._age
     same = self._key(request)
-    prefix = self._same.get(same)
-    if prefix is None or not self._may_share(prefix):
+    prefix, most = self._same.get(same), self._group_size
+    if not prefix or (most and (prefix.pages or len(prefix.requests) >= most)):
       prefix = self._same[same] = Prefix(request.tokens, self._age)
       self._prefixes[self._age] = prefix
     prefix.requests.append(request)
@@ -220,11 +220,6 @@ class Scheduler:
   def _key(self, request):
     # Experts of equal tokens may belong into other columns.
     return request.num_tokens, request.num_recorded, request.tokens.tobytes()
-
-  def _may_share(self, prefix):
-    if not self._group_size:
-      return True
-    return not prefix.pages and len(prefix.requests) < self._group_size
 
   def cancel(self, request: Request) -> None:
     """Ends a request; the results of all segments have been applied."""
