@@ -72,6 +72,10 @@ class Process:
 
   def _start(self) -> None:
     path = [os.path.abspath(folder) for folder in sys.path]
+    # Hosts called directly: agents call an endpoint on this one.
+    hosts = [os.environ.get(name) for name in ("no_proxy", "NO_PROXY")]
+    direct = ",".join(filter(None, [*hosts, "127.0.0.1", "localhost"]))
+    no_proxy = "*" if "*" in hosts else direct
     env = os.environ | {
       "PYTHONPATH": os.pathsep.join(path),
       # Tasks must not take the accelerators, and get one thread each.
@@ -80,7 +84,7 @@ class Process:
       "OPENBLAS_NUM_THREADS": "1",
       # Else each thread of an async task takes 64 MiB of address space.
       "MALLOC_ARENA_MAX": "2",
-      "NO_PROXY": (no_proxy := _no_proxy()),
+      "NO_PROXY": no_proxy,
       "no_proxy": no_proxy,
     }
     # A separate session: Ctrl-C and SIGTERM reach only the run, which then
@@ -235,11 +239,3 @@ class Process:
       return json.loads(line)
     except (ValueError, RecursionError):
       return None
-
-
-def _no_proxy() -> str:
-  """The hosts that are called directly: agents call an endpoint on this one."""
-  hosts = [os.environ.get(name) for name in ("no_proxy", "NO_PROXY")]
-  if "*" in hosts:
-    return "*"
-  return ",".join(filter(None, [*hosts, "127.0.0.1", "localhost"]))

@@ -106,7 +106,18 @@ class _Child(NamedTuple):
   def end(self) -> None:
     os.close(self.lines)
     os.close(self.feed)
-    _kill_all(self.pid)
+    for kill in (os.killpg, os.kill):
+      with contextlib.suppress(ProcessLookupError):
+        kill(self.pid, signal.SIGKILL)
+    # Orphans of the child become children of this process, the subreaper.
+    while True:
+      for pid in children(os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+          os.kill(pid, signal.SIGKILL)
+      try:
+        os.wait()
+      except ChildProcessError:
+        return
 
 
 class _Children:
@@ -221,22 +232,6 @@ class _Children:
 
 
 _DIED = "its process ended"
-
-
-def _kill_all(child: int) -> None:
-  with contextlib.suppress(ProcessLookupError):
-    os.killpg(child, signal.SIGKILL)
-  with contextlib.suppress(ProcessLookupError):
-    os.kill(child, signal.SIGKILL)
-  # Orphans of the child become children of this process, the subreaper.
-  while True:
-    for pid in children(os.getpid()):
-      with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    try:
-      os.wait()
-    except ChildProcessError:
-      return
 
 
 def _confine(memory: float) -> None:
