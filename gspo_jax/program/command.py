@@ -101,7 +101,13 @@ def parse(argv: list[str], start: str = START, doc: str = "") -> list[str]:
   usage = f"see {start.partition(' --')[0]} --help"
   try:
     argv = _with_config_path(argv)
-    config = _config_file(argv)
+    # A separate FlagValues: absl defines the flags of overrides only once.
+    first = flags.FlagValues()
+    config = config_flags.DEFINE_config_file(
+      "config", flag_values=first, sys_argv=[]
+    )
+    first(argv, known_only=True)
+    config = config.value  # before its overrides; None: not named
     if {"--help", "-help", "-h"} & {*argv}:
       print(_help(config, doc))
       sys.exit(0)
@@ -160,17 +166,6 @@ def _config_path(name: str) -> str:
   names = {f"configs/{n}" for n in names - {"common.py", "recipes.py"}}
   near = nearest(f"configs/{path.stem}.py", names)
   raise UserError(f"--config={name}: no such file; {near}")
-
-
-def _config_file(argv: list[str]):
-  """The config that a command line names, before its overrides; or None."""
-  # A separate FlagValues: absl defines the flags of overrides only once.
-  first = flags.FlagValues()
-  config = config_flags.DEFINE_config_file(
-    "config", flag_values=first, sys_argv=[]
-  )
-  first(argv, known_only=True)
-  return config.value
 
 
 def _checked_overrides(argv: list[str], keys: dict) -> list[str]:

@@ -141,18 +141,15 @@ def open_run_files(
         file.unlink()
   else:
     old = [paths[name] for name in headers if contents[name] != headers[name]]
-    _move_aside(old + ([samples] if samples.exists() else []))
+    old += [samples] if samples.exists() else []
+    for n in itertools.count(1):
+      targets = [p.with_name(f"{p.name}.{n}") for p in old]
+      if not any(target.exists() for target in targets):
+        break
+    for path, target in zip(old, targets, strict=True):
+      path.rename(target)
     contents = headers
   return [RunFile(paths[name], contents[name]) for name in paths]
-
-
-def _move_aside(paths: Sequence[epath.Path]) -> None:
-  for n in itertools.count(1):
-    targets = [p.with_name(f"{p.name}.{n}") for p in paths]
-    if not any(target.exists() for target in targets):
-      break
-  for path, target in zip(paths, targets, strict=True):
-    path.rename(target)
 
 
 def _lines_until(

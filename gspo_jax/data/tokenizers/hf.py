@@ -391,9 +391,7 @@ class HFTokenizer(Tokenizer):
     free = (chr(i) for i in _PRIVATE if chr(i) not in used)
     # By the string that each replaces; that of "" is at the edges.
     signs = collections.defaultdict(functools.partial(next, free))
-
-    def without(text):
-      return self._any_control.sub(lambda m: signs[m[0]], text)
+    without = lambda text: self._any_control.sub(lambda m: signs[m[0]], text)
 
     def within(text):
       core, edge = text.strip(), signs[""]
