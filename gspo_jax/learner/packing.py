@@ -165,25 +165,20 @@ def row_tokens(
 
 def _rows(lengths, width, multiple) -> list[tuple[int, list[int]]]:
   """Rows, as their tokens and the indices of their sequences."""
-  tight = _best_fit(lengths, width)
-  count = min(len(lengths), -(-len(tight) // multiple) * multiple)
-  return _emptiest_first(lengths, width, count) or tight
-
-
-def _best_fit(lengths, width):
-  """Each sequence goes into the fullest row that it fits; longest first."""
-  rows: list[tuple[int, list[int]]] = []
+  # Each sequence goes into the fullest row that it fits; longest first.
+  tight: list[tuple[int, list[int]]] = []
   left: list[tuple[int, int]] = []  # (free columns, row), ascending
   for item, length in enumerate(lengths):
     at = bisect.bisect_left(left, (length, -1))
     if at == len(left):
-      free, row = width, len(rows)
-      rows.append((0, []))
+      free, row = width, len(tight)
+      tight.append((0, []))
     else:
       free, row = left.pop(at)
-    rows[row] = rows[row][0] + length, [*rows[row][1], item]
+    tight[row] = tight[row][0] + length, [*tight[row][1], item]
     bisect.insort(left, (free - length, row))
-  return rows
+  count = min(len(lengths), -(-len(tight) // multiple) * multiple)
+  return _emptiest_first(lengths, width, count) or tight
 
 
 def _emptiest_first(lengths, width, count):

@@ -272,20 +272,6 @@ class HFCheckpoint:
     }
     self._tensors = tensors
     self.layout = layout_in(tensors)
-    self._require_count(cfg)
-    self.carried = _carried(tensors, cfg.num_layers)
-    shapes = expected(cfg, self.layout)
-    if self.has_second_head(cfg):
-      shapes[HEAD] = cfg.vocab_size, cfg.embed_dim
-    shapes |= {name: tensor.shape for name, tensor in self.carried.items()}
-    kinds = {name: (x.shape, x.dtype) for name, x in tensors.items()}
-    require_tensors(self.folder, kinds, shapes, FLOATS, "of this model")
-
-  def has_second_head(self, cfg: ModelConfig) -> bool:
-    """Whether there is an output matrix although embeddings are tied."""
-    return cfg.tie_embeddings and HEAD in self._tensors
-
-  def _require_count(self, cfg):
     layers, experts = cfg.num_layers, cfg.num_experts
     count = sum(
       len(tensor.layers) * (tensor.experts or 1) * len(tensor.names)
@@ -297,6 +283,17 @@ class HFCheckpoint:
         f"in config.json make {count:,} tensors, the files hold "
         f"{len(self._tensors):,}"
       )
+    self.carried = _carried(tensors, cfg.num_layers)
+    shapes = expected(cfg, self.layout)
+    if self.has_second_head(cfg):
+      shapes[HEAD] = cfg.vocab_size, cfg.embed_dim
+    shapes |= {name: tensor.shape for name, tensor in self.carried.items()}
+    kinds = {name: (x.shape, x.dtype) for name, x in tensors.items()}
+    require_tensors(self.folder, kinds, shapes, FLOATS, "of this model")
+
+  def has_second_head(self, cfg: ModelConfig) -> bool:
+    """Whether there is an output matrix although embeddings are tied."""
+    return cfg.tie_embeddings and HEAD in self._tensors
 
   def read(
     self, layer: int, wanted: Mapping[TensorMap, Collection[Spans]]
