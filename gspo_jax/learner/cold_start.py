@@ -76,8 +76,6 @@ def cross_entropy(
 
 @dataclasses.dataclass(frozen=True)
 class ColdStartFunctions:
-  """The jitted functions of a cold start."""
-
   abstract: TrainState  # shapes and shardings
   init_state: train_step.InitState
   packing: PackingConfig

@@ -57,8 +57,6 @@ Loss = Callable[[model.Params, TrainBatch, jax.Array], LossOutput]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-  """The state of training."""
-
   step: jax.Array  # [] int32, updates so far
   params: model.Params  # float32, trained: the policy's weights, or adapters
   opt_state: optax.OptState

@@ -152,7 +152,6 @@ class Parameter:
     return cfg.layers_with(self.module) if self.stacked else (0,)
 
   def widths(self, cfg: ModelConfig) -> tuple[int, ...]:
-    """The sizes of `parts`."""
     return tuple(_sizes(cfg)[name] for name in self.parts)
 
   def initial(self, key: jax.Array, cfg: ModelConfig) -> jax.Array:

@@ -119,7 +119,6 @@ class TensorMap(NamedTuple):
 
   @property
   def hf_shape(self) -> tuple[int, ...]:
-    """The shape of the parameter in HF order."""
     return tuple(self.shape[a] for a in self.order)
 
   @property

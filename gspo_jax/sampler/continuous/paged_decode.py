@@ -54,8 +54,6 @@ OF_SLOTS = tuple(field.name for field in dataclasses.fields(_Slots))
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeState(_Slots):
-  """State of the decode slots."""
-
   pages: paged_cache.Pages  # of the tokens already fed
   # The layers' states after prefixes from which slots are to start later,
   # PROMPT_ROWS rows a shard.
