@@ -5,8 +5,6 @@ import math
 import re
 from typing import NamedTuple
 
-import numpy as np
-
 from gspo_jax.plan.hlo.module import Computation, Instruction, Module
 
 _KINDS = (
@@ -138,13 +136,22 @@ def group(attributes: str, devices: int) -> tuple[int, ...]:
     r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
   )
   if iota:
-    size, dims, order = (x and [*map(int, x.split(","))] for x in iota.groups())
-    listed = np.arange(math.prod(dims)).reshape(dims).transpose(order)
-    return tuple(listed.ravel()[: size[0]].tolist())
+    numbers = lambda text: [int(n) for n in (text or "").split(",") if n]
+    return _iota(int(iota[1]), numbers(iota[2]), numbers(iota[3]))
   mesh = re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", attributes)
   if mesh:
     return _mesh(mesh[1], mesh[2])
   return tuple(range(devices))
+
+
+def _iota(size, dims, order) -> tuple[int, ...]:
+  """The first elements of arange in shape `dims`, transposed."""
+  strides = [math.prod(dims[axis + 1 :]) for axis in range(len(dims))]
+  order = order or range(len(dims))
+  grid = itertools.product(
+    *(range(0, dims[a] * strides[a], strides[a]) for a in order)
+  )
+  return tuple(sum(place) for place in itertools.islice(grid, size))
 
 
 def _mesh(mesh, axes) -> tuple[int, ...]:
