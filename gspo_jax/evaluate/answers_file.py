@@ -50,18 +50,7 @@ class AnswersFile(AbstractContextManager["AnswersFile"]):
     with with_reason(f"--out={folder}"):
       path.mkdir(parents=True, exist_ok=True)
       _require_same(path / "settings.json", settings)
-      content = self._path.read_bytes() if self._path.exists() else b""
-      file = io.BytesIO(content)
-      # The last line may be incomplete.
-      whole = (line for line in file if line.endswith(b"\n"))
-      lines, end = json_lines.parse(whole, self._path), 0
-      for size in sizes:
-        records = [line.record for line in itertools.islice(lines, size)]
-        if len(records) < size:
-          break
-        self._add(records)
-        end = file.tell()
-      self._file = RunFile(self._path, content[:end])
+      self._file = RunFile(self._path, self._whole_batches(sizes))
 
   def __exit__(self, *_) -> None:
     self._file.close()
@@ -75,6 +64,20 @@ class AnswersFile(AbstractContextManager["AnswersFile"]):
   def _add(self, records) -> None:
     self.records += map(self._shorten, records)
     self.batches_done += 1
+
+  def _whole_batches(self, sizes: Sequence[int]) -> bytes:
+    content = self._path.read_bytes() if self._path.exists() else b""
+    file = io.BytesIO(content)
+    # The last line may be incomplete.
+    whole = (line for line in file if line.endswith(b"\n"))
+    lines, end = json_lines.parse(whole, self._path), 0
+    for size in sizes:
+      records = [line.record for line in itertools.islice(lines, size)]
+      if len(records) < size:
+        break
+      self._add(records)
+      end = file.tell()
+    return content[:end]
 
 
 def _require_same(path: epath.Path, settings: dict[str, Any]) -> None:

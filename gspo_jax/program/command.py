@@ -100,15 +100,7 @@ def parse(argv: list[str], start: str = START, doc: str = "") -> list[str]:
   """
   usage = f"see {start.partition(' --')[0]} --help"
   try:
-    argv = [*argv]
-    for i, flag in enumerate(argv):  # the full path of a config of the package
-      match = re.fullmatch(r"(--?config)(?:=(.*))?", flag, re.DOTALL)
-      if not match:
-        continue
-      if match[2] is not None:
-        argv[i] = f"{match[1]}={_config_path(match[2])}"
-      elif i + 1 < len(argv):
-        argv[i + 1] = _config_path(argv[i + 1])
+    argv = _with_config_path(argv)
     # A separate FlagValues: absl defines the flags of overrides only once.
     first = flags.FlagValues()
     config = config_flags.DEFINE_config_file(
@@ -143,6 +135,20 @@ def parse(argv: list[str], start: str = START, doc: str = "") -> list[str]:
       raise UserError(f"--{name} is missing; for a start: {start}")
   _check_processes()
   return rest
+
+
+def _with_config_path(argv: list[str]) -> list[str]:
+  """The command line with the full path of a config of the package."""
+  argv = [*argv]
+  for i, flag in enumerate(argv):
+    match = re.fullmatch(r"(--?config)(?:=(.*))?", flag, re.DOTALL)
+    if not match:
+      continue
+    if match[2] is not None:
+      argv[i] = f"{match[1]}={_config_path(match[2])}"
+    elif i + 1 < len(argv):
+      argv[i + 1] = _config_path(argv[i + 1])
+  return argv
 
 
 def _config_path(name: str) -> str:

@@ -30,11 +30,7 @@ _GENERIC = ("name", "dir", "steps", "batch", "clip")
 def near(key: str, keys: Collection[str]) -> list[str]:
   """Keys that may be meant: by a name in other trainers, else by a typo."""
   named = _of_other_trainers(key, keys)
-  section, _, leaf = key.rpartition(".")
-  inside = [k for k in sorted(keys) if k.rpartition(".")[0] == section]
-  meant = mistyped(leaf, [_leaf(k) for k in inside])
-  typos = [k for k in inside if _leaf(k) in meant]
-  return named or typos + _in_another_section(key, keys)
+  return named or _typo(key, keys) + _in_another_section(key, keys)
 
 
 def did_you_mean(meant: Sequence[str], prefix: str = "") -> str:
@@ -78,6 +74,13 @@ def _in_another_section(key, keys):
   meant = mistyped(section, {k.rpartition(".")[0] for k in same})
   near = [k for k in same if k.rpartition(".")[0] in meant]
   return near or ([] if leaf in _GENERIC else same)
+
+
+def _typo(key, keys):
+  section, _, leaf = key.rpartition(".")
+  inside = [k for k in sorted(keys) if k.rpartition(".")[0] == section]
+  meant = mistyped(leaf, [_leaf(k) for k in inside])
+  return [k for k in inside if _leaf(k) in meant]
 
 
 def _leaf(key: str) -> str:

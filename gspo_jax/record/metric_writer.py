@@ -218,13 +218,7 @@ class MetricWriter(contextlib.AbstractContextManager["MetricWriter"]):
     records = [Sample(step, *row[:3], float(row[3])) for row in samples]
     self._write_distributions(step, scalars, distributions or {})
     if records:
-      run_files.write_samples(self._samples, step, records)
-      fields = [field for s in records for field in s._asdict().items()]
-      text = "\n".join(f"{name}: {value}" for name, value in fields)
-      # Four spaces make Markdown show a text as it is.
-      text = textwrap.indent(run_files.printable(text, keep="\n\t"), "    ")
-      content = summary.text("samples", text)
-      self._events.append(_event(step=step, summary=content))
+      self._write_samples(records)
     finite = {k: v if math.isfinite(v) else None for k, v in scalars.items()}
     # Written last, because the process may be killed at any time; see `lacks`.
     self._metrics.append(line({"step": step, **finite}))
@@ -257,6 +251,16 @@ class MetricWriter(contextlib.AbstractContextManager["MetricWriter"]):
         f"  reward {sample.reward:g} | {_short(sample.problem, 32)} -> "
         f"{_short(sample.response, 44)} | want {_short(sample.reference, 12)}"
       )
+
+  def _write_samples(self, samples: Sequence[Sample]) -> None:
+    step = samples[0].step
+    run_files.write_samples(self._samples, step, samples)
+    fields = [field for s in samples for field in s._asdict().items()]
+    text = "\n".join(f"{name}: {value}" for name, value in fields)
+    # Four spaces make Markdown show a text as it is.
+    text = textwrap.indent(run_files.printable(text, keep="\n\t"), "    ")
+    content = summary.text("samples", text)
+    self._events.append(_event(step=step, summary=content))
 
 
 class _Goodput:

@@ -253,13 +253,7 @@ def _outlines(name: str, runs: Sequence[RunRecord]) -> Plot:
     axis, marks, shape = _whole("layer", 0, layers - 1), {}, "linear"
     figure, note = _figure(title, unit(name)), ""
   else:
-    # The bins from -x to x with all counts, plus one on both sides.
-    counts = np.stack([values for _, values in lines.values()])
-    filled = np.flatnonzero(counts.sum(axis=0))
-    middle = (len(edges) - 1) // 2
-    reach = max([abs(b - middle) for b in filled], default=4) + 1
-    reach = min(max(reach, 4), middle)
-    used = slice(middle - reach, middle + reach + 1)
+    used = _used(np.stack([values for _, values in lines.values()]), edges)
     names = [f"{a:.2g} to {b:.2g}" for a, b in itertools.pairwise(edges)]
     names[0], names[-1] = f"below {edges[1]:.2g}", f"above {edges[-2]:.2g}"
     places, axis = np.array(names)[used], _decades(edges, used)
@@ -296,6 +290,15 @@ def _tenths(spread: Spread) -> dict[str, np.ndarray]:
     counts = np.maximum((~np.isnan(values)).sum(axis=0), 1)
     means[label] = np.nansum(values, axis=0) / counts
   return means
+
+
+def _used(counts: np.ndarray, edges: np.ndarray) -> slice:
+  """The bins from -x to x with all counts, plus one on both sides."""
+  filled = np.flatnonzero(counts.sum(axis=0))
+  middle = (len(edges) - 1) // 2
+  reach = max([abs(b - middle) for b in filled], default=4) + 1
+  reach = min(max(reach, 4), middle)
+  return slice(middle - reach, middle + reach + 1)
 
 
 def _place(value: float, edges: np.ndarray, used: slice) -> float:

@@ -56,7 +56,22 @@ def page(runs: Sequence[RunRecord]) -> str:
   parts.append(("Numbers", tables.numbers(metrics, runs)))
   parts.append(("Sample responses", samples.of_runs(runs)))
   parts.append(("Config", tables.config(runs)))
-  parts = [part for part in parts if part[1]]
+  return _document(runs, [part for part in parts if part[1]], figures)
+
+
+def _figure(name: str, plot: Plot) -> str:
+  title = escape(plot.title)
+  note = f"<p>{escape(plot.note)}</p>" if plot.note else ""
+  return (
+    f'<figure aria-label="{title}. {escape(plot.summary)}">'
+    f'<figcaption>{title}</figcaption><div class="chart" id="{name}"></div>'
+    f"{note}</figure>"
+  )
+
+
+def _document(
+  runs: Sequence[RunRecord], parts: Sequence[tuple[str, str]], figures: dict
+) -> str:
   title = escape(tables.title(runs))
   links = body = ""
   for i, (name, html) in enumerate(parts):
@@ -76,16 +91,6 @@ def page(runs: Sequence[RunRecord]) -> str:
     f"<nav>{links}</nav>{tables.legend(runs)}<main>{body}</main>"
     f'<script type="application/json" id="data">{data}</script>'
     f"<script>{plotly}</script><script>{SCRIPT}</script></body></html>\n"
-  )
-
-
-def _figure(name: str, plot: Plot) -> str:
-  title = escape(plot.title)
-  note = f"<p>{escape(plot.note)}</p>" if plot.note else ""
-  return (
-    f'<figure aria-label="{title}. {escape(plot.summary)}">'
-    f'<figcaption>{title}</figcaption><div class="chart" id="{name}"></div>'
-    f"{note}</figure>"
   )
 
 

@@ -124,20 +124,10 @@ def _read(folder: epath.Path, name: str) -> RunRecord:
     for metric, points in _points(folder / "metrics.jsonl", _number).items()
   }
   config = folder / "run_config.json"
-  points, spreads = _points(folder / "distributions.jsonl", _numbers), {}
-  _, edges = points.pop("edges", [(0, None)])[-1]
-  for metric, pairs in points.items():
-    width = len(pairs[-1][1])
-    pairs = [pair for pair in pairs if len(pair[1]) == width]
-    steps, values = map(np.array, zip(*pairs, strict=True))
-    counted = edges is not None and run_files.counts_over_edges(
-      metric, values[0], edges
-    )
-    spreads[metric] = Spread(steps, values, edges if counted else None)
   return RunRecord(
     name=name,
     scalars=scalars,
-    spreads=spreads,
+    spreads=_spreads(folder / "distributions.jsonl"),
     samples=run_files.read_samples(folder / "samples"),
     config=_config(config) if config.exists() else {},
     last_step=max((int(s.steps.max()) for s in scalars.values()), default=0),
@@ -206,3 +196,17 @@ def _points(path: epath.Path, read: Callable) -> dict[str, list[tuple]]:
       if metric != "step":
         points.setdefault(metric, []).append((step, read(value, metric, place)))
   return points
+
+
+def _spreads(path: epath.Path) -> dict[str, Spread]:
+  points, spreads = _points(path, _numbers), {}
+  _, edges = points.pop("edges", [(0, None)])[-1]
+  for metric, pairs in points.items():
+    width = len(pairs[-1][1])
+    pairs = [pair for pair in pairs if len(pair[1]) == width]
+    steps, values = map(np.array, zip(*pairs, strict=True))
+    counted = edges is not None and run_files.counts_over_edges(
+      metric, values[0], edges
+    )
+    spreads[metric] = Spread(steps, values, edges if counted else None)
+  return spreads

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from gspo_jax.rewards.pool import Rewards
 from gspo_jax.rollout import dynamic_sampling
 from gspo_jax.rollout.batch import (
   RolloutBatch,
@@ -27,21 +28,7 @@ def rollout_metrics(
   `reward/*`, `response/*`, and if `rollout` needs them `conversation/*`,
   `dynamic_sampling/*` and `rollout/*`.
   """
-  rewards = batch.samples.rewards.result()
-  parts = {}
-  if len(rewards.parts) > 1:  # of the responses that have the reward
-    parts = {k: part[~np.isnan(part)] for k, part in rewards.parts.items()}
-  scalars = {
-    "reward/mean": float(rewards.total.mean()),
-    **{
-      f"reward/{k}": float(part.mean())
-      for k, part in parts.items()
-      if len(part)
-    },
-    # Groups of equal rewards have no advantage; only a penalty is learnt from.
-    "reward/mixed_groups": float(rewards.mixed_groups.mean()),
-    "reward/failed": float(rewards.failed.mean()),
-  }
+  scalars = _reward_metrics(batch.samples.rewards.result())
   scalars |= _response_metrics(
     batch.samples.samples, batch.costs, rollout.max_sequences
   )
@@ -54,6 +41,23 @@ def rollout_metrics(
     scalars["rollout/staleness"] = step - batch.policy_step
     scalars["rollout/resumed_fraction"] = batch.resumed_fraction
   return scalars
+
+
+def _reward_metrics(rewards: Rewards) -> dict[str, float]:
+  parts = {}
+  if len(rewards.parts) > 1:  # of the responses that have the reward
+    parts = {k: part[~np.isnan(part)] for k, part in rewards.parts.items()}
+  return {
+    "reward/mean": float(rewards.total.mean()),
+    **{
+      f"reward/{k}": float(part.mean())
+      for k, part in parts.items()
+      if len(part)
+    },
+    # Groups of equal rewards have no advantage; only a penalty is learnt from.
+    "reward/mixed_groups": float(rewards.mixed_groups.mean()),
+    "reward/failed": float(rewards.failed.mean()),
+  }
 
 
 def _conversation_metrics(scored: ScoredSamples) -> dict[str, float]:

@@ -14,7 +14,7 @@ from etils import epath
 from jax.sharding import SingleDeviceSharding
 
 from gspo_jax.model import parameters
-from gspo_jax.model.config import ModelConfig
+from gspo_jax.model.config import LoraConfig, ModelConfig
 from gspo_jax.model.hf import folder as folders
 from gspo_jax.model.hf.config import read
 from gspo_jax.model.hf.tensors import (
@@ -152,20 +152,8 @@ def load_peft(folder: epath.PathLike, cfg: ModelConfig, shardings=None) -> dict:
 
 def _read(folder: epath.Path, cfg) -> dict[str, np.ndarray]:
   """All adapters by path, with stacked layers."""
-  path = folder / CONFIG
-  raw = read(path)
-  for key, values in _SUPPORTED.items():
-    if key in raw and raw[key] not in values:
-      raise UserError(
-        f"{path}: {key}={str(raw[key])[:80]}: expected {values[0]!r}"
-      )
-  for key, name in (("r", "rank"), ("lora_alpha", "alpha")):
-    value = getattr(cfg.lora, name)
-    if raw.get(key) != value:
-      raise UserError(
-        f"model.lora.{name}={value}: expected {raw.get(key)}, which is {key} "
-        f"in {path}"
-      )
+  raw = read(folder / CONFIG)
+  _require_supported(folder / CONFIG, raw, cfg.lora)
   path = folder / WEIGHTS
   if not is_file(path):
     raise UserError(f"{path}: no such file")
@@ -187,3 +175,18 @@ def _read(folder: epath.Path, cfg) -> dict[str, np.ndarray]:
     tensors[x.names[0].format(i=i)].reshape(x.hf_shape)
   )
   return {x.path: np.stack([layer(x, i) for i in x.layers]) for x in maps}
+
+
+def _require_supported(path, raw, wanted: LoraConfig):
+  for key, values in _SUPPORTED.items():
+    if key in raw and raw[key] not in values:
+      raise UserError(
+        f"{path}: {key}={str(raw[key])[:80]}: expected {values[0]!r}"
+      )
+  for key, name in (("r", "rank"), ("lora_alpha", "alpha")):
+    value = getattr(wanted, name)
+    if raw.get(key) != value:
+      raise UserError(
+        f"model.lora.{name}={value}: expected {raw.get(key)}, which is {key} "
+        f"in {path}"
+      )

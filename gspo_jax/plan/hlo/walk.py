@@ -96,31 +96,7 @@ class _Walk:
       total, links = HloCost(), _Links()
       for i in computation:
         self._wait(total, links, awaited(self.module, i))
-        if i.op == "while":
-          self._loop(total, computation, i)
-        elif i.op == "conditional":
-          self._conditional(total, i)
-        elif i.op == "async-start":
-          # Another core starts a computation; its collectives overlap.
-          inner = self.cost_of(self.module.callee(i))
-          overlapping = collections.defaultdict(cost.Traffic)
-          for kind, traffic in inner.collectives.items():
-            overlapping[kind._replace(asynchronous=True)] = traffic
-          total.add(
-            dataclasses.replace(
-              inner, stalled_seconds=0.0, collectives=overlapping
-            )
-          )
-          if overlapping:
-            links.start(i.name, total.now, inner.collective_seconds)
-        elif i.op == "async-update":
-          if i.operands[0] in links.ends_at:
-            links.ends_at[i.name] = links.ends_at.pop(i.operands[0])
-        elif i.op in _CALLEES and (callees := i.called(_CALLEES[i.op])):
-          for callee in callees:
-            total.add(self.cost_of(self.module[callee]))
-        else:
-          self._operation(total, links, computation, i)
+        self._visit(total, links, computation, i)
       for key in list(links.ends_at):
         self._wait(total, links, key)
       self.costs[id(computation)] = total
@@ -128,6 +104,22 @@ class _Walk:
 
   def _wait(self, total, links, key):
     total.stalled_seconds += links.wait(key, total.now)
+
+  def _visit(self, total, links, computation, i):
+    if i.op == "while":
+      self._loop(total, computation, i)
+    elif i.op == "conditional":
+      self._conditional(total, i)
+    elif i.op == "async-start":
+      self._async_start(total, links, i)
+    elif i.op == "async-update":
+      if i.operands[0] in links.ends_at:
+        links.ends_at[i.name] = links.ends_at.pop(i.operands[0])
+    elif i.op in _CALLEES and (callees := i.called(_CALLEES[i.op])):
+      for callee in callees:
+        total.add(self.cost_of(self.module[callee]))
+    else:
+      self._operation(total, links, computation, i)
 
   def _loop(self, total, computation, i):
     body, test = (
@@ -161,6 +153,18 @@ class _Walk:
         return
     total.add(costs[0])
     total.branches.append(DataDependent(i.source, i.bytes, 1, costs[-1]))
+
+  def _async_start(self, total, links, i):
+    """Another core starts a computation; its collectives overlap."""
+    inner = self.cost_of(self.module.callee(i))
+    overlapping = collections.defaultdict(cost.Traffic)
+    for kind, traffic in inner.collectives.items():
+      overlapping[kind._replace(asynchronous=True)] = traffic
+    total.add(
+      dataclasses.replace(inner, stalled_seconds=0.0, collectives=overlapping)
+    )
+    if overlapping:
+      links.start(i.name, total.now, inner.collective_seconds)
 
   def _operation(self, total, links, computation, i):
     collectives = started(self.module, computation, i, self.devices)

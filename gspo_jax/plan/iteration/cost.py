@@ -84,17 +84,7 @@ def cost(
 
   compiler = None
   if topology.chip.clock is not None:
-    reports = {}  # with the seconds of the compiler's estimate
-    for name, report in functions.items():
-      estimate = report["compiler"]
-      reports[name] = report | estimate
-      if "decode" in report:
-        reports[name]["decode"] = report["decode"] | estimate["decode"]
-        reports[name]["fewer_slots"] = {
-          slots: step | {"without_cache": step["compiler"]}
-          for slots, step in report.get("fewer_slots", {}).items()
-        }
-    by_compiler = _parts(reports, planned, work)
+    by_compiler = _parts(_by_compiler(functions), planned, work)
     seconds = {name: part["seconds"] for name, part in by_compiler.items()}
     compiler = whole(by_compiler) | {"parts": seconds}
   return {
@@ -138,6 +128,21 @@ def _combine(parts, config, transfer) -> float:
   sampling += transfer["seconds"]
   ahead = config.rollout.max_staleness > 0
   return max(sampling, learning) if ahead else sampling + learning
+
+
+def _by_compiler(functions) -> dict:
+  """The reports, with the seconds of the compiler's estimate."""
+  reports = {}
+  for name, report in functions.items():
+    compiler = report["compiler"]
+    reports[name] = report | compiler
+    if "decode" in report:
+      reports[name]["decode"] = report["decode"] | compiler["decode"]
+      reports[name]["fewer_slots"] = {
+        slots: step | {"without_cache": step["compiler"]}
+        for slots, step in report.get("fewer_slots", {}).items()
+      }
+  return reports
 
 
 def _parts(functions, planned: Planned, work: _Work) -> dict:

@@ -69,19 +69,23 @@ def _region(tokens) -> Region:
     return Region("", (), lambda x: True)
   inside = splits.inside(tokens)
   if inside is not None and tokens[0] == "\\{":
-    for sign in (":", "|", "\\mid"):
-      name, *rules = splits.at(inside, (sign,))
-      if len(rules) == 1:
-        region = _region(rules[0])
-        if region.name != _name(splits.at(name, ("\\in",))[0]):
-          raise expression.Unreadable("a rule for another name")
-        return region._replace(name="")
-    points = tuple(_end(part) for part in splits.listed(inside))
-    return Region("", points, lambda x: any(_same(x, p) for p in points))
+    return _of_set(inside)
   bracket, ends = splits.bracketed(tokens) or ("", [])
   if bracket[:1] in ("(", "[") and len(ends) == 2:
     return _interval(*map(_end, ends), bracket[0] == "[", bracket[-1] == "]")
   return _inequality(tokens)
+
+
+def _of_set(tokens) -> Region:
+  for sign in (":", "|", "\\mid"):
+    name, *rules = splits.at(tokens, (sign,))
+    if len(rules) == 1:
+      region = _region(rules[0])
+      if region.name != _name(splits.at(name, ("\\in",))[0]):
+        raise expression.Unreadable("a rule for another name")
+      return region._replace(name="")
+  points = tuple(_end(part) for part in splits.listed(tokens))
+  return Region("", points, lambda x: any(_same(x, p) for p in points))
 
 
 def _interval(low, high, has_low, has_high) -> Region:
