@@ -75,11 +75,7 @@ def assign_advantages(
     advantages = _of_responses(objective, groups(rewards), reward_weights)
     if objective.has_kl_in_reward:
       sums = jnp.zeros(len(rewards)).at[response].add(penalty, mode="drop")
-      penalties, counted = groups(sums), None
-      if objective.truncated == "mask":  # the others have no log-probs
-        counted = groups(finish) != TRUNCATED
-        counted |= ~counted.any(1, keepdims=True)
-      advantages -= penalties - penalties.mean(1, keepdims=True, where=counted)
+      advantages -= _less_group_mean(objective, groups(sums), groups(finish))
     advantages = jnp.where(mask, advantages.reshape(-1)[response], 0.0)
   if objective.truncated == "zero_advantage":
     advantages = jnp.where(finish[response] != TRUNCATED, advantages, 0.0)
@@ -102,19 +98,21 @@ def _of_responses(objective, rewards, reward_weights) -> jax.Array:
   return estimator.advantages(rewards, **options)
 
 
+def _less_group_mean(objective, penalties, finish) -> jax.Array:
+  """[P, G]: the penalties of responses minus the mean of their group."""
+  counted = None
+  if objective.truncated == "mask":  # the others have no log-probs
+    counted = finish != TRUNCATED
+    counted |= ~counted.any(1, keepdims=True)
+  return penalties - penalties.mean(1, keepdims=True, where=counted)
+
+
 def _of_tokens(rows, rewards, penalty, critic) -> tuple[jax.Array, jax.Array]:
   """The advantages and returns of tokens, [M, A, rows, W], with a critic."""
   # [M, A, rows, W] -> [all rows, W]
   flat = lambda x: x.reshape(-1, x.shape[-1])
   mask_BR, segments_BR = flat(rows.response_mask), flat(rows.response_segments)
-  # The last token of a response: those between two turns are not in the mask.
-  R = mask_BR.shape[1]
-  column_BR = jnp.where(mask_BR, jnp.arange(R), R)
-  after_BR = jnp.pad(column_BR[:, 1:], ((0, 0), (0, 1)), constant_values=R)
-  next_BR = jax.lax.cummin(after_BR, axis=1, reverse=True)
-  ids = jnp.pad(segments_BR, ((0, 0), (0, 1)), constant_values=-1)
-  following = jnp.take_along_axis(ids, next_BR, axis=1)
-  last_BR = mask_BR & (segments_BR != following)
+  last_BR = _is_last(mask_BR, segments_BR)
   advantages, returns = generalized_advantages(
     jnp.where(last_BR, flat(rewards), 0.0) - flat(penalty),
     flat(rows.values),
@@ -125,3 +123,15 @@ def _of_tokens(rows, rewards, penalty, critic) -> tuple[jax.Array, jax.Array]:
   )
   advantages = whiten(advantages, mask_BR).reshape(penalty.shape)
   return advantages, returns.reshape(penalty.shape)
+
+
+def _is_last(mask_BR, segments_BR):
+  """[B, R]: whether a token is the last one of its response."""
+  # Tokens between two turns of a response are not in the mask.
+  R = mask_BR.shape[1]
+  column_BR = jnp.where(mask_BR, jnp.arange(R), R)
+  after_BR = jnp.pad(column_BR[:, 1:], ((0, 0), (0, 1)), constant_values=R)
+  next_BR = jax.lax.cummin(after_BR, axis=1, reverse=True)
+  ids = jnp.pad(segments_BR, ((0, 0), (0, 1)), constant_values=-1)
+  following = jnp.take_along_axis(ids, next_BR, axis=1)
+  return mask_BR & (segments_BR != following)

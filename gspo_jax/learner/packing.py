@@ -165,20 +165,25 @@ def row_tokens(
 
 def _rows(lengths, width, multiple) -> list[tuple[int, list[int]]]:
   """Rows, as their tokens and the indices of their sequences."""
-  # Each sequence goes into the fullest row that it fits; longest first.
-  tight: list[tuple[int, list[int]]] = []
+  tight = _best_fit(lengths, width)
+  count = min(len(lengths), -(-len(tight) // multiple) * multiple)
+  return _emptiest_first(lengths, width, count) or tight
+
+
+def _best_fit(lengths, width):
+  """Each sequence goes into the fullest row that it fits; longest first."""
+  rows: list[tuple[int, list[int]]] = []
   left: list[tuple[int, int]] = []  # (free columns, row), ascending
   for item, length in enumerate(lengths):
     at = bisect.bisect_left(left, (length, -1))
     if at == len(left):
-      free, row = width, len(tight)
-      tight.append((0, []))
+      free, row = width, len(rows)
+      rows.append((0, []))
     else:
       free, row = left.pop(at)
-    tight[row] = tight[row][0] + length, [*tight[row][1], item]
+    rows[row] = rows[row][0] + length, [*rows[row][1], item]
     bisect.insort(left, (free - length, row))
-  count = min(len(lengths), -(-len(tight) // multiple) * multiple)
-  return _emptiest_first(lengths, width, count) or tight
+  return rows
 
 
 def _emptiest_first(lengths, width, count):

@@ -243,17 +243,7 @@ class ModelConfig:
       f"{'a number above 0' if some else '0'}, for {'some' if some else 'none'}"
       f" of the {self.num_layers} layers have experts",
     )
-    n, groups = self.n_group, self.topk_group
-    yield (
-      "n_group",
-      n >= 1 and E % n == 0 and (n == 1 or E // n >= 2),
-      f"a divisor of model.num_experts={E}, with at least 2 experts a group",
-    )
-    yield (
-      "topk_group",
-      1 <= groups <= n and (not E or k <= groups * (E // n)),
-      f"1 to model.n_group={n}, and room for model.experts_per_token={k}",
-    )
+    yield from self._rules_of_groups()
     yield from self._rules_of_mixers({layer.mixer for layer in self.layers})
 
   def _rules_of_mixers(self, mixers) -> Iterator[tuple[str, bool, str]]:
@@ -272,6 +262,20 @@ class ModelConfig:
       yield "linear_num_value_heads", M >= 1 and M % G == 0, multiple
       width = self.linear_conv_kernel_dim
       yield "linear_conv_kernel_dim", width >= 2, "at least 2"
+
+  def _rules_of_groups(self) -> Iterator[tuple[str, bool, str]]:
+    k, E, n = self.experts_per_token, self.num_experts, self.n_group
+    yield (
+      "n_group",
+      n >= 1 and E % n == 0 and (n == 1 or E // n >= 2),
+      f"a divisor of model.num_experts={E}, with at least 2 experts a group",
+    )
+    groups = self.topk_group
+    yield (
+      "topk_group",
+      1 <= groups <= n and (not E or k <= groups * (E // n)),
+      f"1 to model.n_group={n}, and room for model.experts_per_token={k}",
+    )
 
   @property
   def layers(self) -> tuple[Layer, ...]:

@@ -55,13 +55,7 @@ def _absorbed(x_BTD, weights, angles, cfg):
   """Queries of all heads to one key a token; its first columns are a value."""
   q_BTNH, latent_BTC, key_BT1R = _project(x_BTD, weights, angles, cfg)
   split = cfg.head_dim - cfg.rotary_width
-  own_BTNH, w_CNH = q_BTNH[..., :split], weights["kv_b"][..., :split]
-  # Their products with latents are those of queries with keys.
-  q_BTNC = _einsum("btnh,cnh->btnc", own_BTNH, w_CNH)
-  if "kv_b" + lora.A in weights:
-    a_Cr, b_rNH = weights["kv_b" + lora.A], weights["kv_b" + lora.B]
-    low = _einsum("btnh,rnh->btnr", own_BTNH, b_rNH[..., :split])
-    q_BTNC += _einsum("btnr,cr->btnc", low, a_Cr)
+  q_BTNC = _to_latent(q_BTNH[..., :split], weights, split)
   return (
     jnp.concatenate([q_BTNC, q_BTNH[..., split:]], -1),
     jnp.concatenate([latent_BTC[:, :, None], key_BT1R], -1),
@@ -69,14 +63,8 @@ def _absorbed(x_BTD, weights, angles, cfg):
 
 
 def _output(out_BTNC, weights, cfg):
-  """Of weighted sums of latents, which become weighted sums of values."""
   split = cfg.head_dim - cfg.rotary_width
-  w_CNV = weights["kv_b"][..., split:]
-  out_BTNV = _einsum("btnc,cnv->btnv", out_BTNC, w_CNV)
-  if "kv_b" + lora.A in weights:
-    a_Cr, b_rNV = weights["kv_b" + lora.A], weights["kv_b" + lora.B]
-    low = _einsum("btnc,cr->btnr", out_BTNC, a_Cr)
-    out_BTNV += _einsum("btnr,rnv->btnv", low, b_rNV[..., split:])
+  out_BTNV = _from_latent(out_BTNC, weights, split)
   return project(rounded(out_BTNV, jnp.dtype(cfg.dtype)), weights, "o", axes=2)
 
 
@@ -105,6 +93,37 @@ def _project(x_BTD, weights, angles, cfg):
   latent_BTC, key_BTR = jnp.split(latent_BTCr, [cfg.kv_lora_rank], -1)
   key_BT1R = rotate(key_BTR[:, :, None], *angles)
   return q_BTNH, norm(latent_BTC, "kv_a_norm"), key_BT1R
+
+
+def _to_latent(q_BTNH, weights, split):
+  """Queries whose products with latents are those of queries with keys."""
+  w_CNH = weights["kv_b"][..., :split]
+  y_BTNC = _einsum("btnh,cnh->btnc", q_BTNH, w_CNH)
+  if "kv_b" + lora.A in weights:
+    a_Cr, b_rNH = weights["kv_b" + lora.A], weights["kv_b" + lora.B]
+    low = _einsum("btnh,rnh->btnr", q_BTNH, b_rNH[..., :split])
+    y_BTNC += _einsum("btnr,cr->btnc", low, a_Cr)
+  return y_BTNC
+
+
+def _from_latent(out_BTNC, weights, split):
+  """Weighted sums of values, of weighted sums of latents."""
+  w_CNV = weights["kv_b"][..., split:]
+  y_BTNV = _einsum("btnc,cnv->btnv", out_BTNC, w_CNV)
+  if "kv_b" + lora.A in weights:
+    a_Cr, b_rNV = weights["kv_b" + lora.A], weights["kv_b" + lora.B]
+    low = _einsum("btnc,cr->btnr", out_BTNC, a_Cr)
+    y_BTNV += _einsum("btnr,rnv->btnv", low, b_rNV[..., split:])
+  return y_BTNV
+
+
+def _expand(latent_BTC, weights):
+  """Keys and values of all heads."""
+  y_BTNH = _einsum("btc,cnh->btnh", latent_BTC, weights["kv_b"])
+  if "kv_b" + lora.A in weights:
+    low = _einsum("btc,cr->btr", latent_BTC, weights["kv_b" + lora.A])
+    y_BTNH += _einsum("btr,rnh->btnh", low, weights["kv_b" + lora.B])
+  return y_BTNH
 
 
 def _einsum(subscripts, x, weights):
@@ -142,10 +161,7 @@ def _attend_without_cache(x_BTD, weights, angles, segments_BT, cfg):
 
   def local(x_BTD, weights, angles, segments_BT):
     q_BTNH, latent_BTC, key_BT1R = _project(x_BTD, weights, angles, cfg)
-    kv_BTNH = _einsum("btc,cnh->btnh", latent_BTC, weights["kv_b"])
-    if "kv_b" + lora.A in weights:
-      low = _einsum("btc,cr->btr", latent_BTC, weights["kv_b" + lora.A])
-      kv_BTNH += _einsum("btr,rnh->btnh", low, weights["kv_b" + lora.B])
+    kv_BTNH = _expand(latent_BTC, weights)
     k_BTNH, v_BTNV = jnp.split(kv_BTNH, [split], -1)
     shape = *k_BTNH.shape[:3], cfg.rotary_width
     k_BTNR = jnp.broadcast_to(key_BT1R, shape)

@@ -166,28 +166,16 @@ def by_blocks(
 
   def body(i, state):
     pair_M = i * M + jnp.arange(M)
-    # Each pair's row, and its page in the row (behind all after the last pair).
-    row_M = jnp.searchsorted(ends_B, pair_M, "right", method="compare_all")
-    row_M = jnp.minimum(row_M, len(ends_B) - 1)
-    place_M = pair_M - jnp.where(row_M > 0, ends_B[row_M - 1], 0)
-    column_M = jnp.minimum(place_M, table_BW.shape[1] - 1)
-    index = every_head(K), table_BW[row_M, column_M]
-    left_MU1 = (tokens_BU[row_M] - place_M[:, None] * t)[..., None]
+    row_M, page_M, start_M = _look_up(pair_M, ends_B, table_BW, t)
+    index = every_head(K), page_M
+    left_MU1 = (tokens_BU[row_M] - start_M[:, None])[..., None]
     visible_MUt = jnp.arange(t) < left_MU1
     if window is not None:
       visible_MUt &= jnp.arange(t) >= left_MU1 - window
     k_KMtH = k_KntH[index]
     scores_KMUt = _scores(q_KBUH[:, row_M], k_KMtH, visible_MUt, scale)
     v_KMtV = k_KMtH[..., :value_dim] if v_KntH is None else v_KntH[index]
-    # The pairs are added to the rows' largest score, sum of weights and output.
-    old_max_KBU, total_KBU, out_KBUH = state
-    max_KBU = old_max_KBU.at[:, row_M].max(scores_KMUt.max(-1))
-    weights_KMUt = jnp.exp(scores_KMUt - max_KBU[:, row_M][..., None])
-    part_KMUH = weigh("kmut,kmth->kmuh", weights_KMUt, v_KMtV)
-    scale_KBU = jnp.exp(old_max_KBU - max_KBU)
-    total_KBU = (total_KBU * scale_KBU).at[:, row_M].add(weights_KMUt.sum(-1))
-    out_KBUH = (out_KBUH * scale_KBU[..., None]).at[:, row_M].add(part_KMUH)
-    return max_KBU, total_KBU, out_KBUH
+    return _update_softmax(state, row_M, scores_KMUt, v_KMtV)
 
   # Heads first, as in the pages: else each iteration would transpose them.
   q_KBUH = q_BKUH.swapaxes(0, 1)
@@ -221,6 +209,17 @@ def _block_pairs(B, W, k_KntH):
   return min(B * W, max(1, block_bytes // (K * t * H * k_KntH.dtype.itemsize)))
 
 
+def _look_up(pair_M, ends_B, table_BW, t):
+  """Each pair's row, page and first token (behind all after the last pair)."""
+  B, W = table_BW.shape
+  row_M = jnp.searchsorted(ends_B, pair_M, "right", method="compare_all")
+  row_M = jnp.minimum(row_M, B - 1)
+  start_M = jnp.where(row_M > 0, ends_B[row_M - 1], 0)
+  page_index_M = pair_M - start_M
+  page_M = table_BW[row_M, jnp.minimum(page_index_M, W - 1)]
+  return row_M, page_M, page_index_M * t
+
+
 def _last_pages(table_BW, lengths_B, t, window, queries):
   """The table and lengths without the pages before the windows of each row."""
   W = table_BW.shape[1]
@@ -235,3 +234,15 @@ def _last_pages(table_BW, lengths_B, t, window, queries):
 def _scores(q_KMUH, k_KMtH, visible_MUt, scale):
   scores_KMUt = products(q_KMUH, k_KMtH) * scale
   return jnp.where(visible_MUt, scores_KMUt, MASKED)
+
+
+def _update_softmax(state, row_M, scores_KMUt, v_KMtH):
+  """Adds M pairs to the rows' largest score, sum of weights and output."""
+  old_max_KBU, total_KBU, out_KBUH = state
+  max_KBU = old_max_KBU.at[:, row_M].max(scores_KMUt.max(-1))
+  weights_KMUt = jnp.exp(scores_KMUt - max_KBU[:, row_M][..., None])
+  part_KMUH = weigh("kmut,kmth->kmuh", weights_KMUt, v_KMtH)
+  scale_KBU = jnp.exp(old_max_KBU - max_KBU)
+  total_KBU = (total_KBU * scale_KBU).at[:, row_M].add(weights_KMUt.sum(-1))
+  out_KBUH = (out_KBUH * scale_KBU[..., None]).at[:, row_M].add(part_KMUH)
+  return max_KBU, total_KBU, out_KBUH

@@ -246,19 +246,21 @@ def _of_type(topology: str, family: str, count: int) -> Slice:
     return Slice(kind, sizes[count])
   largest = _LARGEST[kind] * a_chip
   if has_cubes and count % whole == 0 and 0 < count <= largest:
-    # The shape whose longest axis is shortest.
-    cubes = count // whole
-    boxes = (
-      (a, b, cubes // (a * b))
-      for a in range(1, cubes + 1)
-      for b in range(a, cubes // a + 1)
-      if cubes % (a * b) == 0 and cubes // (a * b) >= b
-    )
-    shortest = min(boxes, key=lambda shape: shape[::-1])
-    return Slice(kind, tuple(4 * n for n in shortest))
+    return Slice(kind, _compact(count // whole))
   more = f", or a multiple of {whole} up to {largest}" if has_cubes else ""
   counted = "TensorCores" if a_chip == 2 else "chips"
   raise UserError(
     f"--topology={topology!r}: expected {family}- and a number of {counted}: "
     f"{', '.join(map(str, sizes))}{more}"
   )
+
+
+def _compact(cubes: int) -> tuple[int, ...]:
+  """The shape of `cubes` 4x4x4 cubes whose longest axis is shortest."""
+  shapes = (
+    (a, b, cubes // (a * b))
+    for a in range(1, cubes + 1)
+    for b in range(a, cubes // a + 1)
+    if cubes % (a * b) == 0 and cubes // (a * b) >= b
+  )
+  return tuple(4 * n for n in min(shapes, key=lambda shape: shape[::-1]))

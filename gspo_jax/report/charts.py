@@ -254,9 +254,7 @@ def _outlines(name: str, runs: Sequence[RunRecord]) -> Plot:
     figure, note = _figure(title, unit(name)), ""
   else:
     used = _used(np.stack([values for _, values in lines.values()]), edges)
-    names = [f"{a:.2g} to {b:.2g}" for a, b in itertools.pairwise(edges)]
-    names[0], names[-1] = f"below {edges[1]:.2g}", f"above {edges[-2]:.2g}"
-    places, axis = np.array(names)[used], _decades(edges, used)
+    places, axis = _bins(edges)[used], _decades(edges, used)
     marks, shape = _marks(runs, name), "hvh"
     figure = _figure(title, "%")
     note = "Share of the numbers in a bin, four bins a decade."
@@ -299,6 +297,12 @@ def _used(counts: np.ndarray, edges: np.ndarray) -> slice:
   reach = max([abs(b - middle) for b in filled], default=4) + 1
   reach = min(max(reach, 4), middle)
   return slice(middle - reach, middle + reach + 1)
+
+
+def _bins(edges: np.ndarray) -> np.ndarray:
+  names = [f"{a:.2g} to {b:.2g}" for a, b in itertools.pairwise(edges)]
+  names[0], names[-1] = f"below {edges[1]:.2g}", f"above {edges[-2]:.2g}"
+  return np.array(names)
 
 
 def _place(value: float, edges: np.ndarray, used: slice) -> float:

@@ -161,11 +161,7 @@ def _mesh(grid: np.ndarray) -> Mesh:
 def _arrange(devices, shape) -> np.ndarray:
   if devices[0].platform != "tpu":
     return np.asarray(devices).reshape(shape)
-  # Coordinates without empty rows: JAX arranges whole boxes.
-  coords = np.array([d.coords for d in devices])
-  for axis in coords.T:
-    axis[:] = np.unique(axis, return_inverse=True)[1]
-  devices = list(map(_Placed, devices, map(tuple, coords.tolist())))
+  devices = _without_gaps(devices)
   slices = len({d.slice_index for d in devices})
   if shape[0] % slices:
     raise UserError(
@@ -190,6 +186,14 @@ class _Placed:
 
   def __getattr__(self, name):
     return getattr(self.device, name)
+
+
+def _without_gaps(devices) -> list[_Placed]:
+  """Gives devices coordinates without empty rows: JAX arranges whole boxes."""
+  coords = np.array([d.coords for d in devices])
+  for axis in coords.T:
+    axis[:] = np.unique(axis, return_inverse=True)[1]
+  return list(map(_Placed, devices, map(tuple, coords.tolist())))
 
 
 def reshape_mesh(mesh: Mesh, *, expert: int, tensor: int) -> Mesh:

@@ -196,13 +196,7 @@ class _Children:
       try:
         for fd in (self._requests, self._results, lines, feed):
           os.close(fd)
-        # A new session, streams and a limit of memory.
-        os.setsid()
-        _prctl(_SET_PDEATHSIG, signal.SIGKILL)
-        null = os.open(os.devnull, os.O_RDWR)
-        for fd in (0, 1, 2):
-          os.dup2(null, fd)
-        _limit_memory(self._setup.memory)
+        _confine(self._setup.memory)
         make(source, sink)
       finally:
         os._exit(0)
@@ -238,6 +232,16 @@ class _Children:
 
 
 _DIED = "its process ended"
+
+
+def _confine(memory: float) -> None:
+  """In the child: a new session, streams and a limit of memory."""
+  os.setsid()
+  _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+  null = os.open(os.devnull, os.O_RDWR)
+  for fd in (0, 1, 2):
+    os.dup2(null, fd)
+  _limit_memory(memory)
 
 
 def _make_one_by_one(

@@ -271,17 +271,7 @@ class HFCheckpoint:
     }
     self._tensors = tensors
     self.layout = layout_in(tensors)
-    layers, experts = cfg.num_layers, cfg.num_experts
-    count = sum(
-      len(tensor.layers) * (tensor.experts or 1) * len(tensor.names)
-      for tensor in tensor_maps(cfg, self.layout)
-    )
-    if count > _MAX_TENSORS:
-      raise UserError(
-        f"{self.folder}: num_hidden_layers={layers} and num_experts={experts} "
-        f"in config.json make {count:,} tensors, the files hold "
-        f"{len(self._tensors):,}"
-      )
+    self._require_count(cfg)
     self.carried = _carried(tensors, cfg.num_layers)
     shapes = expected(cfg, self.layout)
     if self.has_second_head(cfg):
@@ -293,6 +283,19 @@ class HFCheckpoint:
   def has_second_head(self, cfg: ModelConfig) -> bool:
     """Whether there is an output matrix although embeddings are tied."""
     return cfg.tie_embeddings and HEAD in self._tensors
+
+  def _require_count(self, cfg):
+    layers, experts = cfg.num_layers, cfg.num_experts
+    count = sum(
+      len(tensor.layers) * (tensor.experts or 1) * len(tensor.names)
+      for tensor in tensor_maps(cfg, self.layout)
+    )
+    if count > _MAX_TENSORS:
+      raise UserError(
+        f"{self.folder}: num_hidden_layers={layers} and num_experts={experts} "
+        f"in config.json make {count:,} tensors, the files hold "
+        f"{len(self._tensors):,}"
+      )
 
   def read(
     self, layer: int, wanted: Mapping[TensorMap, Collection[Spans]]

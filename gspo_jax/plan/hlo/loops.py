@@ -99,16 +99,7 @@ class _Scope:
     if i.op == "parameter" and self.arguments is not None:
       return self.arguments[int(i.literal)]
     if i.op == "get-tuple-element":
-      whole = self.computation.get(i.operands[0])
-      if whole.op == "parameter" and self.arguments is None:
-        return Affine(i.index, 0)
-      if whole.op == "fusion":
-        inner = self.callee(whole)
-        root = inner.computation.root
-        return (
-          inner.value(root.operands[i.index]) if root.op == "tuple" else None
-        )
-      return None
+      return self._tuple_element(i)
     if i.op in _SAME:
       return self.value(i.operands[0])
     if i.op == "add":
@@ -120,4 +111,14 @@ class _Scope:
     if i.op == "fusion":
       inner = self.callee(i)
       return inner.value(inner.computation.root.name)
+    return None
+
+  def _tuple_element(self, i):
+    whole = self.computation.get(i.operands[0])
+    if whole.op == "parameter" and self.arguments is None:
+      return Affine(i.index, 0)
+    if whole.op == "fusion":
+      inner = self.callee(whole)
+      root = inner.computation.root
+      return inner.value(root.operands[i.index]) if root.op == "tuple" else None
     return None

@@ -230,18 +230,21 @@ def _convolution(i, left, right) -> int:
   total *= right[right_labels.index("i")]
   spatial = sorted(label for label in out_labels if label.isdigit())
   for axis, label in enumerate(spatial):
-    fields = (i.find(r"window=\{([^}]*)\}") or "").split()
-    window = {k: v.split("x")[axis] for k, v in (f.split("=") for f in fields)}
-    names = "stride", "lhs_dilate", "rhs_dilate"
-    numbers = {name: int(window.get(name, 1)) for name in names}
     total *= _overlaps(
       left[left_labels.index(label)],
       right[right_labels.index(label)],
       out[out_labels.index(label)],
-      low=int(window.get("pad", "0_0").split("_")[0]),
-      **numbers,
+      **_window(i, axis),
     )
   return total
+
+
+def _window(i, axis) -> dict[str, int]:
+  fields = (i.find(r"window=\{([^}]*)\}") or "").split()
+  window = {k: v.split("x")[axis] for k, v in (f.split("=") for f in fields)}
+  names = "stride", "lhs_dilate", "rhs_dilate"
+  numbers = {name: int(window.get(name, 1)) for name in names}
+  return numbers | {"low": int(window.get("pad", "0_0").split("_")[0])}
 
 
 def _overlaps(left, right, out, *, stride, low, lhs_dilate, rhs_dilate) -> int:

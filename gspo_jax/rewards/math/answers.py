@@ -113,21 +113,7 @@ def _by_list(expected, result):
   items, other = (sides[0], result) if sides[0] else (sides[1], expected)
   if len(items) == 1 and kinds.phrase(items[0]) is not kinds.NOTHING:
     return same(items[0], other) if sides[0] else same(other, items[0])
-  # Whether a list such as x=3, y=4 is the tuple (3,4).
-  *order, point = splits.at(other, ("=",))
-  bracket, parts = splits.bracketed(point) or ("", [])
-  pairs = [splits.at(item, ("=",)) for item in items]
-  if bracket != "()" or any(
-    len(pair) != 2 or not equations.is_name(pair[0]) for pair in pairs
-  ):
-    return False
-  values = {"".join(kinds.plain(name)): value for name, value in pairs}
-  names = _in_order(values, order)
-  return (
-    len(parts) == len(pairs) == len(names)
-    and values.keys() == set(names)
-    and all(same(part, values[n]) for part, n in zip(parts, names, strict=True))
-  )
+  return _is_solution(items, other)
 
 
 def _items(tokens):
@@ -155,6 +141,24 @@ def _match(expected, result) -> bool:
       return False
     del left[place]
   return True
+
+
+def _is_solution(items, other) -> bool:
+  """Whether a list such as x=3, y=4 is the tuple (3,4)."""
+  *order, point = splits.at(other, ("=",))
+  bracket, parts = splits.bracketed(point) or ("", [])
+  pairs = [splits.at(item, ("=",)) for item in items]
+  if bracket != "()" or any(
+    len(pair) != 2 or not equations.is_name(pair[0]) for pair in pairs
+  ):
+    return False
+  values = {"".join(kinds.plain(name)): value for name, value in pairs}
+  names = _in_order(values, order)
+  return (
+    len(parts) == len(pairs) == len(names)
+    and values.keys() == set(names)
+    and all(same(part, values[n]) for part, n in zip(parts, names, strict=True))
+  )
 
 
 def _in_order(names, order) -> list[str]:

@@ -123,7 +123,18 @@ def normalised(text: str) -> str:
 
 def tokens(text: str) -> list[str]:
   text = _THIN.sub(lambda m: re.sub("[^0-9]", "", m[0]), text.strip("* \n"))
-  # One command for each meaning, and no commands of looks.
+  text = _GROUPED.sub(_without_commas, _spelled(text))
+  text = _ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(r"\\\1{\2}{\3}", text))
+  text = _SCRIPT.sub(r"\1\2 ", text)
+  text = _EXPONENT.sub(r"\1\\times10^{\2}", _CROSS.sub(r"\\times ", text))
+  text = _SPACED.sub(lambda m: m[0] + '"', text)
+  text = _REPEATED.sub(lambda m: f"{m[1]}<{m[2] or m[3]}>", text)
+  text = _GOES_ON.sub(r"\1<\2>", text)
+  return _TOKEN.findall(text.rstrip("\\ .,;"))
+
+
+def _spelled(text: str) -> str:
+  """One command for each meaning, and no commands of looks."""
   text = _UNSEEN.sub(" ", _EMPTY.sub("", text.translate(_CHARACTERS)))
   text = _COMPARISON.sub(lambda m: _COMPARED[m[0]], text)
   text = _NOT_EQUAL.sub(r"\\ne ", text)
@@ -137,15 +148,7 @@ def tokens(text: str) -> list[str]:
   text = text.replace("{:}", ":")
   text = _ORDINAL.sub("", _US.sub("", text))
   text = _INFIX.sub(lambda m: f"\\{_INFIXES[m[2]]}{{{m[1]}}}{{{m[3]}}}", text)
-  text = _DOLLAR.sub(r"\\$" if text.count("$") == 1 else "", text)
-  text = _GROUPED.sub(_without_commas, text)
-  text = _ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(r"\\\1{\2}{\3}", text))
-  text = _SCRIPT.sub(r"\1\2 ", text)
-  text = _EXPONENT.sub(r"\1\\times10^{\2}", _CROSS.sub(r"\\times ", text))
-  text = _SPACED.sub(lambda m: m[0] + '"', text)
-  text = _REPEATED.sub(lambda m: f"{m[1]}<{m[2] or m[3]}>", text)
-  text = _GOES_ON.sub(r"\1<\2>", text)
-  return _TOKEN.findall(text.rstrip("\\ .,;"))
+  return _DOLLAR.sub(r"\\$" if text.count("$") == 1 else "", text)
 
 
 def _without_commas(number: re.Match) -> str:

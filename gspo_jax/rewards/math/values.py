@@ -184,13 +184,7 @@ class _Evaluation:
 
   def _power(self, a, b):
     if _is_whole(b):
-      n = int(b)
-      if abs(a) != 1 and (_bits(a) - 1) * abs(n) > self._bits:
-        raise OverflowError("a number of too many digits")
-      value = a**n
-      if a and not value:
-        raise ArithmeticError("a power too small for a float")
-      return value
+      return self._whole_power(a, int(b))
     real = not isinstance(a, complex) and not isinstance(b, complex)
     if real and a < 0 and isinstance(b, Fraction) and b.denominator % 2:
       sign = -1 if b.numerator % 2 else 1
@@ -200,6 +194,14 @@ class _Evaluation:
     if not self._is_complex:
       raise ValueError("the power of a negative number")
     return complex(a) ** complex(b)
+
+  def _whole_power(self, a, n):
+    if abs(a) != 1 and (_bits(a) - 1) * abs(n) > self._bits:
+      raise OverflowError("a number of too many digits")
+    value = a**n
+    if a and not value:
+      raise ArithmeticError("a power too small for a float")
+    return value
 
   def _logarithm(self, base, a):
     return self._function("log", a) / self._function("log", base)
