@@ -141,8 +141,7 @@ def _end(state, *, dtype):
 def of_rows(q_BTNH, k_BTKH, v_BTKV, segments_BT, *, window, sinks_N, scale):
   """`attend` among the tokens of each segment, as `attention.attend`.
 
-  No number where a segment does not start at a multiple of `align`. On a TPU
-  there is no log-sum-exp.
+  No number where a segment does not start at a multiple of `align`.
   """
   column_T = jnp.arange(segments_BT.shape[1])
   before_BT = jnp.pad(segments_BT, ((0, 0), (1, 0)))[:, :-1]
@@ -150,37 +149,15 @@ def of_rows(q_BTNH, k_BTKH, v_BTKV, segments_BT, *, window, sinks_N, scale):
   start_BT = jax.lax.cummax(begins_BT, axis=1)
   last_BT = jnp.where(segments_BT > 0, column_T - start_BT, -1)
 
-  def keys_first(x_BTKH):  # the last block of a row may end behind the row
-    x = jnp.pad(x_BTKH.swapaxes(1, 2), ((0, 0), (0, 0), (0, KEYS), (0, 0)))
-    return x.astype(stored(x.dtype))
-
   multiple = align(sharding.platform())
   aligned_BT = (start_BT % multiple == 0) | (segments_BT == 0)
-  aligned_BT11 = aligned_BT[..., None, None]
+  arrays = [x.swapaxes(1, 2).astype(stored(x.dtype)) for x in (k_BTKH, v_BTKV)]
   options = {"window": window, "sinks_N": sinks_N, "scale": scale}
-  if sharding.platform() == "tpu":
-    kv = (x.swapaxes(1, 2) for x in (k_BTKH, v_BTKV))
-    out_BTNV = _in_pages(q_BTNH, *kv, start_BT, last_BT, **options)
-    return jnp.where(aligned_BT11, out_BTNV, jnp.nan), None
-  arrays = keys_first(k_BTKH), keys_first(v_BTKV)
-
-  def fetch(row, token, block):
-    at = row, 0, start_BT[row, token] + block * KEYS, 0
-    return tuple(
-      jax.lax.dynamic_slice(x, at, (1, x.shape[1], KEYS, x.shape[3]))[0]
-      for x in arrays
-    )
-
-  out_BTNV, lse_BTN = attend(
-    q_BTNH,
-    last_BT,
-    (k_BTKH.shape[2], v_BTKV.shape[3]),
-    fetch,
-    **options,
-  )
-  out_BTNV = jnp.where(aligned_BT11, out_BTNV, jnp.nan)
-  # So the weights of padding are 0 in the backward pass.
-  lse_BTN = jnp.where(segments_BT[..., None] > 0, lse_BTN, -MASKED)
+  out_BTNV, lse_BTN = _contiguous(q_BTNH, start_BT, last_BT, arrays, **options)
+  out_BTNV = jnp.where(aligned_BT[..., None, None], out_BTNV, jnp.nan)
+  if lse_BTN is not None:
+    # So the weights of padding are 0 in the backward pass.
+    lse_BTN = jnp.where(segments_BT[..., None] > 0, lse_BTN, -MASKED)
   return out_BTNV, lse_BTN
 
 
@@ -192,30 +169,36 @@ def of_cache(
   `valid_BS` is false at padding, on either side of a row's tokens. Without
   values, a value is the first `value_dim` columns of its key.
   """
-  start_B = valid_BS.argmax(1)
   T = q_BTNH.shape[1]
+  start_BT = jnp.repeat(valid_BS.argmax(1)[:, None], T, axis=1)
   slot_T = length - T + jnp.arange(T)
-  last_BT = jnp.where(valid_BS[:, slot_T], slot_T - start_B[:, None], -1)
+  last_BT = jnp.where(valid_BS[:, slot_T], slot_T - start_BT, -1)
   options |= {"sinks_N": sinks_N}
-  if sharding.platform() == "tpu":  # a row starts at slot 0
-    start_BT = jnp.zeros_like(last_BT)
-    return _in_pages(q_BTNH, *arrays, start_BT, last_BT, **options)
+  return _contiguous(q_BTNH, start_BT, last_BT, arrays, **options)[0]
+
+
+def _contiguous(
+  q_BTNH, start_BT, last_BT, arrays, *, value_dim=None, **options
+):
+  """`attend` of keys and values [B, K, S, H], and the start of each sequence.
+
+  On a TPU there is no log-sum-exp, and a sequence starts at a page.
+  """
+  if sharding.platform() == "tpu":
+    return _in_pages(q_BTNH, *arrays, start_BT, last_BT, **options), None
+  # The last block of a row may end behind the row.
   pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, KEYS), (0, 0)))
-  arrays = tuple(map(pad, arrays))
+  arrays = [*map(pad, arrays)]
 
   def fetch(row, token, block):
-    del token
-    at = row, 0, start_B[row] + block * KEYS, 0
-    return _keys_and_values(
-      [
-        jax.lax.dynamic_slice(x, at, (1, x.shape[1], KEYS, x.shape[3]))[0]
-        for x in arrays
-      ],
-      value_dim,
+    at = row, 0, start_BT[row, token] + block * KEYS, 0
+    cut = lambda x: jax.lax.dynamic_slice(
+      x, at, (1, x.shape[1], KEYS, x.shape[3])
     )
+    return _keys_and_values([cut(x)[0] for x in arrays], value_dim)
 
   heads = arrays[0].shape[1], value_dim or arrays[-1].shape[3]
-  return attend(q_BTNH, last_BT, heads, fetch, **options)[0]
+  return attend(q_BTNH, last_BT, heads, fetch, **options)
 
 
 def _in_pages(q_BTNH, k_BKSH, v_BKSH, start_BT, last_BT, *, scale, **options):

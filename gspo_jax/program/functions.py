@@ -200,16 +200,17 @@ def _check_exact(cfg, mesh):
   device, tensor = mesh.devices.flat[0], mesh.shape["tensor"]
   has_mla = any(layer.mixer == "mla" for layer in cfg.layers)
   expected = "model.exact=True: expected False"
-  if not cfg.exact or device.platform == "cpu":
-    pass
-  elif not tpus.of_kind(device.device_kind).chooses_tiles:
+  if not cfg.exact:
+    return
+  on_cpu = device.platform == "cpu"
+  if not (on_cpu or tpus.of_kind(device.device_kind).chooses_tiles):
     raise UserError(
       f"{expected} on a {device.device_kind}: sampler and trainer are known to "
       "add in one order on CPUs, and on TPU v5e and v5p"
     )
-  else:
+  if not on_cpu:
     _check_kernels(cfg, expected)
-  if cfg.exact and has_mla and tensor > 1:
+  if has_mla and tensor > 1:
     raise UserError(
       f"{expected}, or mesh.tensor=1 (it is {tensor}): with MLA the sampler "
       "multiplies for all heads together"
