@@ -35,10 +35,14 @@ def require_exact(
   differ = metrics.get("mismatch/exact_tokens_differ", 0.0)
   if differ:
     gap = metrics["mismatch/token_abs_mean"]
+    try:
+      where = find()
+    except Exception as error:  # the finding is not lost
+      where = f"the layer was not found ({error})"
     raise ArithmeticError(
       f"model.exact=True: at step {step} the log-probs of {differ:.1%} of the "
       f"tokens differ between sampler and trainer, on average by {gap:.1e} "
-      f"nats; {find()}. That step was not saved. Expected none: please report "
+      f"nats; {where}. That step was not saved. Expected none: please report "
       "it, and go on with --config.model.exact=False"
     )
 

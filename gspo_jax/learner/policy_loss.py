@@ -67,7 +67,12 @@ def policy_loss(
   )
   first_gap = Std.about_zero(jnp.expm1(gap), has_tokens)
 
-  fields = _old_policy_fields(out, batch, objective)
+  fields = {} if objective.has_sampler_logps else {"old_logps": out.logps}
+  if batch.experts is not None and objective.replay != "r3":
+    fields["experts"] = _rows_first(out.experts)
+  if batch.router_logps is not None:
+    fields["router_logps"] = _rows_first(out.router_logps)
+  fields = jax.lax.stop_gradient(fields)  # of `TrainBatch`, from this pass
   old = {
     k: jnp.where(is_old_policy, x, getattr(batch, k)) for k, x in fields.items()
   }
@@ -104,18 +109,6 @@ def policy_loss(
     old_metrics,
     jax.lax.stop_gradient(first_gap),
   )
-
-
-def _old_policy_fields(
-  out: TokenLogprobs, batch: TrainBatch, objective
-) -> dict:
-  """Fields of `TrainBatch` from this pass, without gradient."""
-  fields = {} if objective.has_sampler_logps else {"old_logps": out.logps}
-  if batch.experts is not None and objective.replay != "r3":
-    fields["experts"] = _rows_first(out.experts)
-  if batch.router_logps is not None:
-    fields["router_logps"] = _rows_first(out.router_logps)
-  return jax.lax.stop_gradient(fields)
 
 
 def _distilled(

@@ -25,7 +25,9 @@ from gspo_jax.runtime import sharding
 KEYS = 64  # S
 _QUERIES = 4  # the least R: a decode step of one token fills U of them
 _GROUPS = 16  # G
-_PAGE = 128  # tokens of a page of contiguous keys on a TPU
+# On a TPU, tokens of a page of contiguous keys, and of the sampler's: how many
+# keys the kernel takes a step follows from it.
+PAGE = 128
 _ROW = 32  # queries of a row of the kernel there
 
 
@@ -34,7 +36,7 @@ def align(platform: str) -> int:
 
   So the tokens of a group, and of a page, are of one sequence.
   """
-  return _PAGE if platform == "tpu" else _QUERIES
+  return PAGE if platform == "tpu" else _QUERIES
 
 
 def attend(q_BTNH, last_BT, heads, fetch, *, window, sinks_N, scale):
@@ -205,7 +207,7 @@ def _in_pages(q_BTNH, k_BKSH, v_BKSH, start_BT, last_BT, *, scale, **options):
   """`attend` of contiguous keys, by `paged_kernel`."""
   from gspo_jax.model import paged_kernel
 
-  (B, T, N, H), K, t = q_BTNH.shape, k_BKSH.shape[1], _PAGE
+  (B, T, N, H), K, t = q_BTNH.shape, k_BKSH.shape[1], PAGE
   n = min(_ROW, T)
   tail = lambda x, axis, size: jnp.pad(
     x, [(0, -x.shape[i] % size * (i == axis)) for i in range(x.ndim)]

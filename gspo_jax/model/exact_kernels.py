@@ -18,7 +18,8 @@ from jax.experimental.pallas import tpu as pltpu
 _LANES = 128
 _ROWS, _COLUMNS = 512, 512  # of a block of a product's result
 _TERMS = 2048  # most contracted columns of a block
-_NUMBERS = 2**20  # of a block of whole rows
+_NUMBERS = 2**20  # of a block of whole rows, or more if a row has more
+_VMEM = 2**25  # bytes; 8 rows of 256k numbers, twice, need 16 MiB and more
 _SUBLANES = 16  # rows of a tile of 16-bit numbers
 
 
@@ -94,7 +95,9 @@ def rows(function, x_MD, *whole):
     ],
     out_specs=block(out),
     out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
-    compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=("parallel",), vmem_limit_bytes=_VMEM
+    ),
     cost_estimate=pl.CostEstimate(
       flops=0,
       bytes_accessed=x_MD.nbytes + out.size * out.dtype.itemsize,

@@ -100,13 +100,9 @@ def attend(
 
 
 def block_pages(heads: int, t: int, H: int, itemsize: int) -> int:
-  """P, the pages of a block of so many heads, a power of two.
-
-  So a block has as many tokens, whatever a page has, if that is a power of two.
-  """
+  """P, the pages of a block of so many heads."""
   page_bytes = 2 * heads * t * H * itemsize
-  most = max(1, min(_TOKENS // t, _BLOCK_BYTES // page_bytes))
-  return 2 ** (most.bit_length() - 1)
+  return max(1, min(_TOKENS // t, _BLOCK_BYTES // page_bytes))
 
 
 @dataclasses.dataclass(frozen=True)

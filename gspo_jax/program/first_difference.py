@@ -39,13 +39,15 @@ def find(program: Program, policy: model.Params, batch: PackedBatch) -> str:
   train = reader(_train, program.mesh, policy)
   decode = reader(_decode, sampler.generate.mesh, decoded)
   names = [f"the keys of layer {i}" for i in range(cfg.num_layers)]
-  names += ["the last hidden states", "the logits"]
-  first = len(names) - 1
+  names.append("the last hidden states")
+  first = len(names)
   for part in zip(*fields, strict=True):
     real = (part[2] > 0)[:, None, :, None]
     for i, (a, b) in enumerate(zip(train(part), decode(part), strict=True)):
       if any(((x != y) & real).any() for x, y in zip(a, b, strict=True)):
         first = min(first, i)
+  if first == len(names):
+    return "reading the tokens again, no layer differs"
   return f"reading the tokens again, {names[first]} are the first to differ"
 
 

@@ -17,6 +17,7 @@ from gspo_jax.data.prompt_batch import PromptConfig
 from gspo_jax.data.tokenizers.base import UNKNOWN, Tokenizer
 from gspo_jax.learner.cold_start import ColdStartFunctions
 from gspo_jax.model import hf
+from gspo_jax.model.exact_attention import PAGE
 from gspo_jax.program import abstract, rules, settings
 from gspo_jax.program.config import Config
 from gspo_jax.program.learner_functions import (
@@ -93,7 +94,7 @@ def build_program(
   cfg = settings.model_config(config.model)
   check_heads(cfg, mesh)
   _check_dtype(cfg, mesh)
-  _check_exact(cfg, mesh)
+  _check_exact(cfg, mesh, config.continuous_batching.page_size)
   tokenizer = settings.load_tokenizer(config, cfg)
   params, policy = abstract.params(cfg, mesh), abstract.policy(cfg, mesh)
   learner = cold_start = None
@@ -195,7 +196,7 @@ def _check_dtype(cfg, mesh):
     )
 
 
-def _check_exact(cfg, mesh):
+def _check_exact(cfg, mesh, page_size):
   """UserError where log-probs are not known to be exact."""
   device, tensor = mesh.devices.flat[0], mesh.shape["tensor"]
   has_mla = any(layer.mixer == "mla" for layer in cfg.layers)
@@ -209,7 +210,7 @@ def _check_exact(cfg, mesh):
       "add in one order on CPUs, and on TPU v5e and v5p"
     )
   if not on_cpu:
-    _check_kernels(cfg, expected)
+    _check_kernels(cfg, page_size, expected)
   if has_mla and tensor > 1:
     raise UserError(
       f"{expected}, or mesh.tensor=1 (it is {tensor}): with MLA the sampler "
@@ -217,13 +218,14 @@ def _check_exact(cfg, mesh):
     )
 
 
-def _check_kernels(cfg, expected):
+def _check_kernels(cfg, page_size, expected):
   """UserError for a model whose sums TPU kernels do not take all."""
   widths = {"head_dim": cfg.head_dim}
   if cfg.num_experts:
     widths |= {"embed_dim": cfg.embed_dim, "mlp_dim": cfg.mlp_dim}
   lacking = {
     "model.dtype=bfloat16": cfg.dtype == "bfloat16",
+    f"continuous_batching.page_size={PAGE}": page_size == PAGE,
     "model.lora.rank=0": cfg.lora is None,
     "a norm of each head": not cfg.qk_norm_over_heads,
     "layers of attention alone": {x.mixer for x in cfg.layers} == {"attention"},

@@ -144,6 +144,8 @@ def test_experts_are_exact_wherever_they_are(load):
   ):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
   for axes in ({"expert": 4, "data": 2}, {"expert": 2, "tensor": 2, "fsdp": 2}):
-    _, (elsewhere, dropped) = on(cfg, **axes)
+    slopes, (elsewhere, dropped) = on(cfg, **axes)
     assert dropped == 0
     np.testing.assert_array_equal(elsewhere, y)
+    for pair in zip(*map(jax.tree.leaves, (slopes, gradients)), strict=True):
+      np.testing.assert_allclose(*pair, rtol=1e-4, atol=1e-4)

@@ -1,5 +1,7 @@
 """The TPU kernels of `model.exact`, interpreted, and what calls them."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,25 +88,19 @@ def test_attention_of_packed_rows_is_by_the_kernel_of_pages(window, sinks):
   assert np.isnan(out[:, 32:232]).all()
 
 
-class Chip:
-  platform, device_kind = "tpu", "TPU v5"
-
-
 @pytest.mark.parametrize(
-  ("name", "changes", "kind", "expected"),
+  ("name", "changes", "page", "expected"),
   [
-    ("tiny", {}, "TPU v6 lite", "on a TPU v6 lite"),
-    ("tiny", {"dtype": "float32"}, "TPU v5", "or model.dtype=bfloat16"),
-    ("tiny", {}, "TPU v5", "or model.head_dim: a multiple of 128"),
-    ("tiny-minimax-m2", {}, "TPU v5", "or a norm of each head"),
-    ("tiny-moonlight", {}, "TPU v5", "or layers of attention alone"),
+    ("tiny", {"dtype": "float32"}, 128, "or model.dtype=bfloat16"),
+    ("tiny", {}, 64, "or continuous_batching.page_size=128"),
+    ("tiny", {}, 128, "or model.head_dim: a multiple of 128"),
+    ("tiny-minimax-m2", {}, 128, "or a norm of each head"),
+    ("tiny-moonlight", {}, 128, "or layers of attention alone"),
   ],
 )
-def test_what_kernels_lack_is_refused(name, changes, kind, expected):
-  class Mesh:
-    devices = np.array([type("", (Chip,), {"device_kind": kind})()])
-    shape = {"tensor": 1}  # noqa: RUF012
-
+def test_what_kernels_lack_is_refused(name, changes, page, expected):
+  chip = SimpleNamespace(platform="tpu", device_kind="TPU v5")
+  mesh = SimpleNamespace(devices=np.array([chip]), shape={"tensor": 1})
   cfg = variant(name, exact=True, **{"dtype": "bfloat16"} | changes)
   with pytest.raises(UserError, match=expected):
-    functions._check_exact(cfg, Mesh)
+    functions._check_exact(cfg, mesh, page)

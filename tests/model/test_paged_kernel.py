@@ -114,11 +114,3 @@ def test_it_compiles_without_copies_of_pages(kind):
       compiled = jax.jit(run).lower(*inputs, *sinks).compile()
     used = compiled.memory_analysis().temp_size_in_bytes
     assert used < 2 * 2**20 * max(1, B * T * K * U * H / 2**20), name
-
-
-def test_tokens_of_a_block_do_not_depend_on_those_of_a_page():
-  for heads in range(1, 10):
-    tokens = {
-      t * paged_kernel.block_pages(heads, t, H, 2) for t in (16, 32, 64, 128)
-    }
-    assert len(tokens) == 1

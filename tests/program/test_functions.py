@@ -31,15 +31,19 @@ def test_a_gpu_without_bfloat16(debug_config):
 
 @pytest.mark.parametrize(
   ("variant", "platform", "tensor", "words"),
-  [("tiny", "gpu", 1, "model.exact=True: expected False on a GPU"),
-   ("tiny", "tpu", 1, "model.exact=True: expected False on a TPU"),
+  [("tiny", "gpu", 1, "model.exact=True: expected False on a kind of gpu"),
+   ("tiny", "tpu", 1, "model.exact=True: expected False on a kind of tpu"),
    ("tiny-moonlight", "cpu", 2, r"or mesh.tensor=1 \(it is 2\): with MLA")],
 )  # fmt: skip
 def test_what_is_not_exact_is_refused(
   debug_config, variant, platform, tensor, words
 ):
   debug_config.model.update(variant=variant, exact=True)
-  device = types.SimpleNamespace(platform=platform, compute_capability="9.0")
+  device = types.SimpleNamespace(
+    platform=platform,
+    device_kind=f"kind of {platform}",
+    compute_capability="9.0",
+  )
   shape = sharding.make_mesh(jax.devices()[:1]).shape | {"tensor": tensor}
   mesh = types.SimpleNamespace(shape=shape, devices=np.array([device]), size=1)
   with pytest.raises(UserError, match=words):
