@@ -65,7 +65,7 @@ def matmul(x_AD, weights_eDF, sizes_e):
     rows = jnp.pad(x_AD, ((0, -len(x_AD) % _LANES), (0, 0)))
     return in_tiles(rows, weights_eDF, sizes_e)[: len(x_AD)]
   if exact.is_on():
-    return _forward(x_AD, weights_eDF, sizes_e, exactly=True)[0]
+    return in_blocks(x_AD, weights_eDF, sizes_e, True)
   if gpu.has_kernels():
     return gpu.grouped_matmul(x_AD, weights_eDF, sizes_e)
   if sharding.platform() != "tpu":
@@ -139,16 +139,17 @@ def _divisor(width, limit):
   return max((tile for tile in tiles if width % tile == 0), default=0)
 
 
-@jax.custom_vjp
-def in_blocks(x_AD, weights_eDF, sizes_e):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def in_blocks(x_AD, weights_eDF, sizes_e, exactly=False):
   """`matmul` in a loop over blocks; all rows of a block are of one group.
 
-  One batched product of all blocks would copy a matrix for each block.
+  One batched product of all blocks would copy a matrix for each block. Exact,
+  if `exactly`: then a block always has as many rows.
   """
-  return _forward(x_AD, weights_eDF, sizes_e)[0]
+  return _forward(x_AD, weights_eDF, sizes_e, exactly)[0]
 
 
-def _forward(x_AD, weights_eDF, sizes_e, exactly=False):
+def _forward(x_AD, weights_eDF, sizes_e, exactly):
   weights_eDF = jnp.asarray(weights_eDF)  # indexed by a traced number
   product = exact.noinline(jnp.matmul) if exactly else jnp.matmul
   blocks = _blocks(len(x_AD), sizes_e, size=_EXACT_BLOCK if exactly else 0)
@@ -164,7 +165,7 @@ def _forward(x_AD, weights_eDF, sizes_e, exactly=False):
   return y_AF, (x_nbD, weights_eDF, slot_A, blocks.count, group_n)
 
 
-def _backward(residuals, dy_AF):
+def _backward(_, residuals, dy_AF):
   x_nbD, weights_eDF, slot_A, count, group_n = residuals
   dy_nbF = _to_blocks(dy_AF, slot_A, *x_nbD.shape[:2])
 

@@ -177,11 +177,13 @@ def _run_experts(x_MD, weights_Mk, experts_Mk, gate_up, down, limit):
   """The weighted sum over all experts; rows processed (sum over batch axes)."""
   ranks = ("expert", "tensor")
   if exact.is_on():
+    operands = x_MD, weights_Mk, experts_Mk, gate_up, down
+    exactly = functools.partial(_run_exactly, limit=limit)
+    if sharding.size(*ranks) == 1:
+      return exactly(*operands)  # whose gradient computes nothing again
     run = functools.partial(_run_experts, limit=limit)
-    exactly = exact.exactly(True)(functools.partial(_run_exactly, limit=limit))
-    return exact.with_gradient_of(run, exactly)(
-      x_MD, weights_Mk, experts_Mk, gate_up, down
-    )
+    exactly = exact.exactly(True)(exactly)
+    return exact.with_gradient_of(run, exactly)(*operands)
   if sharding.size(*ranks) == 1:
     operands = x_MD, weights_Mk, experts_Mk
     if sharding.platform() == "cpu" and gate_up.a is None:

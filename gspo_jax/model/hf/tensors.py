@@ -507,25 +507,20 @@ def _files(folder: epath.Path) -> list[epath.Path]:
   if (folder / SINGLE).exists():
     names = {SINGLE}
   elif (folder / INDEX).exists():
-    names = _indexed(folder / INDEX)
+    path = folder / INDEX
+    with content_of(f"{path}: not an index"):
+      names = set(json_file.read(path)["weight_map"].values())
+      outside = [name for name in names if name != PurePosixPath(name).name]
+    if outside:
+      raise UserError(
+        f"{path}: {listed('names outside of its folder', sorted(outside))}"
+      )
   else:
     raise UserError(f"{str(folder)!r} holds neither {SINGLE} nor {INDEX}")
   missing = sorted(name for name in names if not is_file(folder / name))
   if missing:
     raise UserError(f"{folder}: {listed('missing files', missing)}")
   return [folder / name for name in sorted(names)]
-
-
-def _indexed(path: epath.Path) -> set[str]:
-  """The files that an index names, all of them in its folder."""
-  with content_of(f"{path}: not an index"):
-    names = set(json_file.read(path)["weight_map"].values())
-    outside = [name for name in names if name != PurePosixPath(name).name]
-  if outside:
-    raise UserError(
-      f"{path}: {listed('names outside of its folder', sorted(outside))}"
-    )
-  return names
 
 
 def _open(path: epath.Path) -> TensorFile:
