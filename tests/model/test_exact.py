@@ -106,7 +106,9 @@ def test_log_probs_of_kept_ids_do_not_depend_on_the_batch():
     np.testing.assert_array_equal(one, [logps[part], entropy[part]])
 
 
-@pytest.mark.parametrize("load", ["even", "all to one"])
+@pytest.mark.parametrize(
+  "load", [pytest.param("even", marks=pytest.mark.slow), "all to one"]
+)
 def test_experts_are_exact_wherever_they_are(load):
   """On meshes that split tokens and experts unlike; one expert needs passes."""
   cfg = variant("tiny", dtype="float32", exact=True, num_experts=8)

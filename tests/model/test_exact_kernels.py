@@ -67,7 +67,10 @@ SEGMENTS = np.array([[1] * 200 + [0] * 56 + [2] * 100 + [0] * 28])
 
 
 @pytest.mark.usefixtures("on_tpu")
-@pytest.mark.parametrize(("window", "sinks"), [(None, False), (70, True)])
+@pytest.mark.parametrize(
+  ("window", "sinks"),
+  [pytest.param(None, False, marks=pytest.mark.slow), (70, True)],
+)
 def test_attention_of_packed_rows_is_by_the_kernel_of_pages(window, sinks):
   q, k, v = (draw(i, 1, 384, n, 128) for i, n in enumerate((4, 2, 2)))
   sinks_N = draw(3, 4) if sinks else None
