@@ -56,3 +56,10 @@ def shrink(c: ConfigDict) -> ConfigDict:
   c.learner.minibatches = min(c.learner.minibatches, 4)
   c.eval.every = 1
   return c
+
+
+def exact(c: ConfigDict) -> ConfigDict:
+  """Sampler and trainer of the same bits; the slots hold a whole batch."""
+  c.model.exact = True
+  c.continuous_batching.slots = c.data.prompts * c.rollout.group_size
+  return c

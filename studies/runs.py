@@ -76,6 +76,7 @@ def cold_start(config: ConfigDict) -> str:
   That it has no gate is part of it: with one, the questions would be, too.
   """
   c = _plain(config)
+  c["model"].pop("exact", None)  # only rounds it
   rest = c["sampler"]["max_new_tokens"], c["data"]["max_prompt_length"]
   micro = c["learner"]["micro_batch_size"]
   parts = [c["model"], c["cold_start"], c["data"]["source"], rest, micro]

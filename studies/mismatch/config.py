@@ -5,8 +5,10 @@
 
 That is a run without an error; `error=int:3` and `error=router:0.3` are keys of
 `studies.weight_errors`, which `python -m studies.mismatch.run` alone knows.
-`error=old:N` learns from batches that were sampled N iterations before. 40
-iterations of `base.learning`, with the problems and the warm-up of stability.
+`error=exact` has no error to the last bit: `model.exact`, whose old log-probs
+are the sampler's. `error=old:N` learns from batches that were sampled N
+iterations before. 40 iterations of `base.learning`, with the problems and the
+warm-up of stability.
 """
 
 from ml_collections import ConfigDict
@@ -46,6 +48,8 @@ def get_config(argument: str = "") -> ConfigDict:
   kind, _, level = asked.error.partition(":")
   if kind == "old":
     c.rollout.max_staleness = int(level)
-  elif kind != "none":
+  elif kind not in ("none", "exact"):
     c.sampled_with = asked.error
-  return base.shrink(c) if asked.quick else c
+  if asked.quick:
+    base.shrink(c)
+  return base.exact(c) if kind == "exact" else c
