@@ -24,25 +24,27 @@ STYLES = {
 def draw(record: dict, path: Path) -> None:
   """Final pass@1 of each arm by error, old log-probs recomputed and sampled."""
   figure, grid = drawing.axes(1, 2, size=(5.6, 4.0), sharey=True)
-  errors = [size["error"] for size in record["sizes"]]
   panels = zip(grid[0], ("recompute", "sampler"), strict=True)
   for ax, old in panels:
     rows = [row for row in record["table"] if row["old"] == old]
+    with_rows = {row["error"] for row in rows}
+    sizes = [s for s in record["sizes"] if s["error"] in with_rows]
+    errors = [size["error"] for size in sizes]
     methods = list(dict.fromkeys(row["method"] for row in rows))
     for i, method in enumerate(methods):
       own = [row for row in rows if row["method"] == method]
       # Side by side, so that no interval hides another.
-      place = lambda row, i=i: errors.index(row["error"]) + 0.04 * i
+      places = [errors.index(row["error"]) + 0.04 * i for row in own]
       base, _, remedy = method.partition("+")
       drawing.whiskers(
         ax,
-        [place(row) for row in own],
+        places,
         [row["final"] for row in own],
         colour=COLOURS[base],
         linestyle=STYLES[remedy],
       )
       ax.plot([], [], color=COLOURS[base], ls=STYLES[remedy], label=method)
-    ax.set_xticks(range(len(errors)), [_label(s) for s in record["sizes"]])
+    ax.set_xticks(range(len(errors)), [_label(size) for size in sizes])
     whose = "recomputed" if old == "recompute" else "of the sampler"
     ax.set(title=f"old log-probs {whose}", xlabel="error of the sampler")
     ax.legend(fontsize=8)
