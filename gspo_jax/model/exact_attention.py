@@ -175,7 +175,7 @@ def of_cache(
   start_BT = jnp.repeat(valid_BS.argmax(1)[:, None], T, axis=1)
   slot_T = length - T + jnp.arange(T)
   last_BT = jnp.where(valid_BS[:, slot_T], slot_T - start_BT, -1)
-  options |= {"sinks_N": sinks_N}
+  options |= {"sinks_N": sinks_N, "value_dim": value_dim}
   return _contiguous(q_BTNH, start_BT, last_BT, arrays, **options)[0]
 
 
