@@ -5,7 +5,8 @@
 
 60 iterations of `base.learning`, with the 128 problems of the stability study
 and its warm-up of two iterations. `recompute` divides by the policy at the
-start of the iteration that learns, `sampler` by the one that sampled.
+start of the iteration that learns, `sampler` by the one that sampled; `exact`
+by that one, too, with the bits that the trainer would have computed then.
 """
 
 from ml_collections import ConfigDict
@@ -24,5 +25,8 @@ def get_config(argument: str = "") -> ConfigDict:
   c.eval.prompts = 128
   c.optim.warmup_steps = 2 * c.learner.minibatches
   c.rollout.max_staleness = asked.staleness
-  c.objective.old_logps = asked.old
-  return base.shrink(c) if asked.quick else c
+  exact = asked.old == "exact"
+  c.objective.old_logps = "sampler" if exact else asked.old
+  if asked.quick:
+    base.shrink(c)
+  return base.exact(c) if exact else c

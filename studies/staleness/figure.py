@@ -4,8 +4,12 @@ from pathlib import Path
 
 from studies import drawing
 
-NAMES = {"recompute": "recomputed", "sampler": "the sampler's"}
-COLOURS = {"recompute": "#0072B2", "sampler": "#CC79A7"}
+NAMES = {
+  "recompute": "recomputed",
+  "sampler": "the sampler's",
+  "exact": "the sampler's, model.exact",
+}
+COLOURS = {"recompute": "#0072B2", "sampler": "#CC79A7", "exact": "#009E73"}
 
 
 def draw(record: dict, path: Path) -> None:

@@ -12,13 +12,18 @@ way and staleness:
   below 0 (Holm over all nine).
 The first batches are younger: the first policy samples those of the first
 1 + staleness iterations. A run that broke off ends with a pass@1 of 0.
+
+Added after those runs, and fixed before its own: `exact`, the sampler's
+log-probs with `model.exact`, at a staleness of 1, 2 and 4. What is left of the
+gap is then the age of the policy alone. The same criteria hold (Holm over its
+rows).
 """
 
 from studies import intervals, seeds
 from studies.runs import Run
 from studies.study import Study, command
 
-STALENESS, OLD = (1, 2, 4, 8), ("recompute", "sampler")
+STALENESS, OLD, EXACT = (1, 2, 4, 8), ("recompute", "sampler"), (1, 2, 4)
 HARMLESS, AGAINST = (-0.05, 0.05), "against fresh"
 MEANS = {
   "clipped tokens": "clip_frac/token",
@@ -33,7 +38,7 @@ def plan(quick: bool) -> list[dict]:
     {"staleness": staleness, "old": old, "seed": seed}
     for seed in range(2 if quick else 5)
     for staleness in (0, *stale)
-    for old in OLD
+    for old in (*OLD, *(["exact"] if staleness in EXACT else []))
   ]
 
 
@@ -53,14 +58,17 @@ def summarize(results: list[dict]) -> dict:
   fresh = seeds.of(results, staleness=0, old="recompute")
   table, curves = [], []
   for staleness in (0, *STALENESS):
-    for old in OLD:
+    for old in (*OLD, "exact"):
       own = seeds.of(results, staleness=staleness, old=old)
       if own:
         where = {"staleness": staleness, "old": old}
         table.append(where | _row(own, fresh))
         points = seeds.curve(own.values(), "reward")
         curves.append(where | {"points": points})
-  intervals.judge([row[AGAINST] for row in table if row != table[0]])
+  exact = [row for row in table if row["old"] == "exact"]
+  others = [row for row in table[1:] if row["old"] != "exact"]
+  for rows in (others, exact):
+    intervals.judge([row[AGAINST] for row in rows])
   return {"table": table, "curves": curves}
 
 
