@@ -30,6 +30,7 @@ from gspo_jax.rollout.episode import (
   episode_samples,
 )
 from gspo_jax.runtime import sharding
+from gspo_jax.sampler.continuous import placement
 from gspo_jax.sampler.continuous.config import ContinuousBatchingConfig
 from gspo_jax.sampler.continuous.engine import Generation
 from gspo_jax.sampler.samples import STOPPED, Prompts, SamplerConfig
@@ -272,10 +273,24 @@ def test_adapters_are_exact(dtype):
   ("name", "tensor"),
   [("qwen3-moe", 2), ("minimax-m2", 2), ("dense", 4), ("qwen3-next", 2)],
 )
-def test_meshes_that_split_rows_and_experts_differently_are_exact(name, tensor):
-  """MiniMax-M2 has a norm over the heads of all devices."""
-  cfg = MODELS[name]
-  np.testing.assert_array_equal(*on_meshes(cfg, tensor))
+def test_meshes_that_split_rows_and_experts_differently_are_exact(
+  name, tensor, monkeypatch
+):
+  """MiniMax-M2 has a norm over the heads of all devices.
+
+  Responses move as soon as one shard has more of them than another.
+  """
+  moved, migrate = [], placement.Placement.migrate
+
+  def spy(self, *args):
+    moved.append(migration := migrate(self, *args))
+    return migration
+
+  monkeypatch.setattr(placement.Placement, "migrate", spy)
+  for constant in ("_MOST", "_LEAST", "_SEGMENTS"):
+    monkeypatch.setattr(placement, constant, 1)
+  np.testing.assert_array_equal(*on_meshes(MODELS[name], tensor))
+  assert any(moved)
 
 
 def on_meshes(cfg, tensor, between=lambda: None):
