@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from compilers import absent_devices, needs_libtpu
 
-from gspo_jax.model import paged_kernel
+from gspo_jax.model import exact_kernels, paged_kernel
 from gspo_jax.plan import chips, hlo
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan.hlo import bundles, kernels
@@ -221,3 +221,25 @@ def test_the_paged_kernel_of_a_v5p(mode, page, tokens, issued, renewed):
   assert row.bundles == pytest.approx(160, rel=0.1)
   issued = issued if jax.__version_info__ < (0, 11) else renewed
   assert sum(x.whole for x in row.inner) == pytest.approx(issued, rel=0.08)
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_an_exact_product_issues_a_block_for_each_step_of_its_grid():
+  """Twice the rows issue twice as much, and do twice the FLOPs."""
+  chip, K, N = chips.CHIPS["v5p"], 2048, 1024
+  mesh = sharding.make_mesh(absent_devices("v5p:2x2x1")[:1])
+  place = sharding.replicated(mesh)
+  shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=place)
+  product = jax.jit(lambda x, w: exact_kernels.product(x, w, x.dtype))
+  bundles = {}
+  for M in (1024, 2048):
+    done = plan_compile.compile_one(product.lower(shape(M, K), shape(K, N)))
+    links = lambda *_: 1.0
+    cost = hlo.cost_of(done.text, chip, links, 1, kernels=done.kernels)
+    assert cost.flops == 2 * M * K * N
+    ((name, kernel),) = done.kernels.items()
+    entry = hlo_module.parse(done.text).entry
+    (call,) = (i for i in entry if i.name == name)
+    bundles[M] = kernels.issued(kernel, entry, call, Work(0.0)).bundles
+  assert bundles[2048] == pytest.approx(2 * bundles[1024], rel=0.01)

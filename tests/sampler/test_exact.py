@@ -138,11 +138,12 @@ def scored(
   return trainer[mask], sampler[mask]
 
 
-def test_the_trainer_gives_the_samplers_bits():
-  """gpt-oss has windows, sinks, biases and experts."""
-  params = weights(WINDOWS)
-  samples = sampled(WINDOWS, params)
-  np.testing.assert_array_equal(*scored(WINDOWS, params, samples))
+@pytest.mark.parametrize("name", ["gpt-oss", "moonlight"])
+def test_the_trainer_gives_the_samplers_bits(name):
+  """gpt-oss has windows, sinks, biases and experts, Moonlight MLA."""
+  cfg = MODELS[name]
+  samples = sampled(cfg, weights(cfg))
+  np.testing.assert_array_equal(*scored(cfg, weights(cfg), samples))
 
 
 @pytest.mark.slow
