@@ -33,6 +33,8 @@ def render(report: dict, *, top: int = 0) -> str:
     parts.append(_room(room))
   if "lengths" in report:
     parts.append(_iteration(report))
+  if "measured" in report:
+    parts.append(_measured(report["measured"]))
   parts += [_unfit(k, f) for k, f in functions.items() if not f["fits"]]
   parts.append(_verdict(report))
   return "\n\n".join(parts)
@@ -192,33 +194,20 @@ def _iteration(report):
       "  responses that continue in later iterations are counted as if each "
       "ended in this one"
     )
+  lines += [*_estimates(i, report.get("transfer")), *_expected(i["expected"])]
   lines.append(
-    f"  {'':12}{'time':>12}{'real tokens':>14}{'computed':>14}{'useful':>9}"
-    f"{'useful MFU':>12}"
+    f"  {'':12}{'real tokens':>14}{'computed':>14}{'useful':>9}"
+    f"{'MFU at best':>14}"
   )
-  sent = {"transfer": report["transfer"]} if "transfer" in report else {}
-  for name, part in (i["parts"] | sent | {"all": i}).items():
-    cells = f"  {name:12}{_time(part['seconds']):>12}"
+  for name, part in (i["parts"] | {"all": i}).items():
     if "real_tokens" in part:
-      cells += f"{part['real_tokens']:>14}{part['computed_tokens']:>14}"
-      cells += f"{part['useful_fraction']:>9.1%}{part['mfu']:>12.1%}"
-    lines.append(cells)
-  if compiler := i["compiler"]:
-    lines.append(
-      f"  by libtpu's cycles {_time(compiler['seconds'])}, useful MFU "
-      f"{compiler['mfu']:.1%}: {_times(compiler['parts'])}"
-    )
-  for by, estimate in (("at best", i), ("by libtpu's cycles", compiler)):
-    if estimate:
       lines.append(
-        f"  {by}: {estimate['tokens_per_second']:.0f} sampled tokens/s, "
-        f"{estimate['tokens_per_second_per_chip']:.0f} a chip; with prompts "
-        f"{estimate['with_prompts_per_chip']:.0f} a chip"
+        f"  {name:12}{part['real_tokens']:>14}{part['computed_tokens']:>14}"
+        f"{part['useful_fraction']:>9.1%}{part['mfu']:>14.1%}"
       )
   generate, update = i["parts"]["generate"], i["parts"]["update"]
   in_use = " ".join(f"{x:.0%}" for x in generate["slots_in_use"])
   lines += [
-    f"  generate: {_times(generate['seconds_of'])}",
     f"  {generate['steps']} decode steps in {generate['segments']} segments; "
     f"of {generate['slots']} slots in use, by tenths:",
     f"    {in_use}",
@@ -227,6 +216,66 @@ def _iteration(report):
     f"{_time(update['optimizer_step_seconds'])} an optimizer step",
   ]
   return "\n".join(lines)
+
+
+def _estimates(i, transfer):
+  """The parts of an iteration, each by three estimates."""
+  by = {"at best": i, "by libtpu": i["compiler"], "expected": i["expected"]}
+  by = {name: estimate for name, estimate in by.items() if estimate}
+  row = lambda label, cells: (
+    f"  {label:28}" + "".join(f"{cell:>14}" for cell in cells)
+  )
+  lines = [row("an iteration", by)]
+  for part in i["expected"]["seconds_of"]:
+    seconds = (e["seconds_of"].get(part, 0) for e in by.values())
+    lines.append(row(part, map(_time, seconds)))
+  if transfer:
+    lines.append(row("transfer", [_time(transfer["seconds"])] * len(by)))
+  for label, key, cell in (
+    ("all", "seconds", _time),
+    ("useful MFU", "mfu", lambda x: f"{x:.1%}"),
+    ("sampled tokens/s", "tokens_per_second", lambda x: f"{x:.0f}"),
+    ("a chip", "tokens_per_second_per_chip", lambda x: f"{x:.0f}"),
+    ("a chip, with prompts", "with_prompts_per_chip", lambda x: f"{x:.0f}"),
+  ):
+    lines.append(row(label, [cell(e[key]) for e in by.values()]))
+  return lines
+
+
+def _expected(e):
+  added = {name: sum(parts.values()) for name, parts in e["added"].items()}
+  lines = [f"  expected adds {_times(added)}"]
+  learner, sampler = e["loads"]
+  for name, of in (
+    ("the update", learner),
+    ("a decode step", sampler[max(sampler)]),
+  ):
+    lines.append(
+      f"  experts of {name}: the busiest device has {of.busiest:.2f} times "
+      f"the mean load, a second chunk in {of.second:.0%} of layers"
+    )
+  lines.append(
+    f"  beside it, an iteration's share: evaluation {_time(e['evaluation'])}, "
+    f"checkpoint {_time(e['checkpoint'])}"
+  )
+  return lines
+
+
+def _measured(m):
+  lines = [
+    f"{'measured, ' + str(m['iterations']) + ' iterations':26}{'measured':>14}"
+    f"{'expected':>14}{'ratio':>9}"
+  ]
+  for part, (seconds, expected) in m["seconds"].items():
+    lines.append(
+      f"  {part:24}{_time(seconds):>14}{_time(expected):>14}"
+      f"{seconds / expected:>9.2f}"
+    )
+  derates = ", ".join(
+    f"{name} {'none' if value is None else f'{value:.3g}'}"
+    for name, value in m["derates"].items()
+  )
+  return "\n".join([*lines, f"  they would be equal with {derates}"])
 
 
 def _top(name, operations, estimated):

@@ -2,10 +2,12 @@
 
 A function takes its compiled time, as scheduled. The lengths, packed and
 scheduled as in a run, decide how often its parts run, which tokens a decode
-step reads, and how many a prefill computes. Rewards, packing, advantages and
-the host between segments are not counted, so `rollout.max_staleness`, which
-hides rewards, gains nothing. Dynamic sampling counts as one round. Partial
-rollouts are counted as if each response ended in its iteration.
+step reads, and how many a prefill computes. That is done three times: at best,
+by the compiler's cycles, and as expected, with `plan.derates`. Rewards, packing
+and the host are a number of seconds in the last alone, so that
+`rollout.max_staleness`, which hides rewards, gains nothing. Dynamic sampling
+counts as one round. Partial rollouts are counted as if each response ended in
+its iteration.
 """
 
 from collections.abc import Mapping
@@ -17,13 +19,16 @@ import numpy as np
 from gspo_jax.learner import packing
 from gspo_jax.learner.packing import RowTokens
 from gspo_jax.model import attention
-from gspo_jax.plan import lower_bounds
+from gspo_jax.plan import derates as plan_derates
+from gspo_jax.plan import lower_bounds, skew
+from gspo_jax.plan.derates import Derates
 from gspo_jax.plan.iteration.decoding import Decoding, decode_together, replay
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.plan.lower import Planned
 from gspo_jax.runtime import sharding
 
 _SAMPLING = "generate", "weights"  # parts of an iteration
+LEARNING = "score", "update", "host"  # of its seconds; the others are sampling
 
 
 class _Work(NamedTuple):
@@ -42,6 +47,7 @@ def cost(
   lengths: Lengths,
   transfer: Mapping[str, float] | None = None,
   tokens_a_step: float = 1.0,
+  derates: Derates = plan_derates.DERATES,
 ) -> dict:
   """The cost of an iteration, for JSON.
 
@@ -70,11 +76,12 @@ def cost(
   sampled, G = work.sampled, config.rollout.group_size
   with_prompts = sampled + G * int(lengths.prompts.sum())
 
-  def whole(parts):
-    seconds = _combine(parts, config, transfer)
+  def whole(seconds_of):
+    seconds = _combine(seconds_of, config, transfer)
     mfu = _ratio(total("model_flops"), seconds * peak)
     speed = sampled / seconds
     return {
+      "seconds_of": seconds_of,
       "seconds": seconds,
       "mfu": mfu,
       "tokens_per_second": speed,
@@ -82,11 +89,23 @@ def cost(
       "with_prompts_per_chip": with_prompts / seconds / chips,
     }
 
-  compiler = None
-  if topology.chip.clock is not None:
-    by_compiler = _parts(_by_compiler(functions), planned, work)
-    seconds = {name: part["seconds"] for name, part in by_compiler.items()}
-    compiler = whole(by_compiler) | {"parts": seconds}
+  stated = _by_compiler(functions)
+  by_compiler = _seconds(_parts(stated, planned, work))
+  loads = skew.loads(planned, derates.skew)
+  added = plan_derates.added(
+    stated,
+    by_compiler,
+    work.decoding,
+    work.rows,
+    work.needed,
+    planned.responses,
+    loads,
+    derates,
+  )
+  expected = {
+    part: seconds + sum(of.get(part, 0.0) for of in added.values())
+    for part, seconds in (by_compiler | {"host": 0.0}).items()
+  }
   return {
     "prompts": _summary(lengths.prompts),
     "responses": _summary(lengths.responses),
@@ -95,8 +114,37 @@ def cost(
     "real_tokens": real,
     "computed_tokens": computed,
     "useful_fraction": _ratio(real, computed),
-    **whole(parts),
-    "compiler": compiler,
+    **whole(_seconds(parts)),
+    "compiler": None if topology.chip.clock is None else whole(by_compiler),
+    "expected": whole(expected)
+    | {"added": added, "derates": derates._asdict(), "loads": loads}
+    | _beside(functions, planned, expected, work),
+  }
+
+
+def _seconds(parts) -> dict[str, float]:
+  """The seconds of an iteration, by part."""
+  alone = {n: parts[n]["seconds"] for n in ("weights", "score", "update")}
+  return parts["generate"]["seconds_of"] | alone
+
+
+def _beside(functions, planned, expected, work) -> dict:
+  """An iteration's share of evaluations and checkpoints, which come beside."""
+  config, steps = planned.config, work.decoding.steps
+  share = config.eval.prompts * config.eval.samples / planned.responses
+  # The longest response takes its steps among few others as well.
+  longest = min(config.sampler.max_new_tokens / steps, 1)
+  seconds = sum(
+    expected[part] * (max(share, longest) if part == "steps" else share)
+    for part in expected
+    if part not in (*LEARNING, "weights")
+  )
+  every = config.eval.every
+  state = functions["update"]["memory"]["arguments"]
+  saving = state / plan_derates.DERATES.to_host
+  return {
+    "evaluation": (seconds + expected["weights"]) / every if every else 0.0,
+    "checkpoint": saving / config.checkpoint.every,
   }
 
 
@@ -120,9 +168,9 @@ def _work(planned, lengths: Lengths, tokens_a_step: float) -> _Work:
   )
 
 
-def _combine(parts, config, transfer) -> float:
-  sampling = sum(parts[name]["seconds"] for name in _SAMPLING)
-  learning = sum(p["seconds"] for p in parts.values()) - sampling
+def _combine(seconds_of, config, transfer) -> float:
+  learning = sum(seconds_of.get(part, 0.0) for part in LEARNING)
+  sampling = sum(seconds_of.values()) - learning
   if transfer is None:
     return sampling + learning
   sampling += transfer["seconds"]
@@ -131,12 +179,12 @@ def _combine(parts, config, transfer) -> float:
 
 
 def _by_compiler(functions) -> dict:
-  """The reports, with the seconds of the compiler's estimate."""
+  """The reports, with the seconds of the compiler's estimate, if it has one."""
   reports = {}
   for name, report in functions.items():
     compiler = report["compiler"]
-    reports[name] = report | compiler
-    if "decode" in report:
+    reports[name] = report | (compiler or {})
+    if compiler and "decode" in report:
       reports[name]["decode"] = report["decode"] | compiler["decode"]
       reports[name]["fewer_slots"] = {
         slots: step | {"without_cache": step["compiler"]}
