@@ -38,7 +38,7 @@ import traceback
 
 from absl import flags
 
-from gspo_jax.plan import chips, derates, lower, measured
+from gspo_jax.plan import chips, lower, measured
 from gspo_jax.plan import table as plan_table
 from gspo_jax.plan.planner import plan
 from gspo_jax.program import command
@@ -68,14 +68,12 @@ _SPECULATION = flags.DEFINE_float(
 )
 _SKEW = flags.DEFINE_string(
   "skew",
-  f"{derates.DERATES.skew:g}",
-  "Coefficient of variation of the experts' popularity, 0: even; or a run's "
-  "metrics.jsonl with moe/load_max.",
+  "",
+  "Coefficient of variation of the experts' popularity, 0: even, default .8; "
+  "or metrics.jsonl of a run, for its moe/load_max.",
 )
 _MEASURED = flags.DEFINE_string(
-  "measured",
-  "",
-  "Compare the times of this metrics.jsonl of a run; needs --lengths.",
+  "measured", "", "metrics.jsonl of a run, whose times are set beside the plan."
 )
 _TOP = flags.DEFINE_integer("top", 0, "Show the N most expensive operations.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead.")

@@ -25,46 +25,37 @@ def read(path: str) -> list[dict]:
 def compare(rows: list[dict], expected: dict) -> dict:
   """Compares the iterations of a run with the `expected` part of a report.
 
-  A part is a median. `derates` has those with which the expected seconds are
-  the measured ones: the sampler's parts decide `hbm`, the learner's `kernels`,
-  and the rest of an iteration `host`. None: no value does.
+  `seconds` has medians beside what was expected. With `derates` these would be
+  equal: `hbm` by the sampler's time, `kernels` by the learner's, `host` by what
+  is left of an iteration. A share above 1 beats the time at best; None: the run
+  beats what no share changes.
   """
+  median = lambda name: statistics.median(row[name] for row in rows)
   # With its own devices, `time/generate` is the wait for the sampler.
-  generate = lambda row: row.get("time/rollout") or row["time/generate"]
-  median = lambda of: statistics.median(map(of, rows))
-  measured = {"generate": median(generate)} | {
-    name.removeprefix("time/"): median(lambda row, name=name: row[name])
-    for name in _TIMES[1:]
-  }
-  seconds_of, total = expected["seconds_of"], expected["seconds"]
-  of = {part: (part,) for part in LEARNING} | {
-    "generate": tuple(part for part in seconds_of if part not in LEARNING)
-  }
-  seconds = {part: sum(seconds_of[x] for x in of[part]) for part in of}
-  seconds["iteration"] = total
-  late = {part: measured[part] - seconds[part] for part in measured}
-  fit = lambda name, *parts: _fit(
-    expected["derates"][name],
-    sum(expected["added"][name].get(x, 0.0) for p in parts for x in of[p]),
-    sum(late[part] for part in parts),
-  )
-  # What is no part of an iteration is the host's.
-  rest = late["iteration"] - sum(
-    late[p] for p in ("generate", "score", "update")
-  )
+  sampler = "time/rollout" if "time/rollout" in rows[0] else "time/generate"
+  generate, score, update, whole = map(median, (sampler, *_TIMES[1:]))
+  of, derates = expected["seconds_of"], expected["derates"]
+  sampling = sum(of[part] for part in of if part not in LEARNING)
+
+  def share(name, late):
+    added = sum(expected["added"][name].values())
+    at_full_rate = added / (1 / derates[name] - 1)
+    seconds = at_full_rate + added + late
+    return at_full_rate / seconds if seconds > 0 else None
+
+  learning = score + update
+  host = max(whole - generate - learning, 0)
   return {
     "iterations": len(rows),
-    "seconds": {p: (measured[p], seconds[p]) for p in measured},
+    "seconds": {
+      "generate": (generate, sampling),
+      "score": (score, of["score"]),
+      "update": (update, of["update"]),
+      "iteration": (whole, expected["seconds"]),
+    },
     "derates": {
-      "hbm": fit("hbm", "generate"),
-      "kernels": fit("kernels", "score", "update"),
-      "host": expected["derates"]["host"] * (1 + rest / seconds["host"]),
+      "hbm": share("hbm", generate - sampling),
+      "kernels": share("kernels", learning - of["score"] - of["update"]),
+      "host": derates["host"] * host / of["host"],
     },
   }
-
-
-def _fit(derate: float, added: float, late: float) -> float | None:
-  """The share that adds `late` more seconds than `derate` adds."""
-  at_full_rate = added / (1 / derate - 1)
-  seconds = at_full_rate / derate + late
-  return at_full_rate / seconds if seconds > 0 else None

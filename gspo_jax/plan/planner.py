@@ -9,7 +9,7 @@ from gspo_jax.plan import chips, lower, roofline
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan import memory as plan_memory
 from gspo_jax.plan import skew as plan_skew
-from gspo_jax.plan.derates import DERATES
+from gspo_jax.plan.derates import Derates
 from gspo_jax.plan.iteration import cost as iteration_cost
 from gspo_jax.plan.iteration import lengths as plan_lengths
 from gspo_jax.program import settings
@@ -63,7 +63,9 @@ def plan(
   )
   program = build_program(config, mesh, sampler_devices=sampler_devices)
   plan_memory.reward_model_bytes(config, mesh)  # raises before it compiles
-  uneven = plan_skew.parse(skew, program.cfg) if skew else DERATES.skew
+  derates = Derates()
+  if skew:
+    derates = derates._replace(skew=plan_skew.parse(skew, program.cfg))
   transfer = _transfer(program, topology) if sampler_devices else None
   drawn = lengths and plan_lengths.draw(lengths, config, program.tokenizer)
   planned = lower.Planned(config, program, topology)
@@ -75,12 +77,7 @@ def plan(
     print("scheduling an iteration ...", file=sys.stderr, flush=True)
     with Progress("scheduling", file=sys.stderr):
       iteration = iteration_cost.cost(
-        results,
-        planned,
-        drawn,
-        transfer,
-        speculation,
-        DERATES._replace(skew=uneven),
+        results, planned, drawn, derates, transfer, speculation
       )
   return {
     "topology": str(topology),

@@ -22,13 +22,14 @@ def render(report: dict, *, top: int = 0) -> str:
   if costed:
     parts.append(_costs(costed))
   for name, f in costed.items():
-    parts.append(_collectives(name, f["collectives"]))
     if "decode" in f:
       parts.append(_decode(f["decode"], f["compiler"]))
     if top:
       parts.append(_top(name, f["top"][:top], bool(f["compiler"])))
-    if f["loops"] or f["branches"] or f["unknown_kernels"]:
-      parts.append(_data_dependent(name, f))
+    for kernel, count in f["unknown_kernels"].items():
+      parts.append(
+        f"{name}: {count:g} x {kernel} of unknown FLOPs, not counted"
+      )
   if room := functions.get("generate", {}).get("pages"):
     parts.append(_room(room))
   if "lengths" in report:
@@ -92,7 +93,10 @@ def _memory(report):
 def _costs(functions):
   flops = lambda key: lambda f: f"{f[key]:.3e}"
   seconds = lambda key: lambda f: _time(f["seconds"][key])
-  mfu = lambda f: f"{f['mfu']:.1%}"
+  whole = (
+    ("time: as scheduled", seconds("scheduled")),
+    ("MFU: as scheduled", lambda f: f"{f['mfu']:.1%}"),
+  )
   rows = (
     ("FLOPs", flops("flops")),
     ("of which attention kernels", flops("attention_flops")),
@@ -102,10 +106,8 @@ def _costs(functions):
     ("roofline of operations", seconds("roofline")),
     ("collectives", seconds("collectives")),
     ("of which not covered", seconds("stalled")),
-    ("time: as scheduled", seconds("scheduled")),
-    ("MFU: as scheduled", mfu),
   )
-  work = _table("work a device and call", functions, rows)
+  work = _table("work a device and call", functions, (*rows, *whole))
   compiler = {name: f["compiler"] for name, f in functions.items()}
   if None in compiler.values():
     return f"{work}\nby the compiler's cycles: it states none for a GPU"
@@ -113,25 +115,9 @@ def _costs(functions):
   rows = (
     ("operations", seconds("roofline")),
     ("of which it estimates", lambda f: f"{f['share']:.0%}"),
-    ("time: as scheduled", seconds("scheduled")),
-    ("MFU: as scheduled", mfu),
   )
   title = f"by libtpu's cycles, {clock:.2f} GHz"
-  return f"{work}\n{_table(title, compiler, rows)}"
-
-
-def _collectives(name, collectives):
-  lines = [
-    f"{name + ': collectives':34}{'group':>8}{'count':>10}{'wire, GB':>12}"
-    f"{'time':>12}"
-  ]
-  for c in collectives:
-    kind = c["kind"] + (", asynchronous" if c["asynchronous"] else "")
-    lines.append(
-      f"  {kind:32}{c['group']:>8}{c['count']:>10.0f}{_gb(c['wire']):>12}"
-      f"{_time(c['seconds']):>12}"
-    )
-  return "\n".join(lines if collectives else [*lines, "  none"])
+  return f"{work}\n{_table(title, compiler, (*rows, *whole))}"
 
 
 def _decode(d, by_compiler):
@@ -149,18 +135,14 @@ def _decode(d, by_compiler):
   if by_compiler:
     seconds = by_compiler["decode"]["seconds"]["scheduled"]
     lines.append(f"  {_time(seconds)} by libtpu's cycles")
-  if not paged:
-    return "\n".join(
-      [*lines, f"  above: the prefill and {d['steps']} such steps"]
+  if paged:
+    counted = "of it" if d["kernel"] else "more, not counted:"
+    lines.append(
+      f"  {counted} {_gb(d['pages_bytes'])} GB, {_time(d['pages_seconds'])}, "
+      "to read all pages"
     )
-  pages = f"{_gb(d['pages_bytes'])} GB, {_time(d['pages_seconds'])}"
-  reads = (
-    f"  {pages} of it to read all pages; less if fewer are full"
-    if d["kernel"]
-    else f"  not counted: {pages} to read all pages in blocks, without a kernel"
-  )
-  above = f"  above: a segment of {d['steps']} such steps"
-  return "\n".join([*lines, reads, above])
+  above = "a segment of" if paged else "the prefill and"
+  return "\n".join([*lines, f"  above: {above} {d['steps']} such steps"])
 
 
 def _room(room):
@@ -195,25 +177,12 @@ def _iteration(report):
       "ended in this one"
     )
   lines += [*_estimates(i, report.get("transfer")), *_expected(i["expected"])]
-  lines.append(
-    f"  {'':12}{'real tokens':>14}{'computed':>14}{'useful':>9}"
-    f"{'MFU at best':>14}"
-  )
-  for name, part in (i["parts"] | {"all": i}).items():
-    if "real_tokens" in part:
-      lines.append(
-        f"  {name:12}{part['real_tokens']:>14}{part['computed_tokens']:>14}"
-        f"{part['useful_fraction']:>9.1%}{part['mfu']:>14.1%}"
-      )
-  generate, update = i["parts"]["generate"], i["parts"]["update"]
-  in_use = " ".join(f"{x:.0%}" for x in generate["slots_in_use"])
+  decoding, update = i["decoding"], i["learning"]["update"]
+  rows = (f"{sums[0]} of {n}" for n, sums in decoding["by_rows"].items())
   lines += [
-    f"  {generate['steps']} decode steps in {generate['segments']} segments; "
-    f"of {generate['slots']} slots in use, by tenths:",
-    f"    {in_use}",
-    f"  {update['micro_batches']} micro-batches of "
-    f"{_time(update['micro_batch_seconds'])} in the update, and "
-    f"{_time(update['optimizer_step_seconds'])} an optimizer step",
+    f"  decode steps by their rows: {', '.join(rows)}",
+    f"  {update['micro_batches']} micro-batches in the update; of their tokens "
+    f"{update['real'] / update['computed']:.1%} are real",
   ]
   return "\n".join(lines)
 
@@ -233,10 +202,9 @@ def _estimates(i, transfer):
     lines.append(row("transfer", [_time(transfer["seconds"])] * len(by)))
   for label, key, cell in (
     ("all", "seconds", _time),
-    ("useful MFU", "mfu", lambda x: f"{x:.1%}"),
-    ("sampled tokens/s", "tokens_per_second", lambda x: f"{x:.0f}"),
-    ("a chip", "tokens_per_second_per_chip", lambda x: f"{x:.0f}"),
-    ("a chip, with prompts", "with_prompts_per_chip", lambda x: f"{x:.0f}"),
+    ("useful MFU", "mfu", "{:.1%}".format),
+    ("sampled tokens/s a chip", "tokens_per_second_per_chip", "{:.0f}".format),
+    ("with prompts", "with_prompts_per_chip", "{:.0f}".format),
   ):
     lines.append(row(label, [cell(e[key]) for e in by.values()]))
   return lines
@@ -244,21 +212,17 @@ def _estimates(i, transfer):
 
 def _expected(e):
   added = {name: sum(parts.values()) for name, parts in e["added"].items()}
-  lines = [f"  expected adds {_times(added)}"]
   learner, sampler = e["loads"]
-  for name, of in (
-    ("the update", learner),
-    ("a decode step", sampler[max(sampler)]),
-  ):
-    lines.append(
-      f"  experts of {name}: the busiest device has {of.busiest:.2f} times "
-      f"the mean load, a second chunk in {of.second:.0%} of layers"
-    )
-  lines.append(
+  one, step = learner, sampler[max(sampler)]
+  return [
+    f"  expected adds {_times(added)}",
+    "  experts of the busiest device, in the update and in a decode step: "
+    f"{one.busiest:.2f} and",
+    f"    {step.busiest:.2f} times the mean load; a second chunk in "
+    f"{one.second:.0%} and {step.second:.0%} of layers",
     f"  beside it, an iteration's share: evaluation {_time(e['evaluation'])}, "
-    f"checkpoint {_time(e['checkpoint'])}"
-  )
-  return lines
+    f"checkpoint {_time(e['checkpoint'])}",
+  ]
 
 
 def _measured(m):
@@ -290,19 +254,6 @@ def _top(name, operations, estimated):
       f"{by_libtpu(_time(t['compiler_seconds']))}"
       f"{t['flops']:>11.2e}{_gb(t['hbm_bytes']):>11}"
     )
-  return "\n".join(lines)
-
-
-def _data_dependent(name, f):
-  lines = [f"{name}: depends on data"]
-  for kind, counted in (("loops", "counted once"), ("branches", "not counted")):
-    for o in f[kind]:
-      lines.append(
-        f"  {_tail(o['source'], 48):48} {o['times']:g} x "
-        f"{_time(o['seconds'])}, {counted}"
-      )
-  for kernel, count in f["unknown_kernels"].items():
-    lines.append(f"  {count:g} x kernel {kernel} of unknown FLOPs, not counted")
   return "\n".join(lines)
 
 

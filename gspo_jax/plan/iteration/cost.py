@@ -27,15 +27,13 @@ from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.plan.lower import Planned
 from gspo_jax.runtime import sharding
 
-_SAMPLING = "generate", "weights"  # parts of an iteration
-LEARNING = "score", "update", "host"  # of its seconds; the others are sampling
+LEARNING = "score", "update", "host"  # parts of an iteration; others sample
 
 
 class _Work(NamedTuple):
   """What an iteration computes, whatever that costs."""
 
   decoding: Decoding
-  sampled: int  # tokens
   rows: Mapping[str, RowTokens]  # of each function that reads packed rows
   needed: float  # see `_needed_share`
   flops: Mapping[str, float]  # see `_model_flops`
@@ -45,9 +43,9 @@ def cost(
   functions: Mapping[str, dict],
   planned: Planned,
   lengths: Lengths,
+  derates: Derates,
   transfer: Mapping[str, float] | None = None,
   tokens_a_step: float = 1.0,
-  derates: Derates = plan_derates.DERATES,
 ) -> dict:
   """The cost of an iteration, for JSON.
 
@@ -65,43 +63,26 @@ def cost(
   peak = topology.chip.flops * devices
   chips = devices / topology.chip.on_chip
   work = _work(planned, lengths, tokens_a_step)
-  parts = _parts(functions, planned, work)
-  for name, part in parts.items():
-    if "model_flops" in part:
-      mesh = program.sampler.mesh if name in _SAMPLING else program.mesh
-      at_peak = part["seconds"] * topology.chip.flops * mesh.size
-      part["mfu"] = _ratio(part["model_flops"], at_peak)
-  total = lambda key: sum(part.get(key, 0) for part in parts.values())
-  real, computed = total("real_tokens"), total("computed_tokens")
-  sampled, G = work.sampled, config.rollout.group_size
+  sampled, G = int(lengths.responses.sum()), config.rollout.group_size
   with_prompts = sampled + G * int(lengths.prompts.sum())
 
   def whole(seconds_of):
     seconds = _combine(seconds_of, config, transfer)
-    mfu = _ratio(total("model_flops"), seconds * peak)
-    speed = sampled / seconds
     return {
       "seconds_of": seconds_of,
       "seconds": seconds,
-      "mfu": mfu,
-      "tokens_per_second": speed,
-      "tokens_per_second_per_chip": speed / chips,
+      "mfu": sum(work.flops.values()) / (seconds * peak),
+      "tokens_per_second_per_chip": sampled / seconds / chips,
       "with_prompts_per_chip": with_prompts / seconds / chips,
     }
 
   stated = _by_compiler(functions)
-  by_compiler = _seconds(_parts(stated, planned, work))
+  by_compiler = _seconds(stated, planned, work)
   loads = skew.loads(planned, derates.skew)
   added = plan_derates.added(
-    stated,
-    by_compiler,
-    work.decoding,
-    work.rows,
-    work.needed,
-    planned.responses,
-    loads,
-    derates,
+    stated, by_compiler, work.decoding, work.rows, work.needed, loads, derates
   )
+  added["host"] = {"host": derates.host * planned.responses}
   expected = {
     part: seconds + sum(of.get(part, 0.0) for of in added.values())
     for part, seconds in (by_compiler | {"host": 0.0}).items()
@@ -110,41 +91,32 @@ def cost(
     "prompts": _summary(lengths.prompts),
     "responses": _summary(lengths.responses),
     "continues": config.rollout.max_tokens_per_iteration > 0,
-    "parts": parts,
-    "real_tokens": real,
-    "computed_tokens": computed,
-    "useful_fraction": _ratio(real, computed),
-    **whole(_seconds(parts)),
+    "decoding": work.decoding._asdict(),
+    "learning": {name: rows._asdict() for name, rows in work.rows.items()},
+    "needed_blocks": work.needed,
+    "model_flops": work.flops,
+    **whole(_seconds(functions, planned, work)),
     "compiler": None if topology.chip.clock is None else whole(by_compiler),
     "expected": whole(expected)
     | {"added": added, "derates": derates._asdict(), "loads": loads}
-    | _beside(functions, planned, expected, work),
+    | _beside(functions, planned, expected, work, derates),
   }
 
 
-def _seconds(parts) -> dict[str, float]:
-  """The seconds of an iteration, by part."""
-  alone = {n: parts[n]["seconds"] for n in ("weights", "score", "update")}
-  return parts["generate"]["seconds_of"] | alone
-
-
-def _beside(functions, planned, expected, work) -> dict:
+def _beside(functions, planned, expected, work, derates) -> dict:
   """An iteration's share of evaluations and checkpoints, which come beside."""
-  config, steps = planned.config, work.decoding.steps
+  config = planned.config
   share = config.eval.prompts * config.eval.samples / planned.responses
   # The longest response takes its steps among few others as well.
-  longest = min(config.sampler.max_new_tokens / steps, 1)
-  seconds = sum(
-    expected[part] * (max(share, longest) if part == "steps" else share)
-    for part in expected
-    if part not in (*LEARNING, "weights")
-  )
-  every = config.eval.every
+  longest = min(config.sampler.max_new_tokens / work.decoding.steps, 1)
+  steps = expected["steps"] * max(share, longest)
+  others = sum(expected[x] for x in ("prefill", "reading", "waiting", "moves"))
+  evaluation = expected["weights"] + steps + share * others
   state = functions["update"]["memory"]["arguments"]
-  saving = state / plan_derates.DERATES.to_host
+  every = config.eval.every
   return {
-    "evaluation": (seconds + expected["weights"]) / every if every else 0.0,
-    "checkpoint": saving / config.checkpoint.every,
+    "evaluation": evaluation / every if every else 0.0,
+    "checkpoint": state / derates.to_host / config.checkpoint.every,
   }
 
 
@@ -161,7 +133,6 @@ def _work(planned, lengths: Lengths, tokens_a_step: float) -> _Work:
   rows = learner.row_tokens(*lengths, packed)
   return _Work(
     decoding,
-    int(lengths.responses.sum()),
     rows,
     _needed_share(program, lengths, packed),
     _model_flops(program, lengths, rows),
@@ -193,44 +164,19 @@ def _by_compiler(functions) -> dict:
   return reports
 
 
-def _parts(functions, planned: Planned, work: _Work) -> dict:
-  continuous, flops = planned.program.sampler.generate.batching, work.flops
-  score = dict(work.rows)
-  update = {"update": score.pop("update")}
-  seconds = lambda part: functions["update"]["parts"][part]["seconds"][
-    "scheduled"
-  ]
-  minibatches = planned.config.learner.minibatches
-  sampling = _sampling_seconds(functions, planned, work.decoding)
-  slot_steps = work.decoding.slot_steps
-  return {
-    "generate": {
-      "seconds": sum(sampling.values()),
-      "seconds_of": sampling,
-      "real_tokens": work.sampled,
-      "computed_tokens": slot_steps,
-      "useful_fraction": work.sampled / slot_steps,
-      "model_flops": flops["generate"],
-      **work.decoding._asdict(),
-    },
-    "weights": {
-      "seconds": functions["decode_params"]["seconds"]["scheduled"]
-      if continuous
-      else 0.0
-    },
-    "score": _rows(functions, score, work.needed)
-    | {"model_flops": flops["score"]},
-    "update": _rows(functions, update, work.needed)
-    | {
-      "model_flops": flops["update"],
-      "micro_batch_seconds": seconds("micro_batch"),
-      "optimizer_step_seconds": seconds("rest") / minibatches,
-    },
-  }
-
-
-def _ratio(a, b):
-  return a / b if b else 0.0
+def _seconds(functions, planned: Planned, work: _Work) -> dict[str, float]:
+  """Of the parts of an iteration."""
+  seconds = _sampling_seconds(functions, planned, work.decoding)
+  weights = functions.get("decode_params", {"seconds": {"scheduled": 0.0}})
+  seconds |= {"weights": weights["seconds"]["scheduled"], "score": 0.0}
+  for name, rows in work.rows.items():
+    one, rest = (functions[name]["parts"][x] for x in ("micro_batch", "rest"))
+    computed = one["seconds"]["scheduled"]
+    computed -= (1 - work.needed) * one["block_seconds"]
+    total = rest["seconds"]["scheduled"] + rows.micro_batches * computed
+    part = "update" if name == "update" else "score"
+    seconds[part] = seconds.get(part, 0.0) + total
+  return seconds
 
 
 def _summary(lengths) -> dict:
@@ -256,7 +202,7 @@ def _model_flops(program, lengths: Lengths, rows) -> dict[str, float]:
   # Without the output head.
   critic = flops(cfg, sequences, 0) if state.critic is not None else 0.0
   if scored := rows.get("old_logps"):
-    score += whole * _ratio(scored.real, rows["update"].real)
+    score += whole * scored.real / rows["update"].real
   if "reference_and_values" in rows:
     teachers = [flops(t.cfg, sequences, responses) for t in program.teachers]
     mean = sum(teachers) / max(len(teachers), 1)
@@ -284,26 +230,6 @@ def _needed_share(program, lengths, packed) -> float:
   used = np.arange(fullest.shape[1]) < packed.num_micro_batches[:, None]
   n = -(-cfg.width // block)
   return fullest[used].mean() / (n * (n + 1) / 2)
-
-
-def _rows(functions, tokens: dict[str, RowTokens], needed) -> dict:
-  total = lambda key: sum(getattr(rows, key) for rows in tokens.values())
-  seconds = 0.0
-  for name, rows in tokens.items():
-    one, rest = (
-      functions[name]["parts"][part]["seconds"]["scheduled"]
-      for part in ("micro_batch", "rest")
-    )
-    skipped = functions[name]["parts"]["micro_batch"]["block_seconds"]
-    seconds += rest + rows.micro_batches * (one - (1 - needed) * skipped)
-  return {
-    "seconds": seconds,
-    "micro_batches": total("micro_batches"),
-    "real_tokens": total("real"),
-    "computed_tokens": total("computed"),
-    "useful_fraction": _ratio(total("real"), total("computed")),
-    "needed_blocks": needed,
-  }
 
 
 def _sampling_seconds(functions, planned: Planned, decoding: Decoding) -> dict:
