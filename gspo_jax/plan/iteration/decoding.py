@@ -27,8 +27,6 @@ class Steps(NamedTuple):
 
 class Decoding(NamedTuple):
   steps: int  # decode steps
-  segments: int  # calls of the decoding program
-  slots: int  # rows of a step, if all are computed
   slot_steps: int  # computed rows, summed over steps
   prefilled: int  # tokens of all prefills, padding included
   by_rows: dict[int, Steps]  # by the rows of a step
@@ -64,8 +62,6 @@ class CountingSampler:
     steps, computed = np.array(self._segments).T
     return Decoding(
       steps=int(steps.sum()),
-      segments=len(steps),
-      slots=self._slots,
       slot_steps=int(steps @ computed),
       prefilled=self._prefilled,
       by_rows=self._by_rows,
@@ -175,8 +171,6 @@ def decode_together(lengths: Lengths, config: Config, shards: int) -> Decoding:
   cached = steps * (P * S + B * longest / 2)
   return Decoding(
     steps=steps,
-    segments=1,
-    slots=B,
     slot_steps=B * longest,
     prefilled=P * S,
     by_rows={B: Steps(steps, cached / shards, cached / shards)},
