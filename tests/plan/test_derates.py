@@ -132,10 +132,9 @@ def test_a_fit_finds_the_derates_that_made_the_times(flagship, tmp_path):
   row = dict(zip(measured._TIMES, seconds, strict=True))
   compiling = {name: 9 * value for name, value in row.items()}
   path = tmp_path / "metrics.jsonl"
-  rows = (compiling, {"eval/pass@1": 0.5}, row, row)
-  path.write_text("".join(json.dumps(x) + "\n" for x in rows))
+  lines = (compiling, {"eval/pass@1": 0.5}, row)
+  path.write_text("".join(json.dumps(x) + "\n" for x in lines))
   rows = measured.read(str(path))
-  assert len(rows) == 2
   found = measured.compare(rows, plain)
   assert found["derates"] == pytest.approx(derates)
   ratio = lambda part: np.divide(*found["seconds"][part])
@@ -143,12 +142,10 @@ def test_a_fit_finds_the_derates_that_made_the_times(flagship, tmp_path):
   # With devices of its own, the sampler's time is not the wait for it.
   waits = [x | {"time/rollout": 2 * generate} for x in rows]
   assert measured.compare(waits, plain)["derates"]["hbm"] < derates["hbm"]
-
-
-def test_times_that_no_share_explains_have_none(flagship):
+  # Nothing explains a run that is faster than what no share changes.
   rows = [dict.fromkeys(measured._TIMES, 1e-3)]
-  found = measured.compare(rows, flagship()["expected"])["derates"]
-  assert (found["hbm"], found["kernels"], found["host"]) == (None, None, 0)
+  found = measured.compare(rows, plain)["derates"]
+  assert found == {"hbm": None, "kernels": None, "host": 0}
 
 
 CFG = variant("qwen3-30b-a3b")

@@ -255,12 +255,6 @@ def continuous(config):
   return config
 
 
-def with_reading(**reading):
-  generate = FUNCTIONS["generate"]
-  decode = generate["decode"] | {"reading": reading}
-  return FUNCTIONS | {"generate": generate | {"decode": decode}}
-
-
 def test_each_segment_costs_what_its_program_does(continuous):
   """A step of all slots, and one of a part of them, when few sample."""
   continuous.continuous_batching.slots = P * G
@@ -284,7 +278,8 @@ def test_each_step_waits_for_the_fullest_shard(continuous):
   prompts = np.full(P, S)
   one = np.where(np.arange(P * G) < P * G // 2, R, 1)
   both = np.where(np.arange(P * G) % 2, R, 1)
-  reading = with_reading(row=0.0, block=1.0)
+  reading = copy.deepcopy(FUNCTIONS)
+  reading["generate"]["decode"]["reading"]["block"] = 1.0
   found = [
     cost(continuous, Lengths(prompts, x), reading)[0] for x in (one, both)
   ]

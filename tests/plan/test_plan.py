@@ -95,7 +95,6 @@ def test_the_update_is_its_micro_batches_and_its_optimizer_steps(fitting):
 def test_an_iteration_is_the_parts_that_its_lengths_need(fitting):
   iteration, functions = fitting["iteration"], fitting["functions"]
   assert iteration["responses"]["count"] == 8 * 4
-  assert iteration["responses"]["mean"] == pytest.approx(0.4 * 12, rel=0.05)
   one, rest = (
     functions["update"]["parts"][part]["seconds"]["scheduled"]
     for part in ("micro_batch", "rest")
