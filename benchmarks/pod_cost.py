@@ -58,16 +58,14 @@ def plan(tokens: int, chips: int) -> dict:
     return cell | {
       "reasons": [x["reason"] for x in report["functions"].values()]
     }
-  parts = found["parts"]
-  seconds = parts["generate"]["seconds_of"] | {
-    name: parts[name]["seconds"] for name in ("score", "update")
-  }
+  expected = found["expected"]
+  whole = "seconds", "mfu", "tokens_per_second_per_chip", "seconds_of"
+  beside = "added", "loads", "evaluation", "checkpoint"
   return cell | {
-    "seconds": found["seconds"],
+    **{key: found[key] for key in whole},
     "by_libtpu": found["compiler"]["seconds"],
-    "mfu": found["mfu"],
-    "tokens_per_second_per_chip": found["tokens_per_second_per_chip"],
-    "seconds_of": seconds,
+    "by_libtpu_of": found["compiler"]["seconds_of"],
+    "expected": {key: expected[key] for key in (*whole, *beside)},
   }
 
 
@@ -94,10 +92,15 @@ def draw(cells: list[dict], path: Path) -> None:
       ax.bar(labels, heights, bottom=bottom, label=part)
       bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
     ax.plot(labels, [cell["by_libtpu"] for cell in shown], "k_", ms=18)
+    # A cell of an older plan has none.
+    expected = [cell.get("expected", {}).get("seconds") for cell in shown]
+    ax.plot(labels, [x or float("nan") for x in expected], "kD", ms=5)
     name = "tokens of the longest response" if x == "tokens" else x
     ax.set(xlabel=f"{name}, {at:,} {fixed}", ylabel="seconds an iteration")
   axes[0].legend()
-  figure.suptitle("planned, at best; by libtpu's cycles the line above")
+  figure.suptitle(
+    "planned, at best; line: by libtpu's cycles; diamond: expected"
+  )
   figure.savefig(path, dpi=110)
 
 

@@ -25,6 +25,11 @@ SLACK = 1.25  # rows of a chunk / mean load
 _TILE = 128  # a chunk's rows: a multiple of this, or all rows
 
 
+def chunk_rows(rows: int, num_shards: int) -> int:
+  """The rows of a chunk where all devices together have so many."""
+  return -(-int(SLACK * rows) // (num_shards * _TILE)) * _TILE
+
+
 def project_down(h_AF, weights_A, down, sizes_e, limit):
   """`w * down(gated(gate x, up x))` of the gates and ups of rows: [A, D].
 
@@ -51,8 +56,7 @@ def apply(
   """
   (M, k), e = experts_Mk.shape, len(gate_up.weight)
   max_rows = M * min(k, e)
-  tiles = -(-int(SLACK * M * k) // (num_shards * _TILE))
-  A = min(max_rows, tiles * _TILE)
+  A = min(max_rows, chunk_rows(M * k, num_shards))
   local_Mk = (experts_Mk >= 0) & (experts_Mk < e)
   key = jnp.where(local_Mk, experts_Mk, e).reshape(-1)
   ends_e = jnp.cumsum(jnp.bincount(key, length=e + 1)[:e])

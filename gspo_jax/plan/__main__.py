@@ -19,6 +19,12 @@ the first.
   --lengths=lognormal:mean=.25,sigma=1,group=.5
   --lengths=runs/tiny/lengths.txt
 
+Of TPUs it has three columns: at best, by libtpu's cycles, and expected, by the
+numbers of plan/derates.py. `--skew=.8` is how unevenly experts are chosen, the
+coefficient of variation of their popularity; `--skew=runs/a/metrics.jsonl`, as
+the last `moe/load_max` of a run says. `--measured=runs/a/metrics.jsonl` sets
+the times of a run beside it, with the derates that would have expected them.
+
 With `continuous_batching.speculation`, `--speculation=1.3` adds 1.3 tokens to a
 response in a step that drafts.
 
@@ -32,10 +38,11 @@ import traceback
 
 from absl import flags
 
-from gspo_jax.plan import chips, lower
+from gspo_jax.plan import chips, lower, measured
 from gspo_jax.plan import table as plan_table
 from gspo_jax.plan.planner import plan
 from gspo_jax.program import command
+from gspo_jax.runtime.errors import UserError
 
 _TOPOLOGY = flags.DEFINE_string(
   "topology",
@@ -59,6 +66,15 @@ _LENGTHS = flags.DEFINE_string(
 _SPECULATION = flags.DEFINE_float(
   "speculation", 1.0, "Tokens of a response in a step that drafts."
 )
+_SKEW = flags.DEFINE_string(
+  "skew",
+  "",
+  "Coefficient of variation of the experts' popularity, 0: even, default .8; "
+  "or metrics.jsonl of a run, for its moe/load_max.",
+)
+_MEASURED = flags.DEFINE_string(
+  "measured", "", "metrics.jsonl of a run, whose times are set beside the plan."
+)
 _TOP = flags.DEFINE_integer("top", 0, "Show the N most expensive operations.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead.")
 _START = (
@@ -75,6 +91,11 @@ def main() -> None:
 
 
 def _plan() -> int:
+  if _MEASURED.value and not _LENGTHS.value:
+    raise UserError(
+      f"--measured={_MEASURED.value}: expected --lengths, those of the run"
+    )
+  rows = measured.read(_MEASURED.value) if _MEASURED.value else []
   report = plan(
     flags.FLAGS.config,
     chips.parse(_TOPOLOGY.value),
@@ -82,7 +103,11 @@ def _plan() -> int:
     functions=lower.FUNCTIONS if _FUNCTIONS.value is None else _FUNCTIONS.value,
     lengths=_LENGTHS.value,
     speculation=_SPECULATION.value,
+    skew=_SKEW.value,
   )
+  if rows and report.get("iteration"):
+    expected = report["iteration"]["expected"]
+    report["measured"] = measured.compare(rows, expected)
   report["config"] = flags.FLAGS["config"].config_filename
   if _JSON.value:
     print(json.dumps(report))

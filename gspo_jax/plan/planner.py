@@ -8,6 +8,8 @@ import jax
 from gspo_jax.plan import chips, lower, roofline
 from gspo_jax.plan import compile as plan_compile
 from gspo_jax.plan import memory as plan_memory
+from gspo_jax.plan import skew as plan_skew
+from gspo_jax.plan.derates import Derates
 from gspo_jax.plan.iteration import cost as iteration_cost
 from gspo_jax.plan.iteration import lengths as plan_lengths
 from gspo_jax.program import settings
@@ -28,13 +30,15 @@ def plan(
   functions: Sequence[str] = FUNCTIONS,
   lengths: str = "",
   speculation: float = 1.0,
+  skew: str = "",
 ) -> dict:
   """Compiles and costs `functions`; returns the report that `--json` prints.
 
   `lengths` (see `plan.iteration.lengths`) adds the cost of an iteration,
-  whose steps with drafts add `speculation` tokens to a response. Raises
-  UserError if the compiler is missing, an argument is invalid, or the config
-  cannot work on the topology.
+  whose steps with drafts add `speculation` tokens to a response, and whose
+  experts are as uneven as `skew` says (see `plan.skew`). Raises UserError if
+  the compiler is missing, an argument is invalid, or the config cannot work on
+  the topology.
   """
   if slices < 1:
     raise UserError(f"--slices={slices}: expected at least 1")
@@ -59,6 +63,9 @@ def plan(
   )
   program = build_program(config, mesh, sampler_devices=sampler_devices)
   plan_memory.reward_model_bytes(config, mesh)  # raises before it compiles
+  derates = Derates()
+  if skew:
+    derates = derates._replace(skew=plan_skew.parse(skew, program.cfg))
   transfer = _transfer(program, topology) if sampler_devices else None
   drawn = lengths and plan_lengths.draw(lengths, config, program.tokenizer)
   planned = lower.Planned(config, program, topology)
@@ -70,7 +77,7 @@ def plan(
     print("scheduling an iteration ...", file=sys.stderr, flush=True)
     with Progress("scheduling", file=sys.stderr):
       iteration = iteration_cost.cost(
-        results, planned, drawn, transfer, speculation
+        results, planned, drawn, derates, transfer, speculation
       )
   return {
     "topology": str(topology),

@@ -22,17 +22,20 @@ def render(report: dict, *, top: int = 0) -> str:
   if costed:
     parts.append(_costs(costed))
   for name, f in costed.items():
-    parts.append(_collectives(name, f["collectives"]))
     if "decode" in f:
       parts.append(_decode(f["decode"], f["compiler"]))
     if top:
       parts.append(_top(name, f["top"][:top], bool(f["compiler"])))
-    if f["loops"] or f["branches"] or f["unknown_kernels"]:
-      parts.append(_data_dependent(name, f))
+    for kernel, count in f["unknown_kernels"].items():
+      parts.append(
+        f"{name}: {count:g} x {kernel} of unknown FLOPs, not counted"
+      )
   if room := functions.get("generate", {}).get("pages"):
     parts.append(_room(room))
   if "lengths" in report:
     parts.append(_iteration(report))
+  if "measured" in report:
+    parts.append(_measured(report["measured"]))
   parts += [_unfit(k, f) for k, f in functions.items() if not f["fits"]]
   parts.append(_verdict(report))
   return "\n\n".join(parts)
@@ -90,7 +93,10 @@ def _memory(report):
 def _costs(functions):
   flops = lambda key: lambda f: f"{f[key]:.3e}"
   seconds = lambda key: lambda f: _time(f["seconds"][key])
-  mfu = lambda f: f"{f['mfu']:.1%}"
+  whole = (
+    ("time: as scheduled", seconds("scheduled")),
+    ("MFU: as scheduled", lambda f: f"{f['mfu']:.1%}"),
+  )
   rows = (
     ("FLOPs", flops("flops")),
     ("of which attention kernels", flops("attention_flops")),
@@ -100,10 +106,8 @@ def _costs(functions):
     ("roofline of operations", seconds("roofline")),
     ("collectives", seconds("collectives")),
     ("of which not covered", seconds("stalled")),
-    ("time: as scheduled", seconds("scheduled")),
-    ("MFU: as scheduled", mfu),
   )
-  work = _table("work a device and call", functions, rows)
+  work = _table("work a device and call", functions, (*rows, *whole))
   compiler = {name: f["compiler"] for name, f in functions.items()}
   if None in compiler.values():
     return f"{work}\nby the compiler's cycles: it states none for a GPU"
@@ -111,25 +115,9 @@ def _costs(functions):
   rows = (
     ("operations", seconds("roofline")),
     ("of which it estimates", lambda f: f"{f['share']:.0%}"),
-    ("time: as scheduled", seconds("scheduled")),
-    ("MFU: as scheduled", mfu),
   )
   title = f"by libtpu's cycles, {clock:.2f} GHz"
-  return f"{work}\n{_table(title, compiler, rows)}"
-
-
-def _collectives(name, collectives):
-  lines = [
-    f"{name + ': collectives':34}{'group':>8}{'count':>10}{'wire, GB':>12}"
-    f"{'time':>12}"
-  ]
-  for c in collectives:
-    kind = c["kind"] + (", asynchronous" if c["asynchronous"] else "")
-    lines.append(
-      f"  {kind:32}{c['group']:>8}{c['count']:>10.0f}{_gb(c['wire']):>12}"
-      f"{_time(c['seconds']):>12}"
-    )
-  return "\n".join(lines if collectives else [*lines, "  none"])
+  return f"{work}\n{_table(title, compiler, (*rows, *whole))}"
 
 
 def _decode(d, by_compiler):
@@ -147,18 +135,14 @@ def _decode(d, by_compiler):
   if by_compiler:
     seconds = by_compiler["decode"]["seconds"]["scheduled"]
     lines.append(f"  {_time(seconds)} by libtpu's cycles")
-  if not paged:
-    return "\n".join(
-      [*lines, f"  above: the prefill and {d['steps']} such steps"]
+  if paged:
+    counted = "of it" if d["kernel"] else "more, not counted:"
+    lines.append(
+      f"  {counted} {_gb(d['pages_bytes'])} GB, {_time(d['pages_seconds'])}, "
+      "to read all pages"
     )
-  pages = f"{_gb(d['pages_bytes'])} GB, {_time(d['pages_seconds'])}"
-  reads = (
-    f"  {pages} of it to read all pages; less if fewer are full"
-    if d["kernel"]
-    else f"  not counted: {pages} to read all pages in blocks, without a kernel"
-  )
-  above = f"  above: a segment of {d['steps']} such steps"
-  return "\n".join([*lines, reads, above])
+  above = "a segment of" if paged else "the prefill and"
+  return "\n".join([*lines, f"  above: {above} {d['steps']} such steps"])
 
 
 def _room(room):
@@ -192,41 +176,70 @@ def _iteration(report):
       "  responses that continue in later iterations are counted as if each "
       "ended in this one"
     )
-  lines.append(
-    f"  {'':12}{'time':>12}{'real tokens':>14}{'computed':>14}{'useful':>9}"
-    f"{'useful MFU':>12}"
-  )
-  sent = {"transfer": report["transfer"]} if "transfer" in report else {}
-  for name, part in (i["parts"] | sent | {"all": i}).items():
-    cells = f"  {name:12}{_time(part['seconds']):>12}"
-    if "real_tokens" in part:
-      cells += f"{part['real_tokens']:>14}{part['computed_tokens']:>14}"
-      cells += f"{part['useful_fraction']:>9.1%}{part['mfu']:>12.1%}"
-    lines.append(cells)
-  if compiler := i["compiler"]:
-    lines.append(
-      f"  by libtpu's cycles {_time(compiler['seconds'])}, useful MFU "
-      f"{compiler['mfu']:.1%}: {_times(compiler['parts'])}"
-    )
-  for by, estimate in (("at best", i), ("by libtpu's cycles", compiler)):
-    if estimate:
-      lines.append(
-        f"  {by}: {estimate['tokens_per_second']:.0f} sampled tokens/s, "
-        f"{estimate['tokens_per_second_per_chip']:.0f} a chip; with prompts "
-        f"{estimate['with_prompts_per_chip']:.0f} a chip"
-      )
-  generate, update = i["parts"]["generate"], i["parts"]["update"]
-  in_use = " ".join(f"{x:.0%}" for x in generate["slots_in_use"])
+  lines += [*_estimates(i, report.get("transfer")), *_expected(i["expected"])]
+  decoding, update = i["decoding"], i["learning"]["update"]
+  rows = (f"{sums[0]} of {n}" for n, sums in decoding["by_rows"].items())
   lines += [
-    f"  generate: {_times(generate['seconds_of'])}",
-    f"  {generate['steps']} decode steps in {generate['segments']} segments; "
-    f"of {generate['slots']} slots in use, by tenths:",
-    f"    {in_use}",
-    f"  {update['micro_batches']} micro-batches of "
-    f"{_time(update['micro_batch_seconds'])} in the update, and "
-    f"{_time(update['optimizer_step_seconds'])} an optimizer step",
+    f"  decode steps by their rows: {', '.join(rows)}",
+    f"  {update['micro_batches']} micro-batches in the update; of their tokens "
+    f"{update['real'] / update['computed']:.1%} are real",
   ]
   return "\n".join(lines)
+
+
+def _estimates(i, transfer):
+  """The parts of an iteration, each by three estimates."""
+  by = {"at best": i, "by libtpu": i["compiler"], "expected": i["expected"]}
+  by = {name: estimate for name, estimate in by.items() if estimate}
+  row = lambda label, cells: (
+    f"  {label:28}" + "".join(f"{cell:>14}" for cell in cells)
+  )
+  lines = [row("an iteration", by)]
+  for part in i["expected"]["seconds_of"]:
+    seconds = (e["seconds_of"].get(part, 0) for e in by.values())
+    lines.append(row(part, map(_time, seconds)))
+  if transfer:
+    lines.append(row("transfer", [_time(transfer["seconds"])] * len(by)))
+  for label, key, cell in (
+    ("all", "seconds", _time),
+    ("useful MFU", "mfu", "{:.1%}".format),
+    ("sampled tokens/s a chip", "tokens_per_second_per_chip", "{:.0f}".format),
+    ("with prompts", "with_prompts_per_chip", "{:.0f}".format),
+  ):
+    lines.append(row(label, [cell(e[key]) for e in by.values()]))
+  return lines
+
+
+def _expected(e):
+  added = {name: sum(parts.values()) for name, parts in e["added"].items()}
+  learner, sampler = e["loads"]
+  one, step = learner, sampler[max(sampler)]
+  return [
+    f"  expected adds {_times(added)}",
+    "  experts of the busiest device, in the update and in a decode step: "
+    f"{one.busiest:.2f} and",
+    f"    {step.busiest:.2f} times the mean load; a second chunk in "
+    f"{one.second:.0%} and {step.second:.0%} of layers",
+    f"  beside it, an iteration's share: evaluation {_time(e['evaluation'])}, "
+    f"checkpoint {_time(e['checkpoint'])}",
+  ]
+
+
+def _measured(m):
+  lines = [
+    f"{'measured, ' + str(m['iterations']) + ' iterations':26}{'measured':>14}"
+    f"{'expected':>14}{'ratio':>9}"
+  ]
+  for part, (seconds, expected) in m["seconds"].items():
+    lines.append(
+      f"  {part:24}{_time(seconds):>14}{_time(expected):>14}"
+      f"{seconds / expected:>9.2f}"
+    )
+  derates = ", ".join(
+    f"{name} {'none' if value is None else f'{value:.3g}'}"
+    for name, value in m["derates"].items()
+  )
+  return "\n".join([*lines, f"  they would be equal with {derates}"])
 
 
 def _top(name, operations, estimated):
@@ -241,19 +254,6 @@ def _top(name, operations, estimated):
       f"{by_libtpu(_time(t['compiler_seconds']))}"
       f"{t['flops']:>11.2e}{_gb(t['hbm_bytes']):>11}"
     )
-  return "\n".join(lines)
-
-
-def _data_dependent(name, f):
-  lines = [f"{name}: depends on data"]
-  for kind, counted in (("loops", "counted once"), ("branches", "not counted")):
-    for o in f[kind]:
-      lines.append(
-        f"  {_tail(o['source'], 48):48} {o['times']:g} x "
-        f"{_time(o['seconds'])}, {counted}"
-      )
-  for kernel, count in f["unknown_kernels"].items():
-    lines.append(f"  {count:g} x kernel {kernel} of unknown FLOPs, not counted")
   return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ SUMS = {
 
 def some_cost():
   cost = HloCost(**SUMS)
-  kind = hlo_cost.CollectiveKind("all-gather", 4, False)
+  kind = hlo_cost.CollectiveKind("all-gather", 4)
   cost.collectives[kind] = hlo_cost.Traffic(2, 100, 5, 50)
   cost.by_source["dot"] = OperationCost(3, 6, 4, 5)
   cost.unknown_kernels["kernel"] = 1

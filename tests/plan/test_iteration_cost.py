@@ -9,6 +9,7 @@ import pytest
 
 from gspo_jax.model import attention
 from gspo_jax.plan import chips, lower_bounds
+from gspo_jax.plan.derates import Derates
 from gspo_jax.plan.iteration import cost as iteration_cost
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.plan.lower import Planned
@@ -16,6 +17,7 @@ from gspo_jax.program.config import parse
 from gspo_jax.program.functions import build_program
 from gspo_jax.runtime import sharding
 
+DERATES = Derates()
 WHERE = chips.parse("v5e:2x2")
 P, G, S, R = 8, 4, 8, 12
 STEP = 1e-3  # seconds of a decode step
@@ -23,8 +25,18 @@ STEP = 1e-3  # seconds of a decode step
 
 def parts(micro_batch, rest):
   """The report of a function by micro-batch, in seconds."""
-  seconds = lambda x: {"seconds": {"scheduled": x}, "block_seconds": 0.0}
-  return {"parts": {"micro_batch": seconds(micro_batch), "rest": seconds(rest)}}
+  seconds = lambda x: {
+    "seconds": {"scheduled": x, "roofline": x}, "block_seconds": 0.0
+  }  # fmt: skip
+  return {
+    "parts": {
+      "micro_batch": seconds(micro_batch),
+      "rest": seconds(rest),
+      "most_micro_batches": 8,
+    },
+    **{"top": [], "branches": [], "collectives": []},
+    "memory": {"arguments": 5e9},
+  }
 
 
 FUNCTIONS = {
@@ -35,9 +47,10 @@ FUNCTIONS = {
   "prefill": {"seconds": {"scheduled": 0.125}},
   "generate": {
     "seconds": {"scheduled": 0.5 + (R - 1) * STEP},
+    **{"loops": [], "collectives": [], "unknown_kernels": {}},
     "decode": {
       "steps": R - 1,
-      "seconds": {"scheduled": STEP},
+      "seconds": {"scheduled": STEP, "roofline": STEP},
       "without_cache": STEP,
       "reading": {"row": 0.0, "block": 0.0},
       "move": 0.0,
@@ -60,13 +73,20 @@ def config(debug_config):
   return debug_config
 
 
-def twice(report):
+def twice(report, of="parts seconds decode micro_batch rest without_cache "
+          "scheduled roofline block_seconds"):  # fmt: skip
   """All seconds of a report, doubled."""
-  return {
-    key: twice(value) if isinstance(value, dict) else 2 * value
-    for key, value in report.items()
-    if key not in ("steps", "reading", "move")
-  }
+  double = lambda x: twice(x) if isinstance(x, dict) else 2 * x
+  counts = {"steps", "most_micro_batches"} & set(report)
+  doubled = {x: double(report[x]) for x in of.split() if x in report}
+  return doubled | {x: report[x] for x in counts}
+
+
+def part(found, name):
+  """Seconds of a part of an iteration, of which sampling has several."""
+  of = found["seconds_of"]
+  others = [of[x] for x in of if x not in ("weights", "score", "update")]
+  return sum(others) if name == "generate" else of[name]
 
 
 def cost(
@@ -79,7 +99,10 @@ def cost(
   **more,
 ):
   """By a compiler's estimate of twice the seconds; `fewer_slots`: of a step."""
-  functions = {k: f | {"compiler": twice(f)} for k, f in functions.items()}
+  functions = {
+    name: f | {"compiler": twice(f) | {"share": 0.5}}
+    for name, f in functions.items()
+  }
   config = parse(config)
   mesh = sharding.make_mesh(jax.devices()[:2], data=2)
   program = build_program(config, mesh, sampler_devices=own)
@@ -94,7 +117,12 @@ def cost(
       for slots in program.sampler.generate.compute_sizes[1:]
     }
   return iteration_cost.cost(
-    functions, Planned(config, program, WHERE), lengths, transfer, **more
+    functions,
+    Planned(config, program, WHERE),
+    lengths,
+    DERATES,
+    transfer,
+    **more,
   ), program
 
 
@@ -105,12 +133,11 @@ def test_the_slower_side_of_a_split_is_the_iteration(config):
     one, _ = cost(
       config, LONGEST, FUNCTIONS, jax.devices()[2:4], {"seconds": 7}
     )
-    seconds = {name: part["seconds"] for name, part in one["parts"].items()}
-    found.append(seconds)
+    found.append(one["seconds_of"])
     totals.append(one["seconds"])
   assert found[0] == found[1]
-  sampling = found[0]["generate"] + found[0]["weights"] + 7
-  learning = found[0]["score"] + found[0]["update"]
+  sampling = part(one, "generate") + part(one, "weights") + 7
+  learning = part(one, "score") + part(one, "update")
   assert totals == pytest.approx([sampling + learning, max(sampling, learning)])
   turns, _ = cost(config, LONGEST)
   assert turns["seconds"] == pytest.approx(sampling - 7 + learning)
@@ -122,48 +149,44 @@ def test_the_slower_side_of_a_split_is_the_iteration(config):
 
 def test_full_lengths_cost_what_was_compiled(config):
   found, _ = cost(config, LONGEST)
-  costs = found["parts"]
-  update, score = costs["update"], costs["score"]
+  update, score = (found["learning"][x] for x in ("update", "old_logps"))
   assert update["micro_batches"] == P * G // 4
-  assert update["seconds"] == 4.0 + 8 * 3.0
-  assert update["optimizer_step_seconds"] == 2.0
+  assert part(found, "update") == 4.0 + 8 * 3.0
   # One micro-batch of the first minibatch, and all of the second.
   assert score["micro_batches"] == 1 + 4
-  assert score["seconds"] == 0.5 + 5 * 1.0
-  by_compiler = found["compiler"]["parts"]
+  assert part(found, "score") == 0.5 + 5 * 1.0
+  by_compiler = found["compiler"]
   for name in ("weights", "score", "update"):
-    assert by_compiler[name] == 2 * costs[name]["seconds"]
-  total = sum(by_compiler.values())
-  assert found["compiler"]["seconds"] == total
-  assert found["compiler"]["mfu"] * total == pytest.approx(
+    assert part(by_compiler, name) == 2 * part(found, name)
+  total = sum(by_compiler["seconds_of"].values())
+  assert by_compiler["seconds"] == total
+  assert by_compiler["mfu"] * total == pytest.approx(
     found["mfu"] * found["seconds"]
   )
   whole = FUNCTIONS["generate"]["seconds"]["scheduled"]
-  assert by_compiler["generate"] == pytest.approx(2 * whole, rel=0.01)
+  assert part(by_compiler, "generate") == pytest.approx(2 * whole, rel=0.01)
   # The mean cache is half the longest.
-  assert costs["generate"]["seconds"] == pytest.approx(whole, rel=0.01)
-  assert costs["generate"]["slots_in_use"] == [1.0] * 10
-  assert found["useful_fraction"] == 1
-  for part in ("generate", "score", "update"):
-    assert costs[part]["useful_fraction"] == 1
-  assert found["seconds"] == sum(part["seconds"] for part in costs.values())
+  assert part(found, "generate") == pytest.approx(whole, rel=0.01)
+  assert found["decoding"]["slot_steps"] == P * G * R
+  for rows in (update, score):
+    assert rows["real"] == rows["computed"]
+  assert found["seconds"] == sum(found["seconds_of"].values())
 
 
 def test_short_responses_share_rows_and_end_early(config):
   found, program = cost(config, uneven())
-  update, generate = found["parts"]["update"], found["parts"]["generate"]
+  update, decoding = found["learning"]["update"], found["decoding"]
   packed = program.learner.pack(*uneven(), jax.random.key(0))
   count = int(packed.num_micro_batches.sum())
   assert count < P * G // 4
   assert update["micro_batches"] == count
-  assert update["seconds"] == 4.0 + count * 3.0
-  assert update["computed_tokens"] == count * 4 * (S + R)
-  assert update["real_tokens"] == sum(
+  assert part(found, "update") == 4.0 + count * 3.0
+  assert update["computed"] == count * 4 * (S + R)
+  assert update["real"] == sum(
     whole.sum() for whole in (uneven().prompts * G, uneven().responses)
   )
-  assert generate["steps"] == R - 1  # all wait for the longest
-  assert generate["slots_in_use"][-1] == 1 / 8
-  assert generate["useful_fraction"] == uneven().responses.mean() / R
+  assert decoding["steps"] == R - 1  # all wait for the longest
+  assert decoding["slot_steps"] == P * G * R
 
 
 def test_a_micro_batch_waits_for_the_row_with_the_most_blocks(
@@ -174,7 +197,6 @@ def test_a_micro_batch_waits_for_the_row_with_the_most_blocks(
   functions = FUNCTIONS | {"update": copy.deepcopy(FUNCTIONS["update"])}
   functions["update"]["parts"]["micro_batch"]["block_seconds"] = 2.0
   found, program = cost(config, uneven(), functions)
-  update = found["parts"]["update"]
   packed = program.learner.pack(*uneven(), jax.random.key(0))
   prompts, responses = uneven()
   whole, width = np.repeat(prompts, G) + responses, S + R
@@ -193,8 +215,8 @@ def test_a_micro_batch_waits_for_the_row_with_the_most_blocks(
     for x in row[:count]
   ]
   assert 0 < min(shares) < max(shares)
-  assert update["needed_blocks"] == pytest.approx(np.mean(shares))
-  assert update["seconds"] == pytest.approx(
+  assert found["needed_blocks"] == pytest.approx(np.mean(shares))
+  assert part(found, "update") == pytest.approx(
     4.0 + sum(1.0 + 2.0 * share for share in shares)
   )
 
@@ -205,24 +227,23 @@ def test_useful_flops_are_those_of_each_response_alone(config):
   prompts = np.repeat(uneven().prompts, G)
   pairs = list(zip(prompts.tolist(), uneven().responses.tolist(), strict=True))
   whole = sum(forward(program.cfg, 1, p + r, r) for p, r in pairs)
-  update, score = (found["parts"][name] for name in ("update", "score"))
-  assert update["model_flops"] == pytest.approx(3 * whole)
-  assert 0 < score["model_flops"] < whole
+  flops = found["model_flops"]
+  assert flops["update"] == pytest.approx(3 * whole)
+  assert 0 < flops["score"] < whole
   peak = WHERE.chip.flops * program.mesh.size
-  assert update["mfu"] == pytest.approx(3 * whole / update["seconds"] / peak)
+  total = sum(flops.values())
+  assert found["mfu"] == pytest.approx(total / found["seconds"] / peak)
   decoded = sum(forward(program.cfg, 1, r, r, past=p) for p, r in pairs)
   prefilled = sum(forward(program.cfg, 1, p, 1) for p in range(1, P + 1))
-  flops = found["parts"]["generate"]["model_flops"]
-  assert flops == pytest.approx(decoded + prefilled)
+  assert flops["generate"] == pytest.approx(decoded + prefilled)
 
 
 def test_a_reference_and_a_critic_are_scored_and_updated(config):
   plain, _ = cost(config, LONGEST)
   config.objective.update({"name": "ppo", "kl_coef": 0.1})
   found, _ = cost(config, LONGEST)
-  before, after = plain["parts"], found["parts"]
-  assert after["score"]["seconds"] == before["score"]["seconds"] + 8 * 2.0
-  ratio = after["update"]["model_flops"] / before["update"]["model_flops"]
+  assert part(found, "score") == part(plain, "score") + 8 * 2.0
+  ratio = found["model_flops"]["update"] / plain["model_flops"]["update"]
   assert 1.5 < ratio < 2
 
 
@@ -234,36 +255,21 @@ def continuous(config):
   return config
 
 
-def test_slots_are_filled_again(continuous):
-  found, _ = cost(continuous, uneven())
-  generate = found["parts"]["generate"]
-  sampled = uneven().responses.sum()
-  assert generate["steps"] < R * P * G / 8
-  assert generate["steps"] * 8 * max(generate["slots_in_use"]) >= sampled
-  assert generate["useful_fraction"] == sampled / generate["slot_steps"]
-  assert found["parts"]["weights"]["seconds"] == 0.25
-
-
-def with_reading(**reading):
-  generate = FUNCTIONS["generate"]
-  decode = generate["decode"] | {"reading": reading}
-  return FUNCTIONS | {"generate": generate | {"decode": decode}}
-
-
 def test_each_segment_costs_what_its_program_does(continuous):
   """A step of all slots, and one of a part of them, when few sample."""
   continuous.continuous_batching.slots = P * G
   fewer = {16: 2e-4}
   found, program = cost(continuous, uneven(), fewer_slots=fewer)
   assert set(program.sampler.generate.compute_sizes) == {16, P * G}
-  generate = found["parts"]["generate"]
-  by_rows = {n: sums.steps for n, sums in generate["by_rows"].items()}
-  assert sum(by_rows.values()) == generate["steps"] == R
+  decoding = found["decoding"]
+  by_rows = {n: sums.steps for n, sums in decoding["by_rows"].items()}
+  assert sum(by_rows.values()) == decoding["steps"] == R
   seconds = by_rows[P * G] * STEP + by_rows[16] * fewer[16]
-  assert generate["seconds_of"]["steps"] == pytest.approx(seconds)
-  by_compiler = found["compiler"]["parts"]["generate"]
-  prefill = generate["seconds_of"]["prefill"]
-  assert by_compiler == pytest.approx(2 * (seconds + prefill))
+  assert part(found, "steps") == pytest.approx(seconds)
+  assert part(found, "weights") == 0.25
+  for name in ("steps", "prefill"):
+    by_compiler = part(found["compiler"], name)
+    assert by_compiler == pytest.approx(2 * part(found, name))
 
 
 def test_each_step_waits_for_the_fullest_shard(continuous):
@@ -272,39 +278,35 @@ def test_each_step_waits_for_the_fullest_shard(continuous):
   prompts = np.full(P, S)
   one = np.where(np.arange(P * G) < P * G // 2, R, 1)
   both = np.where(np.arange(P * G) % 2, R, 1)
-  reading = with_reading(row=0.0, block=1.0)
+  reading = copy.deepcopy(FUNCTIONS)
+  reading["generate"]["decode"]["reading"]["block"] = 1.0
   found = [
     cost(continuous, Lengths(prompts, x), reading)[0] for x in (one, both)
   ]
-  generate = [f["parts"]["generate"] for f in found]
   # A row of 8 + n tokens reads pages of 4; an idle one reads none.
   pages = np.array([-(-(S + n) // 4) for n in range(R)])
-  sums = generate[0]["by_rows"][P * G]
+  sums = found[0]["decoding"]["by_rows"][P * G]
   assert sums.most_blocks == 16 * pages.sum()
   assert sums.blocks == (16 * (pages.sum() + pages[0])) / 2
-  seconds = [g["seconds_of"] for g in generate]
-  assert seconds[0]["waiting"] == sums.most_blocks - sums.blocks
-  assert seconds[1]["waiting"] == 0
+  assert part(found[0], "waiting") == sums.most_blocks - sums.blocks
+  assert part(found[1], "waiting") == 0
 
 
 def test_drafted_tokens_save_steps_while_few_slots_sample(continuous):
   continuous.continuous_batching.slots = 4 * P * G
   continuous.data.prompts = 4 * P
   lengths = Lengths(*(np.tile(x, 4) for x in uneven()))
-  plain = cost(continuous, lengths)[0]["parts"]["generate"]
+  plain = cost(continuous, lengths)[0]["decoding"]
   continuous.continuous_batching.speculation = 3
   found, _ = cost(continuous, lengths, tokens_a_step=2.0)
-  found = found["parts"]["generate"]
   # One of 8 responses has more than a token: all but the first step are few.
   assert plain["steps"] == R
-  assert found["steps"] == 1 + -(-(R - 1) // 2)
-  assert found["real_tokens"] == plain["real_tokens"]
+  assert found["decoding"]["steps"] == 1 + -(-(R - 1) // 2)
 
 
 def test_partial_rollouts_are_counted_as_if_all_responses_ended(continuous):
   plain, _ = cost(continuous, uneven())
   continuous.rollout.max_tokens_per_iteration = 5
   found, _ = cost(continuous, uneven())
-  sampled = lambda one: one["parts"]["generate"]["real_tokens"]
-  assert sampled(found) == sampled(plain) == uneven().responses.sum()
+  assert found["model_flops"] == plain["model_flops"]
   assert (plain["continues"], found["continues"]) == (False, True)

@@ -110,10 +110,6 @@ def test_every_decode_step_is_in_the_sum_once(branch, steps):
   assert [o.source for o in cost.branches] == ["overflow"]
 
 
-def test_without_a_loop_there_is_no_decoding():
-  assert roofline._unroll(HloCost(roofline_seconds=10), 7) is None
-
-
 def test_what_data_decides_is_told_once_a_source():
   cost = lambda seconds: HloCost(roofline_seconds=seconds)
   opened = [

@@ -4,16 +4,13 @@ import copy
 
 import pytest
 
+from gspo_jax.plan.derates import Loads
 from gspo_jax.plan.table import render
 
 GIB = 2**30
 SECONDS = {
   "roofline": 1.25, "collectives": 0.5, "stalled": 0.25,
   "scheduled": 1.5,
-}  # fmt: skip
-COLLECTIVE = {
-  "kind": "all-gather", "group": 16, "asynchronous": True, "count": 96,
-  "wire": 2.5e9, "seconds": 0.5,
 }  # fmt: skip
 FUNCTION = {
   "compile_seconds": 61.0, "fits": True, "reason": "",
@@ -23,12 +20,9 @@ FUNCTION = {
     "temporaries": 3 * GIB, "code": 0, "peak": 9 * GIB, "resident": 1 * GIB,
     "needed": 10 * GIB, "free": 30 * GIB,
   },
-  "loops": [{"source": "experts/while", "times": 4, "seconds": 3e-6}],
-  "branches": [{"source": "x" * 99, "times": 48, "seconds": 5}],
   "flops": 1.5e15, "attention_flops": 2e14, "padding_flops": 3e14,
   "model_flops": 1e15, "hbm_bytes": 3e12, "seconds": SECONDS,
   "mfu": 0.375,
-  "collectives": [COLLECTIVE],
   "top": [{
     "source": "dot", "seconds": 1, "compiler_seconds": 1.5, "flops": 1e15,
     "hbm_bytes": 2e9,
@@ -68,15 +62,12 @@ def narrow(text):
    "peak, by the compiler 9.00 9.00 9.00", "free of 40.00 75% 75% 75%",
    "HBM, GB 3000 3000 3000", "of which not covered 250 ms 250 ms 250 ms",
    "MFU: as scheduled 37.5% 37.5% 37.5%",
-   "all-gather, asynchronous 16 96 2.5 500 ms",
    "more, of experts' padding 3.000e+14 3.000e+14 3.000e+14",
    "by libtpu's cycles, 1.75 GHz update old logps generate",
    "operations 2 s 2 s 2 s", "of which it estimates 90% 90% 90%",
    "time: as scheduled 2.25 s 2.25 s 2.25 s",
    "MFU: as scheduled 12.5% 12.5% 12.5%", "dot 1 s 1.5 s 1.00e+15 2",
-   "experts/while 4 x 3 us, counted once",
-   f"...{'x' * 45} 48 x 5 s, not counted",
-   "7 x kernel mystery of unknown FLOPs, not counted",
+   "update: 7 x mystery of unknown FLOPs, not counted",
    "verdict: fits, 75% of the HBM free at least"],
 )  # fmt: skip
 def test_a_line(line):
@@ -113,10 +104,10 @@ PAGES = {"pages_bytes": 8e9, "pages_seconds": 3e-3}
   ("more", "expected"),
   [({}, ["step at the longest cache", "above: the prefill and 32 such steps"]),
    (PAGES | {"kernel": True}, ["step with every page full",
-    "8 GB, 3 ms of it to read all pages; less if fewer are full",
+    "of it 8 GB, 3 ms, to read all pages",
     "above: a segment of 32 such steps"]),
    (PAGES | {"kernel": False},
-    ["not counted: 8 GB, 3 ms to read all pages in blocks"])],
+    ["more, not counted: 8 GB, 3 ms, to read all pages"])],
 )  # fmt: skip
 def test_the_decode_step(more, expected):
   report = copy.deepcopy(REPORT)
@@ -173,37 +164,23 @@ ITERATION = {
     "count": 8192, "tokens": 31457280, "mean": 3840.25, "median": 2400.0,
     "longest": 15360,
   },
-  "parts": {
-    "generate": {
-      "seconds": 185.0, "real_tokens": 31457280, "computed_tokens": 62914560,
-      "useful_fraction": 0.5, "mfu": 0.0125, "steps": 20480, "segments": 640,
-      "slots": 2048, "slots_in_use": [1.0] * 9 + [0.125],
-      "seconds_of": {
-        "prefill": 1.0, "steps": 84.0, "reading": 60.0, "waiting": 40.0,
-      },
-    },
-    "weights": {"seconds": 0.056},
-    "score": {
-      "seconds": 86.0, "real_tokens": 8, "computed_tokens": 10,
-      "useful_fraction": 0.8, "mfu": 0.375,
-    },
-    "update": {
-      "seconds": 227.0, "real_tokens": 9, "computed_tokens": 10,
-      "useful_fraction": 0.9, "mfu": 0.4375, "micro_batches": 43,
-      "micro_batch_seconds": 5.25, "optimizer_step_seconds": 0.035,
-    },
-  },
-  "seconds": 498.0,
-  "real_tokens": 31457297,
-  "computed_tokens": 62914580,
-  "useful_fraction": 0.5,
-  "mfu": 0.28125,
-  "tokens_per_second": 63166.0, "tokens_per_second_per_chip": 987.0,
-  "with_prompts_per_chip": 1020.0,
+  "decoding": {"by_rows": {2048: (20480, 0, 0), 1024: (7, 0, 0)}},
+  "learning": {"update": {"micro_batches": 43, "real": 9, "computed": 10}},
+  "seconds_of": {"steps": 84.0, "update": 227.0},
+  "seconds": 498.0, "mfu": 0.28125,
+  "tokens_per_second_per_chip": 987.0, "with_prompts_per_chip": 1020.0,
   "compiler": {
-    "seconds": 602.0, "mfu": 0.21875, "parts": {"generate": 202.0},
-    "tokens_per_second": 52254.0, "tokens_per_second_per_chip": 816.0,
-    "with_prompts_per_chip": 844.0,
+    "seconds_of": {"steps": 124.0, "update": 257.0},
+    "seconds": 602.0, "mfu": 0.21875,
+    "tokens_per_second_per_chip": 816.0, "with_prompts_per_chip": 844.0,
+  },
+  "expected": {
+    "seconds_of": {"steps": 144.0, "update": 277.0, "host": 2.0},
+    "seconds": 652.0, "mfu": 0.1875,
+    "tokens_per_second_per_chip": 716.0, "with_prompts_per_chip": 744.0,
+    "added": {"hbm": {"steps": 20.0, "reading": 5.0}, "host": {"host": 2.0}},
+    "loads": (Loads(1.125, 0.25), {2048: Loads(1.5, 0.5), 1024: Loads()}),
+    "evaluation": 21.0, "checkpoint": 0.25,
   },
 }  # fmt: skip
 
@@ -215,22 +192,40 @@ ITERATION = {
    "8192 responses: 31457280 tokens, mean 3840, median 2400, longest 15360",
    "responses that continue in later iterations are counted as if each ended "
     "in this one",
-   "time real tokens computed useful useful MFU",
-   "generate 185 s 31457280 62914560 50.0% 1.2%", "weights 56 ms",
-   "score 86 s 8 10 80.0% 37.5%", "update 227 s 9 10 90.0% 43.8%",
-   "all 498 s 31457297 62914580 50.0% 28.1%",
-   "by libtpu's cycles 602 s, useful MFU 21.9%: generate 202 s",
-   "at best: 63166 sampled tokens/s, 987 a chip; with prompts 1020 a chip",
-   "by libtpu's cycles: 52254 sampled tokens/s, 816 a chip; with prompts 844 "
-    "a chip",
-   "generate: prefill 1 s, steps 84 s, reading 60 s, waiting 40 s",
-   "20480 decode steps in 640 segments; of 2048 slots in use, by tenths:",
-   "100% 100% 100% 100% 100% 100% 100% 100% 100% 12%",
-   "43 micro-batches of 5.25 s in the update, and 35 ms an optimizer step"],
+   "an iteration at best by libtpu expected",
+   "steps 84 s 124 s 144 s", "update 227 s 257 s 277 s", "host 0 us 0 us 2 s",
+   "all 498 s 602 s 652 s", "useful MFU 28.1% 21.9% 18.8%",
+   "sampled tokens/s a chip 987 816 716", "with prompts 1020 844 744",
+   "expected adds hbm 25 s, host 2 s",
+   "1.50 times the mean load; a second chunk in 25% and 50% of layers",
+   "beside it, an iteration's share: evaluation 21 s, checkpoint 250 ms",
+   "decode steps by their rows: 20480 of 2048, 7 of 1024",
+   "43 micro-batches in the update; of their tokens 90.0% are real"],
 )  # fmt: skip
 def test_an_iteration(line):
   report = REPORT | {"lengths": "lognormal:mean=.25,sigma=1"}
   assert line in narrow(render(report | {"iteration": ITERATION}))
+
+
+def test_without_cycles_an_iteration_has_two_estimates():
+  report = REPORT | {
+    "lengths": "x",
+    "iteration": ITERATION | {"compiler": None},
+  }
+  assert "steps 84 s 144 s" in narrow(render(report))
+
+
+def test_a_run_beside_its_plan():
+  seconds = {"generate": (300.0, 250.0), "score": (3.0, 4.0)}
+  derates = {"hbm": 0.75, "kernels": None, "host": 2.5e-4}
+  measured = {"iterations": 9, "seconds": seconds, "derates": derates}
+  lines = narrow(render(REPORT | {"measured": measured}))
+  assert "measured, 9 iterations measured expected ratio" in lines
+  assert "generate 300 s 250 s 1.20" in lines
+  assert "score 3 s 4 s 0.75" in lines
+  assert (
+    "they would be equal with hbm 0.75, kernels none, host 0.00025" in lines
+  )
 
 
 def test_an_iteration_of_what_does_not_compile():

@@ -342,7 +342,6 @@ def test_a_plan_replays_the_same_steps(make):
   lengths = Lengths(prompts().lengths, samples.lengths)
   decoding = replay(make(), lengths, block=1)
   assert decoding.slot_steps == samples.slot_steps
-  assert decoding.slots_in_use[-1] < decoding.slots_in_use[0] <= 1
   assert decoding.prefilled % 8 == 0
 
 

@@ -22,7 +22,6 @@ class CollectiveKind(NamedTuple):
 
   kind: str  # the HLO opcode, or "network" between slices
   group: int  # devices
-  asynchronous: bool  # whether other operations can run at the same time
 
 
 @dataclasses.dataclass

@@ -19,7 +19,6 @@ Not modelled: stalls, the start of operations, the padding of layouts, and the
 slowdown of operations beside an asynchronous collective.
 """
 
-import collections
 import dataclasses
 import functools
 import re
@@ -157,13 +156,8 @@ class _Walk:
   def _async_start(self, total, links, i):
     """Another core starts a computation; its collectives overlap."""
     inner = self.cost_of(self.module.callee(i))
-    overlapping = collections.defaultdict(cost.Traffic)
-    for kind, traffic in inner.collectives.items():
-      overlapping[kind._replace(asynchronous=True)] = traffic
-    total.add(
-      dataclasses.replace(inner, stalled_seconds=0.0, collectives=overlapping)
-    )
-    if overlapping:
+    total.add(dataclasses.replace(inner, stalled_seconds=0.0))
+    if inner.collectives:
       links.start(i.name, total.now, inner.collective_seconds)
 
   def _operation(self, total, links, computation, i):
@@ -175,7 +169,7 @@ class _Walk:
       seconds += c.passes * self.latency(c.members)
       total.hbm_bytes += c.hbm_bytes
       total.hbm_seconds += hbm_seconds
-      kind = cost.CollectiveKind(c.kind, len(c.members), c.key is not None)
+      kind = cost.CollectiveKind(c.kind, len(c.members))
       traffic = cost.Traffic(1, c.wire, seconds, c.hbm_bytes)
       cost.add(total.collectives[kind], traffic)
       key = c.key or i.name

@@ -2,10 +2,12 @@
 
 A function takes its compiled time, as scheduled. The lengths, packed and
 scheduled as in a run, decide how often its parts run, which tokens a decode
-step reads, and how many a prefill computes. Rewards, packing, advantages and
-the host between segments are not counted, so `rollout.max_staleness`, which
-hides rewards, gains nothing. Dynamic sampling counts as one round. Partial
-rollouts are counted as if each response ended in its iteration.
+step reads, and how many a prefill computes. That is done three times: at best,
+by the compiler's cycles, and as expected, with `plan.derates`. Rewards, packing
+and the host are a number of seconds in the last alone, so that
+`rollout.max_staleness`, which hides rewards, gains nothing. Dynamic sampling
+counts as one round. Partial rollouts are counted as if each response ended in
+its iteration.
 """
 
 from collections.abc import Mapping
@@ -17,20 +19,21 @@ import numpy as np
 from gspo_jax.learner import packing
 from gspo_jax.learner.packing import RowTokens
 from gspo_jax.model import attention
-from gspo_jax.plan import lower_bounds
+from gspo_jax.plan import derates as plan_derates
+from gspo_jax.plan import lower_bounds, skew
+from gspo_jax.plan.derates import Derates
 from gspo_jax.plan.iteration.decoding import Decoding, decode_together, replay
 from gspo_jax.plan.iteration.lengths import Lengths
 from gspo_jax.plan.lower import Planned
 from gspo_jax.runtime import sharding
 
-_SAMPLING = "generate", "weights"  # parts of an iteration
+LEARNING = "score", "update", "host"  # parts of an iteration; others sample
 
 
 class _Work(NamedTuple):
   """What an iteration computes, whatever that costs."""
 
   decoding: Decoding
-  sampled: int  # tokens
   rows: Mapping[str, RowTokens]  # of each function that reads packed rows
   needed: float  # see `_needed_share`
   flops: Mapping[str, float]  # see `_model_flops`
@@ -40,6 +43,7 @@ def cost(
   functions: Mapping[str, dict],
   planned: Planned,
   lengths: Lengths,
+  derates: Derates,
   transfer: Mapping[str, float] | None = None,
   tokens_a_step: float = 1.0,
 ) -> dict:
@@ -59,44 +63,60 @@ def cost(
   peak = topology.chip.flops * devices
   chips = devices / topology.chip.on_chip
   work = _work(planned, lengths, tokens_a_step)
-  parts = _parts(functions, planned, work)
-  for name, part in parts.items():
-    if "model_flops" in part:
-      mesh = program.sampler.mesh if name in _SAMPLING else program.mesh
-      at_peak = part["seconds"] * topology.chip.flops * mesh.size
-      part["mfu"] = _ratio(part["model_flops"], at_peak)
-  total = lambda key: sum(part.get(key, 0) for part in parts.values())
-  real, computed = total("real_tokens"), total("computed_tokens")
-  sampled, G = work.sampled, config.rollout.group_size
+  sampled, G = int(lengths.responses.sum()), config.rollout.group_size
   with_prompts = sampled + G * int(lengths.prompts.sum())
 
-  def whole(parts):
-    seconds = _combine(parts, config, transfer)
-    mfu = _ratio(total("model_flops"), seconds * peak)
-    speed = sampled / seconds
+  def whole(seconds_of):
+    seconds = _combine(seconds_of, config, transfer)
     return {
+      "seconds_of": seconds_of,
       "seconds": seconds,
-      "mfu": mfu,
-      "tokens_per_second": speed,
-      "tokens_per_second_per_chip": speed / chips,
+      "mfu": sum(work.flops.values()) / (seconds * peak),
+      "tokens_per_second_per_chip": sampled / seconds / chips,
       "with_prompts_per_chip": with_prompts / seconds / chips,
     }
 
-  compiler = None
-  if topology.chip.clock is not None:
-    by_compiler = _parts(_by_compiler(functions), planned, work)
-    seconds = {name: part["seconds"] for name, part in by_compiler.items()}
-    compiler = whole(by_compiler) | {"parts": seconds}
+  stated = _by_compiler(functions)
+  by_compiler = _seconds(stated, planned, work)
+  loads = skew.loads(planned, derates.skew)
+  added = plan_derates.added(
+    stated, by_compiler, work.decoding, work.rows, work.needed, loads, derates
+  )
+  added["host"] = {"host": derates.host * planned.responses}
+  expected = {
+    part: seconds + sum(of.get(part, 0.0) for of in added.values())
+    for part, seconds in (by_compiler | {"host": 0.0}).items()
+  }
   return {
     "prompts": _summary(lengths.prompts),
     "responses": _summary(lengths.responses),
     "continues": config.rollout.max_tokens_per_iteration > 0,
-    "parts": parts,
-    "real_tokens": real,
-    "computed_tokens": computed,
-    "useful_fraction": _ratio(real, computed),
-    **whole(parts),
-    "compiler": compiler,
+    "decoding": work.decoding._asdict(),
+    "learning": {name: rows._asdict() for name, rows in work.rows.items()},
+    "needed_blocks": work.needed,
+    "model_flops": work.flops,
+    **whole(_seconds(functions, planned, work)),
+    "compiler": None if topology.chip.clock is None else whole(by_compiler),
+    "expected": whole(expected)
+    | {"added": added, "derates": derates._asdict(), "loads": loads}
+    | _beside(functions, planned, expected, work, derates),
+  }
+
+
+def _beside(functions, planned, expected, work, derates) -> dict:
+  """An iteration's share of evaluations and checkpoints, which come beside."""
+  config = planned.config
+  share = config.eval.prompts * config.eval.samples / planned.responses
+  # The longest response takes its steps among few others as well.
+  longest = min(config.sampler.max_new_tokens / work.decoding.steps, 1)
+  steps = expected["steps"] * max(share, longest)
+  others = sum(expected[x] for x in ("prefill", "reading", "waiting", "moves"))
+  evaluation = expected["weights"] + steps + share * others
+  state = functions["update"]["memory"]["arguments"]
+  every = config.eval.every
+  return {
+    "evaluation": evaluation / every if every else 0.0,
+    "checkpoint": state / derates.to_host / config.checkpoint.every,
   }
 
 
@@ -113,16 +133,15 @@ def _work(planned, lengths: Lengths, tokens_a_step: float) -> _Work:
   rows = learner.row_tokens(*lengths, packed)
   return _Work(
     decoding,
-    int(lengths.responses.sum()),
     rows,
     _needed_share(program, lengths, packed),
     _model_flops(program, lengths, rows),
   )
 
 
-def _combine(parts, config, transfer) -> float:
-  sampling = sum(parts[name]["seconds"] for name in _SAMPLING)
-  learning = sum(p["seconds"] for p in parts.values()) - sampling
+def _combine(seconds_of, config, transfer) -> float:
+  learning = sum(seconds_of.get(part, 0.0) for part in LEARNING)
+  sampling = sum(seconds_of.values()) - learning
   if transfer is None:
     return sampling + learning
   sampling += transfer["seconds"]
@@ -131,12 +150,12 @@ def _combine(parts, config, transfer) -> float:
 
 
 def _by_compiler(functions) -> dict:
-  """The reports, with the seconds of the compiler's estimate."""
+  """The reports, with the seconds of the compiler's estimate, if it has one."""
   reports = {}
   for name, report in functions.items():
     compiler = report["compiler"]
-    reports[name] = report | compiler
-    if "decode" in report:
+    reports[name] = report | (compiler or {})
+    if compiler and "decode" in report:
       reports[name]["decode"] = report["decode"] | compiler["decode"]
       reports[name]["fewer_slots"] = {
         slots: step | {"without_cache": step["compiler"]}
@@ -145,44 +164,19 @@ def _by_compiler(functions) -> dict:
   return reports
 
 
-def _parts(functions, planned: Planned, work: _Work) -> dict:
-  continuous, flops = planned.program.sampler.generate.batching, work.flops
-  score = dict(work.rows)
-  update = {"update": score.pop("update")}
-  seconds = lambda part: functions["update"]["parts"][part]["seconds"][
-    "scheduled"
-  ]
-  minibatches = planned.config.learner.minibatches
-  sampling = _sampling_seconds(functions, planned, work.decoding)
-  slot_steps = work.decoding.slot_steps
-  return {
-    "generate": {
-      "seconds": sum(sampling.values()),
-      "seconds_of": sampling,
-      "real_tokens": work.sampled,
-      "computed_tokens": slot_steps,
-      "useful_fraction": work.sampled / slot_steps,
-      "model_flops": flops["generate"],
-      **work.decoding._asdict(),
-    },
-    "weights": {
-      "seconds": functions["decode_params"]["seconds"]["scheduled"]
-      if continuous
-      else 0.0
-    },
-    "score": _rows(functions, score, work.needed)
-    | {"model_flops": flops["score"]},
-    "update": _rows(functions, update, work.needed)
-    | {
-      "model_flops": flops["update"],
-      "micro_batch_seconds": seconds("micro_batch"),
-      "optimizer_step_seconds": seconds("rest") / minibatches,
-    },
-  }
-
-
-def _ratio(a, b):
-  return a / b if b else 0.0
+def _seconds(functions, planned: Planned, work: _Work) -> dict[str, float]:
+  """Of the parts of an iteration."""
+  seconds = _sampling_seconds(functions, planned, work.decoding)
+  weights = functions.get("decode_params", {"seconds": {"scheduled": 0.0}})
+  seconds |= {"weights": weights["seconds"]["scheduled"], "score": 0.0}
+  for name, rows in work.rows.items():
+    one, rest = (functions[name]["parts"][x] for x in ("micro_batch", "rest"))
+    computed = one["seconds"]["scheduled"]
+    computed -= (1 - work.needed) * one["block_seconds"]
+    total = rest["seconds"]["scheduled"] + rows.micro_batches * computed
+    part = "update" if name == "update" else "score"
+    seconds[part] = seconds.get(part, 0.0) + total
+  return seconds
 
 
 def _summary(lengths) -> dict:
@@ -208,7 +202,7 @@ def _model_flops(program, lengths: Lengths, rows) -> dict[str, float]:
   # Without the output head.
   critic = flops(cfg, sequences, 0) if state.critic is not None else 0.0
   if scored := rows.get("old_logps"):
-    score += whole * _ratio(scored.real, rows["update"].real)
+    score += whole * scored.real / rows["update"].real
   if "reference_and_values" in rows:
     teachers = [flops(t.cfg, sequences, responses) for t in program.teachers]
     mean = sum(teachers) / max(len(teachers), 1)
@@ -236,26 +230,6 @@ def _needed_share(program, lengths, packed) -> float:
   used = np.arange(fullest.shape[1]) < packed.num_micro_batches[:, None]
   n = -(-cfg.width // block)
   return fullest[used].mean() / (n * (n + 1) / 2)
-
-
-def _rows(functions, tokens: dict[str, RowTokens], needed) -> dict:
-  total = lambda key: sum(getattr(rows, key) for rows in tokens.values())
-  seconds = 0.0
-  for name, rows in tokens.items():
-    one, rest = (
-      functions[name]["parts"][part]["seconds"]["scheduled"]
-      for part in ("micro_batch", "rest")
-    )
-    skipped = functions[name]["parts"]["micro_batch"]["block_seconds"]
-    seconds += rest + rows.micro_batches * (one - (1 - needed) * skipped)
-  return {
-    "seconds": seconds,
-    "micro_batches": total("micro_batches"),
-    "real_tokens": total("real"),
-    "computed_tokens": total("computed"),
-    "useful_fraction": _ratio(total("real"), total("computed")),
-    "needed_blocks": needed,
-  }
 
 
 def _sampling_seconds(functions, planned: Planned, decoding: Decoding) -> dict:

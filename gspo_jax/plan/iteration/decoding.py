@@ -16,8 +16,6 @@ from gspo_jax.sampler.continuous import ContinuousSampler
 from gspo_jax.sampler.continuous.paged_decode import SegmentResults
 from gspo_jax.sampler.samples import UNFINISHED, Prompts, Samples
 
-_PARTS = 10  # of the decode steps, for `slots_in_use`
-
 
 class Steps(NamedTuple):
   """Sums over decode steps that compute equally many rows."""
@@ -29,12 +27,8 @@ class Steps(NamedTuple):
 
 class Decoding(NamedTuple):
   steps: int  # decode steps
-  segments: int  # calls of the decoding program
-  slots: int  # rows of a step, if all are computed
   slot_steps: int  # computed rows, summed over steps
   prefilled: int  # tokens of all prefills, padding included
-  # [10]: mean share of the slots that sample, in each tenth of the steps
-  slots_in_use: list[float]
   by_rows: dict[int, Steps]  # by the rows of a step
   moves: int = 0  # calls that move pages between shards
 
@@ -56,8 +50,7 @@ class CountingSampler:
     self._slots, self._shards = sampler.batching.slots, sampler.shards
     self._block, self._tokens_a_step = block, tokens_a_step
     self._lengths = responses  # at their end
-    # (steps, rows of a step, sampled tokens)
-    self._segments: list[tuple[int, int, int]] = []
+    self._segments: list[tuple[int, int]] = []  # steps, and rows of a step
     self._by_rows: dict[int, Steps] = {}
     self._prefilled = self._moves = 0
     # Of each slot: its response, its tokens, and those before them.
@@ -66,14 +59,11 @@ class CountingSampler:
     )
 
   def sums(self) -> Decoding:
-    steps, computed, sampled = np.array(self._segments).T
+    steps, computed = np.array(self._segments).T
     return Decoding(
       steps=int(steps.sum()),
-      segments=len(steps),
-      slots=self._slots,
       slot_steps=int(steps @ computed),
       prefilled=self._prefilled,
-      slots_in_use=_over_time(steps, sampled, self._slots),
       by_rows=self._by_rows,
       moves=self._moves,
     )
@@ -106,7 +96,7 @@ class CountingSampler:
     sampled = np.minimum(left, int(steps * pace))
     rows = slice(None) if compute_slots is None else compute_slots
     self._read((self._before + num_tokens)[rows], left[rows], steps, pace)
-    self._segments.append((steps, len(left[rows]), int(sampled.sum())))
+    self._segments.append((steps, len(left[rows])))
     self._num_tokens = num_tokens + sampled.astype(np.int32)
     results = SegmentResults(
       num_tokens=self._num_tokens,
@@ -175,26 +165,13 @@ def decode_together(lengths: Lengths, config: Config, shards: int) -> Decoding:
   """The static sampler decodes all rows until the longest ends."""
   responses = lengths.responses
   B, longest = len(responses), int(responses.max())
-  active = (responses[:, None] > np.arange(longest)).sum(0)
   P, S = config.data.prompts, config.data.max_prompt_length
   steps = longest - 1  # the first token comes with the prefill
   # It also reads the cache of responses that ended.
   cached = steps * (P * S + B * longest / 2)
   return Decoding(
     steps=steps,
-    segments=1,
-    slots=B,
     slot_steps=B * longest,
     prefilled=P * S,
-    slots_in_use=_over_time(np.ones(longest), active, B),
     by_rows={B: Steps(steps, cached / shards, cached / shards)},
   )
-
-
-def _over_time(steps, sampled, slots) -> list[float]:
-  """Means over equal parts of the steps; a segment samples evenly."""
-  ends = np.concatenate([[0], np.cumsum(steps)])
-  total = np.concatenate([[0], np.cumsum(sampled)])
-  at = np.linspace(0, ends[-1], _PARTS + 1)
-  rates = np.diff(np.interp(at, ends, total)) / np.diff(at)
-  return [round(float(rate / slots), 4) for rate in rates]
