@@ -4,10 +4,12 @@ import functools
 import hashlib
 import json
 import logging
+from unittest import mock
 
 import grain
 import numpy as np
 import pytest
+from grain._src.python.dataset.transformations import shuffle
 
 from gspo_jax.data import pipeline, prompt_batch, sources, tokenizers
 from gspo_jax.data.curriculum import Curriculum
@@ -18,6 +20,14 @@ from gspo_jax.tasks.chain import Chain
 
 BYTES = tokenizers.load("bytes")
 G = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def remembered_shuffles():
+  """grain takes 9 ms for a place in the order of five problems."""
+  places = functools.cache(shuffle.index_shuffle.index_shuffle)
+  with mock.patch.object(shuffle.index_shuffle, "index_shuffle", places):
+    yield
 
 
 def problems(letter, count):
