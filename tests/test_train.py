@@ -31,7 +31,6 @@ from gspo_jax.program.config import parse
 from gspo_jax.record.checkpoint import Checkpoints
 from gspo_jax.rollout import metrics as rollout_metrics
 from gspo_jax.rollout.batch import RolloutCost
-from gspo_jax.rollout.on_policy import OnPolicy
 from gspo_jax.runtime import compilation_cache, sharding
 from gspo_jax.runtime.errors import UserError
 
@@ -573,27 +572,6 @@ def test_slow_and_dying_rewards_do_not_end_a_split_run(
   _, *rows = metrics_of(tmp_path / "run")
   assert len(rows) == STEPS
   assert any(row["reward/failed"] > 0 for row in rows)
-
-
-def test_a_sampler_that_fails_ends_the_run(
-  run, reference, tmp_path, assert_same_run, monkeypatch
-):
-  """The run goes on from its last checkpoint."""
-  cold = {"cold_start": str(reference[0] / "cold_start")}
-  sample = OnPolicy.__call__
-
-  def fails(self, params, step, policy_step):
-    if step == 3:
-      raise RuntimeError("out of memory")
-    return sample(self, params, step, policy_step)
-
-  monkeypatch.setattr(OnPolicy, "__call__", fails)
-  with pytest.raises(RuntimeError, match="out of memory"):
-    run(tmp_path, **SPLIT, **cold)
-  monkeypatch.undo()
-  _, out = run(tmp_path, **SPLIT, **cold)
-  assert "resumed after step 2" in out
-  assert_same_run(tmp_path, reference[0], **SPLIT)
 
 
 GUESSING = {

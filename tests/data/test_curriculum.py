@@ -4,10 +4,12 @@ import functools
 import hashlib
 import json
 import logging
+from unittest import mock
 
 import grain
 import numpy as np
 import pytest
+from grain._src.python.dataset.transformations import shuffle
 
 from gspo_jax.data import pipeline, prompt_batch, sources, tokenizers
 from gspo_jax.data.curriculum import Curriculum
@@ -18,6 +20,14 @@ from gspo_jax.tasks.chain import Chain
 
 BYTES = tokenizers.load("bytes")
 G = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def remembered_shuffles():
+  """grain takes 9 ms for a place in the order of five problems."""
+  places = functools.cache(shuffle.index_shuffle.index_shuffle)
+  with mock.patch.object(shuffle.index_shuffle, "index_shuffle", places):
+    yield
 
 
 def problems(letter, count):
@@ -42,12 +52,12 @@ def start(*stages, batch=4, width=16, seed=0, drop_solved=True):
 def correct(problem_texts, iteration):
   """[P, G], 1 for a correct response: a hash of problem, iteration and g."""
 
-  def is_correct(text, g):
+  def score(text, g):
     digest = hashlib.sha256(f"{text} {iteration} {g}".encode()).digest()
-    return digest[0] < 180  # about a third of the groups are all correct
+    # About a third of the groups are all correct; 0.9 is not.
+    return 1 if digest[0] < 180 else 0.9 * (digest[0] % 2)
 
-  rows = [[is_correct(t, g) for g in range(G)] for t in problem_texts]
-  return np.array(rows, float)
+  return np.array([[score(t, g) for g in range(G)] for t in problem_texts])
 
 
 def texts(batch):
@@ -107,7 +117,7 @@ def simulate(stages, iterations, batch, rounds=1, width=16, seed=0):
         if text in fitting[stage] - solved:
           batches[-1].append(text)
     for problem_texts in batches:
-      all_correct = correct(problem_texts, iteration).all(1)
+      all_correct = (correct(problem_texts, iteration) == 1).all(1)
       solved |= {
         t for t, c in zip(problem_texts, all_correct, strict=True) if c
       }
@@ -176,16 +186,6 @@ def test_resumed_is_uninterrupted(case):
       assert (resumed.num_solved, resumed.epochs) == seen[done]
       after = slice(done, done + 3)
       assert list(run(resumed, STEPS[after], rounds)) == expected[after]
-
-
-def test_problems_with_some_or_no_correct_responses_stay():
-  curriculum = start((1, TINY), batch=5)
-  batch = curriculum.next_batch(1)
-  scores = np.zeros((5, G))
-  scores[0], scores[1] = [0, 1, 1], [1, 1, 0.9]
-  curriculum.record(batch, scores)
-  assert curriculum.num_solved == 0
-  assert sorted(texts(curriculum.next_batch(2))) == sorted(texts(batch))
 
 
 def test_without_drop_solved_it_is_the_plain_pipeline():

@@ -118,25 +118,6 @@ def test_a_batch_has_the_places_of_its_problems(source):
   assert problems == batch.problems
 
 
-def test_solved_problems_may_change_after_every_batch():
-  """However far the threads have read ahead."""
-  source = problems(*"abcdefghij")
-  solved = np.zeros(10, bool)
-  iterator = pipeline.prompts(
-    source, config(), batch=1, seed=0, solved=[solved]
-  )
-  everything = list(itertools.chain(*texts(batches(source, batch=1), 60)))
-  rng, position = np.random.default_rng(0), 0
-  for _ in range(20):
-    solved[:] = rng.random(10) < 0.5
-    solved[rng.integers(10)] = False
-    while solved["abcdefghij".index(everything[position])]:
-      position += 1
-    assert texts(iterator, 1) == [[everything[position]]]
-    position += 1
-    assert iterator.get_state() == {"next_index": position}
-
-
 def test_num_fitting():
   fit = sum(len(p.text) <= 5 for p in LONG)
   assert pipeline.num_fitting(LONG, config(5, too_long="drop")) == fit

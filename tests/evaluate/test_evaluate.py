@@ -14,7 +14,7 @@ import pytest
 from processes import free_port, mistake, python
 from repository import ROOT, xla_flags
 
-from gspo_jax.configs import calculator_cpu, tiny_cpu
+from gspo_jax.configs import calculator_cpu
 from gspo_jax.evaluate import __main__, benchmarks, evaluator
 from gspo_jax.evaluate.answers_file import AnswersFile
 from gspo_jax.evaluate.policy_sampler import PolicySampler
@@ -31,10 +31,19 @@ from gspo_jax.tasks.chain import Chain
 from gspo_jax.workers.pool import Result, Started
 
 TINY = f"--config={ROOT}/configs/tiny_cpu.py:debug"
+# Of one dense layer: half of what is compiled.
+SMALL = """
+from gspo_jax.configs import tiny_cpu
+def get_config():
+  c = tiny_cpu.get_config("debug")
+  c.model.num_layers, c.model.num_experts = 1, 0
+  return c
+"""
 
 
 def config():
-  c = tiny_cpu.get_config("debug")
+  exec(SMALL, made := {})
+  c = made["get_config"]()
   c.data.prompts = c.learner.micro_batch_size = 8  # eight devices
   return c
 
@@ -417,9 +426,16 @@ def test_a_reward_that_fails_too_often_stops_it(
 # The command itself.
 
 
-def test_the_command(workdir, files, tmp_path):
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+  path = tmp_path_factory.mktemp("configs") / "small.py"
+  path.write_text(SMALL)
+  return f"--config={path}"
+
+
+def test_the_command(workdir, files, small, tmp_path):
   done = python(
-    *("-m", "gspo_jax.evaluate", TINY),
+    *("-m", "gspo_jax.evaluate", small),
     f"--checkpoint={workdir}",
     f"--set={files[0]}",
     "--reward=final_answer",
@@ -456,12 +472,12 @@ def test_flags(arguments, words):
 
 
 @pytest.mark.slow
-def test_two_processes_respond_as_one(workdir, files, tmp_path):
+def test_two_processes_respond_as_one(workdir, files, small, tmp_path):
   def start(out, devices, *more):
     return subprocess.Popen(
       [
-        *(sys.executable, "-m", "gspo_jax.evaluate", TINY, "--samples=2"),
-        *(f"--checkpoint={workdir}", f"--set={files[0]}", *more),
+        *(sys.executable, "-m", "gspo_jax.evaluate", small),
+        *("--samples=2", f"--checkpoint={workdir}", f"--set={files[0]}", *more),
         *("--reward=final_answer", f"--out={tmp_path}/{out}"),
       ],
       cwd=ROOT,

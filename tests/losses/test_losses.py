@@ -82,18 +82,32 @@ def packed(name):
   return static, map_arrays(pack, per_token(with_terms(name))), ids
 
 
+def at(ids):
+  """The arrays beside a packed case."""
+  return {"segment_ids": ids, "normalizer": TWO}
+
+
 @every_loss
-def test_packed_rows_equal_unpacked_rows(name):
+def test_packed_micro_batches_of_any_normalizer_add_to_unpacked_rows(name):
   static, case, ids = packed(name)
   loss, metrics, grad = run(name, with_terms(name), static)
-  result = run(name, case, static, segment_ids=ids)
-  assert_same(result, (loss, metrics, pack(grad)))
+  # Micro-batches of one row, the others masked: one shape to compile.
+  masks = [case.m & (np.arange(B // 2)[:, None] == i) for i in range(B // 2)]
+  parts = [run(name, case._replace(m=m), static, **at(ids)) for m in masks]
+  total = functools.reduce(lambda a, b: jax.tree.map(np.add, a, b), parts)
+  assert_same(total[1], metrics)
+  count = total[1]["loss/policy"].count
+  assert_same(total[0] * TWO / count, loss)
+  assert_same(total[2] * TWO / count, pack(grad))
+  over_tokens = dict.fromkeys(oracles.OVER_TOKENS, case.m.sum())
+  fixed_length = dict.fromkeys(oracles.FIXED_LENGTH, 5 * 7)
+  assert count == (over_tokens | fixed_length).get(name, 5)
 
 
 @every_loss
 def test_garbage_under_the_mask_is_never_read(name):
   static, case, ids = packed(name)
-  clean = run(name, case, static, segment_ids=ids)
+  clean = run(name, case, static, **at(ids))
   rng = np.random.default_rng(0)
 
   def with_garbage(v):
@@ -104,21 +118,12 @@ def test_garbage_under_the_mask_is_never_read(name):
   strays = rng.choice([-1, 2 * T, 10**9], ids.shape)
   dirty_ids = np.where(case.m, ids, strays)
   with jax.debug_nans(True):
-    result = run(name, dirty, static, segment_ids=dirty_ids)
+    result = run(name, dirty, static, **at(dirty_ids))
     # Under jit debug_nans checks the outputs only.
     f = lambda x: call(name, x, dirty, segment_ids=dirty_ids)
     jax.grad(f, has_aux=True)(dirty.x)
   jax.tree.map(np.testing.assert_array_equal, result, clean)
   assert not result[2][~case.m].any()
-
-
-@every_loss
-def test_garbage_advantage_of_an_empty_row(name):
-  case = random_case(name)
-  expected = run(name, case)
-  dirty = np.where(case.m.any(1), case.a, np.float32("nan"))
-  result = run(name, case._replace(a=dirty))
-  jax.tree.map(np.testing.assert_array_equal, result, expected)
 
 
 @every_loss
@@ -146,26 +151,6 @@ def test_empty_batch(name):
       assert not metric.value().any()
     else:
       assert np.isnan(metric.value())
-
-
-@every_loss
-def test_micro_batches_of_any_normalizer_add(name):
-  case = with_terms(name)
-  loss, metrics, grad = run(name, case)
-  # Micro-batches of two rows, the others masked: one shape to compile.
-  row = np.arange(B)[:, None]
-  parts = [
-    run(name, case._replace(m=case.m & (row // 2 == i)), normalizer=TWO)
-    for i in range(B // 2)
-  ]
-  total = functools.reduce(lambda a, b: jax.tree.map(np.add, a, b), parts)
-  assert_same(total[1], metrics)
-  count = total[1]["loss/policy"].count
-  assert_same(total[0] * TWO / count, loss)
-  assert_same(total[2] * TWO / count, grad)
-  over_tokens = dict.fromkeys(oracles.OVER_TOKENS, case.m.sum())
-  fixed_length = dict.fromkeys(oracles.FIXED_LENGTH, 5 * T)
-  assert count == (over_tokens | fixed_length).get(name, 5)
 
 
 @pytest.mark.parametrize("name", ["gspo", "rspo", "cispo"])

@@ -68,18 +68,6 @@ def by_blocks(q_BKRH, *rest, **options):
 FORMS = {"blocks": by_blocks, "kernel": by_kernel}
 
 
-@pytest.mark.parametrize("pairs", [3, 5])
-def test_the_end_of_the_last_block_adds_nothing(pairs, monkeypatch):
-  """7 rows in blocks of 3 or 5 pairs, with all remainders of 3."""
-  monkeypatch.setattr(attention, "_block_pairs", lambda *_: pairs)
-  run = jax.jit(lambda *inputs: by_blocks(*inputs))
-  for seed in range(8):
-    lengths = np.random.default_rng(seed).integers(0, 6 * S + 1, 7)
-    lengths[-1] *= seed % 2
-    inputs = random_inputs(lengths, H=8, heads=1)
-    assert_equals_plain(run(*inputs), inputs)
-
-
 @pytest.mark.parametrize("window", [None, 1, S, S + 1, 3 * S - 1, 6 * S])
 @pytest.mark.parametrize("pairs", [1, 5])
 def test_windows_and_sinks_equal_plain_attention(pairs, window, monkeypatch):

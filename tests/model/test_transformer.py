@@ -38,9 +38,6 @@ def forward(cfg, tokens, positions, mask):
   return jax.device_get(out)
 
 
-# Routing Replay.
-
-
 def test_a_model_on_a_mesh_equals_one_device():
   """With the heads of a bias and of a norm split, and replay."""
   cfg = dataclasses.replace(

@@ -169,18 +169,6 @@ def test_non_finite_is_null(tmp_path, value, capsys):
   np.testing.assert_equal(tensorboard_values(tmp_path)["reward/mean", 1], value)
 
 
-def test_distributions_follow_a_line_with_the_edges(tmp_path):
-  with open_writer(tmp_path) as writer:
-    writer.write(0, {"x": 1.0})  # an evaluation has no distributions
-    writer.write(1, {}, {"counts": np.float32([3, 0.5]), "b": [math.inf]})
-    head, row = records_of(tmp_path, "distributions.jsonl")  # before close
-  edges = [math.nan if edge is None else edge for edge in head["edges"]]
-  np.testing.assert_allclose(edges[1:-1], EDGES[1:-1], rtol=1e-5)
-  assert head["edges"][0] is None
-  assert head["edges"][-1] is None
-  assert row == {"step": 1, "counts": [3, 0.5], "b": [None]}
-
-
 def test_tensorboard_has_counts_over_edges_and_a_bar_for_each_layer(tmp_path):
   counts = np.zeros(len(EDGES) - 1)
   counts[[0, 5, -1]] = 2, 3, 4

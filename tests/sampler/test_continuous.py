@@ -542,26 +542,6 @@ def test_a_stop_string_ends_a_response_in_both_samplers():
   assert early > 5
 
 
-def test_finished_responses_and_earlier_tokens_stay_as_they_are():
-  stop_at = np.where(np.arange(B) % 2, R, 5)
-  first = one_device()(
-    weights(), prompts(), jax.random.key(KEY), stop_at=stop_at
-  )
-  before = jax.device_get(first)
-  # With another key, new tokens are not those of the static sampler.
-  after = run(one_device(), key=2, resume_from=first)
-  finished = before.finish != UNFINISHED
-  assert 0 < finished.sum() < B
-  for name in ("tokens", "logps", "lengths", "finish"):
-    found, expected = getattr(after, name), getattr(before, name)
-    np.testing.assert_array_equal(found[finished], expected[finished])
-  for name in ("tokens", "logps"):
-    found, expected = getattr(after, name), getattr(before, name)
-    np.testing.assert_array_equal(found[~finished, :5], expected[~finished, :5])
-  assert (after.finish != UNFINISHED).all()
-  assert (after.tokens != static().tokens)[~finished].any()
-
-
 def test_responses_are_reported_while_the_next_segment_decodes():
   events, reported, generate = [], set(), one_device()
 

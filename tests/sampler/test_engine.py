@@ -211,21 +211,6 @@ def test_the_next_call_of_an_agent_prefills_only_what_is_new(
   np.testing.assert_allclose(second.logps, alone.logps, atol=1e-4)
 
 
-def test_a_prompt_that_parts_from_a_row_reuses_what_they_share(monkeypatch):
-  with opened() as e:
-    run(e, *(ask(e, prompt, 2) for prompt in ([9], [8], [11])))
-    run(e, ask(e, PROMPTS[5], 6))
-    count = prefilled(monkeypatch)
-    prompt = [*PROMPTS[5][:14], 9, 10]
-    branch = ask(e, prompt)
-    run(e, branch)
-    assert count[0] == 3  # 12 of 14 are on full pages
-  with opened() as other:
-    alone = ask(other, prompt)
-    run(other, alone)
-  assert branch.tokens == alone.tokens
-
-
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_group_prefills_its_prompt_once(devices, monkeypatch):
   prompt = PROMPTS[5]
@@ -312,22 +297,6 @@ def test_while_a_request_goes_by_token_a_segment_has_one_step(devices):
 def test_a_request_without_room_is_refused(prompt, count, words):
   with opened() as e, pytest.raises(UserError, match=words):
     ask(e, prompt, count)
-
-
-def test_a_row_that_parts_within_a_shared_page_leaves_the_page_alone():
-  first = PROMPTS[3]
-  shares, parts = [*first[:8], 17], [*first[:6], 20, 21]
-  with opened() as e:
-    run(e, ask(e, first, 1))
-    made = [ask(e, prompt) for prompt in (shares, PROMPTS[0], PROMPTS[4])]
-    step(e)
-    made.append(ask(e, parts))  # only the row of `first` is free
-    run(e, *made)
-  with opened() as e:
-    alone = ask(e, shares)
-    run(e, alone)
-  assert made[0].tokens == alone.tokens
-  np.testing.assert_allclose(made[0].logps, alone.logps, atol=1e-4)
 
 
 # Episodes of several turns: sequences that own rows.

@@ -14,7 +14,6 @@ from random_model import weights as random_weights
 from gspo_jax import model
 from gspo_jax.learner import train_batch
 from gspo_jax.model import cache as kv
-from gspo_jax.runtime import sharding
 from gspo_jax.sampler import decode_params, static
 from gspo_jax.sampler.samples import STOPPED, TRUNCATED, Prompts, SamplerConfig
 
@@ -311,19 +310,3 @@ def test_in_bf16_the_trainer_rounds_as_the_sampler(experts, over_heads):
   gap = np.abs(scored.logps - samples.logps)[batch.response_mask]
   assert gap.max() < 1e-5
   assert (samples.experts is None) == (experts == 0)  # a dense model has none
-
-
-def test_on_a_mesh():
-  """Responses over `data` and `expert`: in their order, as on one device."""
-  samples = generate()
-  four = lambda x: np.concatenate([x, x[:1]])
-  batch = Prompts(four(prompts().tokens), four(prompts().lengths))
-  generate_four = jax.jit(
-    functools.partial(static.generate, cfg=CFG, sampler=SAMPLED)
-  )
-  mesh = sharding.make_mesh(jax.devices()[:4], data=2, expert=2)
-  with jax.set_mesh(mesh):
-    many = generate_four(weights(), prompts=batch, key=jax.random.key(0))
-  assert_equal(many.tokens[:B], samples.tokens)
-  assert_equal(many.experts[:B], samples.experts)
-  np.testing.assert_allclose(many.logps[:B], samples.logps, atol=1e-5)
