@@ -201,7 +201,8 @@ def change(folder, **keys):
   ("keys", "words"),
   [({"r": 8}, r"model.lora.rank=3: expected 8, which is r in .*json"),
    ({"lora_alpha": 16}, r"model.lora.alpha=5.0: expected 16"),
-   ({"use_rslora": True}, "use_rslora=True: expected False"),
+   ({"use_rslora": True}, r"alpha=5.0: expected 8.66\d*, which is lora_alpha"
+    " times the root of r in"),
    ({"peft_type": "IA3"}, "peft_type=IA3: expected 'LORA'"),
    ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa: expected True"),
    ({"alora_invocation_tokens": [7]}, r"tokens=\[7\]: expected None"),
@@ -211,6 +212,15 @@ def test_other_settings_are_refused(saved, keys, words):
   change(saved, **keys)
   with pytest.raises(UserError, match=words):
     hf.load_peft(saved, DENSE)
+
+
+def test_rank_stabilised_adapters_have_another_scale(saved):
+  change(saved, use_rslora=True)
+  wide = model.LoraConfig(3, 5 * 3**0.5)
+  assert wide.scale == pytest.approx(5 / 3**0.5)
+  again = hf.load_peft(saved, dataclasses.replace(DENSE, lora=wide))
+  expected = base_and_adapters(DENSE)[1]
+  jax.tree.map(np.testing.assert_array_equal, again, expected)
 
 
 def test_other_tensors_are_named(saved):
