@@ -115,7 +115,8 @@ del MLA["head_dim"]
 EYE = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2,
        "out_hidden_size": 16, "patch_size": 2}  # fmt: skip
 PIXTRAL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-           "num_attention_heads": 2, "patch_size": 2, "image_size": 4}  # fmt: skip
+           "num_attention_heads": 2, "patch_size": 2,
+           "image_size": 4}  # fmt: skip
 IMAGES = {
   f"{kind}_token_id": 1 for kind in ("image", "video", "vision_start")
 } | {"vision_end_token_id": 1}
@@ -165,7 +166,8 @@ MODELS = {
   "mistral": hf.MistralConfig(**SIZES, sliding_window=4),
   "seed_oss": hf.SeedOssConfig(**SIZES, attention_out_bias=True),
   "dots1": hf.Dots1Config(
-    **GLM | {"rope_parameters": SIZES["rope_parameters"]}
+    **GLM
+    | {"rope_parameters": SIZES["rope_parameters"]}
     | {"attention_bias": False}
   ),
   "phi3": hf.Phi3Config(
@@ -225,12 +227,16 @@ def checkpoint(folder, config, seed):
 
 
 def load(folder, dtype):
-  return auto(hf.AutoConfig.from_pretrained(folder)).from_pretrained(
-    folder,
-    dtype=dtype,
-    attn_implementation="eager",
-    experts_implementation="eager",  # grouped_mm refuses widths such as 12
-  ).eval()
+  return (
+    auto(hf.AutoConfig.from_pretrained(folder))
+    .from_pretrained(
+      folder,
+      dtype=dtype,
+      attn_implementation="eager",
+      experts_implementation="eager",  # grouped_mm refuses widths such as 12
+    )
+    .eval()
+  )
 
 
 def batches():

@@ -236,9 +236,12 @@ def save_hf(
           kept = parameters.find(tensor.path).float32
           own = "float32" if kept else dtype
           x = _to_hf(leaves[tensor.path], at, form=tensor.form, dtype=own)
-          for name, x in _split(tensor, multihost.to_host(x), i or 0).items():
-            rows = [arrays[name], x] if name in arrays else [x]
-            arrays[name] = np.concatenate(rows)
+          for name, rows in _split(
+            tensor, multihost.to_host(x), i or 0
+          ).items():
+            if name in arrays:  # it has several parameters
+              rows = np.concatenate([arrays[name], rows])
+            arrays[name] = rows
       index |= dict.fromkeys(arrays, file)
       total += sum(x.nbytes for x in arrays.values())
       on_primary(lambda file=file, x=arrays: save_tensors(x, partial / file))
