@@ -34,8 +34,6 @@ _DEFAULTS = {
 }
 _DTYPES = ("torch_dtype", "dtype")
 _TIE = "tie_word_embeddings"
-# Keys of a model of images that its language model has, too.
-_OUTER = (_TIE, "quantization_config", *_DTYPES)
 # As `Family.numbers`, of all families.
 _NUMBERS = {
   "vocab_size": ("vocab_size", int, None),
@@ -116,17 +114,15 @@ def _language_model(path, raw) -> dict:
   if not has_images(raw):
     return raw
   kind = raw["model_type"]
-  # Qwen2.5-VL is published without `text_config`.
-  text = raw if kind == "qwen2_5_vl" else None
-  text = raw.get("text_config", text)
+  # Qwen2.5-VL is published without the key.
+  text = raw.get("text_config", raw if kind == "qwen2_5_vl" else None)
   if not isinstance(text, dict):
     raise UserError(f"{path}: text_config={text!r:.80}: expected a JSON object")
-  outer = {key: raw[key] for key in _OUTER if key in raw}
+  outer = _TIE, "quantization_config", *_DTYPES
+  merged = {key: raw[key] for key in outer if key in raw} | text
   own = text.get("model_type", kind)
-  merged = outer | text
   merged["model_type"] = WITH_IMAGES[kind] if own.startswith(kind) else own
-  if kind == "qwen3_vl_moe":  # its class reads no such key
-    merged["norm_topk_prob"] = True
+  merged |= {"norm_topk_prob": True} if kind == "qwen3_vl_moe" else {}
   if raw.get(_TIE) is not None:  # transformers takes this one
     merged[_TIE] = raw[_TIE] or (kind == "qwen2_5_vl" and text.get(_TIE))
   return merged

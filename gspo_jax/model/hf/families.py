@@ -294,6 +294,10 @@ _DEEPSEEK = Family(
   write=_write_mla,
 )
 _LLAMA = Family("LlamaForCausalLM", {"qk_norm": False})
+_WIDE_LLAMA = _LLAMA._replace(
+  defaults={"head_dim": 128},
+  supported={"qkv_bias": (False,), "bias": (False,), "clip_qkv": ()},
+)
 _MISTRAL = _LLAMA._replace(
   loads_with="MistralForCausalLM",
   defaults={"sliding_window": 4096},
@@ -340,13 +344,8 @@ FAMILIES = {
     flags=_NOT_NORMED,
   ),
   "llama": _LLAMA,
-  "internlm3": _LLAMA._replace(
-    defaults={"head_dim": 128},
-    supported={"qkv_bias": (False,), "bias": (False,)},
-  ),
-  "iquestcoder": _LLAMA._replace(
-    defaults={"head_dim": 128}, supported={"clip_qkv": ()}
-  ),
+  "internlm3": _WIDE_LLAMA,
+  "iquestcoder": _WIDE_LLAMA,
   "mistral": _MISTRAL,
   "phi3": _MISTRAL._replace(
     loads_with="Phi3ForCausalLM",

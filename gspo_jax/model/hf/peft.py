@@ -193,16 +193,12 @@ def _require_supported(path, raw, wanted: LoraConfig):
       raise UserError(
         f"{path}: {key}={str(raw[key])[:80]}: expected {values[0]!r}"
       )
-  alpha, times = raw.get("lora_alpha"), ""
+  key, alpha = "lora_alpha", raw.get("lora_alpha")
   if raw.get("use_rslora") and alpha:  # arXiv 2312.03732
-    alpha, times = alpha * wanted.rank**0.5, " times the root of r"
-  for key, name, theirs, end in (
-    ("r", "rank", raw.get("r"), ""),
-    ("lora_alpha", "alpha", alpha, times),
-  ):
-    value = getattr(wanted, name)
-    if value != theirs:
+    key, alpha = f"{key} times the root of r", alpha * wanted.rank**0.5
+  expected = {"rank": ("r", raw.get("r")), "alpha": (key, alpha)}
+  for name, (key, theirs) in expected.items():
+    if (value := getattr(wanted, name)) != theirs:
       raise UserError(
-        f"model.lora.{name}={value}: expected {theirs}, which is {key}{end} "
-        f"in {path}"
+        f"model.lora.{name}={value}: expected {theirs}, which is {key} in {path}"
       )
