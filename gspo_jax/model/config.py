@@ -84,6 +84,7 @@ class Layer:
   window: int | None = None
   experts: bool = True  # or an MLP
   mixer: str = "attention"  # one of `MIXERS`
+  rotary: bool = True  # attention rotates queries and keys
 
 
 @dataclasses.dataclass(frozen=True)

@@ -145,7 +145,7 @@ def self_attention(
   split = dict.fromkeys(names, PartitionSpec("tensor"))
 
   def run(x_BTD, weights, angles, attend):
-    qkv, gate_BTNH = _project(x_BTD, weights, angles, cfg)
+    qkv, gate_BTNH = _project(x_BTD, weights, angles, cfg, layer)
     sinks_N = _sinks(weights, x_BTD.dtype)
     out_BTNH, updated = attend(*qkv, window=layer.window, sinks_N=sinks_N)
     y_BTD = project(gate(out_BTNH, gate_BTNH), weights, "o", axes=2)
@@ -169,7 +169,7 @@ def self_attention(
   elif exact.is_on():
     # XLA would not split the loops over tokens.
     heads = PartitionSpec(sharding.ROW_AXES, "context", "tensor")
-    projected = functools.partial(_project, cfg=cfg)
+    projected = functools.partial(_project, cfg=cfg, layer=layer)
     operands = projected, x_BTD, weights, "attention", angles
     qkv, gate_BTNH = by_tokens(*operands, out=heads, **split)
     out_BTNH, updated = cache.attend(
@@ -204,7 +204,7 @@ def _gated_by_sigmoid(x, logits):
   return rounded(wide(x) * jax.nn.sigmoid(wide(logits)), x.dtype)
 
 
-def _project(x_BTD, weights, angles, cfg):
+def _project(x_BTD, weights, angles, cfg, layer):
   """Queries, keys and values, and the gate of the output or None."""
 
   def heads(name):
@@ -219,7 +219,7 @@ def _project(x_BTD, weights, angles, cfg):
       y_BTNH = rms_norm_over_heads(y_BTNH, scale, cfg.norm_eps, number)
     elif cfg.qk_norm:
       y_BTNH = rms_norm(y_BTNH, weights[f"{name}_norm"], cfg)
-    return rotary.rotate(y_BTNH, *angles)
+    return rotary.rotate(y_BTNH, *angles) if layer.rotary else y_BTNH
 
   q_BTNH, gate_BTNH = heads("q"), None
   if cfg.output_gate:

@@ -182,6 +182,9 @@ _GROUPED = {"parts": ("Hk", "Hk", "RHv")}
 _FUSED = {"needs": ("linear_fused",)}
 _SEPARATE = {"exists": lambda cfg: not cfg.linear_fused}
 _MLP = {"target": "mlp"}
+# One tensor has the rows of all of them, in the order of the table.
+_QKV = {"other_names": {"phi3": ("self_attn.qkv_proj.weight",)}}
+_GATE_UP = {"other_names": {"phi3": ("mlp.gate_up_proj.weight",)}}
 _ROUTER = {"unrounded": lambda cfg: cfg.float32_router}
 _EXPERT_BIAS = {"init": "zeros", "needs": ("expert_bias",)}
 
@@ -203,11 +206,11 @@ TABLE = (
   Parameter("layers/attention_norm/scale", "D", "whole",
             ("input_layernorm.weight",), **_NORM),
   Parameter("layers/attention/q", "D -> N Hq", "embed heads whole",
-            ("self_attn.q_proj.weight",), **_ATTENTION),
+            ("self_attn.q_proj.weight",), **_ATTENTION, **_QKV),
   Parameter("layers/attention/k", "D -> K H", "embed heads whole",
-            ("self_attn.k_proj.weight",), **_ATTENTION),
+            ("self_attn.k_proj.weight",), **_ATTENTION, **_QKV),
   Parameter("layers/attention/v", "D -> K H", "embed heads whole",
-            ("self_attn.v_proj.weight",), **_ATTENTION),
+            ("self_attn.v_proj.weight",), **_ATTENTION, **_QKV),
   Parameter("layers/attention/o", "N H -> D", "heads head_dim whole",
             ("self_attn.o_proj.weight",), **_ATTENTION),
   Parameter("layers/attention/q_norm/scale", "q", "whole",
@@ -269,9 +272,9 @@ TABLE = (
   Parameter("layers/mlp_norm/scale", "D", "whole",
             ("post_attention_layernorm.weight",), **_NORM),
   Parameter("layers/mlp/gate", "D -> Fd", "embed mlp",
-            ("mlp.gate_proj.weight",), **_MLP),
+            ("mlp.gate_proj.weight",), **_MLP, **_GATE_UP),
   Parameter("layers/mlp/up", "D -> Fd", "embed mlp",
-            ("mlp.up_proj.weight",), **_MLP),
+            ("mlp.up_proj.weight",), **_MLP, **_GATE_UP),
   Parameter("layers/mlp/down", "Fd -> D", "mlp embed",
             ("mlp.down_proj.weight",), **_MLP),
   # Neither LoRA nor Muon takes the router: its output is a choice.

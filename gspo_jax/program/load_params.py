@@ -16,7 +16,7 @@ from gspo_jax.program.config import Config
 from gspo_jax.program.functions import Program
 from gspo_jax.record.checkpoint import Checkpoints, checksums
 from gspo_jax.record.identity import match
-from gspo_jax.runtime import multihost
+from gspo_jax.runtime import multihost, sharding
 from gspo_jax.runtime.errors import UserError, how_to_download, prefixed
 
 # The fields of a model in every saved run. Others, and later ones of layers and
@@ -27,7 +27,7 @@ _FIRST_FIELDS = (
   *("norm_topk_prob", "rope_theta", "rope_scaling", "attention_bias"),
   *("qk_norm", "qk_norm_over_heads", "norm_eps", "tie_embeddings", "dtype"),
 )
-_LATER_FIELDS = ("mixer", "mscale_all_dim")
+_LATER_FIELDS = ("mixer", "mscale_all_dim", "rotary")
 # They do not change the weights; a cold start comes before the adapters.
 _OF_RUNS = ("remat", "unroll", "lora", "exact")
 
@@ -77,9 +77,12 @@ def first_policy(
   if not (folder := c.lora.checkpoint):
     return policy
   _, adapters = model.lora.split(program.abstract_policy)
-  base, _ = model.lora.split(policy)
   read = hf.load_peft(folder, program.cfg, shardings(adapters))
-  return model.lora.join(base, read)
+  read = sharding.leaves_by_path(read)
+  leaves = sharding.leaves_by_path(policy)
+  if new := sorted({x for x in leaves if model.lora.is_adapter(x)} - set(read)):
+    multihost.print_once(f"{folder}: no adapters of {', '.join(new)}: new ones")
+  return sharding.tree_of_paths(leaves | read)
 
 
 def save_base(base: model.Params, config: Config, workdir: epath.Path) -> None:

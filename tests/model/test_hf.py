@@ -1,14 +1,17 @@
 """Checkpoints in and out, against transformers (support/make_goldens.py)."""
 
+import ast
 import dataclasses
 import errno
 import functools
+import importlib
 import json
 import math
 import os
 import re
 import shutil
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +27,10 @@ from safetensors.numpy import load_file, save, save_file
 from gspo_jax import model, sampler
 from gspo_jax.model import hf, layers, rounding
 from gspo_jax.model.hf import checkpoint as hf_checkpoint
+from gspo_jax.model.hf import config as hf_config
 from gspo_jax.model.hf import folder as hf_folder
 from gspo_jax.model.hf import tensors as hf_tensors
+from gspo_jax.model.hf.families import FAMILIES, WITH_IMAGES
 from gspo_jax.model.hf.tensors import TensorFile
 from gspo_jax.record import progress
 from gspo_jax.runtime import multihost, sharding
@@ -37,12 +42,20 @@ NAMES = (
   *("yarn", "olmoe", "mixtral", "qwen2_moe", "glm4_moe", "glm4_moe_air"),
   *("minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe", "qwen3_5"),
   *("deepseek_v3", "deepseek_v3_plain", "glm4_moe_lite"),
+  *("phi3", "smollm3", "mistral", "seed_oss", "dots1"),
+  *("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "mistral3"),
 )
 # Decoding, and rounding, of the others share all code with these.
 DECODED = ("gpt_oss",)
 ROUNDED = (*DECODED, "glm4_moe", "llama3", "qwen3_next", "deepseek_v3")
 # Those of others share all code with them.
-COPIES = "qwen3_5_moe", "deepseek_v3_plain", "glm4_moe_lite"
+COPIES = (
+  *("qwen3_5_moe", "deepseek_v3_plain", "glm4_moe_lite", "qwen3_moe_raw"),
+  *("glm4_moe_air", "mistral", "seed_oss", "dots1"),
+  *("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "mistral3"),
+)
+# Their tensors have names, or an order of axes, that no others have.
+NAMED = "qwen3_vl_moe", "qwen2_5_vl", "mistral3"
 
 
 def models(names):
@@ -252,7 +265,7 @@ def test_save_and_load_is_the_identity(
   assert f"loading {tmp_path}/out: {cfg.num_layers} layers in " in out
 
 
-@every_model
+@models({*NAMED, *set(NAMES) - set(COPIES)})
 def test_load_and_save_is_the_identity(name, tmp_path):
   hf.save_hf(
     loaded(name),
@@ -266,6 +279,23 @@ def test_load_and_save_is_the_identity(name, tmp_path):
   assert json.loads((tmp_path / "out/config.json").read_text()) == (
     json.loads(raw)
   )
+
+
+def test_published_experts_of_qwen3_vl_have_their_inputs_first(tmp_path):
+  like = tmp_path / "like"
+  shutil.copytree(GOLDENS / "qwen3_vl_moe", like)
+  stored = load_file(like / "model.safetensors")
+  of_experts = [name for name in stored if ".experts." in name]
+  assert len(of_experts) == 4
+  for name in of_experts:
+    stored[name] = np.ascontiguousarray(stored[name].swapaxes(1, 2))
+  save_file(stored, like / "model.safetensors", {"format": "pt"})
+  cfg = config("qwen3_vl_moe")
+  require_equal(hf.load_hf(like, cfg), loaded("qwen3_vl_moe"))
+  options = {"dtype": "bfloat16", "like": like}
+  hf.save_hf(loaded("qwen3_vl_moe"), cfg, tmp_path / "out", **options)
+  require_tensors(tmp_path / "out", stored)
+  require_equal(hf.load_hf(tmp_path / "out", cfg), loaded("qwen3_vl_moe"))
 
 
 def with_images(folder):
@@ -804,7 +834,7 @@ def test_each_family_has_its_base_of_the_rotary_frequencies(tmp_path):
   ("changes", "words"),
   [
     ({"model_type": "qwen3_5"}, "text_config=None: expected a JSON object"),
-    ({"model_type": "qwen3_mo"}, "are: deepseek_v3, glm4_moe, glm4_moe_lite, "),
+    ({"model_type": "qwen3_mo"}, "are: deepseek_v3, dots1, glm4_moe, glm4_"),
     ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv=8.0: not supported"),
     ({"model_type": "mixtral", "sliding_window": 64}, "sliding_window=64: not"),
     ({"mlp_only_layers": [0]}, "mlp_only_layers=[0]: expected []"),
@@ -821,6 +851,8 @@ def test_each_family_has_its_base_of_the_rotary_frequencies(tmp_path):
     ({"rope_parameters": {"rope_type": "yarn", "factor": 0.5}}, "factor >= 1"),
     ({"rope_parameters": YARN | {"beta_fast": 0.5}}, "json: model.rope_"),
     ({"rope_parameters": YARN | {"beta_slow": "x"}}, "beta_slow='x': expected"),
+    ({"rope_parameters": YARN | {"attn_factor": 2}}, "attn_factor=2 of rope_"),
+    ({"model_type": "olmo2"}, "'olmo2': not supported: it has norms behind"),
     ({"rope_scaling": {"type": "llama3"}, "rope_parameters": None}, "factor"),
     ({"hidden_size": None}, "hidden_size is missing"),
     ({"hidden_size": "wide"}, "hidden_size='wide': expected int above 0"),
@@ -846,8 +878,8 @@ ODD_ROTARY = {"partial_rotary_factor": 0.4}
     ("glm4_moe", "n_group", 2, "n_group=2: expected a divisor of"),
     ("glm4_moe", "n_group", 5, "with at least 2 experts a group"),
     ("glm4_moe", "topk_group", 2, "topk_group=2: expected 1 to"),
-    ("glm4_moe", "first_k_dense_replace", 5, "expected 5 + a multiple of 1"),
-    ("glm4_moe", "first_k_dense_replace", 4, "none of the 4 layers have"),
+    ("dots1", "max_window_layers", 1, "max_window_layers=1: expected 62"),
+    ("smollm3", "no_rope_layers", [1, 2], "no_rope_layers: expected 0 or 1"),
     ("glm4_moe", "first_k_dense_replace", "x", "='x': expected int"),
     ("glm4_moe", "n_shared_experts", 0, "n_shared_experts=0: expected int"),
     ("glm4_moe", "hidden_act", "gelu", "hidden_act=gelu: expected 'silu'"),
@@ -902,9 +934,22 @@ def test_an_odd_config_of_a_family_is_refused(
   assert words in error_message(read)
 
 
+def test_all_layers_of_a_family_with_experts_may_be_dense(tmp_path):
+  for base, first in (("deepseek_v3", 3), ("glm4_moe", 5)):
+    cfg = config_with(tmp_path, base, first_k_dense_replace=first)
+    assert cfg.num_experts == 0
+    assert not any(layer.experts for layer in cfg.layers)
+    assert cfg.dense_dim == config(base).dense_mlp_dim
+    like = hf_checkpoint.config_to_hf(cfg, "bfloat16", tmp_path)
+    assert like == json.loads((tmp_path / "config.json").read_text())
+
+
 def test_windows_of_gpt_oss_in_any_order_are_read_and_written(tmp_path):
   kinds = [FULL, FULL, SLIDING]
-  changes = {"num_hidden_layers": 3, "layer_types": kinds}
+  changes = {"num_hidden_layers": 3, "layer_types": None}
+  cfg = config_with(tmp_path, "gpt_oss", **changes)
+  assert [layer.window is None for layer in cfg.layers] == [False, True, False]
+  changes["layer_types"] = kinds
   cfg = config_with(tmp_path, "gpt_oss", **changes)
   assert [layer.window is None for layer in cfg.layers] == [True, True, False]
   assert (
@@ -946,12 +991,74 @@ ROPE_OF_IMAGES = {
     ("deepseek_v3", {"rope_interleave": None, "moe_layer_freq": 1}),
     ("deepseek_v3", {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}),
     ("deepseek_v3", {"model_type": "kimi_k2"}),
+    ("deepseek_v3", {"model_type": "sarvam_mla"}),
+    ("llama3", {"model_type": "iquestcoder"}),
+    ("llama3", {"model_type": "internlm3", "qkv_bias": False}),
+    ("qwen2", {"model_type": "seed_oss"}),
+    ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}),
     ("glm4_moe_lite", {"mlp_layer_types": None, "first_k_dense_replace": 1}),
     ("glm4_moe_lite", {"partial_rotary_factor": 1.0}),
   ],
 )
 def test_other_keys_of_a_family_give_the_same_config(base, changes, tmp_path):
   assert config_with(tmp_path, base, **changes) == config_with(tmp_path, base)
+
+
+@pytest.mark.parametrize(
+  ("base", "outer", "inner", "tied"),
+  [
+    *[("qwen3_vl", True, False, True), ("qwen3_vl", False, True, False)],
+    *[("qwen3_vl", None, True, True), ("qwen2_5_vl", False, True, True)],
+  ],
+)
+def test_embeddings_are_tied_as_transformers_ties_them(
+  base, outer, inner, tied, tmp_path
+):
+  text = json.loads((GOLDENS / base / "config.json").read_text())["text_config"]
+  key = "tie_word_embeddings"
+  changes = {"text_config": text | {key: inner}, key: outer}
+  assert config_with(tmp_path, base, **changes).tie_embeddings == tied
+
+
+def test_qwen2_5_vl_is_published_without_a_text_config(tmp_path):
+  raw = json.loads((GOLDENS / "qwen2_5_vl/config.json").read_text())
+  text = raw["text_config"]
+  rope = {"type": "mrope", "mrope_section": [2, 1, 1]}
+  old = {"model_type": "qwen2_5_vl", "rope_scaling": rope, "rope_theta": 1000.0}
+  flat = text | old | {"rope_parameters": None, "text_config": None}
+  assert config_with(tmp_path, "qwen2_5_vl", **flat) == config_with(
+    tmp_path, "qwen2_5_vl"
+  )
+
+
+# What their default config lacks.
+SIZES_OF = {"dots1": {"n_routed_experts": 8, "n_shared_experts": 1,
+  "num_experts_per_tok": 2}, "glm4_moe": {"head_dim": 64}}  # fmt: skip
+# Their class is that of a family, their published tensors are not.
+OTHER_TENSORS = {"exaone", "sarvam_moe"}
+
+
+def test_every_causal_language_model_is_read_or_says_what_differs():
+  auto = importlib.import_module("transformers.models.auto.configuration_auto")
+  # The module of this table needs torch.
+  source = Path(auto.__file__).with_name("modeling_auto.py").read_text()
+  table = source.partition("FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict(")[2]
+  classes = dict(ast.literal_eval(table.partition("\n)\n")[0].strip()))
+  families = {*FAMILIES, *WITH_IMAGES}
+  path, read, refused = epath.Path("config.json"), [], []
+  for name in classes:
+    raw = {"model_type": name}
+    if name in families:
+      made = auto.CONFIG_MAPPING[name]().to_dict()
+      hf_config.model_config(path, made | SIZES_OF.get(name, {}))
+      read.append(name)
+    else:
+      message = error_message(lambda raw=raw: hf_config.model_config(path, raw))
+      assert re.match(f".*='{name}': not supported: it has [a-z]", message)
+      refused.append(name)
+  ours = {family.loads_with for family in FAMILIES.values()}
+  assert {x for x in refused if classes[x] in ours} <= OTHER_TENSORS
+  assert (len(read), len(refused)) == (25, 171), (read, refused)
 
 
 def test_wrong_files_and_fields_are_refused(tmp_path):

@@ -180,6 +180,40 @@ def test_peft_gives_our_logits(cfg, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, again, adapters)
 
 
+@pytest.mark.slow
+def test_adapters_that_peft_made_of_two_weights_are_read(tmp_path):
+  """Of rank 4 with rsLoRA: alpha 6 is divided by 2."""
+  torch = pytest.importorskip("torch")
+  peft = pytest.importorskip("peft")
+  from transformers import AutoModelForCausalLM
+
+  cfg = dataclasses.replace(DENSE, lora=model.LoraConfig(4, 12.0, "attention"))
+  base = base_and_adapters(cfg)[0]
+  hf.save_hf(base, dataclasses.replace(cfg, lora=None), tmp_path / "base")
+  theirs = peft.get_peft_model(
+    AutoModelForCausalLM.from_pretrained(tmp_path / "base"),
+    peft.LoraConfig(
+      r=4,
+      lora_alpha=6,
+      target_modules=["q_proj", "v_proj"],
+      use_rslora=True,
+      init_lora_weights=False,
+      task_type="CAUSAL_LM",
+    ),
+  )
+  theirs.save_pretrained(tmp_path / "peft")
+  adapters = hf.load_peft(tmp_path / "peft", cfg)
+  ends = {f"{name}_lora_{end}" for name in "qv" for end in "ab"}
+  assert adapters["layers"]["attention"].keys() == ends
+  tokens = np.random.default_rng(0).integers(0, 24, (8, 6))
+  with torch.no_grad():
+    expected = theirs.eval()(torch.tensor(tokens)).logits.numpy()
+  positions, real = np.indices(tokens.shape)[1], np.ones(tokens.shape, int)
+  params = lora.join(base, adapters)
+  out = model.forward(params, cfg, tokens, positions, real)
+  np.testing.assert_allclose(out.logits, expected, atol=1e-4)
+
+
 def test_adapters_to_a_model_of_images_are_read(tmp_path):
   """As PEFT names them where it adapts the whole model."""
   cfg, folder = OTHERS["qwen3.5"], tmp_path / "peft"
@@ -201,7 +235,8 @@ def change(folder, **keys):
   ("keys", "words"),
   [({"r": 8}, r"model.lora.rank=3: expected 8, which is r in .*json"),
    ({"lora_alpha": 16}, r"model.lora.alpha=5.0: expected 16"),
-   ({"use_rslora": True}, "use_rslora=True: expected False"),
+   ({"use_rslora": True}, r"alpha=5.0: expected 8.66\d*, which is lora_alpha"
+    " times the root of r in"),
    ({"peft_type": "IA3"}, "peft_type=IA3: expected 'LORA'"),
    ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa: expected True"),
    ({"alora_invocation_tokens": [7]}, r"tokens=\[7\]: expected None"),
@@ -211,6 +246,15 @@ def test_other_settings_are_refused(saved, keys, words):
   change(saved, **keys)
   with pytest.raises(UserError, match=words):
     hf.load_peft(saved, DENSE)
+
+
+def test_rank_stabilised_adapters_have_another_scale(saved):
+  change(saved, use_rslora=True)
+  wide = model.LoraConfig(3, 5 * 3**0.5)
+  assert wide.scale == pytest.approx(5 / 3**0.5)
+  again = hf.load_peft(saved, dataclasses.replace(DENSE, lora=wide))
+  expected = base_and_adapters(DENSE)[1]
+  jax.tree.map(np.testing.assert_array_equal, again, expected)
 
 
 def test_other_tensors_are_named(saved):

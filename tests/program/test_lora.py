@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
+from safetensors.numpy import load_file, save_file
 
 from gspo_jax.configs import tiny_cpu
 from gspo_jax.model import hf, lora, parameters
@@ -177,7 +178,7 @@ def test_the_weights_below_have_the_dtype_of_the_model():
   assert dtypes(state.reference) == {jnp.dtype("bfloat16")}
 
 
-def test_a_run_begins_with_the_adapters_of_a_folder(tmp_path):
+def test_a_run_begins_with_the_adapters_of_a_folder(tmp_path, capsys):
   config = config_of()
   program = program_of(config)
   _, adapters = lora.split(first_state(program).policy)
@@ -192,6 +193,18 @@ def test_a_run_begins_with_the_adapters_of_a_folder(tmp_path):
   assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(
     lambda x: x.sharding, adapters
   )
+  # Weights that the folder does not adapt get new adapters.
+  file = tmp_path / "peft/adapter_model.safetensors"
+  stored = {k: x for k, x in load_file(file).items() if "k_proj" not in k}
+  save_file({k: x + 1 for k, x in stored.items()}, file)
+  with jax.set_mesh(program.mesh):
+    policy = load_params.first_policy(parse(config).model, program, params)
+    new = lora.split(program.new_policy(params))[1]["layers"]["attention"]
+  found = lora.split(policy)[1]["layers"]["attention"]
+  assert found.keys() == new.keys()
+  for name, x in found.items():
+    assert np.array_equal(x, new[name]) == name.startswith("k_"), name
+  assert "no adapters of layers/attention/k_lora_a" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

@@ -111,6 +111,17 @@ MLA = SIZES | {
   "topk_group": 1,
 }
 del MLA["head_dim"]
+# One small block beside the language model; the sections are of frequencies.
+EYE = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2,
+       "out_hidden_size": 16, "patch_size": 2}  # fmt: skip
+PIXTRAL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+           "num_attention_heads": 2, "patch_size": 2,
+           "image_size": 4}  # fmt: skip
+IMAGES = {
+  f"{kind}_token_id": 1 for kind in ("image", "video", "vision_start")
+} | {"vision_end_token_id": 1}
+MROPE = SIZES["rope_parameters"] | {"mrope_section": [2, 1, 1]}
+SEES = {"rope_parameters": MROPE}
 # Both are 1 in DeepSeek-V3, where sines and cosines keep their size.
 MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.2}
 MODELS = {
@@ -152,15 +163,55 @@ MODELS = {
     rope_interleave=False,
   ),
   "glm4_moe_lite": hf.Glm4MoeLiteConfig(**MLA),
+  "mistral": hf.MistralConfig(**SIZES, sliding_window=4),
+  "seed_oss": hf.SeedOssConfig(**SIZES, attention_out_bias=True),
+  "dots1": hf.Dots1Config(
+    **GLM
+    | {"rope_parameters": SIZES["rope_parameters"]}
+    | {"attention_bias": False}
+  ),
+  "phi3": hf.Phi3Config(
+    **SIZES | {"head_dim": 4, "rope_parameters": HALF_ROTARY}
+  ),
+  "smollm3": hf.SmolLM3Config(**SIZES, no_rope_layers=[1, 0]),
+  "qwen3_vl": hf.Qwen3VLConfig(
+    text_config=SIZES | SEES,
+    vision_config=EYE | {"deepstack_visual_indexes": [0]},
+    tie_word_embeddings=True,
+    **IMAGES,
+  ),
+  "qwen3_vl_moe": hf.Qwen3VLMoeConfig(
+    text_config=MOE | SEES,
+    vision_config=EYE | {"deepstack_visual_indexes": []},
+    **IMAGES,
+  ),
+  "qwen2_5_vl": hf.Qwen2_5_VLConfig(
+    text_config=SIZES
+    | {"head_dim": 4, "rope_parameters": MROPE | {"mrope_section": [1, 1, 0]}},
+    vision_config=EYE,
+    **IMAGES,
+  ),
+  "mistral3": hf.Mistral3Config(
+    text_config=SIZES | {"model_type": "mistral", "sliding_window": None},
+    vision_config=PIXTRAL | {"model_type": "pixtral"},
+    image_token_index=1,
+    tie_word_embeddings=False,
+  ),
 }
 # These stay in float32.
 FLOAT32 = "e_score_correction_bias", "A_log", "dt_bias"
 
 
+def auto(config):
+  """The class that makes the model and reads it."""
+  sees = hasattr(config, "vision_config")
+  return hf.AutoModelForImageTextToText if sees else hf.AutoModelForCausalLM
+
+
 def checkpoint(folder, config, seed):
   """Writes a random model."""
   torch.manual_seed(seed)
-  model = hf.AutoModelForCausalLM.from_config(config)
+  model = auto(config).from_config(config)
   with torch.no_grad():
     for name, x in model.named_parameters():
       is_norm = "norm" in name and not x.eq(0).all()  # some add 1 to it
@@ -176,12 +227,16 @@ def checkpoint(folder, config, seed):
 
 
 def load(folder, dtype):
-  return hf.AutoModelForCausalLM.from_pretrained(
-    folder,
-    dtype=dtype,
-    attn_implementation="eager",
-    experts_implementation="eager",  # grouped_mm refuses widths such as 12
-  ).eval()
+  return (
+    auto(hf.AutoConfig.from_pretrained(folder))
+    .from_pretrained(
+      folder,
+      dtype=dtype,
+      attn_implementation="eager",
+      experts_implementation="eager",  # grouped_mm refuses widths such as 12
+    )
+    .eval()
+  )
 
 
 def batches():
@@ -202,7 +257,7 @@ def run(model, tokens, mask):
 def half(folder, tokens, mask):
   """Results in bfloat16: the norm before any attention, and logits."""
   model = load(folder, torch.bfloat16)
-  inner = model.model
+  inner = getattr(model.model, "language_model", model.model)
   with torch.no_grad():
     norm = inner.layers[0].input_layernorm(
       inner.embed_tokens(torch.tensor(tokens))
@@ -225,10 +280,10 @@ def gradients(folder, config, model, tokens, mask):
   model.zero_grad()
   value = loss(run(model, tokens, mask), tokens, mask)
   value.backward()
-  grads = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+  grads = auto(config).from_config(config, dtype=torch.float32)
   with torch.no_grad():
     for x, y in zip(grads.parameters(), model.parameters(), strict=True):
-      x.copy_(y.grad)
+      x.copy_(torch.zeros_like(x) if y.grad is None else y.grad)
   grads.save_pretrained(folder)
   return value.item()
 

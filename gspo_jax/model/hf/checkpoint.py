@@ -127,7 +127,7 @@ def _require_finite(source: HFCheckpoint, layer: int, checked: dict) -> None:
 
 
 def _require_equal_head(source, embedding, tensor: TensorMap, sharding) -> None:
-  head = tensor._replace(names=(HEAD,))
+  head = tensor._replace(names=(source.layout.head,))
   (array,) = _read(source, 0, {head: sharding}).values()
   if not jax.jit(jnp.array_equal)(array, embedding):
     raise multihost.AgreedError(
@@ -230,13 +230,18 @@ def save_hf(
   with Progress(f"writing {folder}", count, "files") as progress:
     for number, i in enumerate(layers, start=1):
       file, arrays = file_name(number, count), {}
-      for tensor in tensors:
+      for tensor in sorted(tensors, key=lambda x: x.first_row):
         if tensor.stacked == (i is not None) and (i or 0) in tensor.layers:
           at = tensor.layers.index(i) if tensor.stacked else None
           kept = parameters.find(tensor.path).float32
           own = "float32" if kept else dtype
           x = _to_hf(leaves[tensor.path], at, form=tensor.form, dtype=own)
-          arrays |= _split(tensor, multihost.to_host(x), i or 0)
+          for name, rows in _split(
+            tensor, multihost.to_host(x), i or 0
+          ).items():
+            if name in arrays:  # it has several parameters
+              rows = np.concatenate([arrays[name], rows])
+            arrays[name] = rows
       index |= dict.fromkeys(arrays, file)
       total += sum(x.nbytes for x in arrays.values())
       on_primary(lambda file=file, x=arrays: save_tensors(x, partial / file))

@@ -33,6 +33,7 @@ _DEFAULTS = {
   field.name: field.default for field in dataclasses.fields(ModelConfig)
 }
 _DTYPES = ("torch_dtype", "dtype")
+_TIE = "tie_word_embeddings"
 # As `Family.numbers`, of all families.
 _NUMBERS = {
   "vocab_size": ("vocab_size", int, None),
@@ -112,26 +113,31 @@ def _language_model(path, raw) -> dict:
   """The keys of the language model."""
   if not has_images(raw):
     return raw
-  text = raw.get("text_config")
+  kind = raw["model_type"]
+  # Qwen2.5-VL is published without the key.
+  text = raw.get("text_config", raw if kind == "qwen2_5_vl" else None)
   if not isinstance(text, dict):
     raise UserError(f"{path}: text_config={text!r:.80}: expected a JSON object")
-  outer = ("tie_word_embeddings", "quantization_config", *_DTYPES)
-  outer = {key: raw[key] for key in outer if key in raw}
-  return outer | text | {"model_type": WITH_IMAGES[raw["model_type"]]}
+  outer = _TIE, "quantization_config", *_DTYPES
+  merged = {key: raw[key] for key in outer if key in raw} | text
+  own = text.get("model_type", kind)
+  merged["model_type"] = WITH_IMAGES[kind] if own.startswith(kind) else own
+  merged |= {"norm_topk_prob": True} if kind == "qwen3_vl_moe" else {}
+  if raw.get(_TIE) is not None:  # transformers takes this one
+    merged[_TIE] = raw[_TIE] or (kind == "qwen2_5_vl" and text.get(_TIE))
+  return merged
 
 
 def model_config(path, raw) -> ModelConfig:
   raw = _language_model(path, raw)
-  model_type = raw.get("model_type")
-  family = require_family(path, model_type)
+  family = require_family(path, raw.get("model_type"))
+  raw = family.defaults | raw
   require_supported(path, raw, family)
   get = lambda *names, **options: number(path, raw, names, **options)
   for key in family.required:
     get(key)
   heads, width = get("num_attention_heads"), get("hidden_size")
-  # The default of Qwen3's class in transformers is 128 for any width.
-  head_dim = 128 if model_type == "qwen3" else width // heads
-  head_dim = get("head_dim", default=head_dim)
+  head_dim = get("head_dim", default=width // heads)
   theta, scaling = rope(path, raw, family)
   dtype = next((raw[key] for key in _DTYPES if raw.get(key)), None)
   fields = {
@@ -140,7 +146,7 @@ def model_config(path, raw) -> ModelConfig:
     "rotary_dim": rotary_dim(path, raw, family, head_dim),
     "rope_theta": theta,
     "rope_scaling": scaling,
-    "tie_embeddings": bool(raw.get("tie_word_embeddings")),
+    "tie_embeddings": bool(raw.get(_TIE)),
     "dtype": "float32" if dtype == "float32" else "bfloat16",
   }
   numbers = _NUMBERS | family.numbers
@@ -197,7 +203,7 @@ def config_to_hf(
         f"like={str(like)!r} has {field.name}={a}, the model to save has {b}"
       )
   raw = read(epath.Path(like) / "config.json")
-  parts = [raw, raw["text_config"]] if has_images(raw) else [raw]
+  parts = [raw, raw["text_config"]] if "text_config" in raw else [raw]
   for part in parts:
     part.pop("quantization_config", None)
     part |= {key: dtype for key in _DTYPES if key in part}

@@ -4,6 +4,7 @@ A family is an architecture of transformers.
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from gspo_jax.model.config import Layer, ModelConfig
 from gspo_jax.model.hf import quantised
 from gspo_jax.model.hf.rope import scaling_to_hf
 from gspo_jax.model.hf.values import number, unsupported
+from gspo_jax.record import json_file
 from gspo_jax.runtime.errors import UserError, either
 
 _DENSE = {"intermediate_size": ("mlp_dim", int, None)}
@@ -40,6 +42,8 @@ class Family(NamedTuple):
   # Keys that must be there: without them transformers takes a number of the
   # published model.
   required: tuple[str, ...] = ()
+  # What transformers takes for keys that are not there.
+  defaults: Mapping = MappingProxyType({})
   # (path, config.json) -> more fields of ModelConfig, and the inverse.
   read: Callable[[epath.Path, dict], dict] = lambda path, raw: {}
   write: Callable[[ModelConfig], dict] = lambda cfg: {}
@@ -52,10 +56,15 @@ def _read_deepseek_experts(path, raw, mixer="attention"):
     raise UserError(
       f"{path}: first_k_dense_replace={first!r}: expected int, at least 0"
     )
+  dense = Layer(experts=False, mixer=mixer)
+  if first >= number(path, raw, ["num_hidden_layers"]):
+    width = number(path, raw, ["intermediate_size"])
+    none = {"num_experts": 0, "n_group": 1, "topk_group": 1}
+    return none | {"pattern": (dense,), "mlp_dim": width}
   width = number(path, raw, ["moe_intermediate_size"])
   shared = number(path, raw, ["n_shared_experts"])
   return {
-    "first": (Layer(experts=False, mixer=mixer),) * first,
+    "first": (dense,) * first,
     "pattern": (Layer(mixer=mixer),),
     "dense_mlp_dim": number(path, raw, ["intermediate_size"]),
     "shared_dim": width * shared,
@@ -143,11 +152,11 @@ def _read_hybrid(path, raw):
   return _pattern(path, raw, [_LINEAR] * (interval - 1) + [_FULL], kinds)
 
 
-def _pattern(path, raw, turns: list[str], kinds: dict[str, Layer]):
-  """The shortest pattern of `layer_types`, by default `turns`."""
+def _pattern(path, raw, turns: list, kinds: dict, key="layer_types"):
+  """The shortest pattern of the layers' kinds, by default `turns`."""
   count = number(path, raw, ["num_hidden_layers"])
   default = [turns[i % len(turns)] for i in range(count)]
-  layers = _layers(path, raw, "layer_types", default, kinds)
+  layers = _layers(path, raw, key, default, kinds)
   patterns = (layers[:k] for k in range(1, count + 1) if count % k == 0)
   pattern = next(x for x in patterns if x * (count // len(x)) == layers)
   return {"pattern": pattern}
@@ -175,6 +184,22 @@ def _read_minimax(path, raw):
       f"{path}: attn_type_list: expected 1, full attention, for every layer"
     )
   return {}
+
+
+def _read_window(path, raw):
+  """One window in all layers, or none."""
+  if raw["sliding_window"] is None:
+    return {}
+  window = number(path, raw, ["sliding_window"])
+  return {"pattern": (Layer(window=window, experts=False),)}
+
+
+def _read_smollm3(path, raw):
+  """Layers with (1) and without (0) rotary embeddings."""
+  interval = number(path, raw, ["no_rope_layer_interval"], default=4)
+  kinds = {x: Layer(experts=False, rotary=bool(x)) for x in (0, 1)}
+  turns = [1] * (interval - 1) + [0]
+  return _pattern(path, raw, turns, kinds, "no_rope_layers")
 
 
 _SLIDING = "sliding_attention"
@@ -268,9 +293,35 @@ _DEEPSEEK = Family(
   read=_read_mla,
   write=_write_mla,
 )
+_LLAMA = Family("LlamaForCausalLM", {"qk_norm": False})
+_WIDE_LLAMA = _LLAMA._replace(
+  defaults={"head_dim": 128},
+  supported={"qkv_bias": (False,), "bias": (False,), "clip_qkv": ()},
+)
+_MISTRAL = _LLAMA._replace(
+  loads_with="MistralForCausalLM",
+  defaults={"sliding_window": 4096},
+  read=_read_window,
+  write=lambda cfg: {"sliding_window": cfg.layers[0].window},
+)
+_GLM = Family(
+  "Glm4MoeForCausalLM",
+  {"scoring_func": "sigmoid", "choice_bias": True},
+  supported={"n_shared_experts": None},
+  partial_rotary_factor=0.5,
+  required=("head_dim", "num_key_value_heads"),
+  numbers=_experts("n_routed_experts") | _router(1),
+  flags={
+    **_NORMED,
+    "attention_bias": ("attention_bias", False),  # never on the output
+    "use_qk_norm": ("qk_norm", False),
+  },
+  read=_read_deepseek_experts,
+  write=_write_deepseek_experts,
+)
 # By model_type.
 FAMILIES = {
-  "qwen3": Family("Qwen3ForCausalLM", {}),
+  "qwen3": Family("Qwen3ForCausalLM", {}, defaults={"head_dim": 128}),
   "qwen3_moe": Family(
     "Qwen3MoeForCausalLM",
     {},
@@ -292,7 +343,31 @@ FAMILIES = {
     numbers=_experts("num_experts") | _SHARED,
     flags=_NOT_NORMED,
   ),
-  "llama": Family("LlamaForCausalLM", {"qk_norm": False}),
+  "llama": _LLAMA,
+  "internlm3": _WIDE_LLAMA,
+  "iquestcoder": _WIDE_LLAMA,
+  "mistral": _MISTRAL,
+  "phi3": _MISTRAL._replace(
+    loads_with="Phi3ForCausalLM",
+    defaults={"sliding_window": None},
+    partial_rotary_factor=1.0,
+    names=("phi3",),
+  ),
+  "seed_oss": _LLAMA._replace(
+    loads_with="SeedOssForCausalLM",
+    required=("head_dim", "num_key_value_heads"),
+    flags={
+      "attention_bias": ("attention_bias", True),
+      "attention_out_bias": ("output_bias", False),
+    },
+  ),
+  "smollm3": _LLAMA._replace(
+    loads_with="SmolLM3ForCausalLM",
+    required=("num_key_value_heads",),
+    rope_theta=2e6,
+    read=_read_smollm3,
+    write=lambda cfg: {"no_rope_layers": [int(x.rotary) for x in cfg.layers]},
+  ),
   "olmoe": Family(
     "OlmoeForCausalLM",
     {"qk_norm_over_heads": True},
@@ -309,20 +384,15 @@ FAMILIES = {
     supported={"router_jitter_noise": (0,), "sliding_window": ()},
     names=("mixtral",),
   ),
-  "glm4_moe": Family(
-    "Glm4MoeForCausalLM",
-    {"scoring_func": "sigmoid", "choice_bias": True},
-    supported={"n_shared_experts": None},
-    partial_rotary_factor=0.5,
-    required=("head_dim", "num_key_value_heads"),
-    numbers=_experts("n_routed_experts") | _router(1),
-    flags={
-      **_NORMED,
-      "attention_bias": ("attention_bias", False),  # never on the output
-      "use_qk_norm": ("qk_norm", False),
-    },
-    read=_read_deepseek_experts,
-    write=_write_deepseek_experts,
+  "glm4_moe": _GLM,
+  "dots1": _GLM._replace(
+    loads_with="Dots1ForCausalLM",
+    # The layers from this number on have a window.
+    supported=_GLM.supported | {"max_window_layers": range(62, 4096)},
+    partial_rotary_factor=None,
+    required=("num_key_value_heads",),
+    flags=_NOT_NORMED,
+    defaults={"first_k_dense_replace": 0},
   ),
   "minimax_m2": Family(
     "MiniMaxM2ForCausalLM",
@@ -390,6 +460,7 @@ FAMILIES = {
   ),
   "deepseek_v3": _DEEPSEEK,
   "kimi_k2": _DEEPSEEK,
+  "sarvam_mla": _DEEPSEEK,
   "glm4_moe_lite": _DEEPSEEK._replace(
     loads_with="Glm4MoeLiteForCausalLM",
     read=_read_glm_lite,
@@ -401,6 +472,18 @@ FAMILIES = {
 WITH_IMAGES = {
   "qwen3_5": "qwen3_5_text",
   "qwen3_5_moe": "qwen3_5_moe_text",
+  "qwen3_vl": "qwen3",
+  "qwen3_vl_moe": "qwen3_moe",
+  "qwen2_5_vl": "qwen2",
+  "mistral3": "mistral",
+}
+# By model_type: what other causal language models of transformers have.
+_REFUSED = {
+  name: what
+  for what, names in json_file.read(
+    Path(__file__).with_name("refused.json")
+  ).items()
+  for name in names.split()
 }
 # By key of any family: the supported values, or None where `read` checks them.
 # A key may also be missing, or be a number or a flag of a family.
@@ -419,6 +502,10 @@ def require_family(path, model_type) -> Family:
   """UserError unless it is one of `FAMILIES`."""
   if model_type in FAMILIES:
     return FAMILIES[model_type]
+  if what := _REFUSED.get(model_type):
+    raise UserError(
+      f"{path}: model_type={model_type!r}: not supported: it has {what}"
+    )
   supported = sorted({*FAMILIES, *WITH_IMAGES})
   raise unsupported(path, "model_type", model_type, supported)
 

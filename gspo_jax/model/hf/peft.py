@@ -24,6 +24,7 @@ from gspo_jax.model.hf.tensors import (
   TensorFile,
   TensorMap,
   layout_in,
+  layout_of,
   listed,
   require_tensors,
   save_tensors,
@@ -44,7 +45,7 @@ _SUPPORTED = {
   "peft_type": ("LORA",),
   "bias": ("none",),
   "fan_in_fan_out": (False,),
-  "use_rslora": (False,),
+  "use_rslora": (False, True),
   "use_dora": (False,),
   "lora_bias": (False,),
   "modules_to_save": (None, []),
@@ -107,7 +108,13 @@ def save_peft(
   )
   on_primary(lambda: folders.require_new(folder, "float32"))
   # Without images, as `AutoModelForCausalLM` reads the folder.
-  maps, targets = _maps(cfg, PLAIN)
+  fused = bool(base) and layout_of(base).fused
+  maps, targets = _maps(cfg, PLAIN._replace(fused=fused))
+  if any(x.first_row for x in maps):
+    raise UserError(
+      f"{base}: several weights are one tensor, which PEFT adapts as a whole:"
+      " expected an export without --peft"
+    )
   leaves, tensors = sharding.leaves_by_path(adapters), {}
   for x in maps:
     stack = multihost.to_host(leaves[x.path])
@@ -138,8 +145,9 @@ def _write(folder, config, arrays):
 def load_peft(folder: epath.PathLike, cfg: ModelConfig, shardings=None) -> dict:
   """Reads the float32 adapters in `folder`; all processes call this.
 
-  Without shardings they are on the first device. UserError if `cfg` has another
-  rank, alpha or targets, or the folder has a variant of LoRA.
+  Weights whose adapters the folder lacks in all layers are left out. Without
+  shardings they are on the first device. UserError if `cfg` has another rank,
+  alpha or targets, or the folder has a variant of LoRA.
   """
   arrays = multihost.run_on_all(lambda: _read(epath.Path(folder), cfg))
   by_path = shardings and sharding.leaves_by_path(shardings)
@@ -159,10 +167,12 @@ def _read(folder: epath.Path, cfg) -> dict[str, np.ndarray]:
     raise UserError(f"{path}: no such file")
   with with_reason(str(path)), content_of(f"{path}: damaged"):
     stored = TensorFile(path).tensors
-  maps, _ = _maps(cfg, layout_in(stored))
-  shapes = {
-    x.names[0].format(i=i): x.tensor_shape for x in maps for i in x.layers
-  }
+  maps, _ = _maps(cfg, layout_in(stored)._replace(fused=False))
+  names = lambda x: {x.names[0].format(i=i) for i in x.layers}
+  pairs = zip(maps[::2], maps[1::2], strict=True)  # A and B
+  found = [x for x in pairs if stored.keys() & (names(x[0]) | names(x[1]))]
+  maps = [x for pair in found for x in pair] or maps
+  shapes = {name: x.tensor_shape for x in maps for name in names(x)}
   kinds = {name: (x.shape, x.dtype) for name, x in stored.items()}
   dtypes = *FLOATS, "F64"
   require_tensors(folder, kinds, shapes, dtypes, "among model.lora.targets")
@@ -183,10 +193,12 @@ def _require_supported(path, raw, wanted: LoraConfig):
       raise UserError(
         f"{path}: {key}={str(raw[key])[:80]}: expected {values[0]!r}"
       )
-  for key, name in (("r", "rank"), ("lora_alpha", "alpha")):
-    value = getattr(wanted, name)
-    if raw.get(key) != value:
+  key, alpha = "lora_alpha", raw.get("lora_alpha")
+  if raw.get("use_rslora") and alpha:  # arXiv 2312.03732
+    key, alpha = f"{key} times the root of r", alpha * wanted.rank**0.5
+  expected = {"rank": ("r", raw.get("r")), "alpha": (key, alpha)}
+  for name, (key, theirs) in expected.items():
+    if (value := getattr(wanted, name)) != theirs:
       raise UserError(
-        f"model.lora.{name}={value}: expected {raw.get(key)}, which is {key} "
-        f"in {path}"
+        f"model.lora.{name}={value}: expected {theirs}, which is {key} in {path}"
       )

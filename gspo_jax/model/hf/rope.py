@@ -9,7 +9,7 @@ from gspo_jax.model.rotary import (
   YarnScaling,
   yarn_mscale,
 )
-from gspo_jax.runtime.errors import UserError
+from gspo_jax.runtime.errors import UserError, nearest
 
 
 def _keys(raw) -> dict:
@@ -30,10 +30,18 @@ def rope(path, raw, family) -> tuple[float, RopeScaling | None]:
     )
   theta = rope.get("rope_theta") or raw.get("rope_theta") or family.rope_theta
   kind = rope.get("rope_type") or rope.get("type") or "default"
-  if kind == "default":
-    return float(theta), None
-  if kind not in _SCALINGS:
+  if kind not in ("default", "mrope", *_SCALINGS):
     raise unsupported(path, "rope_type", kind, ("default", *_SCALINGS))
+  own = dataclasses.fields(_SCALINGS[kind][0]) if kind in _SCALINGS else ()
+  known = _COMMON | {_NAMES.get(field.name, field.name) for field in own}
+  for key in rope.keys() - known:
+    if rope[key] is not None:
+      raise UserError(
+        f"{path}: {key}={rope[key]!r:.80} of rope_scaling: not read with"
+        f" rope_type={kind!r}, {nearest(key, known)}"
+      )
+  if not own:
+    return float(theta), None
   # Transformers takes the first of these places.
   max_length = raw.get("max_position_embeddings")
   lengths = raw.get(_LENGTH), rope.get(_LENGTH), max_length
@@ -87,13 +95,21 @@ def _yarn(get, rope, max_length):
 
 _LENGTH = "original_max_position_embeddings"
 _SCALINGS = {"llama3": (Llama3Scaling, _llama3), "yarn": (YarnScaling, _yarn)}
+# Keys of fields, and those of any kind.
+_NAMES = {
+  "low": "low_freq_factor",
+  "high": "high_freq_factor",
+  "length": _LENGTH,
+}
+_COMMON = {
+  *("rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale"),
+  *("mrope_section", "mrope_interleaved", "max_position_embeddings"),
+}
 
 
 def scaling_to_hf(scaling: RopeScaling) -> dict:
   kind = "llama3" if isinstance(scaling, Llama3Scaling) else "yarn"
-  names = {"low": "low_freq_factor", "high": "high_freq_factor"}
-  names["length"] = _LENGTH
-  raw = {names.get(k, k): v for k, v in dataclasses.asdict(scaling).items()}
+  raw = {_NAMES.get(k, k): v for k, v in dataclasses.asdict(scaling).items()}
   for optional in ("attention_factor", "mscale_all_dim"):
     if not raw.get(optional):
       raw.pop(optional, None)

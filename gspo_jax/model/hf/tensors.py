@@ -52,17 +52,28 @@ _MAX_TENSORS = 1 << 20  # of a model; the largest published ones have 70,000
 _MAX_NAMES = 16  # in one error; a wrong folder has thousands
 # Tensors that predict further tokens (multi-token prediction), or that see
 # images.
-_CARRIED = re.compile(r"mtp\..+|model\.visual\..+|(model\.layers\.(\d+))\..+")
+_CARRIED = re.compile(
+  r"mtp\..+|(?:model\.)?(?:visual|vision_tower|multi_modal_projector)\..+"
+  r"|(model\.layers\.(\d+))\..+"
+)
 HEAD = "lm_head.weight"
+# How names begin beside those of images.
+_STARTS = "model.language_model.", "language_model.model."
 
 
 class Layout(NamedTuple):
   """What may differ between folders of the same model."""
 
-  # Names begin with "model.language_model.", beside those of images.
-  with_images: bool = False
+  start: str = "model."  # of names, or one of `_STARTS`
   # All experts are one tensor, and not one each.
   fused_experts: bool = False
+  # Queries, keys and values are one tensor, gates and ups another.
+  fused: bool = False
+  inputs_first: bool = False  # the tensors of experts are not transposed
+
+  @property
+  def head(self) -> str:
+    return ("language_model." if self.start == _STARTS[1] else "") + HEAD
 
 
 PLAIN = Layout()
@@ -71,19 +82,28 @@ PLAIN = Layout()
 def layout_in(names: Collection[str]) -> Layout:
   """Of tensors, or of PEFT's adapters to them."""
   has = lambda pattern: any(re.search(pattern, name) for name in names)
-  layer = r"(^|\.)model\.(language_model\.)?layers\.\d+"
+  starts = [x for x in _STARTS if has(rf"(^|\.){x}layers\.")]
   return Layout(
-    has(r"(^|\.)model\.language_model\.layers\."),
-    has(layer + r"\.mlp\.experts\.gate_up_proj$"),
+    *(starts or ["model."]),
+    has(r"\.layers\.\d+\.mlp\.experts\.gate_up_proj$"),
+    has(r"\.self_attn\.qkv_proj\."),
   )
 
 
 def layout_of(folder: epath.PathLike) -> Layout:
   """Of a folder that may be without tensors, or not be there."""
-  if names := _names(epath.Path(folder)):
-    return layout_in(names)
   path = epath.Path(folder) / "config.json"
-  return Layout(has_images(json_file.read(path) if is_file(path) else {}))
+  raw = json_file.read(path) if is_file(path) else {}
+  layout = Layout(_STARTS[0]) if has_images(raw) else PLAIN
+  if names := _names(epath.Path(folder)):
+    layout = layout_in(names)
+  if layout.fused_experts and raw.get("model_type") == "qwen3_vl_moe":
+    # As published; transformers also writes the usual order.
+    end, inputs = ".experts.gate_up_proj", raw["text_config"]["hidden_size"]
+    name, x = next(pair for pair in names.items() if pair[0].endswith(end))
+    x = _open(path.parent / x).tensors[name] if isinstance(x, str) else x
+    layout = layout._replace(inputs_first=x.shape[1] == inputs)
+  return layout
 
 
 class TensorMap(NamedTuple):
@@ -101,6 +121,7 @@ class TensorMap(NamedTuple):
   interleaved: bool = False
   # The parameter's rows by their numbers in the file; (): in the same order.
   rows: tuple[int, ...] = ()
+  first_row: int = 0  # in a tensor with other parameters
 
   @property
   def stacked(self) -> bool:
@@ -155,7 +176,8 @@ def tensor_maps(cfg: ModelConfig, layout: Layout = PLAIN) -> list[TensorMap]:
   """All parameters of a model, in the order of its tree."""
   family = FAMILIES.get(family_name(cfg))
   styles = family.names if family else ()
-  maps = []
+  styles = ("phi3",) if layout.fused else styles
+  maps, ends = [], {}
   for row in parameters.rows(cfg):
     names = next(
       (row.other_names[x] for x in styles if x in row.other_names), row.tensors
@@ -168,25 +190,26 @@ def tensor_maps(cfg: ModelConfig, layout: Layout = PLAIN) -> list[TensorMap]:
     elif experts and layout.fused_experts:
       end = row.end.rpartition("/")[2]
       names, axes = (f"mlp.experts.{end}_proj",), (experts, outputs, inputs)
+      axes = (experts, inputs, outputs) if layout.inputs_first else axes
     axes = tuple(filter(None, axes))  # a vector has no inputs
     if row.init == "convolution":
       axes = outputs[:-1], (), outputs[-1:]
     start = "model.layers.{i}." if row.stacked else ""
     names = tuple(start + name for name in names)
-    if layout.with_images:
-      add = "model.language_model."
-      names = tuple(re.sub(r"^model\.", add, name) for name in names)
-    maps.append(
-      TensorMap(
-        row.path,
-        row.shape(cfg),
-        names,
-        axes,
-        row.layers(cfg),
-        gpt_oss and "2F" in row.dims,
-        _rows(cfg.linear_num_key_heads, row.widths(cfg)),
-      )
+    names = tuple(re.sub(r"^model\.", layout.start, name) for name in names)
+    names = tuple(layout.head if name == HEAD else name for name in names)
+    tensor = TensorMap(
+      row.path,
+      row.shape(cfg),
+      names,
+      axes,
+      row.layers(cfg),
+      gpt_oss and "2F" in row.dims,
+      _rows(cfg.linear_num_key_heads, row.widths(cfg)),
+      ends.get(names, 0),
     )
+    ends[names] = tensor.first_row + tensor.tensor_shape[0]
+    maps.append(tensor)
   return sorted(maps, key=lambda tensor: tensor.path.split("/"))
 
 
@@ -214,12 +237,13 @@ def expected(
   cfg: ModelConfig, layout: Layout = PLAIN
 ) -> dict[str, tuple[int, ...]]:
   """The shape of every HF tensor of a model, by name."""
-  return {
-    name: tensor.tensor_shape
-    for tensor in tensor_maps(cfg, layout)
-    for layer in tensor.layers
-    for name, _ in tensor.tensors(layer)
-  }
+  shapes = {}
+  for tensor in sorted(tensor_maps(cfg, layout), key=lambda x: x.first_row):
+    rows, *columns = tensor.tensor_shape
+    shape = tensor.first_row + rows, *columns
+    names = (name for i in tensor.layers for name, _ in tensor.tensors(i))
+    shapes |= dict.fromkeys(names, shape)
+  return shapes
 
 
 def require_tensors(folder, kinds: dict, shapes: dict, dtypes, owner: str):
@@ -269,20 +293,19 @@ class HFCheckpoint:
       # Frequency tables of rotary embeddings are computed.
       if not name.endswith("rotary_emb.inv_freq")
     }
-    self._tensors = tensors
-    self.layout = layout_in(tensors)
+    self._tensors, self.layout = tensors, layout_of(folder)
     self._require_count(cfg)
     self.carried = _carried(tensors, cfg.num_layers)
     shapes = expected(cfg, self.layout)
     if self.has_second_head(cfg):
-      shapes[HEAD] = cfg.vocab_size, cfg.embed_dim
+      shapes[self.layout.head] = cfg.vocab_size, cfg.embed_dim
     shapes |= {name: tensor.shape for name, tensor in self.carried.items()}
     kinds = {name: (x.shape, x.dtype) for name, x in tensors.items()}
     require_tensors(self.folder, kinds, shapes, FLOATS, "of this model")
 
   def has_second_head(self, cfg: ModelConfig) -> bool:
     """Whether there is an output matrix although embeddings are tied."""
-    return cfg.tie_embeddings and HEAD in self._tensors
+    return cfg.tie_embeddings and self.layout.head in self._tensors
 
   def _require_count(self, cfg):
     layers, experts = cfg.num_layers, cfg.num_experts
@@ -339,7 +362,7 @@ class HFCheckpoint:
         end_here = min(end, offset + length)
         for start in range(max(first, offset), end_here, step):
           span = start, min(start + step, end_here)
-          row = (start - offset) * stride
+          row = tensor.first_row + (start - offset) * stride
           yield tensor, name, e, row, span, same_rows
 
   def _fill(self, tensor, name, e, row, span, parts):
