@@ -12,7 +12,9 @@
 #
 # The package takes Qwen2, Qwen2.5, Qwen3, Qwen3-Next, Qwen3.5 and Qwen3.6, dense
 # and MoE; DeepSeek-V3, Moonlight and Kimi K2; GLM-4.5 to 4.7, GLM-4.7-Flash,
-# MiniMax-M2, gpt-oss, Llama 3, SmolLM2, OLMoE and Mixtral
+# MiniMax-M2, gpt-oss, Llama 3, SmolLM2, OLMoE, Mixtral, Mistral, Phi-4,
+# SmolLM3, Seed-OSS, dots1, InternLM3, IQuest-Coder and Sarvam; and, for texts,
+# Qwen2.5-VL, Qwen3-VL and Mistral Small 3.1 and later
 # ([your model](https://github.com/gspo-jax/gspo_jax/blob/main/docs/your_model.md)).
 
 # %%

@@ -76,7 +76,8 @@ def test_starts_with_a_title_and_the_installation(script):
 
 # By model_type.
 NAMES = {
-  "deepseek_v3": "DeepSeek-V3, Moonlight", "glm4_moe": "GLM-4.5 to 4.7",
+  "deepseek_v3": "DeepSeek-V3, Moonlight", "dots1": "dots1",
+  "glm4_moe": "GLM-4.5 to 4.7",
   "glm4_moe_lite": "GLM-4.7-Flash", "gpt_oss": "gpt-oss", "kimi_k2": "Kimi K2",
   "llama": "Llama 3, SmolLM2", "minimax_m2": "MiniMax-M2",
   "mixtral": "Mixtral", "olmoe": "OLMoE", "qwen2": "Qwen2, Qwen2.5",
@@ -84,6 +85,10 @@ NAMES = {
   "qwen3_5_moe": "Qwen3.5, Qwen3.6, MoE",
   "qwen3_5_moe_text": "Qwen3.5, Qwen3.6, MoE", "qwen3_5_text": "Qwen3.5",
   "qwen3_moe": "Qwen3, MoE", "qwen3_next": "Qwen3-Next",
+  "internlm3": "InternLM3", "iquestcoder": "IQuest-Coder",
+  "mistral": "Mistral", "mistral3": "Mistral Small", "phi3": "Phi-4",
+  "qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL", "sarvam_mla": "Sarvam",
+  "qwen3_vl_moe": "Qwen3-VL", "seed_oss": "Seed-OSS", "smollm3": "SmolLM3",
 }  # fmt: skip
 
 

@@ -236,9 +236,8 @@ def save_hf(
           kept = parameters.find(tensor.path).float32
           own = "float32" if kept else dtype
           x = _to_hf(leaves[tensor.path], at, form=tensor.form, dtype=own)
-          for name, rows in _split(
-            tensor, multihost.to_host(x), i or 0
-          ).items():
+          parts = _split(tensor, multihost.to_host(x), i or 0)
+          for name, rows in parts.items():
             if name in arrays:  # it has several parameters
               rows = np.concatenate([arrays[name], rows])
             arrays[name] = rows

@@ -478,13 +478,9 @@ WITH_IMAGES = {
   "mistral3": "mistral",
 }
 # By model_type: what other causal language models of transformers have.
-_REFUSED = {
-  name: what
-  for what, names in json_file.read(
-    Path(__file__).with_name("refused.json")
-  ).items()
-  for name in names.split()
-}
+_FILE = Path(__file__).with_name("refused.json")
+_WHAT = json_file.read(_FILE).items()
+_REFUSED = {name: what for what, names in _WHAT for name in names.split()}
 # By key of any family: the supported values, or None where `read` checks them.
 # A key may also be missing, or be a number or a flag of a family.
 _SUPPORTED = {

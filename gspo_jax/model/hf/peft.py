@@ -200,5 +200,6 @@ def _require_supported(path, raw, wanted: LoraConfig):
   for name, (key, theirs) in expected.items():
     if (value := getattr(wanted, name)) != theirs:
       raise UserError(
-        f"model.lora.{name}={value}: expected {theirs}, which is {key} in {path}"
+        f"model.lora.{name}={value}: expected {theirs}, which is {key} in "
+        f"{path}"
       )

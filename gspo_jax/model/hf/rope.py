@@ -96,11 +96,8 @@ def _yarn(get, rope, max_length):
 _LENGTH = "original_max_position_embeddings"
 _SCALINGS = {"llama3": (Llama3Scaling, _llama3), "yarn": (YarnScaling, _yarn)}
 # Keys of fields, and those of any kind.
-_NAMES = {
-  "low": "low_freq_factor",
-  "high": "high_freq_factor",
-  "length": _LENGTH,
-}
+_NAMES = {"low": "low_freq_factor", "high": "high_freq_factor"}
+_NAMES["length"] = _LENGTH
 _COMMON = {
   *("rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale"),
   *("mrope_section", "mrope_interleaved", "max_position_embeddings"),

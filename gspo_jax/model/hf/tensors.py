@@ -199,11 +199,7 @@ def tensor_maps(cfg: ModelConfig, layout: Layout = PLAIN) -> list[TensorMap]:
     names = tuple(re.sub(r"^model\.", layout.start, name) for name in names)
     names = tuple(layout.head if name == HEAD else name for name in names)
     tensor = TensorMap(
-      row.path,
-      row.shape(cfg),
-      names,
-      axes,
-      row.layers(cfg),
+      *(row.path, row.shape(cfg), names, axes, row.layers(cfg)),
       gpt_oss and "2F" in row.dims,
       _rows(cfg.linear_num_key_heads, row.widths(cfg)),
       ends.get(names, 0),
