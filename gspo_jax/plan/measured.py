@@ -25,10 +25,10 @@ def read(path: str) -> list[dict]:
 def compare(rows: list[dict], expected: dict) -> dict:
   """Compares the iterations of a run with the `expected` part of a report.
 
-  `seconds` has medians beside what was expected. With `derates` these would be
-  equal: `hbm` by the sampler's time, `kernels` by the learner's, `host` by what
-  is left of an iteration. A share above 1 beats the time at best; None: the run
-  beats what no share changes.
+  `seconds` has medians beside what was expected. A run's "score" has the host's
+  part in it: packing, and the wait for rewards. With `derates` the sides would
+  be equal: `hbm` by the sampler's time, `kernels` by the learner's. A share
+  above 1 beats the time at best; None: the run beats what no share changes.
   """
   median = lambda name: statistics.median(row[name] for row in rows)
   # With its own devices, `time/generate` is the wait for the sampler.
@@ -43,19 +43,18 @@ def compare(rows: list[dict], expected: dict) -> dict:
     seconds = at_full_rate + added + late
     return at_full_rate / seconds if seconds > 0 else None
 
-  learning = score + update
-  host = max(whole - generate - learning, 0)
+  scoring = of["score"] + of["host"]
+  late = score + update - scoring - of["update"]
   return {
     "iterations": len(rows),
     "seconds": {
       "generate": (generate, sampling),
-      "score": (score, of["score"]),
+      "score": (score, scoring),
       "update": (update, of["update"]),
       "iteration": (whole, expected["seconds"]),
     },
     "derates": {
       "hbm": share("hbm", generate - sampling),
-      "kernels": share("kernels", learning - of["score"] - of["update"]),
-      "host": derates["host"] * host / of["host"],
+      "kernels": share("kernels", late),
     },
   }

@@ -18,6 +18,7 @@ from gspo_jax.runtime.errors import UserError, prefixed
 _METRIC = "moe/load_max"
 _LAYERS = 128  # that are drawn
 _TOKENS = 1024  # at most; the loads of more are hardly more even
+_OF_AN_UPDATE = 8192  # the loads of single experts are, of more than 1024
 _MOST = 4.0
 
 
@@ -35,14 +36,21 @@ def parse(text: str, cfg: ModelConfig) -> float:
     busiest = [row[_METRIC] for row in rows if row.get(_METRIC)]
     if not busiest or not cfg.num_experts:
       raise UserError(expected) from None
-    # The first of these whose busiest expert is as busy as in the last row.
-    skews = np.linspace(0, _MOST, 41)
-    of = lambda skew: _tokens_of_experts(skew, _TOKENS // 4, cfg)
-    load = lambda x: (x.max(1) / x.mean(1)).mean()
-    return float(next((s for s in skews if load(of(s)) >= busiest[-1]), _MOST))
+    return _like(busiest[-1], cfg)
   if not 0 <= skew <= _MOST:
     raise UserError(expected)
   return skew
+
+
+def _like(busiest: float, cfg: ModelConfig) -> float:
+  """The skew, to .03, with which the busiest expert has this load."""
+  low, high = 0.0, _MOST
+  while high - low > 0.03:
+    middle = (low + high) / 2
+    counts = _tokens_of_experts(middle, _OF_AN_UPDATE, cfg, layers=8)
+    load = (counts.max(1) / counts.mean(1)).mean()
+    low, high = (low, middle) if load >= busiest else (middle, high)
+  return low
 
 
 def loads(planned: Planned, skew: float) -> GroupLoads:
@@ -69,11 +77,11 @@ def loads(planned: Planned, skew: float) -> GroupLoads:
   )
 
 
-def _tokens_of_experts(skew, tokens, cfg) -> np.ndarray:
+def _tokens_of_experts(skew, tokens, cfg, layers=None) -> np.ndarray:
   """[layers, experts]; the same draws for any skew."""
   rng, E = np.random.default_rng(0), cfg.num_experts
   sigma, k, counts = math.sqrt(math.log1p(skew**2)), cfg.experts_per_token, []
-  for popularity_E in sigma * rng.standard_normal((_LAYERS, E)):
+  for popularity_E in sigma * rng.standard_normal((layers or _LAYERS, E)):
     # With this noise, the k largest are a sample without replacement.
     noise = rng.gumbel(size=(tokens, E))
     chosen = np.argpartition(popularity_E + noise, -k)[:, -k:]

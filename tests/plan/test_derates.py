@@ -124,11 +124,12 @@ def test_evaluations_and_checkpoints_are_shared_by_the_iterations_between(
 
 
 def test_a_fit_finds_the_derates_that_made_the_times(flagship, tmp_path):
-  derates = {"hbm": 0.6, "kernels": 0.95, "host": 1e-3}
+  derates = {"hbm": 0.6, "kernels": 0.95}
   made, plain = (flagship(x)["expected"] for x in (Derates(**derates), DERATES))
   of, whole = made["seconds_of"], made["seconds"]
   generate = whole - of["score"] - of["update"] - of["host"]
-  seconds = generate, of["score"], of["update"], whole
+  # As `rollout.metrics.time_metrics`: the parts are the whole.
+  seconds = generate, of["score"] + of["host"], of["update"], whole
   row = dict(zip(measured._TIMES, seconds, strict=True))
   compiling = {name: 9 * value for name, value in row.items()}
   path = tmp_path / "metrics.jsonl"
@@ -145,20 +146,20 @@ def test_a_fit_finds_the_derates_that_made_the_times(flagship, tmp_path):
   # Nothing explains a run that is faster than what no share changes.
   rows = [dict.fromkeys(measured._TIMES, 1e-3)]
   found = measured.compare(rows, plain)["derates"]
-  assert found == {"hbm": None, "kernels": None, "host": 0}
+  assert found == {"hbm": None, "kernels": None}
 
 
 CFG = variant("qwen3-30b-a3b")
 
 
-def test_the_skew_of_a_run_is_that_of_its_busiest_expert(tmp_path, monkeypatch):
-  monkeypatch.setattr(skew, "_LAYERS", 32)
-  tokens_LE = skew._tokens_of_experts(0.8, 256, CFG)
+def test_the_skew_of_a_run_is_that_of_its_busiest_expert(tmp_path):
+  """By more tokens than those that are drawn to find it."""
+  tokens_LE = skew._tokens_of_experts(0.8, 12_000, CFG, layers=8)
   load = (tokens_LE.max(1) / tokens_LE.mean(1)).mean()
   path = tmp_path / "metrics.jsonl"
   rows = {"moe/load_max": 1.5}, {"moe/load_max": load}, {"step": 2}
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  assert skew.parse(str(path), CFG) == pytest.approx(0.8)
+  assert skew.parse(str(path), CFG) == pytest.approx(0.8, abs=0.05)
   assert skew.parse("1.25", CFG) == 1.25
 
 
