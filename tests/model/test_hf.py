@@ -826,6 +826,10 @@ def test_yarn_is_read_and_written(scaling, changes, expected, tmp_path):
 def test_each_family_has_its_base_of_the_rotary_frequencies(tmp_path):
   no_rope = {"rope_parameters": None}
   assert config_with(tmp_path, **no_rope).rope_theta == 1e4
+  raw = json.loads((GOLDENS / "qwen3_vl/config.json").read_text())
+  text = raw["text_config"] | no_rope
+  found = config_with(tmp_path, "qwen3_vl", text_config=text)
+  assert found.rope_theta == 5e5
   mixtral = no_rope | {"model_type": "mixtral", "intermediate_size": 12}
   assert config_with(tmp_path, **mixtral).rope_theta == 1e6
 
@@ -878,7 +882,7 @@ ODD_ROTARY = {"partial_rotary_factor": 0.4}
     ("glm4_moe", "n_group", 2, "n_group=2: expected a divisor of"),
     ("glm4_moe", "n_group", 5, "with at least 2 experts a group"),
     ("glm4_moe", "topk_group", 2, "topk_group=2: expected 1 to"),
-    ("dots1", "max_window_layers", 1, "max_window_layers=1: expected 62"),
+    ("phi3", "rope_scaling", {"type": "yarn", "factor": 4.0}, "'default'"),
     ("smollm3", "no_rope_layers", [1, 2], "no_rope_layers: expected 0 or 1"),
     ("glm4_moe", "first_k_dense_replace", "x", "='x': expected int"),
     ("glm4_moe", "n_shared_experts", 0, "n_shared_experts=0: expected int"),
@@ -932,6 +936,12 @@ def test_an_odd_config_of_a_family_is_refused(
 ):
   read = lambda: config_with(tmp_path, base, **{key: value})
   assert words in error_message(read)
+
+
+def test_layers_of_dots1_with_windows_are_refused(tmp_path):
+  changes = {"max_window_layers": 1, "layer_types": None}
+  message = error_message(lambda: config_with(tmp_path, "dots1", **changes))
+  assert "max_window_layers=1: expected at least 2" in message
 
 
 def test_all_layers_of_a_family_with_experts_may_be_dense(tmp_path):
@@ -996,6 +1006,8 @@ ROPE_OF_IMAGES = {
     ("llama3", {"model_type": "internlm3", "qkv_bias": False}),
     ("qwen2", {"model_type": "seed_oss"}),
     ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}),
+    ("smollm3", {"tie_word_embeddings": None}),
+    ("dots1", {"max_window_layers": 2, "layer_types": None}),
     ("glm4_moe_lite", {"mlp_layer_types": None, "first_k_dense_replace": 1}),
     ("glm4_moe_lite", {"partial_rotary_factor": 1.0}),
   ],

@@ -34,6 +34,8 @@ _DEFAULTS = {
 }
 _DTYPES = ("torch_dtype", "dtype")
 _TIE = "tie_word_embeddings"
+# Where a model of images has no key, unlike its language model's family.
+_THETAS = {"qwen3_vl": 5e5, "qwen3_vl_moe": 5e5, "qwen2_5_vl": 1e6}
 # As `Family.numbers`, of all families.
 _NUMBERS = {
   "vocab_size": ("vocab_size", int, None),
@@ -119,8 +121,9 @@ def _language_model(path, raw) -> dict:
   if not isinstance(text, dict):
     raise UserError(f"{path}: text_config={text!r:.80}: expected a JSON object")
   outer = _TIE, "quantization_config", *_DTYPES
-  merged = {key: raw[key] for key in outer if key in raw} | text
-  own = text.get("model_type", kind)
+  theta = {"rope_theta": _THETAS[kind]} if kind in _THETAS else {}
+  merged = theta | {key: raw[key] for key in outer if key in raw} | text
+  own = text.get("model_type") or kind
   merged["model_type"] = WITH_IMAGES[kind] if own.startswith(kind) else own
   merged |= {"norm_topk_prob": True} if kind == "qwen3_vl_moe" else {}
   if raw.get(_TIE) is not None:  # transformers takes this one

@@ -31,6 +31,7 @@ class Family(NamedTuple):
   # By key of a flag: its field, and the default, also of null.
   flags: Mapping = MappingProxyType({})
   rope_theta: float = 1e4  # where config.json has none
+  scalings: tuple[str, ...] = ("llama3", "yarn")  # of rotary embeddings
   supported: Mapping = MappingProxyType({})  # as `_SUPPORTED`
   # The only supported values of keys that an export has, because servers read
   # them that run the model's own code.
@@ -194,6 +195,19 @@ def _read_window(path, raw):
   return {"pattern": (Layer(window=window, experts=False),)}
 
 
+def _read_dots1(path, raw):
+  """Without the windows of the layers from `max_window_layers` on."""
+  layers = number(path, raw, ["num_hidden_layers"])
+  first = number(path, raw, ["max_window_layers"])
+  has_windows = raw["sliding_window"] is not None and first < layers
+  if has_windows and not raw.get("layer_types"):
+    raise UserError(
+      f"{path}: max_window_layers={first}: expected at least {layers}, for no "
+      "layer here has a window"
+    )
+  return _read_deepseek_experts(path, raw)
+
+
 def _read_smollm3(path, raw):
   """Layers with (1) and without (0) rotary embeddings."""
   interval = number(path, raw, ["no_rope_layer_interval"], default=4)
@@ -351,6 +365,7 @@ FAMILIES = {
     loads_with="Phi3ForCausalLM",
     defaults={"sliding_window": None},
     partial_rotary_factor=1.0,
+    scalings=(),  # its class takes "yarn" for LongRoPE
     names=("phi3",),
   ),
   "seed_oss": _LLAMA._replace(
@@ -364,6 +379,7 @@ FAMILIES = {
   "smollm3": _LLAMA._replace(
     loads_with="SmolLM3ForCausalLM",
     required=("num_key_value_heads",),
+    defaults={"tie_word_embeddings": True},
     rope_theta=2e6,
     read=_read_smollm3,
     write=lambda cfg: {"no_rope_layers": [int(x.rotary) for x in cfg.layers]},
@@ -387,12 +403,15 @@ FAMILIES = {
   "glm4_moe": _GLM,
   "dots1": _GLM._replace(
     loads_with="Dots1ForCausalLM",
-    # The layers from this number on have a window.
-    supported=_GLM.supported | {"max_window_layers": range(62, 4096)},
     partial_rotary_factor=None,
     required=("num_key_value_heads",),
     flags=_NOT_NORMED,
-    defaults={"first_k_dense_replace": 0},
+    defaults={
+      "first_k_dense_replace": 0,
+      "max_window_layers": 62,
+      "sliding_window": 4096,
+    },
+    read=_read_dots1,
   ),
   "minimax_m2": Family(
     "MiniMaxM2ForCausalLM",

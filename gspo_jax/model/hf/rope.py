@@ -30,8 +30,8 @@ def rope(path, raw, family) -> tuple[float, RopeScaling | None]:
     )
   theta = rope.get("rope_theta") or raw.get("rope_theta") or family.rope_theta
   kind = rope.get("rope_type") or rope.get("type") or "default"
-  if kind not in ("default", "mrope", *_SCALINGS):
-    raise unsupported(path, "rope_type", kind, ("default", *_SCALINGS))
+  if kind not in ("default", "mrope", *family.scalings):
+    raise unsupported(path, "rope_type", kind, ("default", *family.scalings))
   own = dataclasses.fields(_SCALINGS[kind][0]) if kind in _SCALINGS else ()
   known = _COMMON | {_NAMES.get(field.name, field.name) for field in own}
   for key in rope.keys() - known:
