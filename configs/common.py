@@ -225,6 +225,9 @@ def get_config() -> ConfigDict:
   # Mean log-ratio of a response, from the policy to the sampler, above which a
   # negative advantage does not count; 0: none [0 or more]
   c.objective.off_policy_mask_threshold = 0.0
+  # Score centering by so many of a token's likeliest ids, such as 64, whose
+  # log-probs the sampler records; 0: none [0 or more]
+  c.objective.score_centering = 0
   # Routing Replay: the experts of the old policy ("r2") or of the sampler
   # ("r3") [none | r2 | r3]
   c.objective.replay = "none"

@@ -16,6 +16,7 @@ _MODULE_OF = {
   "max_rl_advantages": "losses.advantages",
   "mismatch_weights": "losses",
   "off_policy_mask": "losses",
+  "score_centering": "losses",
   "pass_at_k_advantages": "losses.advantages",
   "reinforce_plus_plus_advantages": "losses.advantages",
   "rloo_advantages": "losses.advantages",

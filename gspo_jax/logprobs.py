@@ -3,7 +3,7 @@
 Dimension key: B rows, T columns, R response columns (the last of each row; of a
 packed row all but the first), M = B * R tokens of the devices that share the
 vocabulary, C tokens a chunk, D model width, V vocabulary, v vocabulary shard of
-one device, L layers, k experts a token, K kept ids a token.
+one device, L layers, k experts a token, K kept ids a token, H ids of its head.
 """
 
 from typing import NamedTuple
@@ -42,6 +42,7 @@ class TokenLogprobs(NamedTuple):
   # [L, B, T] float32, of all tokens; None unless `router_losses`
   load_balance: jax.Array | None = None
   z_loss: jax.Array | None = None
+  head_logps: jax.Array | None = None  # [B, H, R] float32, of `head_ids`
 
 
 def token_logprobs(
@@ -59,6 +60,7 @@ def token_logprobs(
   router_losses: bool = False,
   wanted: jax.Array | None = None,
   kept_ids: jax.Array | None = None,
+  head_ids: jax.Array | None = None,
 ) -> TokenLogprobs:
   """Log-probs and entropies of the last `response_length` tokens of each row.
 
@@ -89,6 +91,7 @@ def token_logprobs(
       get 0. Only chunks with a wanted token are computed. None: all tokens.
     kept_ids: [B, K, R] int32, of the wanted tokens as in `Samples`; an id may
       be there more than once. None: all ids.
+    head_ids: [B, H, R] int32, ids whose log-probs to return; not if `exact`.
 
   Raises:
     ValueError: a response length outside 1..T-1, or `replay` without routes.
@@ -118,9 +121,11 @@ def token_logprobs(
     wanted = jnp.ones_like(tokens[:, -R:], bool) if wanted is None else wanted
     all_columns = (T - R - 1, 1)
     wanted = jnp.pad(wanted, ((0, 0), all_columns))
-    if kept_ids is not None:
-      kept_ids = jnp.pad(kept_ids, ((0, 0), (0, 0), all_columns))
-  logps, entropy = logps_and_entropy(
+    kept_ids, head_ids = jax.tree.map(
+      lambda ids: jnp.pad(ids, ((0, 0), (0, 0), all_columns)),
+      (kept_ids, head_ids),
+    )
+  logps, entropy, *head = logps_and_entropy(
     hidden,
     model.output_matrix(params, cfg),
     targets,
@@ -128,15 +133,17 @@ def token_logprobs(
     temperature or 1.0,
     wanted,
     kept_ids,
+    head_ids,
   )
   if is_split:
-    logps, entropy = logps[:, predicting], entropy[:, predicting]
+    logps, entropy, *head = (x[:, predicting] for x in (logps, entropy, *head))
+  head_logps = head[0].swapaxes(1, 2) if head else None
   if out.routing is None:
-    return TokenLogprobs(logps, entropy)
+    return TokenLogprobs(logps, entropy, head_logps=head_logps)
   experts, *router, dropped, load_balance, z_loss = out.routing
   router = [x[:, :, predicting] for x in router]  # log-probs and entropy
   return TokenLogprobs(
-    logps, entropy, experts, *router, dropped, load_balance, z_loss
+    logps, entropy, experts, *router, dropped, load_balance, z_loss, head_logps
   )
 
 
@@ -148,10 +155,12 @@ def logps_and_entropy(
   temperature,
   wanted_BR=None,
   kept_ids_BKR=None,
+  head_ids_BHR=None,
 ):
   """Log-probs of the targets and entropies, [B, R] each, from hidden states.
 
-  Both are 0 where `wanted_BR` is false; None: all are wanted. `kept_ids_BKR` is
+  With `head_ids_BHR` also the log-probs of these ids, [B, R, H]. All are 0
+  where `wanted_BR` is false; None: all are wanted. `kept_ids_BKR` is
   as in `token_logprobs`. The devices along `tensor` and `expert` share the
   vocabulary, the devices along `context` the columns. The results have whole
   rows, so that sums over a sequence are the same on any mesh.
@@ -161,7 +170,9 @@ def logps_and_entropy(
   shared = () if cfg.exact else _VOCABULARY_AXES
   splits = () if cfg.exact else ("expert",)  # of rows that read its parts
 
-  def local(hidden_BRD, head, targets_BR, wanted_BR, kept_ids_BRK):
+  def local(
+    hidden_BRD, head, targets_BR, wanted_BR, kept_ids_BRK, head_ids_BRH
+  ):
     head_Dv, column_v = _vocabulary_shard(head.astype(cfg.head_dtype), shared)
     # Float32, so that its gradient is summed over the chunks in float32.
     head_Dv = head_Dv.astype(jnp.float32)
@@ -169,30 +180,31 @@ def logps_and_entropy(
     gather = lambda x: sharding.gather(flat(x), *splits, dim=0)
 
     def score_chunk(chunk):
-      hidden_CD, targets_C, *kept_ids_CK = chunk
+      hidden_CD, targets_C, kept_ids_CK, head_ids_CH = chunk
       return model.target_logps(
         model.project_logits(hidden_CD, head_Dv, cfg),
         targets_C,
-        *kept_ids_CK or [None],
+        kept_ids_CK,
         column_v,
         cfg=cfg,
         temperature=temperature,
         axes=shared,
+        head_ids_CH=head_ids_CH,
       )
 
-    operands = [gather(hidden_BRD), gather(targets_BR)]
-    if kept_ids_BRK is not None:
-      operands.append(gather(kept_ids_BRK))
+    operands = jax.tree.map(
+      gather, (hidden_BRD, targets_BR, kept_ids_BRK, head_ids_BRH)
+    )
     if wanted_BR is None:
-      gathered = _map_chunks(jax.checkpoint(score_chunk), *operands)
+      gathered = _map_chunks(jax.checkpoint(score_chunk), operands)
     else:
-      gathered = _map_wanted(score_chunk, gather(wanted_BR), *operands)
+      gathered = _map_wanted(score_chunk, gather(wanted_BR), operands)
 
     def whole_rows(x_M):
       count = targets_BR.size  # this device's share of the tokens
       start = sharding.index(*splits) * count
       local = jax.lax.dynamic_slice_in_dim(x_M, start, count)
-      local_BR = local.reshape(targets_BR.shape)
+      local_BR = local.reshape(*targets_BR.shape, *x_M.shape[1:])
       return sharding.gather(local_BR, "context", dim=1)
 
     return jax.tree.map(whole_rows, gathered)
@@ -201,11 +213,11 @@ def logps_and_entropy(
   head = model.parameters.partition_spec("head")
   sharded = sharding.shard_map(
     local,
-    in_specs=(tokens, head, *[tokens] * 3),
+    in_specs=(tokens, head, *[tokens] * 4),
     out_specs=sharding.ROWS,
   )
-  kept_ids_BRK = None if kept_ids_BKR is None else kept_ids_BKR.swapaxes(1, 2)
-  return sharded(hidden_BRD, head_DV, targets_BR, wanted_BR, kept_ids_BRK)
+  ids = jax.tree.map(lambda x: x.swapaxes(1, 2), (kept_ids_BKR, head_ids_BHR))
+  return sharded(hidden_BRD, head_DV, targets_BR, wanted_BR, *ids)
 
 
 def _vocabulary_shard(head, shared):
@@ -231,7 +243,7 @@ def _vocabulary_shard(head, shared):
   return head_Dv, jnp.where(column_v < columns, id_v, -1)
 
 
-def _map_wanted(score_chunk, wanted_M, *operands):
+def _map_wanted(score_chunk, wanted_M, operands):
   """`_map_chunks` of the wanted tokens, sorted to the front; 0 elsewhere."""
   wanted_M = jnp.asarray(wanted_M, bool)
   order = jnp.argsort(~wanted_M, stable=True)
@@ -239,30 +251,30 @@ def _map_wanted(score_chunk, wanted_M, *operands):
   count = sharding.pmax(wanted_M.sum(), *sharding.BATCH_AXES)
 
   def chunk_if_wanted(chunk):
-    *operands, place_C = chunk
-    zeros = (jnp.zeros(place_C.shape, jnp.float32),) * 2
+    operands, place_C = chunk
     run = lambda: score_chunk(operands)
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(run))
     with jax.named_scope(WANTED_TOKENS):
       return jax.lax.cond(place_C[0] < count, run, lambda: zeros)
 
   # Unique indices: the gradient is a permutation, too, and not a sum.
-  permute = lambda x, order: (
+  permute = lambda x, order=order: (
     jnp.asarray(x).at[order].get(unique_indices=True, mode="promise_in_bounds")
   )
   sorted_ = _map_chunks(
     jax.checkpoint(chunk_if_wanted),
-    *(permute(x, order) for x in operands),
-    jnp.arange(len(order)),
+    (jax.tree.map(permute, operands), jnp.arange(len(order))),
   )
   back = jnp.argsort(order)
+  is_wanted = lambda x: wanted_M.reshape(-1, *[1] * (x.ndim - 1))
   return jax.tree.map(
-    lambda x: jnp.where(wanted_M, permute(x, back), 0), sorted_
+    lambda x: jnp.where(is_wanted(x), permute(x, back), 0), sorted_
   )
 
 
-def _map_chunks(score_chunk, *operands):
+def _map_chunks(score_chunk, operands):
   """Maps `score_chunk` over chunks of the tokens; the last one is padded."""
-  M = len(operands[0])
+  M = len(jax.tree.leaves(operands)[0])
   if M <= _CHUNK:
     return score_chunk(operands)
 
@@ -271,4 +283,4 @@ def _map_chunks(score_chunk, *operands):
     return x.reshape(-1, _CHUNK, *x.shape[1:])
 
   mapped = jax.lax.map(score_chunk, jax.tree.map(chunks, operands))
-  return jax.tree.map(lambda x: x.reshape(-1)[:M], mapped)
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:M], mapped)

@@ -5,6 +5,7 @@ import configparser
 import functools
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -104,11 +105,14 @@ def test_no_circular_imports():
 
 
 def public(wing: str) -> set[str]:
-  """What the wing's __init__ offers, from its text."""
-  for node in ast.parse((PACKAGE / wing / "__init__.py").read_text()).body:
+  """What the wing's __init__ offers: `__all__`, or modules in a table."""
+  tree = ast.parse((PACKAGE / wing / "__init__.py").read_text())
+  for node in tree.body:
     if isinstance(node, ast.Assign) and node.targets[0].id == "__all__":
       return set(ast.literal_eval(node.value))
-  raise AssertionError(f"gspo_jax/{wing}/__init__.py has no __all__")
+  table = re.findall(r"^ *(\w+(?:, \w+)*)  ", ast.get_docstring(tree), re.M)
+  assert table, f"gspo_jax/{wing}/__init__.py has no __all__ and no table"
+  return {name for names in table for name in names.split(", ")}
 
 
 @pytest.mark.parametrize("wing", WINGS)
@@ -219,7 +223,7 @@ def test_public_functions_have_types():
 
 
 # Most lines of Python in the package: a change that needs more says so here.
-MOST_LINES = 43_866
+MOST_LINES = 43_969
 
 
 def test_the_package_does_not_grow_unseen():

@@ -280,16 +280,17 @@ def test_kept_ids_give_the_softmax_over_them_and_its_gradient(
   hidden, head, a, b = normal(3, 3, D), normal(D, V), normal(3, 3), normal(3, 3)
   targets = rng.integers(0, V, (3, 3)).astype(np.int32)
   ids = kept_ids(rng, targets, V, 5)
+  likeliest, c = ids[:, 1:3], normal(3, 3, 2)  # of a head
   wanted = np.array([[1, 1, 0], [1, 1, 1], [0, 1, 1]], bool)
 
   def loss(hidden, head):
-    logps, entropy = logprobs.logps_and_entropy(
-      hidden, head, targets, DENSE, temperature, wanted, ids
+    out = logprobs.logps_and_entropy(
+      hidden, head, targets, DENSE, temperature, wanted, ids, likeliest
     )
-    return (logps * a + entropy * b).sum(), (logps, entropy)
+    return sum((x * y).sum() for x, y in zip(out, (a, b, c), strict=True)), out
 
   run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
-  (_, found), grads = run(hidden, head)
+  (_, (*found, of_head)), grads = run(hidden, head)
 
   x, w = np.float64(hidden), np.float64(head)
   expected = np.zeros((2, 3, 3))
@@ -302,9 +303,14 @@ def test_kept_ids_give_the_softmax_over_them_and_its_gradient(
     entropy = -(p * logp).sum()
     expected[:, i, t] = logp[own][0], entropy
     g = a[i, t] * (own - p) - b[i, t] * p * (logp + entropy)
+    for j in range(2):
+      place = kept == likeliest[i, j, t]
+      np.testing.assert_allclose(of_head[i, t, j], logp[place][0], atol=1e-5)
+      g = g + c[i, t, j] * (place - p)
     dx[i, t] = w[:, kept] @ g / temperature
     dw[:, kept] += np.outer(x[i, t], g) / temperature
   np.testing.assert_allclose(found, expected, atol=1e-5)
+  assert (np.asarray(of_head)[~wanted] == 0).all()
   for actual, oracle in zip(grads, (dx, dw), strict=True):
     np.testing.assert_allclose(actual, oracle, atol=2e-5)
 
@@ -353,9 +359,12 @@ def test_a_tied_model_on_a_mesh_equals_one_device(some, axis, monkeypatch):
       response_length=6,
       wanted=wanted,
       kept_ids=kept,
+      head_ids=None if kept is None else kept[:, :2],
     )
-    both = out.logps, out.entropy
-    return sum((x * cotangent).sum() for x in both), both
+    all_ = out.logps, out.entropy
+    if kept is not None:
+      all_ += out.head_logps[:, 0], out.head_logps[:, 1]
+    return sum((x * cotangent).sum() for x in all_), all_
 
   run = lambda params: jax.jit(jax.grad(loss, has_aux=True))(params)
   expected = jax.device_get(run(params))

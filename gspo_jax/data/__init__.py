@@ -15,19 +15,3 @@ Other wings take these modules:
   tool_calls    calls of functions in the text of a response
 Commands: prepare_tfds, tokenizers.train.
 """
-
-__all__ = (
-  "config",
-  "curriculum",
-  "datasets",
-  "json_schema",
-  "messages",
-  "pipeline",
-  "prepare_tfds",
-  "problem",
-  "prompt_batch",
-  "readers",
-  "sources",
-  "tokenizers",
-  "tool_calls",
-)

@@ -153,6 +153,12 @@ class ObjectiveConfig:
     "a negative advantage does not count; 0: none",
     ZERO_OR_MORE,
   )
+  score_centering: int = key(
+    0,
+    "score centering by so many of a token's likeliest ids, such as 64, whose "
+    "log-probs the sampler records; 0: none",
+    ZERO_OR_MORE,
+  )
   replay: str = key(
     "none",
     'Routing Replay: the experts of the old policy ("r2") or of the sampler '

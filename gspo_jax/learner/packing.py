@@ -12,7 +12,9 @@ Dimension key: as in train_batch.
 
 import bisect
 import dataclasses
+import functools
 import heapq
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -215,7 +217,7 @@ def pack_responses(
   *,
   logps: jax.Array | None = None,
   experts: jax.Array | None = None,
-  kept_ids: jax.Array | None = None,
+  of_ids: Mapping[str, jax.Array | None] | None = None,
   turns: jax.Array | None = None,
 ) -> PackedBatch:
   """Packs responses [B, R] behind their prompts [P, S]; B = P * G.
@@ -230,7 +232,7 @@ def pack_responses(
     logps: [B, R] float32, for `sampler_logps`.
     experts: [B, L, S + R, k], with the columns of the left-padded prompt and
       its response.
-    kept_ids: [B, K, R] int32.
+    of_ids: the fields `kept_ids`, `head_ids` and `head_logps`, [B, K, R].
     turns: [B, R] int; tokens of turn 0 are not in `response_mask`. None: all
       are.
   """
@@ -259,11 +261,10 @@ def pack_responses(
     each = lambda f, x: jnp.moveaxis(
       jax.lax.map(f, jnp.moveaxis(x, 1, 0)), 0, 1
     )
-    experts, kept_ids = by_layer
+    experts, of_ids = by_layer
     if experts is not None:
       experts = each(move, experts)
-    if kept_ids is not None:
-      kept_ids = each(at_response, kept_ids)
+    at_ids = functools.partial(each, at_response)
     rows = TrainBatch(
       tokens=jnp.where(real, tokens, 0),
       positions=jnp.where(real, place, 0),
@@ -273,9 +274,9 @@ def pack_responses(
       advantages=zeros,
       response_index=jnp.where(mask, b[:, 1:], 0),
       experts=experts,
-      kept_ids=kept_ids,
       sampler_logps=logps,
       turns=turns,
+      **jax.tree.map(at_ids, of_ids),
     )
     cut = lambda x: x.reshape(
       cfg.minibatches, -1, cfg.micro_batch_size // _shards(), *x.shape[1:]
@@ -287,7 +288,7 @@ def pack_responses(
     in_specs=(*[batch_axes] * 3, PartitionSpec(), *[batch_axes] * 3),
     out_specs=PartitionSpec(None, None, *sharding.ROWS),
   )
-  by_layer = experts, kept_ids
+  by_layer = experts, dict(of_ids or {})
   rows = sharded(prompts, responses, lengths, packing, logps, by_layer, turns)
   return PackedBatch(rows, jnp.asarray(packing.num_micro_batches))
 
@@ -396,7 +397,11 @@ def train_batch_from_samples(
     packing_config,
     logps=samples.logps,
     experts=samples.experts,
-    kept_ids=samples.kept_ids,
+    of_ids={
+      "kept_ids": samples.kept_ids,
+      "head_ids": samples.head_ids,
+      "head_logps": samples.head_logps,
+    },
     turns=samples.turns,
   )
   rows = batch.rows

@@ -60,6 +60,7 @@ def policy_loss(
     replay=objective.replay != "none",
     use_own_experts=None if objective.replay == "r3" else is_old_policy,
     router_losses=objective.has_router_losses,
+    head_ids=batch.head_ids,
   )
   old_metrics = policy_metrics.old_policy_metrics(out, batch, cfg)
   gap, has_tokens = policy_metrics.sequence_log_ratio(
@@ -161,6 +162,20 @@ def _options(
       segment_ids=batch.response_segments,
       **options,
     )
+  if objective.score_centering:
+    assert out.head_logps is not None and batch.head_logps is not None
+    of_sequence = options and options.pop("unit") == "sequence"
+    mean_score, centered = losses.score_centering(
+      out.head_logps,
+      batch.head_logps,
+      mask,
+      **({} if of_sequence else options or {}),
+    )
+    if of_sequence and weights is not None:
+      mean_score *= weights
+    term = batch.advantages * mean_score
+    penalty = term if penalty is None else penalty + term
+    metrics |= centered
   if threshold := objective.off_policy_mask_threshold:
     assert sampler is not None
     kept, masked = losses.off_policy_mask(

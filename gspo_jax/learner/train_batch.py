@@ -2,7 +2,7 @@
 
 Dimension key: P prompts, G responses a prompt, B = P * G responses, S prompt
 columns, R most response tokens, M minibatches, A most micro-batches of one, L
-layers, k experts a token, K kept ids a token, W columns of a row.
+layers, k experts, K kept ids, H ids of the head of a token, W columns of a row.
 """
 
 import dataclasses
@@ -51,6 +51,9 @@ class TrainBatch:
   # [B, K, R] int32, as in `Samples`. All log-probs of the batch are over these
   # ids: new, old, and the reference's.
   kept_ids: jax.Array | None = None
+  # [B, H, R] int32 and float32, as in `Samples`.
+  head_ids: jax.Array | None = None
+  head_logps: jax.Array | None = None
   sampler_logps: jax.Array | None = None  # [B, R] float32
   reference_logps: jax.Array | None = None  # [B, R] float32
   teacher_logps: jax.Array | None = None  # [B, R] float32

@@ -36,6 +36,7 @@ from gspo_jax.losses.methods import METHODS, Method, Surrogate, reduce
 from gspo_jax.losses.metrics import EDGES, Histogram, Mean, Metric, Metrics, Std
 from gspo_jax.losses.mismatch import mismatch_weights, off_policy_mask
 from gspo_jax.losses.policy import *  # noqa: F403
+from gspo_jax.losses.score_centering import score_centering
 from gspo_jax.losses.terms import NO_TERMS, Terms, router_log_weight
 from gspo_jax.losses.value import value_loss
 
@@ -58,6 +59,7 @@ __all__ = [
   "off_policy_mask",
   "reduce",
   "router_log_weight",
+  "score_centering",
   "sequence_mean",
   "sequence_sums",
   "token_mean",

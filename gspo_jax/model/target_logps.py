@@ -1,7 +1,7 @@
 """The log-probs of given tokens, from logits.
 
 Dimension key: C tokens, V vocabulary, v the part of it of one device, K kept
-ids a token.
+ids a token, H ids of a token's head.
 """
 
 import jax
@@ -21,8 +21,12 @@ def target_logps(
   cfg: ModelConfig,
   temperature: float,
   axes: tuple[str, ...] = (),
-) -> tuple[jax.Array, jax.Array]:
+  head_ids_CH: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
   """Log-probs of the targets and entropies, [C] each, in nats.
+
+  With `head_ids_CH` also the log-probs of these ids, [C, H], not with
+  `cfg.exact`.
 
   They are of softmax(logits / temperature), over a token's kept ids alone if
   there are any. `column_v` are the ids of the columns, -1 for padding; the
@@ -44,8 +48,13 @@ def target_logps(
     target = jnp.where(column_v == targets_C[:, None], logits_Cv, 0).sum(-1)
     total = exact.sums(lambda x: jnp.exp(x).sum(-1, keepdims=True))
     sums = total(logits_Cv)[:, 0], target, (weights_Cv * logits_Cv).sum(-1)
-    total, target, weighted = sharding.psum(sums, *axes)
-    return target - jnp.log(total), jnp.log(total) - weighted / total
+    if head_ids_CH is not None:  # as the kept ids: no scatter in the gradient
+      is_head = column_v == head_ids_CH[:, :, None]
+      sums += (jnp.where(is_head, logits_Cv[:, None], 0).sum(-1),)
+    total, target, weighted, *head = sharding.psum(sums, *axes)
+    log_total = jnp.log(total)
+    logps = target - log_total, log_total - weighted / total
+    return *logps, *(x - log_total[:, None] for x in head)
 
   if cfg.exact:
     function = exact.by_tokens(function, whole=1, axes=1)

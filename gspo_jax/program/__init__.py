@@ -12,17 +12,3 @@ Other wings take these modules:
   load_params  the weights of a checkpoint or Hugging Face folder
   settings     the frozen settings that a config gives each wing
 """
-
-__all__ = (
-  "abstract",
-  "command",
-  "config",
-  "config_reference",
-  "experiment",
-  "first_difference",
-  "functions",
-  "learner_functions",
-  "load_params",
-  "sampler_functions",
-  "settings",
-)

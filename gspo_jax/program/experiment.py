@@ -383,6 +383,7 @@ def checkpoint_identity(
       kept = config.sampler.num_kept(experiment.program.cfg.vocab_size)
       identity["ids of a token (sampler.kept_ids, sampler.top_k)"] = kept
     parts |= {
+      "objective.score_centering": config.objective.score_centering,
       "drafts (continuous_batching.speculation)": (
         config.continuous_batching.speculation > 0
       ),

@@ -62,6 +62,19 @@ _OBJECTIVE = {
   "there is no reference to sync": lambda c: (
     c.objective.reference_every and not c.objective.has_reference
   ),
+  "{objective.score_centering}: expected 0 with {objective.old_logps} and "
+  "{objective.name}, whose ratios already weigh each token by policy / "
+  "sampler": lambda c: (
+    c.objective.score_centering
+    and c.objective.has_sampler_logps
+    and c.objective.method.unit == "token"
+  ),
+  "{sampler.kept_ids}: expected 1 or more with {objective.score_centering}, "
+  "for a head is of the ids that were sampled among": lambda c: (
+    c.objective.score_centering
+    and c.sampler.truncates
+    and not c.sampler.keeps_ids
+  ),
 } | _where(
   lambda c: c.objective.advantage_estimator != "grpo",
   {
@@ -114,6 +127,7 @@ _EXACT = _where(
     "{objective.mismatch}: expected 'none', for there is no mismatch": (
       lambda c: c.is_exact and c.objective.mismatch != "none"
     ),
+    "{objective.score_centering}: expected 0, for heads are not exact": None,
     "{sampler_mesh.tensor}: expected 0 or {mesh.tensor}, for sampler and "
     "trainer sum over as many devices": lambda c: (
       c.sampler_mesh.tensor not in (0, c.mesh.tensor)

@@ -129,7 +129,7 @@ def serving_sampler(
 def _single(sampling: SamplerConfig) -> SamplerConfig:
   """For single responses, which no update reads."""
   return dataclasses.replace(
-    sampling, group_size=1, record_routing=False, kept_ids=0
+    sampling, group_size=1, record_routing=False, kept_ids=0, head_ids=0
   )
 
 

@@ -136,6 +136,7 @@ def sampler_config(config: Config, tokenizer: Tokenizer) -> SamplerConfig:
     # Then a sampler without truncation is the one of evaluations, too.
     kept_ids=config.sampler.kept_ids if config.sampler.truncates else 0,
     speculation=config.continuous_batching.speculation,
+    head_ids=config.objective.score_centering,
   )
 
 

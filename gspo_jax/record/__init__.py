@@ -11,16 +11,3 @@ json_lines     reads JSON-lines files
 json_file      reads a file with one JSON object
 progress       progress of slow work, and what JAX compiles
 """
-
-__all__ = (
-  "checkpoint",
-  "identity",
-  "json_file",
-  "json_lines",
-  "kept",
-  "metric_writer",
-  "profile",
-  "progress",
-  "run_files",
-  "wandb_run",
-)

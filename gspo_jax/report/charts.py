@@ -28,7 +28,7 @@ _UNITS = {
   "%": (
     *("eval/pass@*", "clip_frac/*", "*/mixed_groups", "*fraction*", "*_share"),
     *("reward/failed", "response/truncated", "response/useful_steps"),
-    *("ratio/moved", "mismatch/cut", "mismatch/off_policy", "*_differ"),
+    *("ratio/moved", "mismatch/c*", "mismatch/off_policy", "*_differ"),
     *("throughput/goodput", "moe/*flip_rate"),
     *("conversation/tool_use", "conversation/tool_errors"),
   ),

@@ -13,17 +13,3 @@ Other wings take these modules:
   tpus               what programs do differently on a kind of TPU
   preemption         Preemption: SIGTERM as a flag that all processes agree on
 """
-
-__all__ = (
-  "command",
-  "compilation_cache",
-  "errors",
-  "key",
-  "mesh_jit",
-  "multihost",
-  "notebook",
-  "preemption",
-  "sharding",
-  "spec",
-  "tpus",
-)

@@ -1,6 +1,7 @@
 """Samples the next token: logits, truncation, sampling, stops.
 
-Dimension key: B responses, D model width, V vocabulary, K kept ids.
+Dimension key: B responses, D model width, V vocabulary, K kept ids, H ids of a
+head.
 """
 
 import jax
@@ -33,18 +34,19 @@ def sample_token(
   step_B: jax.Array,
   sampler: SamplerConfig,
   params_B4: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-  """The next tokens [B] int32, their log-probs [B], and the kept ids [B, K].
+) -> dict[str, jax.Array]:
+  """The next tokens [B] and what is known of them, by the fields of `Samples`.
 
-  The results are as in `Samples`. `logits_BV` are float32; `step_B` counts the
-  tokens of each response. Token t is sampled with `fold_in(row_key, t)`. With
-  `params_B4`, each row a `SamplingParams`, `sampler` keeps no ids, and its own
-  SamplingParams are ignored.
+  `tokens` and `logps` are [B], `kept_ids` [B, K], `head_ids` and `head_logps`
+  [B, H], of which the samples may have none. `logits_BV` are float32; `step_B`
+  counts the tokens of each response. Token t is sampled with
+  `fold_in(row_key, t)`. With `params_B4`, each row a `SamplingParams`,
+  `sampler` keeps no ids, and its own SamplingParams are ignored.
   """
   keys = jax.vmap(jax.random.fold_in)(row_keys, step_B)
   if params_B4 is not None:
     token, logp = _sample_by_row(logits_BV, keys, step_B, sampler, params_B4)
-    return token, logp, None
+    return {"tokens": token, "logps": logp}
   greedy = sampler.temperature == 0
   logps = jax.nn.log_softmax(
     logits_BV / (1.0 if greedy else sampler.temperature)
@@ -54,10 +56,18 @@ def sample_token(
     ids_BK, logps_BK = keep(logps, step_B, sampler, K)
     scores = logps_BK if greedy else logps_BK + jax.vmap(_noise)(keys, ids_BK)
     place = scores.argmax(-1)
-    return at(ids_BK, place), at(logps_BK, place), ids_BK
-  allowed = truncate(logps, step_B, sampler)
-  token = allowed.argmax(-1) if greedy else jax.vmap(categorical)(keys, allowed)
-  return token.astype(jnp.int32), at(logps, token), None
+    new = {"tokens": at(ids_BK, place), "logps": at(logps_BK, place)}
+    new["kept_ids"] = ids_BK
+  else:
+    allowed = truncate(logps, step_B, sampler)
+    token = (
+      allowed.argmax(-1) if greedy else jax.vmap(categorical)(keys, allowed)
+    )
+    new = {"tokens": token.astype(jnp.int32), "logps": at(logps, token)}
+  if H := sampler.num_head(logps.shape[-1]):
+    best = (logps_BK[:, :H], ids_BK[:, :H]) if K else jax.lax.top_k(logps, H)
+    new["head_logps"], new["head_ids"] = best
+  return new
 
 
 def _sample_by_row(logits_BV, keys, step_B, sampler, params_B4):

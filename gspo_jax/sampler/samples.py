@@ -1,7 +1,7 @@
 """The input and the output of a sampler: Prompts and Samples.
 
 Dimension key: P prompts, G responses a prompt, B = P * G responses, S prompt
-length, R most new tokens, L layers, k experts a token, K kept ids a token.
+length, R most new tokens, L layers, k experts, K kept ids, H ids of the head.
 """
 
 import dataclasses
@@ -105,6 +105,7 @@ class SamplerConfig:
   pad_id: int = 0  # of the tokens after the end of a response
   speculation: int = 0  # `continuous_batching.speculation`
   record_routing: bool = False  # whether Samples hold the experts of tokens
+  head_ids: int = 0  # `objective.score_centering`
 
   def __post_init__(self):
     check(self, "sampler")
@@ -144,6 +145,10 @@ class SamplerConfig:
     """K, the most ids that a token is sampled among; 0: none are kept."""
     bound = self.top_k or self.kept_ids
     return min(bound, vocab_size) if self.keeps_ids else 0
+
+  def num_head(self, vocab_size: int) -> int:
+    """H, the ids of a head; 0: none are recorded."""
+    return min(self.head_ids, self.num_kept(vocab_size) or vocab_size)
 
 
 @jax.tree_util.register_dataclass
@@ -198,6 +203,10 @@ class Samples:
       top_k, top_p, min_p and a minimum length left. The likeliest is first, and
       fills up the K. After the end, and where an environment wrote, any ids.
       None unless `SamplerConfig.keeps_ids`.
+    head_ids: [B, H, R] int32, the likeliest ids of the distribution that a
+      token was sampled from, the likeliest first; beside `kept_ids`.
+    head_logps: [B, H, R] float32, their log-probs in it; -inf: no id. Both
+      None unless `SamplerConfig.head_ids`.
     turns: [B, R] int16, in a conversation with an environment the turn, from 1,
       whose response has the token; 0 for tokens that the policy did not write.
       None for samples of one turn.
@@ -218,6 +227,8 @@ class Samples:
   turns: jax.Array | None = None
   drafts: tuple[jax.Array, jax.Array] | None = None
   prompts: Prompts | None = None
+  head_ids: jax.Array | None = None
+  head_logps: jax.Array | None = None
 
   @property
   def num_sampled(self) -> jax.Array:
@@ -243,7 +254,7 @@ def empty_samples(
     first_k = jnp.arange(cfg.experts_per_token, dtype=dtype)
     shape = B, cfg.num_moe_layers, prompt_length + R, cfg.experts_per_token
     experts = jnp.broadcast_to(first_k, shape)
-  K = sampler.num_kept(cfg.vocab_size)
+  K, H = sampler.num_kept(cfg.vocab_size), sampler.num_head(cfg.vocab_size)
   return Samples(
     tokens=jnp.full((B, R), sampler.pad_id, jnp.int32),
     logps=jnp.zeros((B, R)),
@@ -252,6 +263,8 @@ def empty_samples(
     slot_steps=jnp.int32(0),
     experts=experts,
     kept_ids=jnp.zeros((B, K, R), jnp.int32) if K else None,
+    head_ids=jnp.zeros((B, H, R), jnp.int32) if H else None,
+    head_logps=jnp.zeros((B, H, R)) if H else None,
     turns=jnp.zeros((B, R), jnp.int16) if turns else None,
     prompts=Prompts(
       jnp.zeros((B, prompt_length), jnp.int32), jnp.ones(B, jnp.int32)

@@ -9,6 +9,7 @@ a token.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -249,20 +250,20 @@ def _decode(state, params, cfg, starts, row_keys, sampler) -> _State:
 
 def _sample_token(s: _State, logits, row_keys, sampler) -> _State:
   steps_B = jnp.full(s.last_token.shape, s.step)
-  token, logp, ids = next_token.sample_token(logits, row_keys, steps_B, sampler)
-  token = jnp.where(s.done, sampler.pad_id, token)
-  logp = jnp.where(s.done, 0.0, logp)
-  write = jax.lax.dynamic_update_slice
+  new = next_token.sample_token(logits, row_keys, steps_B, sampler)
+  token = new["tokens"] = jnp.where(s.done, sampler.pad_id, new["tokens"])
+  new["logps"] = jnp.where(s.done, 0.0, new["logps"])
+  write = lambda old, x: jax.lax.dynamic_update_slice(  # [B, R] or [B, K, R]
+    old, x[..., None], (*[0] * x.ndim, s.step)
+  )
   stop_state, stop = next_token.stop(token, steps_B + 1, s.stop_state, sampler)
-  kept_ids = s.samples.kept_ids
-  if kept_ids is not None and ids is not None:
-    kept_ids = write(kept_ids, ids[:, :, None], (0, 0, s.step))
+  written: dict[str, Any] = {
+    name: write(getattr(s.samples, name), x) for name, x in new.items()
+  }
   samples = dataclasses.replace(
     s.samples,
-    tokens=write(s.samples.tokens, token[:, None], (0, s.step)),
-    logps=write(s.samples.logps, logp[:, None], (0, s.step)),
     lengths=s.samples.lengths + ~s.done,
-    kept_ids=kept_ids,
+    **written,
   )
   return dataclasses.replace(
     s,

@@ -61,7 +61,7 @@ def pack(width=W, devices=1, experts=EXPERTS, turns=None, **mesh):
       cfg=cfg,
       logps=put(LOGPS),
       experts=None if experts is None else put(experts),
-      kept_ids=put(KEPT),
+      of_ids={"kept_ids": put(KEPT), "head_ids": None},
       turns=None if turns is None else put(turns),
     )
   return places, jax.device_get(batch)

@@ -205,6 +205,7 @@ def one_of_family(variant, replay="r3", dtype="float32"):
   if variant == "tiny-qwen3.5":
     config.model.norm_eps = DELTA_EPS
   config.objective.update({"name": "rspo", "replay": replay})
+  config.objective.score_centering = 4
   return config, iterate(build(config), REWARDS)
 
 
@@ -229,6 +230,7 @@ def test_an_iteration_of_a_family(variant, replay, dtype):
   value = lambda name: metrics[name].value()
   assert value("ratio/first_minibatch_std") == 0
   assert value("ratio/moved") > 0
+  assert 0 < value("mismatch/centered") < (1e-3 if dtype == "float32" else 1)
   far = 1e-5 if dtype == "float32" else 0.1
   assert np.abs(one.old_logps - one.samples.logps).max() < far
   assert 1 < value("moe/load_max") < cfg.num_experts
@@ -261,6 +263,7 @@ def test_many_devices_do_as_one_of_a_family(variant, devices, mesh):
   np.testing.assert_array_equal(one.samples.tokens, many.samples.tokens)
   np.testing.assert_array_equal(one.samples.experts, many.samples.experts)
   np.testing.assert_array_equal(one.samples.kept_ids, many.samples.kept_ids)
+  np.testing.assert_array_equal(one.samples.head_ids, many.samples.head_ids)
   close = np.testing.assert_allclose
   close(one.samples.logps, many.samples.logps, atol=1e-5)
   close(one.old_logps, many.old_logps, atol=1e-5)

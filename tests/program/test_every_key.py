@@ -162,6 +162,8 @@ ROWS = (
    {1.0: 1.0, 0.5: 0.5}, KL),
   Row("sampler.kept_ids", lambda c: c.samplers("kept_ids"),
    {0: [0, 0], 9: [9, 0]}, {"sampler.top_p": 0.9}),
+  Row("objective.score_centering", lambda c: c.samplers("head_ids"),
+   {0: [0, 0], 4: [4, 0]}),
   Row("objective.replay", lambda c: c.samplers("record_routing"),
    {"r2": [False, False], "r3": [True, False]}),
   Row("rollout.environment", lambda c: c.run.pools[0].name,

@@ -70,6 +70,14 @@ TERMS = {
   "mis_token": {"mismatch": "mis_token:cap=1.3,floor=0.8"},
   "mis_sequence": {"mismatch": "mis_sequence:cap=1.1,floor=0.9"},
   "icepop": {"mismatch": "icepop:cap=1.3,floor=0.8"},
+  "centering": {"score_centering": 2},
+  "centering of weighted tokens": {
+    **{"score_centering": 2, "mismatch": "tis_token:cap=1.1"},
+  },
+  "centering of weighted sequences": {
+    **{"score_centering": 2, "mismatch": "mis_sequence:cap=1.1,floor=0.9"},
+    **{"kl_coef": 0.3, "kl_estimator": "k3"},
+  },
   "off-policy mask": {"off_policy_mask_threshold": 0.05},
   "router shift": {},
   "r2": {"replay": "r2"},
@@ -84,7 +92,7 @@ TERMS = {
     **{"kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.1},
     **{"mismatch": "mis_token:cap=1.3,floor=0.8"},
     **{"replay": "r3", "truncated": "zero_advantage"},
-    "off_policy_mask_threshold": 0.05,
+    **{"off_policy_mask_threshold": 0.05, "score_centering": 2},
   },
 }
 # Each method by itself, and with its numbers and all terms; each term with a
@@ -160,8 +168,13 @@ def params_and_batch(name):
     reference_logps=old + np.float32(0.5) * normal(B, R),
     teacher_logps=old + np.float32(0.5) * np.roll(normal(B, R), 1),
     values=values,
+    head_ids=np.zeros((B, 2, R), np.int32),
+    head_logps=(old - 1.2 - 0.4 * np.abs(normal(2, B, R))).swapaxes(0, 1),
   )
   return params, rows
+
+
+HEAD = np.array([4.0, 5.0])  # how much less likely the two ids of a head are
 
 
 CHOSEN = np.array([3, 5], np.uint8)  # the experts that the router chooses
@@ -187,6 +200,7 @@ def table(
   replay=False,
   use_own_experts=None,
   router_losses=False,
+  head_ids=None,
 ):
   """Stands for `train_batch.response_logps`."""
   i = rows.tokens[:, 0]
@@ -206,6 +220,7 @@ def table(
     router_logps=router,
     router_entropy=-router[..., 0],
     dropped=jnp.zeros(L, jnp.int32),
+    head_logps=logps[:, None] - HEAD[:, None],
   )
 
 
@@ -276,18 +291,22 @@ def expect(config, params, rows) -> tuple[oracles.Case, dict]:
     "k3": lambda gap: np.exp(gap) - 1 - gap,
     "k3_unbiased": lambda gap: np.exp(gap) - 1 - gap,
   }
-  if c.kl_coef or c.entropy_coef:
+  x = params["logps"] / TEMPERATURE
+  if c.replay != "none":
+    x = x + replay_shift(rows.experts[:, 0])
+  centers = None
+  if c.score_centering:
+    centers = of_tokens(advantages)[..., None] * surplus(c, x, rows, weights)
+  if c.kl_coef or c.entropy_coef or c.score_centering:
 
     def penalty(x, i, t):
       gap = float(rows.reference_logps[i, t]) - x
       divergence = estimators[c.kl_estimator](gap)
       if c.kl_estimator == "k3_unbiased":
         divergence *= np.exp(x - float(rows.old_logps[i, t]))
-      return c.kl_coef * divergence - c.entropy_coef * entropy(x)
+      total = c.kl_coef * divergence - c.entropy_coef * entropy(x)
+      return total if centers is None else total + centers[i, t] @ (x - HEAD)
 
-  x = params["logps"] / TEMPERATURE
-  if c.replay != "none":
-    x = x + replay_shift(rows.experts[:, 0])
   if c.off_policy_mask_threshold:
     kept, _ = oracles.off_policy_mask(
       x,
@@ -312,6 +331,27 @@ def expect(config, params, rows) -> tuple[oracles.Case, dict]:
     "bounds": tuple(bounds),
     "floor": floor or 0.8,
   }
+
+
+def surplus(c, x, rows, weights):
+  """[B, R, 2]: what multiplies the log-probs of a head; its equation."""
+  p = np.exp(x[..., None] - HEAD)
+  q = np.exp(np.moveaxis(rows.head_logps.astype(float), 1, -1))
+  rho = np.divide(*(1 - d.sum(-1, keepdims=True) for d in (q, p)))
+  assert (rho > 0).all()
+  method, _, text = c.mismatch.partition(":")
+  bounds = {
+    k: float(v) for k, v in (x.split("=") for x in text.split(",") if x)
+  }
+  cap, floor = bounds.get("cap"), bounds.get("floor")
+  if method.endswith("_sequence"):
+    return weights[..., None] * (q - rho * p)
+  of = {
+    "none": lambda r: 1.0,
+    "tis_token": lambda r: np.minimum(r, cap),
+    "mis_token": lambda r: np.where((floor <= r) & (r <= cap), r, 0),
+  }[method]
+  return q * of(p / q) - rho * of(1 / rho) * p
 
 
 def slope_of(name, case, options, rows=None):

@@ -303,7 +303,9 @@ def test_a_request_without_room_is_refused(prompt, count, words):
 
 K, TURNS = 2, 3
 ROUTED = SamplerConfig(
-  2, 24, stop_ids=(3, 5, 11), temperature=0.9, top_k=9, record_routing=True
+  *(2, 24),
+  **{"stop_ids": (3, 5, 11), "temperature": 0.9, "top_k": 9, "head_ids": 3},
+  record_routing=True,
 )
 FEW = dataclasses.replace(SMALL, num_pages=14)
 DRAFTS = dataclasses.replace(SMALL, slots=16, speculation=2)
@@ -399,8 +401,12 @@ def test_episodes_have_the_log_probs_and_experts_of_a_forward_pass(
   for replay in (False, True):
     routes = s.experts.swapaxes(0, 1)
     logps = forced(cfg, replay)
-    out = jax.device_get(logps(weights(cfg), batch=batch, routes=routes))
+    out = jax.device_get(
+      logps(weights(cfg), batch=batch, routes=routes, head_ids=s.head_ids)
+    )
     np.testing.assert_allclose(s.logps[sampled], out.logps[sampled], atol=2e-5)
+    head = lambda x: x.head_logps.swapaxes(1, 2)[sampled]
+    np.testing.assert_allclose(head(s), head(out), atol=2e-5)
     if not replay:
       experts = out.experts.transpose(1, 2, 0, 3)
       found = np.sort(s.experts.swapaxes(1, 2)[fed])

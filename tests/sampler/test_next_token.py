@@ -138,6 +138,25 @@ def sampled_tokens(logits, count, **config):
   return jax.device_get(next_token.sample_token(rows, keys, steps, sampler))
 
 
+@pytest.mark.parametrize("truncation", [{}, {"top_p": 0.6}, {"top_k": 2}])
+def test_the_head_has_the_likeliest_ids_that_were_sampled_among(truncation):
+  logits = np.random.default_rng(3).normal(size=V).astype(np.float32)
+  config = {"temperature": 0.7, **truncation}
+  new = sampled_tokens(logits, 2, head_ids=4, **config)
+  probs = np.exp(np.float64(logits) / 0.7)
+  probs /= probs.sum()
+  order = np.argsort(-probs)
+  many = {"top_p": nucleus(probs, 0.6).sum(), "top_k": 2}
+  kept = min((many[name] for name in truncation), default=V)
+  total = probs[order[:kept]].sum()
+  size = min(4, truncation.get("top_k", V))
+  expected = np.full(size, -np.inf)
+  expected[:kept] = np.log(probs[order[:kept]] / total)[:size]
+  for ids, logps in zip(new["head_ids"], new["head_logps"], strict=True):
+    np.testing.assert_allclose(logps, expected, rtol=1e-5)
+    np.testing.assert_array_equal(ids[:kept], order[:kept][:size])
+
+
 @pytest.mark.parametrize(
   ("config", "kept"),
   [
@@ -152,7 +171,8 @@ def test_frequencies_and_log_probs_are_those_of_the_logits(config, kept):
   """With `kept_ids=0`, log-probs are before truncation."""
   count = 4096
   logits = np.random.default_rng(1).normal(size=V).astype(np.float32)
-  tokens, logps, _ = sampled_tokens(logits, count, **config)
+  new = sampled_tokens(logits, count, **config)
+  tokens, logps = new["tokens"], new["logps"]
   probs = np.exp(np.float64(logits) / config["temperature"])
   probs /= probs.sum()
   keep = kept(probs)
@@ -171,11 +191,11 @@ def test_top_k_of_one_and_temperature_zero_take_the_likeliest_token():
   logits = np.random.default_rng(2).normal(size=V).astype(np.float32)
   one = {"temperature": 2.0, "top_k": 1}
   for config in (one | {"kept_ids": 0}, one, {"temperature": 0.0}):
-    tokens, logps, ids = sampled_tokens(logits, 8, **config)
-    assert (tokens == logits.argmax()).all()
+    new = sampled_tokens(logits, 8, **config)
+    assert (new["tokens"] == logits.argmax()).all()
     scaled = jax.nn.log_softmax(logits / (config["temperature"] or 1.0))
-    expected = scaled[logits.argmax()] if ids is None else 0.0
-    np.testing.assert_allclose(logps, expected, 1e-5)
+    expected = 0.0 if "kept_ids" in new else scaled[logits.argmax()]
+    np.testing.assert_allclose(new["logps"], expected, 1e-5)
 
 
 TRUNCATION = {"top_p": 0.9, "min_p": 1e-3}
@@ -249,7 +269,7 @@ def test_devices_that_share_a_vocabulary_do_not_gather_it():
   def sample(logits, keys):
     axes = next_token.ROW_AXES, next_token.VOCAB_AXES
     logits, steps = sharding.constrain(logits, *axes), jnp.zeros(rows, int)
-    return next_token.sample_token(logits, keys, steps, sampler)[0]
+    return next_token.sample_token(logits, keys, steps, sampler)["tokens"]
 
   keys = jax.random.split(jax.random.key(0), rows)
   logits = jax.random.normal(jax.random.key(1), (rows, vocab))
@@ -278,9 +298,12 @@ def test_each_row_is_sampled_with_its_params():
   keys, steps = jax.random.split(jax.random.key(0), 48), np.arange(48) // 8
   config = SamplerConfig(1, 8, (3, 5), kept_ids=0, min_new_tokens=3)
   sample = jax.jit(next_token.sample_token, static_argnums=3)
-  token, logp, _ = sample(logits, keys, steps, config, np.float32(PARAMS * 6))
+  new = sample(logits, keys, steps, config, np.float32(PARAMS * 6))
   for i, params in enumerate(PARAMS):
     own = dataclasses.replace(config, **params._asdict())
-    tokens, logps, _ = sample(logits, keys, steps, own)
-    np.testing.assert_array_equal(token[i::8], tokens[i::8])
-    np.testing.assert_allclose(logp[i::8], logps[i::8], atol=1e-5)
+    one = sample(logits, keys, steps, own)
+    same = np.testing.assert_array_equal
+    same(new["tokens"][i::8], one["tokens"][i::8])
+    np.testing.assert_allclose(
+      new["logps"][i::8], one["logps"][i::8], atol=1e-5
+    )

@@ -22,7 +22,8 @@ B = P * G
 STOPS, PAD = (4, 1), 9
 CFG = dataclasses.replace(MOE, vocab_size=V, num_experts=4, unroll=None)
 SAMPLED = SamplerConfig(
-  G, R, STOPS, temperature=0.7, pad_id=PAD, record_routing=True
+  *(G, R, STOPS),
+  **{"temperature": 0.7, "pad_id": PAD, "record_routing": True, "head_ids": 3},
 )
 GREEDY = SamplerConfig(2, R, STOPS, temperature=0, min_new_tokens=3, pad_id=PAD)
 unpacked = jax.jit(train_batch.unpacked)
@@ -79,13 +80,15 @@ def score(params, cfg, batch, routes, replay):
     temperature=SAMPLED.temperature,
     routes=routes,
     replay=replay,
+    head_ids=batch.head_ids,
   )
 
 
 def teacher_forced(params, samples, *, routes=None, cfg=CFG):
   """The trainer's log-probs (with `routes`, replayed), and its TrainBatch."""
   batch = unpacked(prompts(), samples.tokens, samples.lengths)
-  batch = dataclasses.replace(batch, kept_ids=samples.kept_ids)
+  of_ids = {"kept_ids": samples.kept_ids, "head_ids": samples.head_ids}
+  batch = dataclasses.replace(batch, **of_ids)
   scored = score(params, cfg, batch, routes, routes is not None)
   return jax.device_get((scored, batch))
 
@@ -105,6 +108,11 @@ def test_sampled_logps_equal_teacher_forced_ones(seed, changes):
   mask = batch.response_mask
   assert mask.sum() == samples.lengths.sum() > 2 * len(mask)
   np.testing.assert_allclose(samples.logps[mask], scored.logps[mask], atol=1e-5)
+  sampled, found = (
+    np.moveaxis(x.head_logps, 1, -1)[mask] for x in (samples, scored)
+  )
+  is_id = sampled > -np.inf
+  np.testing.assert_allclose(sampled[is_id], found[is_id], atol=1e-5)
   assert (samples.logps[~mask] == 0).all()
   stopped = np.flatnonzero(samples.finish == STOPPED)
   last = samples.logps[stopped, samples.lengths[stopped] - 1]

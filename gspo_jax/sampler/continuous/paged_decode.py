@@ -370,18 +370,14 @@ def _feed(params, cfg, state, key, fed_mJ, real_mJ, sampler):
   params = state.params
   if params is not None:
     params = jnp.repeat(params, J, axis=0)
-  tokens, logps, kept_ids = next_token.sample_token(
-    logits, row_keys, numbers, sampler, params
-  )
+  new = next_token.sample_token(logits, row_keys, numbers, sampler, params)
   if cfg.exact and params is None:
     vocab = jnp.arange(logits.shape[1])
     temperature = sampler.temperature or 1.0
-    logps, _ = model.target_logps(  # as the trainer computes them
-      logits, tokens, kept_ids, vocab, cfg=cfg, temperature=temperature
+    ids = new["tokens"], new.get("kept_ids"), vocab
+    new["logps"], _ = model.target_logps(  # as the trainer computes them
+      logits, *ids, cfg=cfg, temperature=temperature
     )
-  new = {"tokens": tokens, "logps": logps}
-  if kept_ids is not None:
-    new["kept_ids"] = kept_ids
   return out, {name: x.reshape(m, J, *x.shape[1:]) for name, x in new.items()}
 
 
@@ -486,9 +482,8 @@ def _write_tokens(
 ) -> Samples:
   """Writes what each response gets in a step.
 
-  Of `new`, `tokens` and `logps` are [m, J], `kept_ids` [m, J, K]; `experts`
-  [m, J, L, k] are those of the fed tokens, each one earlier. `lengths` and
-  `finish` are [m].
+  `new` is of `sample_token`, [m, J, ...]; `experts` [m, J, L, k] are those of
+  the fed tokens, each one earlier. `lengths` and `finish` are [m].
   """
 
   def local(old, new, of_rows, row_m, num_tokens_m, taken_mJ):
