@@ -69,7 +69,7 @@ def token_logprobs(
   token's kept ids alone (Keep Sampling Mask, DeepSeek-V3.2, arXiv 2512.02556,
   sec. 3.1), and the entropy is of this distribution, too. Float32 logits exist
   for 1,024 tokens at a time, forward and backward: 0.6 GB for V = 151,936, in
-  total over the devices along `expert` and `tensor`.
+  total over the devices along `expert` and `tensor`; twice with `head_ids`.
 
   Args:
     params: as `model.init` returns them.
@@ -91,7 +91,7 @@ def token_logprobs(
       get 0. Only chunks with a wanted token are computed. None: all tokens.
     kept_ids: [B, K, R] int32, of the wanted tokens as in `Samples`; an id may
       be there more than once. None: all ids.
-    head_ids: [B, H, R] int32, ids whose log-probs to return; not if `exact`.
+    head_ids: [B, H, R] int32, ids whose log-probs to return; None if `exact`.
 
   Raises:
     ValueError: a response length outside 1..T-1, or `replay` without routes.

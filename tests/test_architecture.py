@@ -110,7 +110,9 @@ def public(wing: str) -> set[str]:
   for node in tree.body:
     if isinstance(node, ast.Assign) and node.targets[0].id == "__all__":
       return set(ast.literal_eval(node.value))
-  table = re.findall(r"^ *(\w+(?:, \w+)*)  ", ast.get_docstring(tree), re.M)
+  table = re.findall(
+    r"^ *(\w+(?:, \w+)*)(?:  |$)", ast.get_docstring(tree), re.M
+  )
   assert table, f"gspo_jax/{wing}/__init__.py has no __all__ and no table"
   return {name for names in table for name in names.split(", ")}
 

@@ -315,6 +315,13 @@ def test_kept_ids_give_the_softmax_over_them_and_its_gradient(
     np.testing.assert_allclose(actual, oracle, atol=2e-5)
 
 
+def test_a_head_of_an_exact_model_is_refused():
+  exact = dataclasses.replace(MOE, exact=True)
+  options = {"cfg": exact, "temperature": 1.0, "head_ids_CH": [[0]]}
+  with pytest.raises(ValueError, match="head_ids: expected None for a model"):
+    model.target_logps(np.zeros((1, V)), [0], None, np.arange(V), **options)
+
+
 @pytest.mark.parametrize("response_length", [-1, 0, T, T + 1])
 def test_a_response_length_out_of_range_is_refused(response_length):
   with pytest.raises(ValueError, match=f"{response_length=} must .*1..{T - 1}"):

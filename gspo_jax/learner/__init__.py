@@ -1,21 +1,12 @@
 """Scored responses become a better policy: the objective and its update.
 
-Other wings take `train_step` (`TrainState`, `Learner`, `update`), `train_batch`
-(`TrainBatch`), `packing` (samples to batch), `credit` (rewards to advantages),
-`objective`, `policy_loss`, `optimizer`, `critic`, `reference_pass`,
-`cold_start` and `health`.
+Other wings take these modules:
+  train_step      TrainState, Learner, and `update`
+  train_batch     TrainBatch
+  packing         samples become packed rows
+  credit          rewards become advantages
+  objective       the config of the objective
+  policy_loss     its loss
+  optimizer, critic, reference_pass, cold_start
+  health          warnings about metrics
 """
-
-__all__ = [
-  "cold_start",
-  "credit",
-  "critic",
-  "health",
-  "objective",
-  "optimizer",
-  "packing",
-  "policy_loss",
-  "reference_pass",
-  "train_batch",
-  "train_step",
-]

@@ -140,6 +140,7 @@ def _options(
   reference, sampler = batch.reference_logps, batch.sampler_logps
   metrics: Metrics = {}
   penalty = weights = shift = None
+  of_responses: jax.Array | float = 1.0  # the weights of whole ones
   if objective.has_reference and not objective.has_kl_in_reward:
     assert reference is not None
     estimator = objective.kl_estimator
@@ -162,20 +163,8 @@ def _options(
       segment_ids=batch.response_segments,
       **options,
     )
-  if objective.score_centering:
-    assert out.head_logps is not None and batch.head_logps is not None
-    of_sequence = options and options.pop("unit") == "sequence"
-    mean_score, centered = losses.score_centering(
-      out.head_logps,
-      batch.head_logps,
-      mask,
-      **({} if of_sequence else options or {}),
-    )
-    if of_sequence and weights is not None:
-      mean_score *= weights
-    term = batch.advantages * mean_score
-    penalty = term if penalty is None else penalty + term
-    metrics |= centered
+    if options["unit"] == "sequence":
+      of_responses = weights
   if threshold := objective.off_policy_mask_threshold:
     assert sampler is not None
     kept, masked = losses.off_policy_mask(
@@ -187,7 +176,13 @@ def _options(
       segment_ids=batch.response_segments,
     )
     weights = kept if weights is None else weights * kept
+    of_responses *= kept
     metrics |= masked
+  if objective.score_centering:
+    centers, centered = _centers(out, batch, objective)
+    centers *= of_responses
+    penalty = centers if penalty is None else penalty + centers
+    metrics |= centered
   if reference is not None:
     gap = losses.kl_penalty(out.logps, reference, mask)
     metrics["kl/reference"] = jax.lax.stop_gradient(Mean.of(gap, mask))
@@ -204,6 +199,22 @@ def _options(
       shift = losses.router_log_weight(moved, mask, floor=floor)
   options["terms"] = Terms(shift, weights, penalty, numbers.get("dual_clip"))
   return options, metrics
+
+
+def _centers(
+  out: TokenLogprobs, batch: TrainBatch, objective
+) -> tuple[jax.Array, Metrics]:
+  """A C of `score_centering`, with the correction of tokens if there is one."""
+  assert out.head_logps is not None and batch.head_logps is not None
+  numbers = objective.mismatch_options or {"unit": "token"}
+  by_token = numbers.pop("unit") == "token"
+  mean_score, metrics = losses.score_centering(
+    out.head_logps,
+    batch.head_logps,
+    batch.response_mask,
+    **numbers if by_token else {},
+  )
+  return batch.advantages * mean_score, metrics
 
 
 def _router_losses(

@@ -24,10 +24,15 @@ def score_centering(
   Ryabinin 2026, arXiv 2609.20807, eq. 12 to 14; the head is from app. A.
 
   Only a head of H likely ids is known. Outside of it q is taken as rho p, with
-  rho = (1 - sum_H q) / (1 - sum_H p). So C = sum_H sg(m_v - a p_v) log p_v with
-  m = q f(p / q) and a = rho f(1 / rho). f is 1, or the weight that `method`
-  gives a token in `mismatch_weights`: min(r, cap) for "tis"; r between floor
-  and cap, else 0, for "mis". C is of every token, also of one with weight 0.
+  rho = (1 - sum_H q) / (1 - sum_H p), each at least 1e-6. So C = sum_H sg(m_v -
+  a p_v) log p_v with m = q f(p / q) and a = rho f(1 / rho). f is 1, or the
+  weight that `method` gives a token in `mismatch_weights`: min(r, cap) for
+  "tis"; r between floor and cap, else 0, for "mis". C is of every token, also
+  of one with weight 0.
+
+  f is taken at the policy of now, and the loss's own ratio to the old policy
+  and its clip are left out: C is the mean of what the loss does until the
+  policy has moved, and nearly so within a clip range.
 
   Args:
     head_logps: log p_v, [B, H, T] float32, of the whole distribution, not of
@@ -39,7 +44,8 @@ def score_centering(
 
   Returns:
     (C, metrics): [B, T] float32, 0 where the mask is 0, for `Terms.penalty`
-    times A; and the mean over tokens of sum_H |m - a p|, `mismatch/centered`.
+    times A; and `mismatch/centered`, the mean over tokens of sum_H |g|, with g
+    the gradient of C by the logits: sum |q - p| of a head of all ids.
 
   Raises:
     ValueError: another method, or shapes that differ.
@@ -66,7 +72,6 @@ def score_centering(
   else:
     m, a = q, rho
   surplus = m - a * p
-  metrics: Metrics = {
-    "mismatch/centered": Mean.of(jnp.abs(surplus).sum(1), mask)
-  }
+  moved = jnp.abs(surplus - p * surplus.sum(1, keepdims=True)).sum(1)
+  metrics: Metrics = {"mismatch/centered": Mean.of(moved, mask)}
   return (surplus * logps).sum(1), metrics

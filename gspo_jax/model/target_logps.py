@@ -48,14 +48,25 @@ def target_logps(
     target = jnp.where(column_v == targets_C[:, None], logits_Cv, 0).sum(-1)
     total = exact.sums(lambda x: jnp.exp(x).sum(-1, keepdims=True))
     sums = total(logits_Cv)[:, 0], target, (weights_Cv * logits_Cv).sum(-1)
-    if head_ids_CH is not None:  # as the kept ids: no scatter in the gradient
-      is_head = column_v == head_ids_CH[:, :, None]
-      sums += (jnp.where(is_head, logits_Cv[:, None], 0).sum(-1),)
+    if head_ids_CH is not None:
+      sums += (_of_ids(logits_Cv, head_ids_CH, column_v),)
     total, target, weighted, *head = sharding.psum(sums, *axes)
     log_total = jnp.log(total)
     logps = target - log_total, log_total - weighted / total
     return *logps, *(x - log_total[:, None] for x in head)
 
   if cfg.exact:
+    if head_ids_CH is not None:
+      raise ValueError("head_ids: expected None for a model that is exact")
     function = exact.by_tokens(function, whole=1, axes=1)
   return function(logits_Cv, targets_C, kept_ids_CK, column_v)
+
+
+def _of_ids(logits_Cv, ids_CH, column_v):
+  """The logits of these ids, [C, H]; 0 where another device has the column."""
+  if sharding.platform() == "tpu":  # one fused loop: no scatter, as above
+    is_id = column_v == ids_CH[:, :, None]
+    return jnp.where(is_id, logits_Cv[:, None], 0).sum(-1)
+  place = jnp.clip(ids_CH - column_v[0], 0, len(column_v) - 1)
+  own = jnp.take_along_axis(logits_Cv, place, axis=1)
+  return jnp.where(column_v[place] == ids_CH, own, 0)

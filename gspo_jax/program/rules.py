@@ -62,12 +62,9 @@ _OBJECTIVE = {
   "there is no reference to sync": lambda c: (
     c.objective.reference_every and not c.objective.has_reference
   ),
-  "{objective.score_centering}: expected 0 with {objective.old_logps} and "
-  "{objective.name}, whose ratios already weigh each token by policy / "
-  "sampler": lambda c: (
-    c.objective.score_centering
-    and c.objective.has_sampler_logps
-    and c.objective.method.unit == "token"
+  "{objective.score_centering}: expected 0 with {objective.old_logps}, whose "
+  "ratios already weigh by policy / sampler": lambda c: (
+    c.objective.score_centering and c.objective.has_sampler_logps
   ),
   "{sampler.kept_ids}: expected 1 or more with {objective.score_centering}, "
   "for a head is of the ids that were sampled among": lambda c: (

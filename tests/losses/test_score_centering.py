@@ -75,11 +75,20 @@ def test_a_sampler_that_agrees_has_no_mean_score():
     assert np.abs(grads).max() < 1e-6 > centered
 
 
-def test_the_metric_is_the_probability_that_is_moved():
+def test_the_metric_is_the_gradient_by_the_logits():
+  """Of all ids that is q - p; of a head with nearly all of p it is near."""
   logits, q = distributions()
-  _, centered = centering(logits, q, V)
-  gap = np.abs(q - softmax(logits)).sum(1)
-  np.testing.assert_allclose(centered, gap[MASK].mean(), rtol=1e-5)
+  for size in (H, V):
+    grads, centered = centering(logits, q, size)
+    moved = np.abs(grads[:, :size]).sum(1)[MASK]
+    np.testing.assert_allclose(centered, moved.mean(), rtol=1e-5)
+  gap = np.abs(q - softmax(logits)).sum(1)[MASK].mean()
+  np.testing.assert_allclose(centered, gap, rtol=1e-5)
+  logits[:, H:] -= 16
+  nearly = softmax(logits + 0.02 * np.arange(V)[:, None])
+  gap = np.abs(nearly - softmax(logits)).sum(1)[MASK].mean()
+  _, centered = centering(logits, nearly, H)
+  np.testing.assert_allclose(centered, gap, rtol=1e-3)
 
 
 def test_places_without_an_id_and_masked_tokens_are_never_read():

@@ -129,8 +129,7 @@ KL1 = "objective.kl_coef=.1 objective.kl_estimator=k1"
 @pytest.mark.parametrize(
   ("overrides", "words"),
   [
-    ("objective.score_centering=8 objective.old_logps=sampler "
-     "objective.name=grpo",
+    ("objective.score_centering=8 objective.old_logps=sampler",
      "objective.score_centering=8: expected 0 with objective.old_logps='sampl"),
     ("objective.score_centering=8 sampler.top_p=.9 sampler.kept_ids=0",
      "sampler.kept_ids=0: expected 1 or more with objective.score_centering=8"),

@@ -316,6 +316,8 @@ def expect(config, params, rows) -> tuple[oracles.Case, dict]:
       c.off_policy_mask_threshold,
     )
     weights = kept if weights is None else kept * weights
+    if centers is not None:
+      centers *= kept[..., None]
   case = oracles.Case(
     x,
     rows.old_logps,
