@@ -15,7 +15,6 @@ from ml_collections import ConfigDict
 
 from studies import arguments, base
 
-CENTERED = 64  # ids of a head, of methods that end with "+centered"
 # method: objective.name, objective.replay, objective.mismatch
 METHODS = {
   "gspo": ("gspo", "none", "none"),
@@ -29,8 +28,6 @@ METHODS = {
   "dppo_tv": ("dppo_tv", "none", "none"),
   "gspo+wide": ("gspo:clip_low=0.05,clip_high=0.05", "none", "none"),
   "grpo+dual": ("grpo:dual_clip=3", "none", "none"),
-  "gspo+centered": ("gspo", "none", "none"),
-  "grpo+centered": ("grpo", "none", "none"),
 }
 
 
@@ -48,8 +45,6 @@ def get_config(argument: str = "") -> ConfigDict:
   objective = c.objective
   objective.name, objective.replay, objective.mismatch = METHODS[asked.method]
   objective.old_logps = asked.old
-  if asked.method.endswith("+centered"):
-    objective.score_centering = CENTERED
   kind, _, level = asked.error.partition(":")
   if kind == "old":
     c.rollout.max_staleness = int(level)
