@@ -1,14 +1,7 @@
 """Evaluation of a policy: held-out problems of a run, and benchmarks.
 
-Other wings take `held_out` and `estimators`. Users take `evaluator.evaluate`,
-which `python -m gspo_jax.evaluate` calls, and its parts.
+Other wings take these modules:
+  held_out, estimators
+Users take `evaluator.evaluate`, which `python -m gspo_jax.evaluate` calls:
+  evaluator, benchmarks, policy_sampler, summary
 """
-
-__all__ = (
-  "benchmarks",
-  "estimators",
-  "evaluator",
-  "held_out",
-  "policy_sampler",
-  "summary",
-)

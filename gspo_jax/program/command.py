@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +44,8 @@ _COMPILATION_CACHE = flags.DEFINE_string(
   "default JAX_COMPILATION_CACHE_DIR, else ~/.cache/gspo_jax/compiled.",
 )
 
+_CONFIGS = Path(configs.__file__).parent
+_READER = config_flags.config_flags.__file__
 _EXIT_CODES = (
   "Exit codes: 0 done; 2 a mistake of the caller's, in one line; anything else "
   "is a fault, with its traceback."
@@ -99,30 +102,35 @@ def parse(argv: list[str], start: str = START, doc: str = "") -> list[str]:
   without quotes: `=gsm8k,format`. --help prints all flags and keys, and exits.
   """
   usage = f"see {start.partition(' --')[0]} --help"
+  logging.set_verbosity(logging.ERROR)  # a file that is read twice warns twice
+  config = None
   try:
     argv = _with_config_path(argv)
     # A separate FlagValues: absl defines the flags of overrides only once.
     first = flags.FlagValues()
-    config = config_flags.DEFINE_config_file(
+    holder = config_flags.DEFINE_config_file(
       "config", flag_values=first, sys_argv=[]
     )
     first(argv, known_only=True)
-    config = config.value  # before its overrides; None: not named
+    config = holder.value  # before its overrides; None: not named
+    if config is None and first["config"].present:
+      raise UserError("--config: get_config() of the file returned None")
     if {"--help", "-help", "-h"} & {*argv}:
       print(_help(config, doc))
       sys.exit(0)
     if config is not None:
       argv = _checked_overrides(argv, flatten(config.to_dict()))
     rest = flags.FLAGS(argv)
-  except UserError:
-    raise
   except flags.UnrecognizedFlagError as error:
     hint = _meant_flag(error.flagname, config)
     hint = f"--{error.flagname}: no such flag; {hint}" if hint else str(error)
     raise UserError(f"{hint}; {usage}") from error
-  except (AttributeError, KeyError) as error:
-    raise _unknown_key(error) from error
-  except (flags.Error, OSError, ValueError, TypeError) as error:
+  except Exception as error:
+    if config is None and (of_file := _of_file(error)):
+      raise of_file from error
+    expected = flags.Error | OSError | ValueError | TypeError
+    if isinstance(error, UserError) or not isinstance(error, expected):
+      raise
     # ml_collections puts a traceback into its message; the cause comes last.
     cause = str(error).strip().splitlines()[-1]
     raise UserError(f"{cause}; {usage}") from error
@@ -157,12 +165,11 @@ def _config_path(name: str) -> str:
   path = Path(file)
   if path.is_file():
     return name
-  folder = Path(configs.__file__).parent
   if path.parent in (Path("."), Path("configs")):
-    packaged = folder / f"{path.name.removesuffix('.py')}.py"
+    packaged = _CONFIGS / f"{path.name.removesuffix('.py')}.py"
     if packaged.exists():
       return f"{packaged}{colon}{argument}"
-  names = {p.name for p in folder.glob("[!_]*.py")}
+  names = {p.name for p in _CONFIGS.glob("[!_]*.py")}
   names = {f"configs/{n}" for n in names - {"common.py", "recipes.py"}}
   near = nearest(f"configs/{path.stem}.py", names)
   raise UserError(f"--config={name}: no such file; {near}")
@@ -263,18 +270,42 @@ def _meant_flag(name: str, config) -> str:
   return config_keys.did_you_mean(near, "--config.") if near else ""
 
 
-def _unknown_key(error: Exception) -> Exception:
-  """A UserError if a config file sets a key that does not exist."""
+def _of_file(error: BaseException | None) -> UserError | None:
+  """A mistake in a user's config file, with its line; None: another error."""
+  while error is not None:  # the first cause that passed through the file
+    wraps = isinstance(error, flags.Error) or "whilst parsing" in str(error)
+    if isinstance(error, UserError) and not wraps:
+      return error
+    if isinstance(error, SyntaxError):
+      return UserError(f"{error.filename}:{error.lineno}: {error.msg}")
+    if "has no attribute 'get_config'" in str(error):
+      return UserError("--config: the file has no function get_config")
+    trace = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in trace if not f.filename.startswith("<")]  # importlib
+    readers = [i for i, f in enumerate(frames) if f.filename == _READER]
+    own = frames[readers[-1] + 1 :] if readers else []
+    own = [f for f in own if f.filename == own[0].filename]
+    is_ours = own and Path(own[0].filename).is_relative_to(_CONFIGS)
+    if own and not is_ours and not wraps:
+      place, reason = own[-1], _reason(error, own[-1].line)
+      return UserError(f"{place.filename}:{place.lineno}: {reason}")
+    error = error.__context__
+  return None
+
+
+def _reason(error: BaseException, line: str | None) -> str:
+  """What is wrong with a line of a config file."""
   from gspo_jax.program.config import all_keys
 
-  # ml_collections says 'paging', or 'Key "ahead" does not exist and ...'.
-  key = re.match(
-    r"""['"]*(?:Key ")?(\w+)(?:['"]+$|" does not exist)""", str(error)
-  )
-  if not key:
-    return error
-  hint = config_keys.hint(key[1], all_keys())
-  return UserError(f"the config file sets {key[1]}: no such key; {hint}")
+  text = str(error)
+  if types := re.search(r"type <class '(\w+)'> .* <class '(\w+)'>", text):
+    example = ', as in ("name",)' if types[2] == "tuple" else ""
+    return f"{line}: expected {types[2]}, got {types[1]}{example}"
+  # 'paging', or 'Key "ahead" does not exist and ...'
+  key = re.match(r"""['"]*(?:Key ")?(\w+)(?:['"]+$|" does not exist)""", text)
+  if key and isinstance(error, AttributeError | KeyError):
+    return f"{key[1]}: no such key; {config_keys.hint(key[1], all_keys())}"
+  return f"{type(error).__name__}: {text}"
 
 
 def _check_processes() -> None:

@@ -47,19 +47,39 @@ def assert_one_line(text):
 
 
 @pytest.mark.parametrize(
-  ("line", "words"),
-  [("c.beta = 8", "beta: no .* 'objective.kl_coef'"),
-   ("c.optim.lr = 2", "lr: no .* 'optim.learning_rate'")],
+  ("text", "words"),
+  [("c.beta = 8", "mine.py:7: beta: no .* 'objective.kl_coef'"),
+   ("c.optim.lr = 2", "mine.py:7: lr: no .* 'optim.learning_rate'"),
+   ("c.reward.names = 'number'", r"mine.py:7: c.reward.names = 'number': "
+    r"expected tuple, got str, as in \(.name.,\)"),
+   ("c.num_steps = '3'", "mine.py:7: .* expected int, got str"),
+   ("c.seed = 1 / 0", "mine.py:7: ZeroDivisionError: division by zero"),
+   ("c.seed = json.loads('{')", "mine.py:7: JSONDecodeError: "),
+   ("c.seed = ", "mine.py:7: invalid syntax"),
+   ("return", r"--config: get_config\(\) of the file returned None"),
+   ("raise UserError('no data')", "^no data$")],
 )  # fmt: skip
-def test_a_key_that_a_config_file_may_not_set_is_named(
-  parse, tmp_path, line, words
-):
-  (tmp_path / "old.py").write_text(
-    "from gspo_jax.configs import tiny_cpu\n\n\ndef get_config():\n"
-    f"  c = tiny_cpu.get_config().lock()\n  {line}\n  return c\n"
+def test_a_mistake_in_a_config_file_is_one_line(parse, tmp_path, text, words):
+  (tmp_path / "mine.py").write_text(
+    "import json\nfrom gspo_jax.configs import tiny_cpu\n"
+    "from gspo_jax.runtime.errors import UserError\n\ndef get_config():\n"
+    f"  c = tiny_cpu.get_config().lock()\n  {text}\n  return c\n"
   )
-  with pytest.raises(UserError, match=words):
-    parse(f"--config={tmp_path}/old.py", WORKDIR)
+  with pytest.raises(UserError, match=words) as error:
+    parse(f"--config={tmp_path}/mine.py", WORKDIR)
+  assert_one_line(str(error.value))
+
+
+def test_a_config_file_without_its_function_is_one_line(
+  parse, tmp_path, monkeypatch
+):
+  (tmp_path / "mine.py").write_text("import numppy\n")
+  with pytest.raises(UserError, match=r"mine\.py:1: ModuleNotFoundError: "):
+    parse(f"--config={tmp_path}/mine.py", WORKDIR)
+  (tmp_path / "mine.py").write_text("seed = 3\n")
+  monkeypatch.delitem(sys.modules, "config_config")  # of the test before
+  with pytest.raises(UserError, match="the file has no function get_config"):
+    parse(f"--config={tmp_path}/mine.py", WORKDIR)
 
 
 def test_overrides_reach_the_config(parse):
