@@ -225,7 +225,7 @@ def test_public_functions_have_types():
 
 
 # Most lines of Python in the package: a change that needs more says so here.
-MOST_LINES = 43_996
+MOST_LINES = 44_000
 
 
 def test_the_package_does_not_grow_unseen():

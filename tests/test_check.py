@@ -122,3 +122,16 @@ def test_a_mistake_is_one_line(
   assert path.read_text() == TEMPLATE
   path.write_text(TEMPLATE.replace(cut, "") if cut else TEMPLATE)
   assert re.search(words, mistake(check.main, *conversation, *flags))
+
+
+def test_a_small_file_evaluates_what_it_holds_out(run, tmp_path):
+  lines = (
+    json.dumps({"question": f"{i}+1?", "answer": "4"}) for i in range(32)
+  )
+  (tmp_path / "a.jsonl").write_text("\n".join(lines))
+  source = f"--config.data.source=jsonl:{tmp_path}/a.jsonl"
+  out = run(*TINY, source, "--config.data.max_prompt_length=64")
+  held_out = re.search(
+    r"eval.prompts=8: (\d+) problems are held out and f", out
+  )
+  assert 1 <= int(held_out[1]) < 8

@@ -108,7 +108,7 @@ def num_fitting(part: Sequence[Problem], cfg: PromptConfig) -> int:
 
 
 def take(source: Source, cfg: PromptConfig, count: int) -> PromptBatch:
-  """The first `count` problems that fit, as one batch, in order.
+  """The first problems that fit, at most `count`, as one batch, in order.
 
   Of a mixture it takes one problem of each source in turn, without weights.
   """
@@ -118,11 +118,11 @@ def take(source: Source, cfg: PromptConfig, count: int) -> PromptBatch:
   in_turn = itertools.chain.from_iterable(itertools.zip_longest(*columns))
   prompts = (_prompt(*item, cfg=cfg) for item in in_turn if item)
   first = list(itertools.islice(filter(None, prompts), count))
-  if len(first) < count:
-    fit = " and fit data.max_prompt_length" if cfg.too_long == "drop" else ""
+  if not first:
+    fit = " that fits data.max_prompt_length" * (cfg.too_long == "drop")
     raise UserError(
-      f"eval.prompts={count}: expected at most {len(first)}, for so many "
-      f"problems are held out{fit}; data.eval_source can name more"
+      f"eval.prompts={count}: no problem{fit} is held out; data.eval_source "
+      "can name some"
     )
   return join(first)
 

@@ -164,6 +164,14 @@ def prepare(
   if config.objective.distillation.teacher_key:
     for problem in _first_problems(problems):
       teacher_of(config.objective.distillation, problem)
+  held_out, most = None, config.eval.prompts
+  if config.eval.every or config.cold_start.steps:
+    held_out = pipeline.take(problems.held_out, program.prompt_config, most)
+    if len(held_out) < most:
+      multihost.print_once(
+        f"eval.prompts={most}: {len(held_out)} problems are held out and fit, "
+        "which is all that is evaluated; data.eval_source can name more"
+      )
   identity = load_params.identity(program) | {
     "seed": config.seed,
     "data": {"fingerprint": datasets.fingerprint(problems.stages)},
@@ -174,11 +182,7 @@ def prepare(
     program=program,
     reward_pool=_pool(config, program, problems, workdir),
     datasets=problems,
-    held_out=pipeline.take(
-      problems.held_out, program.prompt_config, config.eval.prompts
-    )
-    if config.eval.every or config.cold_start.steps
-    else None,
+    held_out=held_out,
     identity=identity,
     keys=Keys(*jax.random.split(jax.random.key(config.seed), 4)),
   )
