@@ -44,8 +44,9 @@ _COMPILATION_CACHE = flags.DEFINE_string(
   "default JAX_COMPILATION_CACHE_DIR, else ~/.cache/gspo_jax/compiled.",
 )
 
-_CONFIGS = Path(configs.__file__).parent
+_CONFIGS = Path(configs.__file__).parent.resolve()
 _READER = config_flags.config_flags.__file__
+_WRAPS = "whilst parsing config file|an earlier failure to load"  # its errors
 _EXIT_CODES = (
   "Exit codes: 0 done; 2 a mistake of the caller's, in one line; anything else "
   "is a fault, with its traceback."
@@ -113,8 +114,8 @@ def parse(argv: list[str], start: str = START, doc: str = "") -> list[str]:
     )
     first(argv, known_only=True)
     config = holder.value  # before its overrides; None: not named
-    if config is None and first["config"].present:
-      raise UserError("--config: get_config() of the file returned None")
+    if first["config"].present and not hasattr(config, "to_dict"):
+      raise UserError(f"--config: get_config() of the file returned {config}")
     if {"--help", "-help", "-h"} & {*argv}:
       print(_help(config, doc))
       sys.exit(0)
@@ -126,7 +127,8 @@ def parse(argv: list[str], start: str = START, doc: str = "") -> list[str]:
     hint = f"--{error.flagname}: no such flag; {hint}" if hint else str(error)
     raise UserError(f"{hint}; {usage}") from error
   except Exception as error:
-    if config is None and (of_file := _of_file(error)):
+    is_read = config is not None and not isinstance(error, OSError)
+    if not is_read and (of_file := _of_file(error)):
       raise of_file from error
     expected = flags.Error | OSError | ValueError | TypeError
     if isinstance(error, UserError) or not isinstance(error, expected):
@@ -271,29 +273,31 @@ def _meant_flag(name: str, config) -> str:
 
 
 def _of_file(error: BaseException | None) -> UserError | None:
-  """A mistake in a user's config file, with its line; None: another error."""
+  """A mistake in a config file, with its line; None: another error."""
   while error is not None:  # the first cause that passed through the file
-    wraps = isinstance(error, flags.Error) or "whilst parsing" in str(error)
+    text, is_value = str(error), isinstance(error, ValueError)
+    wraps = isinstance(error, flags.Error) or re.search(_WRAPS, text)
     if isinstance(error, UserError) and not wraps:
       return error
-    if isinstance(error, SyntaxError):
-      return UserError(f"{error.filename}:{error.lineno}: {error.msg}")
-    if "has no attribute 'get_config'" in str(error):
-      return UserError("--config: the file has no function get_config")
     trace = traceback.extract_tb(error.__traceback__)
     frames = [f for f in trace if not f.filename.startswith("<")]  # importlib
     readers = [i for i, f in enumerate(frames) if f.filename == _READER]
     own = frames[readers[-1] + 1 :] if readers else []
     own = [f for f in own if f.filename == own[0].filename]
-    is_ours = own and Path(own[0].filename).is_relative_to(_CONFIGS)
-    if own and not is_ours and not wraps:
-      place, reason = own[-1], _reason(error, own[-1].line)
-      return UserError(f"{place.filename}:{place.lineno}: {reason}")
-    error = error.__context__
+    if readers and not own and isinstance(error, SyntaxError):
+      return UserError(f"{error.filename}:{error.lineno}: {error.msg}")
+    if readers and not own and "attribute 'get_config'" in text:
+      return UserError("--config: the file has no function get_config")
+    path = Path(own[0].filename).resolve() if own else Path()
+    is_mode = is_value and path.is_relative_to(_CONFIGS)  # a line of ours
+    if own and not wraps and not is_mode:
+      reason = _reason(error, own[-1].line, trace[-1].filename)
+      return UserError(f"{own[-1].filename}:{own[-1].lineno}: {reason}")
+    error = error.__cause__ or error.__context__
   return None
 
 
-def _reason(error: BaseException, line: str | None) -> str:
+def _reason(error: BaseException, line: str | None, raised_in: str) -> str:
   """What is wrong with a line of a config file."""
   from gspo_jax.program.config import all_keys
 
@@ -301,9 +305,9 @@ def _reason(error: BaseException, line: str | None) -> str:
   if types := re.search(r"type <class '(\w+)'> .* <class '(\w+)'>", text):
     example = ', as in ("name",)' if types[2] == "tuple" else ""
     return f"{line}: expected {types[2]}, got {types[1]}{example}"
-  # 'paging', or 'Key "ahead" does not exist and ...'
-  key = re.match(r"""['"]*(?:Key ")?(\w+)(?:['"]+$|" does not exist)""", text)
-  if key and isinstance(error, AttributeError | KeyError):
+  # 'paging', or 'Key "ahead" does not exist and ...', or more lines
+  key = re.match(r"""['"\\]*(?:Key ")?(\w+)\W""", text + " ")
+  if key and "ml_collections" in raised_in:
     return f"{key[1]}: no such key; {config_keys.hint(key[1], all_keys())}"
   return f"{type(error).__name__}: {text}"
 

@@ -9,5 +9,3 @@ chain         arithmetic with labelled steps, the default; the reward
 instructions  short texts to rules, and the reward that checks the rules
 games         calculator and guessing: problems and environments
 """
-
-__all__ = ("chain", "games", "instructions")

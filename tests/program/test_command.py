@@ -57,6 +57,12 @@ def assert_one_line(text):
    ("c.seed = json.loads('{')", "mine.py:7: JSONDecodeError: "),
    ("c.seed = ", "mine.py:7: invalid syntax"),
    ("return", r"--config: get_config\(\) of the file returned None"),
+   ("return {}", r"--config: get_config\(\) of the file returned {}"),
+   ("open('nowhere')", "mine.py:7: FileNotFoundError: .* 'nowhere'"),
+   ("json.get_config()", "mine.py:7: AttributeError: module 'json' has no"),
+   ("{}['MY_DATA']", "mine.py:7: KeyError: 'MY_DATA'"),
+   ("c.optim.lr + 1", "mine.py:7: lr: no such key; .*optim.learning_rate"),
+   ("compile('[1,', '', 'eval')", "mine.py:7: SyntaxError: "),
    ("raise UserError('no data')", "^no data$")],
 )  # fmt: skip
 def test_a_mistake_in_a_config_file_is_one_line(parse, tmp_path, text, words):

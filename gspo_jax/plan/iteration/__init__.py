@@ -1,3 +1,1 @@
 """The cost of an iteration whose responses have given lengths."""
-
-__all__ = ("cost", "decoding", "lengths")
