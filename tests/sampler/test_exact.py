@@ -110,7 +110,7 @@ def scored(
       places,
       rows,
       logps=samples.logps,
-      kept_ids=samples.kept_ids,
+      of_ids={"kept_ids": samples.kept_ids},
       experts=samples.experts,
       turns=samples.turns,
     )
